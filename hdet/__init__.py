@@ -1,0 +1,75 @@
+"""hdet: online hyperparameter search inside one training run."""
+
+from hdet.controllers import (
+    Calibrate,
+    Comparison,
+    Context,
+    Controller,
+    Estimate,
+    Estimator,
+    Gated,
+    Hold,
+    Kalman,
+    LeastSquares,
+    Marginal,
+    Newton,
+    Paper,
+    Softmax,
+)
+from hdet.engine import Engine
+from hdet.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    HdetError,
+    IdentifiabilityError,
+    MatchError,
+    MissingExtraError,
+    StepError,
+)
+from hdet.evidence import Analytic, Contrast, Divergent, Evidence, Line
+from hdet.history import History, WindowRecord
+from hdet.hparams import (
+    WSD,
+    Arcsine,
+    AttentionTemperature,
+    Beta1,
+    Beta2,
+    Constant,
+    Cosine,
+    Design,
+    Dropout,
+    Fixed,
+    FromCallable,
+    Geometric,
+    Hadamard,
+    Knob,
+    LabelSmoothing,
+    LatinHypercube,
+    LearningRate,
+    Linear,
+    Log,
+    Logit,
+    Momentum,
+    OneCycle,
+    OneSided,
+    Permutation,
+    Relative,
+    Replay,
+    Scalar,
+    Schedule,
+    Space,
+    Spread,
+    Symmetric,
+    TwoLevel,
+    WeightDecay,
+)
+from hdet.merging import Mean, Merge
+from hdet.replicas import micro_batches, replicate
+from hdet.signals import Probe, TrainingLoss
+from hdet.spec import Spec, register
+from hdet.windows import FixedWindow, GrowingWindow, Windows
+
+__version__ = "0.1.0"
+
+__all__ = [name for name in dir() if not name.startswith("_")]

@@ -1,0 +1,76 @@
+"""What is refused before a run starts: declarations that contradict each other or cannot be identified."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from hdet.errors import ConfigError, IdentifiabilityError
+from hdet.hparams.bound import BoundKnob
+from hdet.hparams.evidence import Evidence
+from hdet.hparams.knob import Knob
+from hdet.replicas import Replicas
+from hdet.signals import Probe, Signal
+
+
+def unique_names(knobs: Sequence[Knob]) -> None:
+    """Two knobs of one name would share designs and history."""
+    names = [knob.label for knob in knobs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two knobs are called {name!r}; give one of them name=...")
+
+
+def separate_targets(knobs: Sequence[BoundKnob]) -> None:
+    """Two knobs that write one scalar would overwrite each other."""
+    owners: dict[Hashable, str] = {}
+    for knob in knobs:
+        for target in knob.bindings[0].targets:
+            if target in owners:
+                raise ConfigError(
+                    f"knobs {owners[target]!r} and {knob.name!r} write the same scalar; "
+                    f"narrow one of them by groups= or pattern=, or drop it"
+                )
+            owners[target] = knob.name
+
+
+def identifiable(knob: BoundKnob, evidence: Evidence, replicas: Replicas, signal: Signal, gradients: str) -> None:
+    """A knob must be able to show its effect in the evidence it is given."""
+    spec, name = knob.spec, knob.name
+    explored = spec.spread.width != 0.0
+    if evidence.diverges and explored:
+        if replicas.size < 2:
+            raise ConfigError(
+                f"{name}: a spread of {spec.spread.width:g} needs at least 2 replicas to compare, there is "
+                f"{replicas.size}; replicate with n >= 2, set its spread to width 0, or take evidence that needs no "
+                f"divergence"
+            )
+        if not replicas.diverge:
+            raise ConfigError(
+                f"{name}: micro-batches of one model cannot diverge; use hdet.replicate, or evidence that needs no "
+                f"divergence"
+            )
+        if gradients == "shared" and spec.acts_on not in evidence.sees:
+            raise IdentifiabilityError(
+                f"{name} acts in the forward pass, and under shared gradients all replicas receive the same update, so "
+                f"diverged replicas cannot tell its levels apart; use gradients='local', or counterfactual evidence "
+                f"(evidence=hdet.Contrast())"
+            )
+        if spec.biases_loss and not isinstance(signal, Probe) and not spec.accept_bias:
+            raise IdentifiabilityError(
+                f"{name} changes the training loss it would be judged by; give the engine signal=hdet.Probe(...), or "
+                f"accept_bias=True to see what goes wrong"
+            )
+    if evidence.needs_probe and not isinstance(signal, Probe):
+        raise ConfigError(f"{name}: {evidence.kind} evidence measures a held-out loss; give signal=hdet.Probe(...)")
+
+
+def common_total(knobs: Sequence[BoundKnob], given: int | None) -> int | None:
+    """The run's length: as given, or as the schedules agree on."""
+    lengths = {knob.name: knob.schedule.total_steps for knob in knobs if knob.schedule.total_steps is not None}
+    if given is not None:
+        if given < 1:
+            raise ConfigError(f"total_steps must be at least 1, got {given}")
+        return given
+    if len(set(lengths.values())) > 1:
+        raise ConfigError(f"the schedules end at different steps {lengths}; give the engine total_steps=")
+    return next(iter(lengths.values()), None)

@@ -1,0 +1,48 @@
+"""How a base moves. NumPy only: nothing here, or below, imports torch.
+
+| what | where |
+|---|---|
+| `Comparison` -> `Estimate` | an `Estimator`: `Marginal`, `LeastSquares`, `Kalman`, `Softmax` |
+| `Estimate` -> a move | a `Controller`: `Hold`, `Gated`, `Momentum`, `Paper`, `Newton`, `Calibrate` |
+| state <-> plain numbers | `to_plain`, `from_plain` |
+"""
+
+from hdet.controllers.calibrate import Calibrate, CalibrateState
+from hdet.controllers.controller import Context, Controller
+from hdet.controllers.estimate import Comparison, Estimate, Estimator
+from hdet.controllers.gated import Gated, GatedState
+from hdet.controllers.hold import Hold
+from hdet.controllers.kalman import Kalman, KalmanState
+from hdet.controllers.least_squares import LeastSquares
+from hdet.controllers.marginal import Marginal
+from hdet.controllers.momentum import Momentum, MomentumState
+from hdet.controllers.newton import Newton
+from hdet.controllers.paper import Paper, PaperState
+from hdet.controllers.softmax import Softmax
+from hdet.controllers.state import NoState, from_plain, to_plain
+
+__all__ = [
+    "Calibrate",
+    "CalibrateState",
+    "Comparison",
+    "Context",
+    "Controller",
+    "Estimate",
+    "Estimator",
+    "Gated",
+    "GatedState",
+    "Hold",
+    "Kalman",
+    "KalmanState",
+    "LeastSquares",
+    "Marginal",
+    "Momentum",
+    "MomentumState",
+    "Newton",
+    "NoState",
+    "Paper",
+    "PaperState",
+    "Softmax",
+    "from_plain",
+    "to_plain",
+]

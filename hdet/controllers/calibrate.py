@@ -1,0 +1,102 @@
+"""The bracket rule: raise on what the last iterate proves, lower on what the averaged weights prove."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from hdet.controllers.controller import Context, Controller, settled
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.newton import newton_move
+from hdet.errors import ConfigError
+from hdet.spec import register
+
+
+@dataclass(frozen=True)
+class CalibrateState:
+    """The largest shift allowed (inf until capped), and the run of warm-up windows that called for less."""
+
+    cap: float = math.inf
+    warnings: int = 0
+
+
+@register
+class Calibrate(Controller):
+    """Find the scale of a learning rate while the run goes on; for a knob in `Log` space.
+
+    Judged by the last iterate a smaller step always looks better than it is, since it quiets gradient
+    noise now and costs progress later; judged by window-averaged weights it looks worse. So "raise" is
+    believed from the former and "lower" from the latter (mu is the shift, s the schedule's share of its
+    peak, t and n the t-statistic and the Newton move of either judgement):
+
+    - Raise: `t_last < -significance`, `t_avg <= significance`, and `s >= trusted_from` or the warm-up is
+      over: mu += max(0, n_last). Earlier, small steps look too small only because the schedule is low.
+    - Lower: else if `t_avg > significance`: mu += min(0, n_avg).
+    - Cap: the first time that `t_last > significance` in `patience` consecutive warm-up windows, the peak may
+      from then on be `headroom` times the present value at most: mu <= mu + log(headroom s). If mu is above
+      that, it is brought down at once.
+    - Hold otherwise.
+
+    Args:
+        significance: the |t| that is believed.
+        limit: largest Newton move, in coordinates.
+        trusted_from: share of the schedule's peak from which "raise" is believed during the warm-up.
+        patience: consecutive warm-up windows that must call for less before the cap falls.
+        headroom: how far above the value that called for less the peak may lie, as a factor.
+        settle: share of the run, at its end, over which raising and lowering fade to zero (the cap does not).
+
+    Raises:
+        ConfigError: the evidence has no judgement at averaged weights.
+
+    >>> calibrate = Calibrate()
+    >>> raising = Estimate(slope=-0.3, curvature=1.0, stderr=0.1, averaged=Estimate(slope=0.1, stderr=0.1))
+    >>> calibrate.step(calibrate.start(), raising, Context())
+    (0.3, CalibrateState(cap=inf, warnings=0))
+    """
+
+    significance: float = Field(default=2.0, gt=0, le=100)
+    limit: float = Field(default=0.5, gt=0, le=10)
+    trusted_from: float = Field(default=0.35, ge=0, le=1)
+    patience: int = Field(default=2, ge=1, le=1000)
+    headroom: float = Field(default=1.5, gt=0, le=1000)
+    settle: float = Field(default=0.0, ge=0, le=1)
+
+    def start(self) -> CalibrateState:
+        return CalibrateState()
+
+    def step(
+        self, state: CalibrateState, estimate: Estimate, context: Context
+    ) -> tuple[float, CalibrateState]:
+        if not estimate.testable:
+            return 0.0, state
+        averaged = estimate.averaged
+        if averaged is None:
+            raise ConfigError(
+                "Calibrate was given an estimate without its counterpart at window-averaged weights; "
+                "use evidence that has one (Line), or another controller, such as Gated or Newton"
+            )
+        if not averaged.testable:
+            return 0.0, state
+        state = self._watch(state, estimate, context)
+        move = settled(self._wish(estimate, averaged, context), self.settle, context)
+        return min(move, state.cap - context.shift), state
+
+    def _wish(self, last: Estimate, averaged: Estimate, context: Context) -> float:
+        """Raise, lower or hold, before the cap."""
+        trusted = not context.warming or context.fraction >= self.trusted_from
+        if averaged.t > self.significance:
+            return min(0.0, newton_move(averaged, self.limit))
+        if last.t < -self.significance and trusted:
+            return max(0.0, newton_move(last, self.limit))
+        return 0.0
+
+    def _watch(self, state: CalibrateState, last: Estimate, context: Context) -> CalibrateState:
+        """Count warnings; set the cap once."""
+        if math.isfinite(state.cap) or not context.warming:
+            return CalibrateState(state.cap, 0)
+        warnings = state.warnings + 1 if last.t > self.significance else 0
+        if warnings < self.patience or context.fraction <= 0:
+            return CalibrateState(state.cap, warnings)
+        return CalibrateState(context.shift + math.log(self.headroom * context.fraction), 0)

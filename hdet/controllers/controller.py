@@ -1,0 +1,84 @@
+"""What a controller is given and what it must do."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from hdet.controllers.estimate import Estimate
+from hdet.spec import Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Where the run stands at a window's end, for one knob.
+
+    The defaults describe a constant knob of value 1 at the start of an endless run.
+
+    Args:
+        base: the knob's value now, shift included.
+        schedule_now: the schedule's value now, without the shift.
+        schedule_next: the schedule's value at the next window's first step.
+        peak: the schedule's largest value (so far, where the whole is not known).
+        step: optimizer steps done.
+        total_steps: optimizer steps in all; None when open-ended.
+        window: windows done before this one.
+        windows_left: windows still to come; None when open-ended.
+        shift: the learned shift, in coordinates.
+        authority: how far the shift may go either way.
+        spread: the largest absolute level of this window.
+        warming: whether the schedule is still rising.
+    """
+
+    base: float = 1.0
+    schedule_now: float = 1.0
+    schedule_next: float = 1.0
+    peak: float = 1.0
+    step: int = 0
+    total_steps: int | None = None
+    window: int = 0
+    windows_left: int | None = None
+    shift: float = 0.0
+    authority: float = math.inf
+    spread: float = 0.0
+    warming: bool = False
+
+    @property
+    def fraction(self) -> float:
+        """schedule_now / peak, the share of the peak that the schedule stands at; 1 without a peak."""
+        return self.schedule_now / self.peak if self.peak > 0 else 1.0
+
+
+class Controller(Spec, family="controller"):
+    """The rule that turns estimates into moves of one base. Pure: the same input gives the same move.
+
+    A move is in coordinates and positive towards larger values. The engine keeps shift + move within
+    authority and bounds. After a window that taught nothing (an unknown or non-finite estimate) the move is 0
+    and the state is returned as it was.
+
+    Subclass, decorate with `hdet.spec.register`, and it works in Python, in YAML and in ablations.
+    """
+
+    @abstractmethod
+    def start(self) -> Any:
+        """The state before the first window: a frozen dataclass of numbers (see `hdet.controllers.state`)."""
+
+    @abstractmethod
+    def step(self, state: Any, estimate: Estimate, context: Context) -> tuple[float, Any]:
+        """The move of the base for the next window, and the state that goes with it."""
+
+
+def settled(move: float, settle: float, context: Context) -> float:
+    """The move, faded linearly to zero over the last `settle` share of the run (0: not at all).
+
+    Late moves have little time to pay back what they cost, and a base that rests can be read off.
+
+    >>> settled(0.4, 0.2, Context(step=90, total_steps=100))
+    0.2
+    """
+    if settle == 0 or context.total_steps is None:
+        return move
+    left = max(context.total_steps - context.step, 0) / context.total_steps
+    return move * min(1.0, left / settle)

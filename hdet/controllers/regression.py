@@ -1,0 +1,82 @@
+"""Least squares with an intercept, and standard errors that mean what they say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hdet.controllers.estimate import FloatArray
+
+# Relative size below which a singular value, or the variation of a column, is rounding error.
+_NEGLIGIBLE = 1e-10
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Coefficients [P], their standard errors [P] (inf where unknowable), and which are identified [P]."""
+
+    coefficients: FloatArray
+    stderr: FloatArray
+    identified: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+
+def varies(columns: FloatArray) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Which columns of [n, P] take more than one value, rounding aside."""
+    if len(columns) == 0:
+        return np.zeros(columns.shape[1], dtype=np.bool_)
+    deviation = np.abs(columns - columns.mean(axis=0)).max(axis=0)
+    return np.asarray(deviation > _NEGLIGIBLE * np.abs(columns).max(axis=0))
+
+
+def regress(columns: FloatArray, losses: FloatArray, *, replica_noise: bool = False) -> Fit:
+    r"""Regress losses [n, J] on columns [n, P] and an intercept; minimum norm where columns are aliased.
+
+    Each sub-batch j is fitted by itself, `beta_j = X^+ L_j`, and `beta = mean_j beta_j`. Its variance is
+
+    - J > 1: `var_j(beta_j) / J`. Sub-batches are paired over replicas, so what they disagree about is the
+      error of the comparison; residuals would not do, for replicas that share gradients lie on a line and
+      leave none. With `replica_noise` the scatter of replicas about the fit is added, less the part of it
+      that the sub-batches account for.
+    - J = 1: `s^2 (X'X)^+` with `s^2` the residual variance on `n - 1 - rank` degrees of freedom; with
+      none left the error is infinite.
+
+    Columns are scaled to unit variance first, so neither the minimum norm nor the rank depends on units.
+    """
+    n, batches = losses.shape
+    count = columns.shape[1]
+    moving = varies(columns)
+    if n < 2 or not moving.any():
+        return Fit(np.zeros(count), np.full(count, np.inf), np.zeros(count, dtype=np.bool_))
+    centred = (columns - columns.mean(axis=0))[:, moving]
+    scale = np.sqrt((centred**2).mean(axis=0))
+    left, singular, right = np.linalg.svd(centred / scale, full_matrices=False)
+    rank = int((singular > np.sqrt(n) * _NEGLIGIBLE * singular[0]).sum())
+    left, singular, right = left[:, :rank], singular[:rank], right[:rank]
+    inverse = (right.T / singular) @ left.T / scale[:, None]
+
+    contrasts = losses - losses.mean(axis=0)
+    each = inverse @ contrasts
+    residuals = contrasts - left @ (left.T @ contrasts)
+    freedom = n - 1 - rank
+    variance = np.zeros(int(moving.sum()))
+    if batches > 1:
+        variance += each.var(axis=1, ddof=1) / batches
+    if batches == 1 or replica_noise:
+        common = residuals.mean(axis=1)
+        excess = np.inf
+        if freedom > 0:
+            excess = float(common @ common) / freedom
+        if batches > 1 and freedom > 0:
+            own = ((residuals - common[:, None]) ** 2).sum() / (freedom * (batches - 1))
+            excess = max(excess - float(own) / batches, 0.0)
+        variance += excess * (inverse**2).sum(axis=1)
+
+    identified = np.zeros(count, dtype=np.bool_)
+    identified[moving] = (right**2).sum(axis=0) > 1 - 1e-6
+    coefficients = np.zeros(count)
+    coefficients[moving] = each.mean(axis=1)
+    stderr = np.full(count, np.inf)
+    stderr[moving] = np.sqrt(variance)
+    stderr[~identified] = np.inf
+    return Fit(coefficients, stderr, identified)

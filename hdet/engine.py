@@ -1,0 +1,369 @@
+"""The engine: the cycle of fan out, train, compare, merge, move; the only file that knows its order."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+from torch.optim import Optimizer
+
+from hdet import admission, checkpoint
+from hdet.controllers import Estimate
+from hdet.errors import ConfigError, DivergedError, StepError
+from hdet.evidence import Collector, Divergent, Evidence, Harvest, Scene, Window
+from hdet.history import History, WindowRecord
+from hdet.hparams.bound import BoundKnob
+from hdet.hparams.knob import Knob
+from hdet.merging import Mean, Merge
+from hdet.replicas import Replica, Replicas
+from hdet.replicas.anchor import Anchor
+from hdet.replicas.average import Averages
+from hdet.signals import Signal, TrainingLoss
+from hdet.tally import Losses, Tally
+from hdet.windows import FixedWindow, Windows
+
+MAX_RESTORES = 3
+
+
+class Engine:
+    """Explores knobs inside one training run.
+
+    A window opens with all replicas alike. Each trains at knob values of its own; at the window's end the
+    evidence is read, the replicas are merged, and each knob's controller moves its base. Then the next opens.
+
+    Args:
+        replicas: from `hdet.replicate`, `hdet.micro_batches` or `hdet.distribute`.
+        knobs: what is explored; names and the scalars they write must be distinct.
+        window: steps between two converges, or a rule for them.
+        signal: what replicas are compared by.
+        evidence: where the comparisons of knobs that name no evidence of their own come from.
+        merge: how diverged replicas become one.
+        gradients: "shared", every replica applies the mean gradient (data parallel, the paper), or "local",
+            each its own (local SGD).
+        seed: of the designs. The global RNG is never touched.
+        total_steps: the run's length; by default its schedules'. Without one the run is open-ended and
+            `finish` must be called.
+        history: a path for one JSON line a window, or a `History`.
+        anchor: where the last converged point is kept: beside the model, or on the host.
+
+    Raises:
+        ConfigError: the declaration cannot be; the message names the knob and the way out.
+
+    >>> import torch, hdet
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> engine = hdet.Engine(hdet.replicate(model, optimizer, n=4), [hdet.LearningRate()], window=5, total_steps=10)
+    >>> for step in range(10):
+    ...     losses = []
+    ...     for replica in engine.replicas:
+    ...         with replica:
+    ...             loss = replica.model(torch.ones(8, 2)).square().mean()
+    ...             loss.backward()
+    ...         losses.append(loss)
+    ...     engine.share_gradients()
+    ...     for optimizer in engine.optimizers:
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    ...     record = engine.step(losses)
+    >>> len(engine.history), engine.finished
+    (2, True)
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        knobs: Sequence[Knob],
+        *,
+        window: int | Windows = 50,
+        signal: Signal | None = None,
+        evidence: Evidence | None = None,
+        merge: Merge | None = None,
+        gradients: Literal["shared", "local"] = "shared",
+        seed: int = 0,
+        total_steps: int | None = None,
+        history: str | os.PathLike[str] | History | None = None,
+        anchor: Literal["device", "host"] = "device",
+    ) -> None:
+        if gradients not in ("shared", "local"):
+            raise ConfigError(f"gradients must be 'shared' or 'local', got {gradients!r}")
+        admission.unique_names(knobs)
+        self._home = replicas
+        self.hosts = replicas.hosts
+        self.gradients = gradients
+        self.merge = merge if merge is not None else Mean()
+        self.signal: Signal = signal if signal is not None else TrainingLoss()
+        self.windows = FixedWindow(window) if isinstance(window, int) else window
+        self.seed = seed
+        self.knobs = [
+            BoundKnob(knob, [knob.bind(model, optimizer) for model, optimizer in replicas.hosts], replicas.size)
+            for knob in knobs
+        ]
+        admission.separate_targets(self.knobs)
+        default = evidence if evidence is not None else Divergent()
+        chosen = [knob.spec.evidence if knob.spec.evidence is not None else default for knob in self.knobs]
+        for knob, source in zip(self.knobs, chosen, strict=True):
+            admission.identifiable(knob, source, replicas, self.signal, gradients)
+        self.total_steps = admission.common_total(self.knobs, total_steps)
+        self._last_step = self.total_steps
+
+        self.anchor = Anchor(*replicas.hosts[0], device="cpu" if anchor == "host" else None)
+        self.averages = Averages(replicas.hosts)
+        explored = any(own.diverges and knob.spec.spread.width for knob, own in zip(self.knobs, chosen, strict=True))
+        self._apart = replicas.diverge and (gradients == "local" or explored)
+        self._shared_host = len(replicas.local) > len(replicas.hosts)
+        scene = Scene(
+            replicas, self.signal, gradients, seed, self.anchor, self.averages, self.at_base, self._apart
+        )
+        self.collectors: list[Collector] = []
+        for source in dict.fromkeys(chosen):
+            judged = [knob for knob, own in zip(self.knobs, chosen, strict=True) if own == source]
+            self.collectors.append(source.collect(scene, judged))
+        for replica in replicas.local:
+            replica.on_enter[:] = [self._enter]
+            replica.on_exit[:] = [self._exit]
+
+        self.history = history if isinstance(history, History) else History(history if replicas.is_leader else None)
+        self.step_count = 0
+        self.finished = False
+        self.tally = Tally(replicas)
+        self.restores = 0
+        self._places = self._hosted_indices()
+        self._clock = time.perf_counter()
+        self.window = self.open_window(0)
+
+    # -- the face a training loop sees ------------------------------------------------------------
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """The replicas this process hosts. Run forward and backward of each inside `with replica:`."""
+        return self._home.local
+
+    @property
+    def size(self) -> int:
+        """N, the number of replicas over all processes."""
+        return self._home.size
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The distinct optimizers this process steps."""
+        return [optimizer for _, optimizer in self._home.hosts]
+
+    @property
+    def bases(self) -> dict[str, float]:
+        """Each knob's base at the coming step."""
+        return {knob.name: knob.base(self.step_count) for knob in self.knobs}
+
+    def share_gradients(self) -> None:
+        """Call after the last backward of a step, before clipping: gives all replicas the mean gradient.
+
+        Does nothing where gradients are local or where data parallelism has shared them already.
+        """
+        if self.gradients == "shared" or not self._home.diverge:
+            self._home.share_gradients()
+
+    def step(self, losses: Losses | None = None) -> WindowRecord | None:
+        """Call after the optimizers' steps. Returns the window's record when this step ends one.
+
+        Args:
+            losses: one 0-dim tensor for each replica of this process (or a [local] tensor). They stay on the
+                device until the window ends. Without any in a window the training loss cannot judge it: replicas
+                still converge, and no base is moved by it.
+
+        Raises:
+            StepError: the run is over, or a loss is not a scalar.
+            DivergedError: all replicas became non-finite in several windows on end.
+        """
+        if self.finished:
+            raise StepError(
+                f"the run is over after {self.step_count} steps (total_steps={self.total_steps}); give the engine and "
+                f"its schedules more total_steps, or stop the loop"
+            )
+        self.tally.add(losses)
+        self.averages.add()
+        for collector in self.collectors:
+            collector.after_update(self.window, self.step_count)
+        self.step_count += 1
+        if self.step_count < self.window.stop:
+            self._apply()
+            return None
+        return self._close_window()
+
+    def reapply(self) -> None:
+        """Put the coming step's knob values in force again, after something else wrote or loaded an optimizer."""
+        for knob in self.knobs:
+            knob.forget()
+        self._apply()
+
+    def _apply(self) -> None:
+        for knob in self.knobs:
+            for host, value in enumerate(knob.values(self.step_count, self._places)):
+                knob.write(host, value)
+
+    @contextmanager
+    def at_base(self) -> Iterator[None]:
+        """Every knob at its base inside the block, to evaluate or save a model in mid-window."""
+        for knob in self.knobs:
+            base = knob.base(self.step_count)
+            for host in range(len(self.hosts)):
+                knob.write(host, base)
+        try:
+            yield
+        finally:
+            self._apply()
+
+    def finish(self) -> WindowRecord | None:
+        """End the run now: closes and merges a window under way. Every replica then holds the result."""
+        if self.finished:
+            return None
+        self._last_step = self.step_count
+        if self.tally.steps:
+            return self._close_window()
+        self._end()
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resume needs, as plain numbers and tensors; see `hdet.checkpoint`."""
+        return checkpoint.state_dict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state. With another N, the converged model, bases and controllers carry over.
+
+        Raises:
+            CheckpointError: the state is another engine's.
+        """
+        checkpoint.load_state_dict(self, state)
+
+    # -- the cycle --------------------------------------------------------------------------------
+
+    def open_window(self, index: int) -> Window:
+        """All replicas are alike: anchor the point, draw the designs, put the values in force."""
+        start = self.step_count
+        stop = start + self.windows.length(start)
+        if self._last_step is not None:
+            stop = min(stop, self._last_step)
+        self.window = Window(index, start, stop)
+        self.anchor.take(start)
+        self.tally.reset()
+        self.averages.reset()
+        for collector in self.collectors:
+            collector.open(self.window)
+        self._apply()
+        self._clock = time.perf_counter()
+        return self.window
+
+    def _close_window(self) -> WindowRecord:
+        began = time.perf_counter()
+        window = Window(self.window.index, self.window.start, self.step_count)
+        table = self._home.gather(self.tally.rows())
+        valid = np.isfinite(table[:, 0]) & (table[:, 2] == 1.0)
+        losses = np.where(valid & (table[:, 3] > 0), table[:, 0], np.nan)
+        faults = self._faults(table, valid)
+        last = window.stop - 1
+        bases = {knob.name: knob.base(last) for knob in self.knobs}
+        values = {knob.name: knob.values(last, range(self.size)) for knob in self.knobs}
+
+        estimates: dict[str, Estimate] = {}
+        moves = {knob.name: 0.0 for knob in self.knobs}
+        merged = False
+        if valid.any():
+            self.restores = 0
+            harvest = Harvest(window, losses, valid)
+            for collector in self.collectors:
+                estimates.update(collector.close(harvest))
+            merged = self._converge(valid)
+            remaining = self._windows_left()
+            for knob in self.knobs:
+                moves[knob.name] = knob.judge(
+                    estimates[knob.name], self.step_count, self.total_steps, window.index, remaining
+                )
+        else:
+            self._restore(faults)
+        now = time.perf_counter()
+        record = WindowRecord(
+            window=window.index,
+            start=window.start,
+            stop=window.stop,
+            bases=bases,
+            values=values,
+            losses=[float(loss) if np.isfinite(loss) else None for loss in losses],
+            estimates={name: estimate.to_dict() for name, estimate in estimates.items()},
+            moves=moves,
+            merged=merged,
+            faults=faults,
+            seconds=now - self._clock,
+            closing=now - began,
+        )
+        self.history.append(record)
+        if self.step_count == self._last_step:
+            self._end()
+        else:
+            self.open_window(window.index + 1)
+        return record
+
+    def _converge(self, valid: np.ndarray[Any, np.dtype[np.bool_]]) -> bool:
+        """Merge, unless nothing can have come apart."""
+        apart = (
+            self._apart
+            or not valid.all()
+            or any(buffer.is_floating_point() for buffer in self._home.hosts[0][0].buffers())
+        )
+        if not (self._home.diverge and apart):
+            return False
+        self.merge(self._home, valid.tolist())
+        for knob in self.knobs:
+            knob.forget()  # a failed replica took over another's optimizer, knob values included
+        return True
+
+    def _restore(self, faults: list[dict[str, Any]]) -> None:
+        for model, optimizer in self._home.hosts:
+            self.anchor.restore(model, optimizer)
+        for knob in self.knobs:
+            knob.forget()
+        self.restores += 1
+        faults.append({"kind": "restored", "step": self.anchor.step})
+        if self.restores > MAX_RESTORES:
+            raise DivergedError(
+                f"all {self.size} replicas became non-finite in {self.restores} windows on end; the models hold the "
+                f"last converged point (step {self.anchor.step}). Start from lower values; the bases were {self.bases}"
+            )
+
+    def _faults(
+        self, table: np.ndarray[Any, np.dtype[np.float64]], valid: np.ndarray[Any, np.dtype[np.bool_]]
+    ) -> list[dict[str, Any]]:
+        faults: list[dict[str, Any]] = []
+        for index in np.flatnonzero(~valid).tolist():
+            since = int(table[index, 1])
+            # A loss that stayed finite leaves the last update to blame.
+            faults.append({"kind": "non_finite", "replica": index, "step": self.step_count - max(1, since)})
+        return faults
+
+    def _windows_left(self) -> int | None:
+        return None if self._last_step is None else self.windows.count(self.step_count, self._last_step)
+
+    def _end(self) -> None:
+        self.finished = True
+        for knob in self.knobs:
+            knob.rest()
+        self._apply()
+
+    def _enter(self, replica: Replica) -> None:
+        if self._shared_host:
+            for knob in self.knobs:
+                knob.write(replica.host, knob.values(self.step_count, [replica.index])[0])
+        for collector in self.collectors:
+            collector.enter(replica, self.step_count)
+
+    def _exit(self, replica: Replica) -> None:
+        for collector in self.collectors:
+            collector.exit(replica, self.step_count)
+
+    def _hosted_indices(self) -> list[int]:
+        """The replica whose values each host holds at rest: its first."""
+        first: dict[int, int] = {}
+        for replica in self._home.local:
+            first.setdefault(replica.host, replica.index)
+        return [first[host] for host in range(len(self._home.hosts))]

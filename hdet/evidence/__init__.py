@@ -1,0 +1,20 @@
+"""Where comparisons come from."""
+
+from hdet.evidence.analytic import Analytic
+from hdet.evidence.collector import Collector, Harvest, Scene, Window
+from hdet.evidence.contrast import Contrast
+from hdet.evidence.divergent import Divergent
+from hdet.evidence.line import Line
+from hdet.hparams.evidence import Evidence
+
+__all__ = [
+    "Analytic",
+    "Collector",
+    "Contrast",
+    "Divergent",
+    "Evidence",
+    "Harvest",
+    "Line",
+    "Scene",
+    "Window",
+]

@@ -1,0 +1,133 @@
+"""Analytic evidence: the direction a knob of the update moves the weights in, known by its formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hdet.controllers import Estimate
+from hdet.errors import ConfigError
+from hdet.evidence.collector import Collector, Harvest, Scene, Window
+from hdet.evidence.fit import along
+from hdet.evidence.points import losses_at
+from hdet.evidence.preconditioner import decoupled, preconditioner
+from hdet.hparams.binding import GroupBinding
+from hdet.hparams.bound import BoundKnob
+from hdet.hparams.evidence import Evidence
+from hdet.replicas import tensors
+from hdet.spec import register
+
+
+@register
+class Analytic(Evidence):
+    """The probe along D = d theta / d log(decay), which weight decay's own formula gives; nothing diverges.
+
+    Over a window, decay lambda has pulled the weights by D = -sum_t lr_t lambda_t theta_t (decoupled), or by
+    -sum_t P_t lambda_t theta_t through the preconditioner P (L2). Read at window-averaged weights, where the
+    noise of single steps does not count, and with their mean standing for theta_t: it is already there for
+    `Line`. L(theta +- width D) then gives slope and curvature.
+
+    Args:
+        width: of the central difference, in coordinate units.
+        stride: of the average, take every stride-th step's weights.
+    """
+
+    sees: ClassVar[frozenset[str]] = frozenset({"update"})
+    needs_probe: ClassVar[bool] = True
+
+    width: float = Field(default=1.0, gt=0, le=10)
+    stride: int = Field(default=1, ge=1)
+
+    def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> AnalyticCollector:
+        return AnalyticCollector(self, scene, knobs)
+
+
+class AnalyticCollector(Collector):
+    """Sums what decay multiplied the weights by over the window, and evaluates the probe on both sides."""
+
+    def __init__(self, spec: Analytic, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
+        super().__init__(scene, knobs)
+        self.spec = spec
+        self.average = scene.averages.follow(0, spec.stride)
+        self.bindings = [_decay(knob) for knob in knobs]
+        self.pulls = self._none()
+
+    def _none(self) -> list[list[float]]:
+        return [[0.0] * len(binding.indices) for binding in self.bindings]
+
+    def open(self, window: Window) -> None:
+        self.pulls = self._none()
+
+    def after_update(self, window: Window, step: int) -> None:
+        for pulls, binding in zip(self.pulls, self.bindings, strict=True):
+            for place, index in enumerate(binding.indices):
+                group = binding.optimizer.param_groups[index]
+                pulls[place] += _number(group["weight_decay"]) * _number(group["lr"])
+
+    def close(self, harvest: Harvest) -> dict[str, Estimate]:
+        centre = self.average.mean()
+        width = self.spec.width
+        points: list[Any] = []
+        for binding, pulls in zip(self.bindings, self.pulls, strict=True):
+            direction = self._direction(binding, pulls, centre)
+            for side in (-width, 0.0, width):
+                points.append(partial(_moved, centre, direction, side))
+        with self.scene.at_base():
+            losses = losses_at(self.scene.replicas, self.scene.probe, harvest.window.index, points)
+        return {
+            knob.name: along((-width, 0.0, width), losses[3 * number : 3 * number + 3])
+            for number, knob in enumerate(self.knobs)
+        }
+
+    @torch.no_grad()
+    def _direction(
+        self, binding: GroupBinding, pulls: Sequence[float], centre: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        model = self.scene.replicas.hosts[0][0]
+        place = {id(p): number for number, p in enumerate(q for q in model.parameters() if q.numel())}
+        direction: list[Tensor | None] = [None] * len(place)
+        for index, pull in zip(binding.indices, pulls, strict=True):
+            group = binding.optimizer.param_groups[index]
+            for parameter in group["params"]:
+                number = place.get(id(parameter))
+                if number is None or pull == 0.0 or not parameter.requires_grad:
+                    continue
+                if decoupled(binding.optimizer, group):
+                    direction[number] = centre[number] * -pull
+                    continue
+                scale = preconditioner(binding.optimizer, group, parameter)
+                lr = _number(group["lr"])
+                if scale is not None and lr > 0.0:
+                    direction[number] = centre[number] * scale * (-pull / lr)
+        return direction
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pulls": [list(pulls) for pulls in self.pulls]}
+
+    def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
+        if window is not None:
+            self.pulls = [list(pulls) for pulls in state["pulls"]]
+
+
+@torch.no_grad()
+def _moved(centre: Sequence[Tensor], direction: Sequence[Tensor | None], factor: float) -> list[Tensor]:
+    return [c if d is None or factor == 0.0 else c + d * factor for c, d in zip(centre, direction, strict=True)]
+
+
+def _number(entry: float | Tensor) -> float:
+    return float(entry)
+
+
+def _decay(knob: BoundKnob) -> GroupBinding:
+    binding = knob.bindings[0]
+    if not isinstance(binding, GroupBinding) or binding.key != "weight_decay":
+        raise ConfigError(
+            f"{knob.name}: Analytic evidence knows the direction of weight decay only; use Line for learning rates, "
+            f"Contrast for knobs of the forward pass, Divergent for others"
+        )
+    return binding

@@ -1,0 +1,112 @@
+"""Collectors: evidence at work over a window, one protocol from what it produced to an estimate per knob."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hdet.controllers import Estimate
+from hdet.hparams.bound import BoundKnob
+from hdet.replicas import Replica, Replicas, tensors
+from hdet.replicas.anchor import Anchor
+from hdet.replicas.average import Averages
+from hdet.signals import Probe, Signal
+
+Gradients = Literal["shared", "local"]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What every collector of an engine sees.
+
+    Attributes:
+        replicas: where the replicas live.
+        signal: what they are compared by.
+        gradients: whether they share gradients.
+        seed: of the designs.
+        anchor: the weights at the window's opening.
+        averages: weights averaged over the window, for who asks; the engine feeds them.
+        at_base: a context manager inside which every knob is at its base, for probes of the shared weights.
+        apart: whether replicas come apart in a window, so that "the weights" are their mean.
+    """
+
+    replicas: Replicas
+    signal: Signal
+    gradients: Gradients
+    seed: int
+    anchor: Anchor
+    averages: Averages
+    at_base: Callable[[], AbstractContextManager[None]]
+    apart: bool
+
+    def weights(self, valid: NDArray[np.bool_]) -> list[Tensor]:
+        """The parameters now; the mean over valid replicas where these have come apart (a collective then)."""
+        if self.apart:
+            return self.replicas.combine(valid / valid.sum())
+        return tensors.clones(tensors.parameters(self.replicas.hosts[0][0]))
+
+    @property
+    def probe(self) -> Probe:
+        """The probe, for evidence that needs one (the engine refuses such evidence without)."""
+        assert isinstance(self.signal, Probe)
+        return self.signal
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window under way: its number and the steps `start <= t < stop` it covers."""
+
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Harvest:
+    """What a window produced.
+
+    Attributes:
+        losses: [N] mean training losses, NaN where not finite.
+        valid: [N] replicas whose losses and parameters all stayed finite; at least one.
+    """
+
+    window: Window
+    losses: NDArray[np.float64]
+    valid: NDArray[np.bool_]
+
+
+class Collector:
+    """Gathers evidence on some knobs. Every hook may be left out; they run in the order given here."""
+
+    def __init__(self, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
+        self.scene = scene
+        self.knobs = list(knobs)
+
+    def open(self, window: Window) -> None:
+        """A window opens: all replicas are alike. Decide the knobs' levels (`BoundKnob.spread`)."""
+
+    def enter(self, replica: Replica, step: int) -> None:
+        """A replica is about to run forward."""
+
+    def exit(self, replica: Replica, step: int) -> None:
+        """A replica has run backward; its gradient is not yet shared."""
+
+    def after_update(self, window: Window, step: int) -> None:
+        """The optimizers have made step `step`. Runs every step: no synchronisation, little work."""
+
+    def close(self, harvest: Harvest) -> dict[str, Estimate]:
+        """The window's last step is done, nothing is merged yet: an estimate for each knob by name."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume in mid-window needs, as plain numbers and tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
+        """Restore `state_dict` in mid-window; with `None`, the window was opened anew: only what outlives windows."""

@@ -1,0 +1,39 @@
+"""Slope and curvature from losses at points of a line, one fit a sub-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hdet.controllers import Estimate
+
+
+def along(offsets: Sequence[float], losses: NDArray[np.float64]) -> Estimate:
+    """Fit y_j(x) = a_j + b_j x + c_j x^2 / 2 in each sub-batch j; the mean and standard error of b and c over j.
+
+    The sub-batches are the same at all points, so what they have in common cancels in b and c.
+
+    Args:
+        offsets: P distinct points x, in coordinate units; at least 2 (3 for a curvature).
+        losses: [P, J] probe losses there, J >= 2.
+
+    >>> x = np.array([-1.0, 0.0, 1.0])
+    >>> along(x, np.stack([2 + 3 * x, 5 + 3 * x], axis=1)).slope
+    3.0
+    """
+    x = np.asarray(offsets, dtype=np.float64)
+    columns = [np.ones_like(x), x] + ([x**2 / 2] if len(x) > 2 else [])
+    coefficients = np.linalg.pinv(np.stack(columns, axis=1)) @ losses
+    if not np.isfinite(coefficients).all():
+        return Estimate.nothing()
+    root = np.sqrt(losses.shape[1])
+    mean, error = coefficients.mean(axis=1), coefficients.std(axis=1, ddof=1) / root
+    curved = len(x) > 2
+    return Estimate(
+        slope=float(mean[1]),
+        stderr=float(error[1]),
+        curvature=float(mean[2]) if curved else None,
+        curvature_stderr=float(error[2]) if curved else None,
+    )

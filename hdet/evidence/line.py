@@ -1,0 +1,118 @@
+"""Line evidence: what another learning rate would have done, read off the window's own update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import ClassVar
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from hdet.controllers import Estimate
+from hdet.errors import ConfigError
+from hdet.evidence.collector import Collector, Harvest, Scene
+from hdet.evidence.fit import along
+from hdet.evidence.points import losses_at
+from hdet.hparams.binding import GroupBinding
+from hdet.hparams.bound import BoundKnob
+from hdet.hparams.evidence import Evidence
+from hdet.replicas import tensors
+from hdet.spec import register
+
+
+@register
+class Line(Evidence):
+    """The probe along the window's update U = theta_T - theta_0; for learning rates, in a `Log` space.
+
+    L(theta_0 + e^x U) is, to first order, what a replica at learning rate lr e^x would report, on one trajectory,
+    with no replica and no spread. It is read twice: at the last weights, and along Ubar = mean_t(theta_t) -
+    theta_0, the window-averaged weights, which `Estimate.averaged` carries.
+
+    Args:
+        width: how far the points reach, in coordinate units.
+        points: where the probe is evaluated, in units of `width`; P of them cost 2 P probes a window.
+        stride: of the average, take every stride-th step's weights.
+    """
+
+    sees: ClassVar[frozenset[str]] = frozenset({"update"})
+    needs_probe: ClassVar[bool] = True
+
+    width: float = Field(default=0.3, gt=0, le=3)
+    points: tuple[float, ...] = (-1.0, -0.4, 0.4, 1.0)
+    stride: int = Field(default=1, ge=1)
+
+    @field_validator("points")
+    @classmethod
+    def _distinct(cls, points: tuple[float, ...]) -> tuple[float, ...]:
+        if len(set(points)) < 3:
+            raise ValueError(f"a slope and a curvature need at least 3 distinct points, got {points}")
+        return points
+
+    def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> LineCollector:
+        return LineCollector(self, scene, knobs)
+
+
+class LineCollector(Collector):
+    """Follows the averaged weights, and evaluates the probe along both lines at a window's end."""
+
+    def __init__(self, spec: Line, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
+        super().__init__(scene, knobs)
+        self.spec = spec
+        self.average = scene.averages.follow(0, spec.stride)
+        self.moved = [_moved(knob, scene) for knob in knobs]
+
+    def close(self, harvest: Harvest) -> dict[str, Estimate]:
+        offsets = [self.spec.width * point for point in self.spec.points]
+        start = [
+            held.to(live.device)
+            for held, live in zip(
+                self.scene.anchor.parameters(), tensors.parameters(self.scene.replicas.hosts[0][0]), strict=True
+            )
+        ]
+        ends = (self.scene.weights(harvest.valid), self.average.mean())
+        points: list[Callable[[], list[Tensor]]] = []
+        for moved in self.moved:
+            for end in ends:
+                for x in offsets:
+                    points.append(partial(_stretched, start, end, math.exp(x), moved))
+        with self.scene.at_base():
+            losses = losses_at(self.scene.replicas, self.scene.probe, harvest.window.index, points)
+        found = {}
+        count = len(offsets)
+        for number, knob in enumerate(self.knobs):
+            first = 2 * count * number
+            last = along(offsets, losses[first : first + count])
+            averaged = along(offsets, losses[first + count : first + 2 * count])
+            found[knob.name] = Estimate(
+                slope=last.slope,
+                stderr=last.stderr,
+                curvature=last.curvature,
+                curvature_stderr=last.curvature_stderr,
+                averaged=averaged,
+            )
+        return found
+
+
+@torch.no_grad()
+def _stretched(
+    start: Sequence[Tensor], end: Sequence[Tensor], factor: float, moved: Sequence[bool]
+) -> list[Tensor]:
+    """start + factor (end - start) where `moved`, else `end`."""
+    return [
+        torch.lerp(a, b.to(a.dtype), factor) if moves else b for a, b, moves in zip(start, end, moved, strict=True)
+    ]
+
+
+def _moved(knob: BoundKnob, scene: Scene) -> list[bool]:
+    """Which of the model's parameters this learning rate moves."""
+    binding = knob.bindings[0]
+    if not isinstance(binding, GroupBinding) or binding.key != "lr":
+        raise ConfigError(
+            f"{knob.name}: Line evidence reads learning rates off the update; use Analytic for decay and momentum, "
+            f"Contrast for knobs of the forward pass"
+        )
+    own = {id(parameter) for parameter in binding.parameters()}
+    return [id(p) in own for p in scene.replicas.hosts[0][0].parameters() if p.numel()]

@@ -1,0 +1,46 @@
+"""Evaluating the probe at several weight vectors, the work split over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hdet.replicas import Replicas, tensors
+from hdet.signals import Probe
+
+
+def losses_at(
+    replicas: Replicas, probe: Probe, window: int, points: Sequence[Callable[[], Sequence[Tensor]]]
+) -> NDArray[np.float64]:
+    """[P, J] probe losses at P points, the same on every process.
+
+    Each point is a function that gives the model's parameters there (in the order of
+    `hdet.replicas.tensors.parameters`). Every process computes every point's weights, because that may take a
+    collective, but evaluates only those that fall to its own replicas.
+    """
+    batches = probe.draw(window)
+    rows: dict[tuple[int, int], Tensor] = {}
+    for number, point in enumerate(points):
+        weights = point()
+        for row, replica in enumerate(replicas.local):
+            # A replica that no point falls to repeats one, so that it learns J; its result is not counted.
+            idle = replica.index >= len(points) and replica.index % len(points) == number
+            if replica.index != number % replicas.size and not idle:
+                continue
+            with tensors.substituted(tensors.parameters(replica.model), weights):
+                measured = probe.measure(replica.model, window, replica.optimizer, batches)
+            rows[row, number] = torch.zeros_like(measured) if idle else measured
+    missing = torch.zeros_like(next(iter(rows.values())))
+    table = torch.stack(
+        [
+            torch.cat([rows.get((row, number), missing) for number in range(len(points))])
+            for row in range(len(replicas.local))
+        ]
+    )
+    # Each point was evaluated by one replica and is zero in the other rows.
+    losses: NDArray[np.float64] = replicas.gather(table).sum(axis=0)
+    return losses.reshape(len(points), -1)

@@ -1,0 +1,131 @@
+"""What happened: one JSON object a window, appended as the window closes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hdet.errors import HdetError
+
+
+@dataclass(frozen=True)
+class WindowRecord:
+    """One window, from opening to the moves made at its end.
+
+    Attributes:
+        window: its number, from 0.
+        start, stop: the steps it covers, `start <= t < stop`.
+        bases: each knob's base at its last step.
+        values: each knob's [N] values at its last step, by replica.
+        losses: [N] mean training losses; `None` where a replica was not finite.
+        estimates: by knob: slope, stderr, t, curvature, curvature_stderr, and `averaged` (the same at
+            window-averaged weights) where the evidence has it.
+        moves: by knob, in coordinate units.
+        merged: whether replicas were merged.
+        faults: what went wrong, each with `kind` and the step or replica it concerns.
+        seconds: wall time of the window, and `closing`, the part of it spent at its end.
+    """
+
+    window: int
+    start: int
+    stop: int
+    bases: dict[str, float]
+    values: dict[str, list[float]]
+    losses: list[float | None]
+    estimates: dict[str, dict[str, Any]]
+    moves: dict[str, float]
+    merged: bool
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    closing: float = 0.0
+
+    @property
+    def loss(self) -> float:
+        """Mean training loss over the replicas that stayed finite; NaN if none did."""
+        sound = [value for value in self.losses if value is not None]
+        return float(np.mean(sound)) if sound else math.nan
+
+    def to_json(self) -> str:
+        """One line of strict JSON; non-finite numbers become null."""
+        return json.dumps(_strict(asdict(self)), allow_nan=False)
+
+
+class History:
+    """The windows of a run, in memory and, with a path, one line each in a JSON-lines file.
+
+    A line is flushed to the operating system before training goes on, so a kill loses at most the window under
+    way. Reading skips a torn last line.
+
+    >>> History().windows
+    []
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = Path(path) if path is not None else None
+        self.windows: list[WindowRecord] = []
+        if self.path is not None and self.path.exists():
+            self.windows = _read(self.path)
+
+    def __iter__(self) -> Iterator[WindowRecord]:
+        return iter(self.windows)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def append(self, record: WindowRecord) -> None:
+        """Add a window and write its line."""
+        self.windows.append(record)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(record.to_json() + "\n")
+
+    def truncate(self, windows: int) -> None:
+        """Drop the windows from a number on (they are about to be run again), a torn line too; atomically."""
+        self.windows = [record for record in self.windows if record.window < windows]
+        if self.path is not None and self.path.exists():
+            beside = self.path.with_name(self.path.name + ".tmp")
+            beside.write_text("".join(record.to_json() + "\n" for record in self.windows), encoding="utf-8")
+            os.replace(beside, self.path)
+
+    def bases(self, knob: str) -> NDArray[np.float64]:
+        """[windows, 2]: the step a window stopped at, and the knob's base there.
+
+        Raises:
+            HdetError: no such knob in this history.
+        """
+        known = {name for record in self.windows for name in record.bases}
+        if knob not in known:
+            raise HdetError(f"no knob {knob!r} in this history; there are {sorted(known)}")
+        return np.array([[record.stop, record.bases[knob]] for record in self.windows if knob in record.bases])
+
+
+def _read(path: Path) -> list[WindowRecord]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    windows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            windows.append(WindowRecord(**json.loads(line)))
+        except (json.JSONDecodeError, TypeError) as error:
+            if number == len(lines):
+                break  # torn by a kill: the window it belonged to is run again
+            raise HdetError(f"{path}, line {number} is not a window record: {error}") from None
+    return windows
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    return value

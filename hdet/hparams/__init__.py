@@ -1,0 +1,56 @@
+"""What is explored: knobs, the spaces they move in, how far and by whom, and the schedules under them."""
+
+from hdet.hparams.design import Design, Fixed, Hadamard, LatinHypercube, Permutation
+from hdet.hparams.evidence import Evidence
+from hdet.hparams.forward import AttentionTemperature, Dropout, LabelSmoothing
+from hdet.hparams.knob import Knob
+from hdet.hparams.optimizer import Beta1, Beta2, LearningRate, Momentum, WeightDecay
+from hdet.hparams.scalar import Scalar
+from hdet.hparams.schedule import (
+    WSD,
+    Constant,
+    Cosine,
+    FromCallable,
+    OneCycle,
+    Replay,
+    Schedule,
+)
+from hdet.hparams.space import Arcsine, Linear, Log, Logit, Relative, Space
+from hdet.hparams.spread import Geometric, OneSided, Spread, Symmetric, TwoLevel
+
+__all__ = [
+    "WSD",
+    "Arcsine",
+    "AttentionTemperature",
+    "Beta1",
+    "Beta2",
+    "Constant",
+    "Cosine",
+    "Design",
+    "Dropout",
+    "Evidence",
+    "Fixed",
+    "FromCallable",
+    "Geometric",
+    "Hadamard",
+    "Knob",
+    "LabelSmoothing",
+    "LatinHypercube",
+    "LearningRate",
+    "Linear",
+    "Log",
+    "Logit",
+    "Momentum",
+    "OneCycle",
+    "OneSided",
+    "Permutation",
+    "Relative",
+    "Replay",
+    "Scalar",
+    "Schedule",
+    "Space",
+    "Spread",
+    "Symmetric",
+    "TwoLevel",
+    "WeightDecay",
+]

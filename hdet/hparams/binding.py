@@ -1,0 +1,163 @@
+"""Bindings: where a knob's value lives in one model and optimizer, and how it is read and written there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet.errors import ConfigError
+from hdet.nn import KnobTensor
+
+Bounds = tuple[float, float]
+
+
+class Binding(Protocol):
+    """One knob's place in one replica. `targets` names the scalars it writes, to refuse two knobs on one."""
+
+    @property
+    def targets(self) -> frozenset[Hashable]: ...
+
+    def read(self) -> float: ...
+
+    def write(self, value: float) -> None: ...
+
+
+def fit(value: float, bounds: Bounds, dtype: torch.dtype) -> float:
+    """`value` as `dtype` holds it, stepped back inside when rounding carried it over a bound.
+
+    >>> fit(0.1, (0.0, 0.1), torch.float32) <= 0.1
+    True
+    """
+    if dtype == torch.float64:
+        return value
+    low, high = bounds
+    held = torch.tensor(value, dtype=dtype)
+    if held.item() > high:
+        held = torch.nextafter(held, torch.tensor(-math.inf, dtype=dtype))
+    elif held.item() < low:
+        held = torch.nextafter(held, torch.tensor(math.inf, dtype=dtype))
+    return float(held.item())
+
+
+@dataclass(frozen=True)
+class GroupBinding:
+    """An entry of optimizer parameter groups, addressed by optimizer and index (group dicts get replaced).
+
+    Several groups keep their ratios: writing `v` sets group g to `v * ratios[g]`. With `item`, the entry is a
+    tuple (Adam's `betas`) of which one element is the knob. A tensor entry is written in place.
+    """
+
+    optimizer: Optimizer
+    indices: tuple[int, ...]
+    ratios: tuple[float, ...]
+    key: str
+    item: int | None
+    bounds: Bounds
+
+    @property
+    def targets(self) -> frozenset[Hashable]:
+        return frozenset((id(self.optimizer), index, self.key, self.item) for index in self.indices)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the groups."""
+        return [p for index in self.indices for p in self.optimizer.param_groups[index]["params"]]
+
+    def read(self) -> float:
+        entry = self.optimizer.param_groups[self.indices[0]][self.key]
+        return float(entry if self.item is None else entry[self.item]) / self.ratios[0]
+
+    def write(self, value: float) -> None:
+        groups = self.optimizer.param_groups
+        for index, ratio in zip(self.indices, self.ratios, strict=True):
+            group, key = groups[index], self.key
+            own = value if ratio == 1.0 else value * ratio
+            if self.item is not None:
+                entry = list(group[key])
+                entry[self.item] = _written(entry[self.item], own, self.bounds)
+                group[key] = tuple(entry)
+            else:
+                group[key] = _written(group[key], own, self.bounds if ratio == 1.0 else (-math.inf, math.inf))
+
+
+def _written(entry: float | Tensor, value: float, bounds: Bounds) -> float | Tensor:
+    if isinstance(entry, Tensor):
+        with torch.no_grad():
+            entry.fill_(fit(value, bounds, entry.dtype))
+        return entry
+    return value
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A module's attribute that holds a float or a 0-dim tensor."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(frozen=True)
+class ModelBinding:
+    """Scalars inside the model that move together: KnobTensors, and plain attributes of modules."""
+
+    cells: Sequence[KnobTensor | Attribute]
+    bounds: Bounds
+
+    @property
+    def targets(self) -> frozenset[Hashable]:
+        return frozenset(
+            (id(cell),) if isinstance(cell, KnobTensor) else (id(cell.module), cell.name) for cell in self.cells
+        )
+
+    def read(self) -> float:
+        values = {_held(cell) for cell in self.cells}
+        if len(values) > 1:
+            raise ConfigError(
+                f"the selected modules hold different values: {sorted(values)}; declare one knob for each by its "
+                f"pattern, or give the knob a schedule, which sets them all alike"
+            )
+        return values.pop()
+
+    def write(self, value: float) -> None:
+        for cell in self.cells:
+            if isinstance(cell, KnobTensor):
+                cell.fill_(fit(value, self.bounds, torch.float32))
+            else:
+                setattr(cell.module, cell.name, _written(getattr(cell.module, cell.name), value, self.bounds))
+
+
+def _held(cell: KnobTensor | Attribute) -> float:
+    if isinstance(cell, KnobTensor):
+        return cell.value
+    entry = getattr(cell.module, cell.name)
+    if isinstance(entry, (int, float)) and not isinstance(entry, bool):
+        return float(entry)
+    if isinstance(entry, Tensor) and entry.numel() == 1:
+        return float(entry.detach())
+    found = f"a tensor of shape {tuple(entry.shape)}" if isinstance(entry, Tensor) else type(entry).__name__
+    raise ConfigError(f"a knob is one scalar, a float, 0-dim tensor or KnobTensor; {cell.name!r} holds {found}")
+
+
+@dataclass(frozen=True)
+class FunctionBinding:
+    """A scalar reached through the user's own getter and setter."""
+
+    model: nn.Module
+    name: str
+    get: Callable[[nn.Module], float]
+    set: Callable[[nn.Module, float], None]
+
+    @property
+    def targets(self) -> frozenset[Hashable]:
+        return frozenset({(id(self.model), self.name)})
+
+    def read(self) -> float:
+        return float(self.get(self.model))
+
+    def write(self, value: float) -> None:
+        self.set(self.model, value)

@@ -1,0 +1,161 @@
+"""A knob at work: its declaration, where it is bound, its learned shift and this window's levels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hdet.controllers import Context, Estimate
+from hdet.controllers.state import from_plain, to_plain
+from hdet.errors import ConfigError
+from hdet.hparams.binding import Binding
+from hdet.hparams.knob import Knob
+from hdet.hparams.schedule import Constant
+
+PEAK_SAMPLES = 2000
+
+
+class BoundKnob:
+    """The state of one knob in one engine.
+
+    The value of replica r at step t is `clip(apply(base(t), centre + levels[r]))`, where
+    `base(t) = clip(apply(schedule(t), shift))`. Near a bound the levels shrink together, so that they go on
+    summing to zero and none lies outside.
+
+    Attributes:
+        spec: the declaration.
+        shift: the learned displacement from the schedule, in coordinate units.
+        levels: [N] offsets of this window, summing to zero; zeros where the knob does not diverge.
+        centre: offset of the levels' mean from the base (one-sided spreads).
+    """
+
+    def __init__(self, spec: Knob, bindings: Sequence[Binding], n: int) -> None:
+        self.spec = spec
+        self.name = spec.label
+        self.bindings = list(bindings)
+        self.schedule = spec.schedule if spec.schedule is not None else Constant(self.bindings[0].read())
+        self.shift = 0.0
+        self.state = spec.controller.start()
+        self.levels: NDArray[np.float64] = np.zeros(n)
+        self.centre = 0.0
+        self._written: list[float | None] = [None] * len(self.bindings)
+        total = self.schedule.total_steps
+        stride = 1 if total is None else max(1, total // PEAK_SAMPLES)
+        course = [self.schedule(t) for t in range(0, 1 if total is None else total, stride)]
+        self.peak = max(course)
+        low, high = spec.bounds
+        if min(course) < low or max(course) > high:
+            outside = min(course) if min(course) < low else max(course)
+            raise ConfigError(
+                f"{self.name}: its schedule reaches {outside:g}, outside the bounds {spec.bounds}; "
+                f"give bounds=({min(low, outside):g}, {max(high, outside):g}) or another base"
+            )
+        movable = (
+            spec.space.apply(self.peak, 0.1) != self.peak or spec.space.apply(self.peak, -0.1) != self.peak
+        )
+        if not movable:
+            raise ConfigError(
+                f"{self.name}: its base is {self.peak:g}, which {type(spec.space).__name__} cannot move; "
+                f"give it a schedule with another value, or another space"
+            )
+
+    def base(self, step: int) -> float:
+        """The shared centre at a step, within bounds."""
+        low, high = self.spec.bounds
+        value = self.schedule(step)
+        if self.shift != 0.0:
+            value = self.spec.space.apply(value, self.shift)
+        return min(max(value, low), high)
+
+    def reach(self, base: float) -> float:
+        """The factor in [0, 1] by which all levels shrink at a base, so that none leaves the bounds."""
+        if not self.levels.any():
+            return 1.0
+        down, up = self.spec.space.room(base, self.spec.bounds)
+        lowest = -(self.centre + float(self.levels.min()))
+        highest = self.centre + float(self.levels.max())
+        factor = 1.0
+        if lowest > down:
+            factor = min(factor, down / lowest)
+        if highest > up:
+            factor = min(factor, up / highest)
+        return factor
+
+    def values(self, step: int, indices: Sequence[int]) -> list[float]:
+        """The values of some replicas at a step, none outside the bounds."""
+        base = self.base(step)
+        if not self.levels.any() and self.centre == 0.0:
+            return [base] * len(indices)
+        low, high = self.spec.bounds
+        reach = self.reach(base)
+        apply = self.spec.space.apply
+        return [
+            min(max(apply(base, reach * (self.centre + float(self.levels[index]))), low), high)
+            for index in indices
+        ]
+
+    def write(self, host: int, value: float, force: bool = False) -> None:
+        """Put a value in force in one of this process's models, unless it is already."""
+        if force or self._written[host] != value:
+            self.bindings[host].write(value)
+            self._written[host] = value
+
+    def spread(self, levels: NDArray[np.float64], centre: float) -> None:
+        """Take up a window's levels."""
+        self.levels = levels
+        self.centre = centre
+
+    def judge(
+        self, estimate: Estimate, step: int, total_steps: int | None, window: int, windows_left: int | None
+    ) -> float:
+        """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units.
+
+        Args:
+            step: the step the next window opens at.
+        """
+        now, following = self.schedule(max(step - 1, 0)), self.schedule(step)
+        context = Context(
+            base=self.base(max(step - 1, 0)),
+            schedule_now=now,
+            schedule_next=following,
+            peak=self.peak,
+            step=step,
+            total_steps=total_steps,
+            window=window,
+            windows_left=windows_left,
+            shift=self.shift,
+            authority=self.spec.authority,
+            spread=float(np.abs(self.levels).max(initial=0.0)),
+            warming=following > now,
+        )
+        move, self.state = self.spec.controller.step(self.state, estimate, context)
+        if not math.isfinite(move):
+            raise ConfigError(f"{self.name}: {type(self.spec.controller).__name__} moved by {move}")
+        before = self.shift
+        wanted = min(max(before + move, -self.spec.authority), self.spec.authority)
+        # A shift past which the peak would only press against a bound is cut back to it: no windup.
+        down, up = self.spec.space.room(self.peak, self.spec.bounds)
+        self.shift = min(max(wanted, -down), up)
+        return self.shift - before
+
+    def rest(self) -> None:
+        """End exploration: every replica takes the base."""
+        self.spread(np.zeros_like(self.levels), 0.0)
+
+    def forget(self) -> None:
+        """Assume nothing about what values are in force: an optimizer was loaded or copied."""
+        self._written = [None] * len(self.bindings)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Shift and controller state as plain numbers; levels follow from seed and window."""
+        return {"shift": self.shift, "controller": to_plain(self.state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.shift = float(state["shift"])
+        self.state = from_plain(type(self.state), state["controller"])
+        self.forget()

@@ -1,0 +1,75 @@
+"""Hadamard matrices: square, entries +-1, columns orthogonal. The stuff that two-level designs are cut from.
+
+Orders come from Sylvester's doubling (powers of two) and Paley's two constructions over the integers modulo a
+prime. Together they give every multiple of 4 up to 128 but 52, 92, 100 and 116.
+
+Source: Paley 1933, "On Orthogonal Matrices", J. Math. Phys. 12; Hedayat & Wallis 1978, Ann. Statist. 6(6).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@lru_cache(maxsize=64)
+def hadamard(order: int) -> NDArray[np.int64] | None:
+    """A Hadamard matrix [order, order], first column all ones, read-only; None where none is known here.
+
+    Its other columns therefore hold as many -1 as +1.
+
+    >>> from hdet.hparams.hadamard import hadamard
+    >>> hadamard(4).tolist()
+    [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
+    >>> hadamard(6) is None
+    True
+    """
+    matrix = _construct(order)
+    if matrix is None:
+        return None
+    matrix = matrix * matrix[:, :1]
+    matrix.setflags(write=False)
+    return matrix
+
+
+def _construct(order: int) -> NDArray[np.int64] | None:
+    if order == 1:
+        return np.ones((1, 1), dtype=np.int64)
+    if order != 2 and (order < 4 or order % 4):
+        return None
+    if order & (order - 1) == 0:
+        return _doubled(order)
+    if (order - 1) % 4 == 3 and _is_prime(order - 1):
+        # Paley I: identity plus a skew conference matrix
+        skew = _bordered(order - 1)
+        skew[1:, 0] = -1
+        return skew + np.eye(order, dtype=np.int64)
+    if (order // 2 - 1) % 4 == 1 and _is_prime(order // 2 - 1):
+        # Paley II: a symmetric conference matrix C, each of its entries made a 2 x 2 block
+        conference = _bordered(order // 2 - 1)
+        blocks = np.kron(conference, np.array([[1, 1], [1, -1]]))
+        return blocks + np.kron(np.eye(order // 2, dtype=np.int64), np.array([[1, -1], [-1, -1]]))
+    return _doubled(order)
+
+
+def _doubled(order: int) -> NDArray[np.int64] | None:
+    half = hadamard(order // 2)
+    return None if half is None else np.kron(np.array([[1, 1], [1, -1]]), half)
+
+
+def _bordered(prime: int) -> NDArray[np.int64]:
+    """The quadratic residue matrix Q_ij = chi(i - j) modulo a prime, a row and a column of ones in front."""
+    chi = np.full(prime, -1, dtype=np.int64)
+    chi[np.arange(1, prime) ** 2 % prime] = 1
+    chi[0] = 0
+    index = np.arange(prime)
+    matrix = np.ones((prime + 1, prime + 1), dtype=np.int64)
+    matrix[0, 0] = 0
+    matrix[1:, 1:] = chi[(index[:, None] - index) % prime]
+    return matrix
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % factor for factor in range(2, int(number**0.5) + 1))

@@ -1,0 +1,86 @@
+"""The root of every knob: a scalar hyperparameter that can be read, and written per replica."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from torch import nn
+from torch.optim import Optimizer
+
+from hdet.controllers import Controller, Gated
+from hdet.hparams.binding import Binding
+from hdet.hparams.evidence import Evidence
+from hdet.hparams.schedule import Constant, Schedule
+from hdet.hparams.space import Log, Space
+from hdet.hparams.spread import Spread, TwoLevel
+from hdet.spec import Spec
+
+ActsOn = Literal["update", "forward"]
+
+
+def _as_schedule(given: Any) -> Any:
+    return Constant(given) if isinstance(given, (int, float)) and not isinstance(given, bool) else given
+
+
+class Knob(Spec, family="knob"):
+    """A scalar hyperparameter to explore. Subclass it, say where it lives in `bind`, and `@register` it.
+
+    Args:
+        name: how the knob is called in histories and reports; by default its kind and what it selects.
+        space: the coordinate it is seen through. Moves and levels are in this coordinate.
+        bounds: the closed interval no value of it ever leaves.
+        spread: how far the replicas' levels lie from the base.
+        schedule: base value by step, or a number; `None` reads the base from the model or optimizer.
+        controller: how estimates move the base.
+        evidence: where its comparisons come from; `None` takes the engine's.
+        authority: how far the learned shift may go from the schedule, in coordinate units.
+        accept_bias: let a knob that biases its own training loss be judged by it all the same.
+    """
+
+    name: str | None = None
+    space: Space = Log()
+    bounds: tuple[float, float]
+    spread: Spread = TwoLevel(0.15)
+    schedule: Annotated[Schedule | None, BeforeValidator(_as_schedule)] = None
+    controller: Controller = Gated()
+    evidence: Evidence | None = None
+    authority: float = Field(default=3.0, ge=0)
+    accept_bias: bool = False
+
+    @property
+    @abstractmethod
+    def acts_on(self) -> ActsOn:
+        """Whether it changes how an update is made from a gradient, or the forward pass."""
+
+    @property
+    def biases_loss(self) -> bool:
+        """Whether its value changes the training loss itself, so that this loss cannot judge it."""
+        return False
+
+    @property
+    def label(self) -> str:
+        """The knob's name, or its kind where none was given."""
+        return self.name or self.kind
+
+    @abstractmethod
+    def bind(self, model: nn.Module, optimizer: Optimizer) -> Binding:
+        """Find the scalar in one replica.
+
+        Raises:
+            MatchError: nothing there is selected; the message lists what could be.
+        """
+
+    @field_validator("bounds")
+    @classmethod
+    def _ordered(cls, bounds: tuple[float, float]) -> tuple[float, float]:
+        low, high = bounds
+        if not low < high:
+            raise ValueError(f"the lower bound {low} must lie below the upper bound {high}")
+        return bounds
+
+    @model_validator(mode="after")
+    def _in_domain(self) -> Knob:
+        self.space.check(self.bounds)
+        return self

@@ -1,0 +1,162 @@
+"""Knobs that act on the update: learning rate, weight decay, momentum and the betas of a torch optimizer."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+from torch import nn
+from torch.optim import Optimizer
+
+from hdet.errors import ConfigError, MatchError
+from hdet.hparams.binding import GroupBinding
+from hdet.hparams.knob import ActsOn, Knob
+from hdet.hparams.space import Log, Logit, Space
+from hdet.hparams.spread import Spread, TwoLevel
+from hdet.spec import register
+
+Groups = int | str | tuple[int | str, ...] | None
+
+
+class GroupKnob(Knob):
+    """A knob that lives in an optimizer's parameter groups.
+
+    Args:
+        groups: a group's `"name"` or index, or several; `None` takes every group that has the entry. Groups
+            that hold different values keep their ratio where `keeps_ratio`, else they are refused.
+    """
+
+    key: ClassVar[str]
+    item: ClassVar[int | None] = None
+    keeps_ratio: ClassVar[bool] = False
+
+    groups: Groups = None
+
+    @property
+    def acts_on(self) -> ActsOn:
+        return "update"
+
+    @property
+    def label(self) -> str:
+        if self.name or self.groups is None:
+            return super().label
+        chosen = self.groups if isinstance(self.groups, tuple) else (self.groups,)
+        return f"{self.kind}[{','.join(str(group) for group in chosen)}]"
+
+    def bind(self, model: nn.Module, optimizer: Optimizer) -> GroupBinding:
+        chosen = [index for index in self._indices(optimizer) if self._holds(optimizer.param_groups[index])]
+        if not chosen:
+            raise MatchError(
+                f"{self.label}: no parameter group of {type(optimizer).__name__} has {self._entry!r}; "
+                f"the groups hold {sorted(set(optimizer.param_groups[0]) - {'params'})}"
+            )
+        values = [self._value(optimizer, index) for index in chosen]
+        reference = next((value for value in values if value != 0.0), 0.0)
+        if any(value != reference for value in values) and not self.keeps_ratio:
+            raise ConfigError(
+                f"{self.label}: the groups hold different values {values}; declare one knob for each group"
+            )
+        ratios = tuple(value / reference if reference else 1.0 for value in values)
+        # The base is what the first group with a value holds, so that one must come first.
+        order = sorted(range(len(chosen)), key=lambda position: ratios[position] == 0.0)
+        return GroupBinding(
+            optimizer,
+            tuple(chosen[position] for position in order),
+            tuple(ratios[position] for position in order),
+            self.key,
+            self.item,
+            self.bounds,
+        )
+
+    @property
+    def _entry(self) -> str:
+        return self.key if self.item is None else f"{self.key}[{self.item}]"
+
+    def _holds(self, group: dict[str, object]) -> bool:
+        return self.key in group
+
+    def _value(self, optimizer: Optimizer, index: int) -> float:
+        entry = optimizer.param_groups[index][self.key]
+        return float(entry if self.item is None else entry[self.item])
+
+    def _indices(self, optimizer: Optimizer) -> list[int]:
+        count = len(optimizer.param_groups)
+        if self.groups is None:
+            return list(range(count))
+        names = {
+            group["name"]: index for index, group in enumerate(optimizer.param_groups) if "name" in group
+        }
+        found = []
+        for wanted in self.groups if isinstance(self.groups, tuple) else (self.groups,):
+            index = names.get(wanted) if isinstance(wanted, str) else wanted
+            if index is None or not 0 <= index < count:
+                raise MatchError(
+                    f"{self.label}: no parameter group {wanted!r}; there are indices 0..{count - 1}"
+                    + (f" and names {sorted(names)}" if names else " and none is named")
+                )
+            found.append(index)
+        return found
+
+
+@register
+class LearningRate(GroupKnob):
+    """The learning rate of all parameter groups, or of some; groups with different rates keep their ratio.
+
+    >>> from hdet import LearningRate, OneCycle
+    >>> LearningRate(schedule=OneCycle(3e-4, total_steps=2000), groups="decay").label
+    'learning_rate[decay]'
+    """
+
+    key: ClassVar[str] = "lr"
+    keeps_ratio: ClassVar[bool] = True
+
+    bounds: tuple[float, float] = (0.0, 100.0)
+    spread: Spread = TwoLevel(0.1)
+    authority: float = Field(default=7.0, ge=0)
+
+
+@register
+class WeightDecay(GroupKnob):
+    """Weight decay. Groups that do not decay stay at 0."""
+
+    key: ClassVar[str] = "weight_decay"
+    keeps_ratio: ClassVar[bool] = True
+
+    bounds: tuple[float, float] = (0.0, 100.0)
+    spread: Spread = TwoLevel(0.7)
+    authority: float = Field(default=7.0, ge=0)
+
+
+@register
+class Momentum(GroupKnob):
+    """SGD's `momentum`. (Adam's first beta is `Beta1`.)"""
+
+    key: ClassVar[str] = "momentum"
+
+    space: Space = Logit()
+    bounds: tuple[float, float] = (0.1, 0.999)
+    spread: Spread = TwoLevel(0.3)
+
+
+@register
+class Beta1(GroupKnob):
+    """The first of Adam's `betas`: the decay of the gradient's running mean."""
+
+    key: ClassVar[str] = "betas"
+    item: ClassVar[int | None] = 0
+
+    space: Space = Logit()
+    bounds: tuple[float, float] = (0.1, 0.999)
+    spread: Spread = TwoLevel(0.3)
+
+
+@register
+class Beta2(GroupKnob):
+    """The second of Adam's `betas`: the decay of the squared gradient's running mean."""
+
+    key: ClassVar[str] = "betas"
+    item: ClassVar[int | None] = 1
+
+    space: Space = Logit()
+    bounds: tuple[float, float] = (0.5, 0.99999)
+    spread: Spread = TwoLevel(0.3)

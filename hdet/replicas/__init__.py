@@ -1,0 +1,7 @@
+"""Where replicas live: in one process, or over many."""
+
+from hdet.replicas.in_process import Copies, Seats, micro_batches, replicate
+from hdet.replicas.replica import Replica
+from hdet.replicas.replicas import Replicas
+
+__all__ = ["Copies", "Replica", "Replicas", "Seats", "micro_batches", "replicate"]

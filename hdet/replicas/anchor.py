@@ -1,0 +1,60 @@
+"""The anchor: the last converged point, to measure a window's update from and to fall back on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet.replicas import tensors
+
+
+class Anchor:
+    """A copy of one model's parameters, buffers and optimizer state at a window's opening.
+
+    Args:
+        model, optimizer: the pair it is taken from.
+        device: where the copy lies; `None` beside the original, "cpu" to spare device memory.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device: str | None = None) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._device = device
+        self._held: list[Tensor] = []
+        self._optimizer_state: dict[str, Any] = {}
+        self.step = 0
+
+    @torch.no_grad()
+    def take(self, step: int) -> None:
+        """Copy the point as it is now; `step` is the number of updates it has had."""
+        self.step = step
+        live = _everything(self._model)
+        if len(self._held) == len(live):
+            tensors.copy_(self._held, live)
+        else:
+            self._held = tensors.clones(live, self._device)
+        self._optimizer_state = copy.deepcopy(self._optimizer.state_dict())
+
+    def parameters(self) -> list[Tensor]:
+        """The anchored values of `hdet.replicas.tensors.parameters(model)`, in its order."""
+        count = len(list(self._model.parameters()))
+        return [held for held in self._held[:count] if held.numel()]
+
+    def restore(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Put the point back into a model and its optimizer."""
+        tensors.copy_(_everything(model), self._held)
+        optimizer.load_state_dict(copy.deepcopy(self._optimizer_state))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The point as a model's and an optimizer's state dict."""
+        with tensors.substituted(_everything(self._model), self._held):
+            model = copy.deepcopy(self._model.state_dict())
+        return {"step": self.step, "model": model, "optimizer": copy.deepcopy(self._optimizer_state)}
+
+
+def _everything(model: nn.Module) -> list[Tensor]:
+    return [t.detach() for t in (*model.parameters(), *model.buffers())]

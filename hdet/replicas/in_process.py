@@ -1,0 +1,149 @@
+"""Replicas in one process: N copies of a model, or one model shared by N micro-batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet.errors import ConfigError
+from hdet.replicas import tensors
+from hdet.replicas.replica import Replica
+from hdet.replicas.replicas import Replicas
+
+
+class Copies(Replicas):
+    """N copies of a model with their optimizers, side by side in this process."""
+
+    diverge = True
+
+    def __init__(self, hosts: Sequence[tuple[nn.Module, Optimizer]]) -> None:
+        self.hosts = list(hosts)
+        self.size = len(self.hosts)
+        self.local = [Replica(model, optimizer, i, i) for i, (model, optimizer) in enumerate(self.hosts)]
+
+    def gather(self, rows: Tensor) -> NDArray[np.float64]:
+        return rows.detach().double().cpu().numpy()
+
+    @torch.no_grad()
+    def share_gradients(self) -> None:
+        if self.size == 1:
+            return
+        owned = [tensors.trained(model) for model, _ in self.hosts]
+        # A parameter unused in some replica's forward has no gradient there: it counts as zero, as in DDP.
+        used = [i for i in range(len(owned[0])) if any(own[i].grad is not None for own in owned)]
+        gradients = [[_gradient(own[i]) for i in used] for own in owned]
+        tensors.mean_(gradients, gradients)
+
+    def mean(self, valid: Sequence[bool], optimizer_state: str) -> None:
+        sound = [host for host, ok in zip(self.hosts, valid, strict=True) if ok]
+        failed = [host for host, ok in zip(self.hosts, valid, strict=True) if not ok]
+        source_model, source_optimizer = sound[0]
+        for select in (tensors.parameters, tensors.floating_buffers):
+            tensors.mean_([select(model) for model, _ in sound], [select(model) for model, _ in self.hosts])
+        for model, _ in self.hosts[:]:
+            if model is not source_model:
+                tensors.copy_(tensors.other_buffers(model), tensors.other_buffers(source_model))
+        for _, optimizer in failed:
+            optimizer.load_state_dict(copy.deepcopy(source_optimizer.state_dict()))
+        if optimizer_state == "average":
+            held = [tensors.moments(optimizer) for _, optimizer in self.hosts]
+            sound_held = [h for h, ok in zip(held, valid, strict=True) if ok]
+            tensors.mean_([averaged for averaged, _ in sound_held], [averaged for averaged, _ in held])
+            for _, taken in held:
+                tensors.copy_(taken, sound_held[0][1])
+        elif optimizer_state == "reset":
+            for _, optimizer in self.hosts:
+                optimizer.state.clear()
+
+    @torch.no_grad()
+    def combine(self, weights: NDArray[np.float64]) -> list[Tensor]:
+        total: list[Tensor] = []
+        for (model, _), weight in zip(self.hosts, weights.tolist(), strict=True):
+            if weight == 0.0:
+                continue
+            part = torch._foreach_mul([t.float() for t in tensors.parameters(model)], weight)
+            total = list(torch._foreach_add(total, part)) if total else list(part)
+        return total
+
+
+class Seats(Replicas):
+    """One model and optimizer; the replicas are the micro-batches whose gradients it accumulates."""
+
+    diverge = False
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, n: int) -> None:
+        self.hosts = [(model, optimizer)]
+        self.size = n
+        self.local = [Replica(model, optimizer, i, 0) for i in range(n)]
+
+    def gather(self, rows: Tensor) -> NDArray[np.float64]:
+        return rows.detach().double().cpu().numpy()
+
+    @torch.no_grad()
+    def share_gradients(self) -> None:
+        gradients = [p.grad for p in tensors.trained(self.hosts[0][0]) if p.grad is not None]
+        if gradients and self.size > 1:
+            torch._foreach_mul_(gradients, 1.0 / self.size)
+
+    def mean(self, valid: Sequence[bool], optimizer_state: str) -> None:
+        """Nothing: seats share one model."""
+
+    def combine(self, weights: NDArray[np.float64]) -> list[Tensor]:
+        return tensors.parameters(self.hosts[0][0])
+
+
+def replicate(model: nn.Module, optimizer: Optimizer, n: int) -> Copies:
+    """N replicas in this process: the given model and optimizer, and n - 1 deep copies of them.
+
+    Replica 0 *is* the given pair, so the given model holds the merged result when training ends. Memory and
+    compute are n times one model's.
+
+    Raises:
+        ConfigError: `n < 1`, or the optimizer holds a parameter that is not the model's.
+
+    >>> import torch, hdet
+    >>> model = torch.nn.Linear(2, 1)
+    >>> replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=4)
+    >>> replicas.size, replicas.local[0].model is model
+    (4, True)
+    """
+    _check(model, optimizer, n)
+    # One deepcopy of the pair keeps the copy's optimizer on the copy's parameters.
+    return Copies([(model, optimizer), *(copy.deepcopy((model, optimizer)) for _ in range(n - 1))])
+
+
+def micro_batches(model: nn.Module, optimizer: Optimizer, n: int) -> Seats:
+    """One model whose n accumulated micro-batches each run at knob values of their own. No copies are made.
+
+    For evidence that does not need replicas to diverge. Call `backward()` on each micro-batch's mean loss
+    undivided; `engine.share_gradients()` turns the sum of gradients into their mean.
+
+    Raises:
+        ConfigError: `n < 1`, or the optimizer holds a parameter that is not the model's.
+    """
+    _check(model, optimizer, n)
+    return Seats(model, optimizer, n)
+
+
+def _check(model: nn.Module, optimizer: Optimizer, n: int) -> None:
+    if n < 1:
+        raise ConfigError(f"n must be at least 1, got {n}")
+    own = set(model.parameters())
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in own]
+    if foreign:
+        raise ConfigError(
+            f"the optimizer holds {len(foreign)} parameters that are not the model's (shapes "
+            f"{[tuple(p.shape) for p in foreign[:3]]}); make the optimizer from this model's parameters"
+        )
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

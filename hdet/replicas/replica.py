@@ -1,0 +1,44 @@
+"""A replica: one copy of the model with its optimizer, or one micro-batch's seat at a shared one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hdet.errors import StepError
+
+
+@dataclass(eq=False)
+class Replica:
+    """What a training loop works on. Use it as a context manager around forward and backward.
+
+    Attributes:
+        model, optimizer: this replica's own, or shared by all seats of one model.
+        index: its number among all N replicas of all processes, `0 <= index < N`.
+        host: the number of its model among those this process holds.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    index: int
+    host: int
+    on_enter: list[Callable[[Replica], None]] = field(default_factory=list, repr=False)
+    on_exit: list[Callable[[Replica], None]] = field(default_factory=list, repr=False)
+    _active: bool = field(default=False, repr=False)
+
+    def __enter__(self) -> Replica:
+        if self._active:
+            raise StepError(f"replica {self.index} is already active; leave its `with` block first")
+        self._active = True
+        for call in self.on_enter:
+            call(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._active = False
+        if kind is None:
+            for call in self.on_exit:
+                call(self)

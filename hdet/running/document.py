@@ -1,0 +1,113 @@
+"""YAML in and out, and the `a.b.0.c=value` overrides of the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hdet.errors import ConfigError, MissingExtraError
+from hdet.spec import Spec
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Numbers follow YAML 1.2 (`1e-3` is a number), and a key given twice is an error.
+
+    Raises:
+        ConfigError: no such file, not YAML, not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    given = parse(text, name=str(path))
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: expected a mapping of the run's fields, got {type(given).__name__}")
+    return given
+
+
+def parse(text: str, *, name: str) -> Any:
+    """The value a YAML text stands for; `name` is what errors call it.
+
+    >>> parse("{lr: 3e-4, steps: 100}", name="example")
+    {'lr': 0.0003, 'steps': 100}
+    """
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise MissingExtraError("pyyaml", "cli") from None
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = [key for index, key in enumerate(keys) if key in keys[:index]]
+            if twice:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {twice[0]!r} is there twice", node.start_mark
+                )
+            return super().construct_mapping(node, deep=deep)
+
+    Loader.add_implicit_resolver(  # YAML 1.1 demands a point and a signed exponent
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+        list("-+.0123456789"),
+    )
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is not valid YAML: {error}") from None
+
+
+def dump(spec: Spec) -> str:
+    """A declaration as YAML, which `parse` and `from_dict` turn into an equal one."""
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise MissingExtraError("pyyaml", "cli") from None
+    return yaml.safe_dump(spec.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def override(given: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """A copy of a mapping with some entries set, each as `path=value`: dots descend, numbers index lists.
+
+    The value is read as YAML. Whether the fields exist is for the declaration to say.
+
+    >>> override({"steps": 9, "knobs": [{"kind": "dropout"}]}, ["steps=5", "knobs.0.spread.width=0.2"])
+    {'steps': 5, 'knobs': [{'kind': 'dropout', 'spread': {'width': 0.2}}]}
+
+    Raises:
+        ConfigError: no `=`, an index the list does not have, a path through a number.
+    """
+    result: Any = dict(given)
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        if not equals or not path:
+            raise ConfigError(f"--set takes path=value, such as optimizer.lr=1e-3; got {assignment!r}")
+        value = parse(text, name=f"the value of --set {assignment}")
+        result = _placed(result, path.strip().split("."), value, assignment)
+    return result  # type: ignore[no-any-return]
+
+
+def _placed(here: Any, path: list[str], value: Any, assignment: str) -> Any:
+    """`here` with `value` at `path`; containers on the way are copied, missing mappings made."""
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    if isinstance(here, list):
+        if not key.isdigit() or int(key) >= len(here):
+            raise ConfigError(
+                f"--set {assignment}: the list has {len(here)} entries, to be named 0 to {len(here) - 1}, "
+                f"not {key!r}"
+            )
+        index = int(key)
+        return [*here[:index], _placed(here[index], rest, value, assignment), *here[index + 1 :]]
+    if here is None:
+        here = {}
+    if isinstance(here, str):
+        here = {"kind": here}
+    if not isinstance(here, Mapping):
+        raise ConfigError(f"--set {assignment}: {here!r} has no field {key!r}")
+    return {**here, key: _placed(here.get(key), rest, value, assignment)}

@@ -1,0 +1,8 @@
+"""What replicas are compared by."""
+
+from hdet.signals.probe import Probe
+from hdet.signals.training_loss import TrainingLoss
+
+Signal = TrainingLoss | Probe
+
+__all__ = ["Probe", "Signal", "TrainingLoss"]

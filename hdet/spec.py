@@ -1,0 +1,162 @@
+"""Declarations: frozen pydantic models that are the same object in Python, in YAML and in a checkpoint.
+
+A *family* is an abstract root such as `Space` or `Controller`; its members are concrete classes entered by
+`@register`. A field typed with the root accepts a member, a mapping with a `kind` key, or the bare kind:
+
+>>> from hdet.hparams import TwoLevel, Spread
+>>> Spread.from_dict({"kind": "two_level", "width": 0.2}) == TwoLevel(0.2)
+True
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, core_schema
+
+from hdet.errors import ConfigError
+
+S = TypeVar("S", bound="Spec")
+C = TypeVar("C", bound="type[Spec]")
+
+
+class Spec(BaseModel):
+    """A frozen declaration. Fields are bounded, unknown keys refused, errors are `ConfigError`.
+
+    Subclass with `family="..."` to found a family (the name is used in messages and as the entry point group
+    `hdet.<family>s`). A field declared with `Field(kw_only=False)` may also be given by position.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+    kind: ClassVar[str] = ""
+    family: ClassVar[str] = ""
+    _root: ClassVar[type[Spec]]
+    _members: ClassVar[dict[str, type[Spec]]]
+
+    def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if family is not None:
+            cls.family = family
+            cls._root = cls
+            cls._members = {}
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        positional = [name for name, field in type(self).model_fields.items() if field.kw_only is False]
+        if len(args) > len(positional):
+            raise ConfigError(
+                f"{type(self).__name__} takes at most {len(positional)} positional arguments {positional}, "
+                f"got {len(args)}"
+            )
+        for name, value in zip(positional, args, strict=False):
+            if name in fields:
+                raise ConfigError(f"{type(self).__name__} got {name!r} twice")
+            fields[name] = value
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise ConfigError(_explain(type(self), error)) from None
+
+    @classmethod
+    def from_dict(cls: type[S], given: object) -> S:
+        """Build from a mapping with a `kind` key, a bare kind, or an instance (returned as it is).
+
+        Raises:
+            ConfigError: naming the field, the value and what is allowed.
+        """
+        if isinstance(given, cls):
+            return given
+        if not cls.family:
+            fields = given
+            member: type[Spec] = cls
+        else:
+            if isinstance(given, str):
+                given = {"kind": given}
+            if not isinstance(given, Mapping) or "kind" not in given:
+                raise ConfigError(
+                    f"a {cls.family} is a {cls.__name__}, a mapping with a 'kind' key, or one of "
+                    f"{sorted(members(cls))}; got {given!r}"
+                )
+            member = lookup(cls, str(given["kind"]))
+            fields = {key: value for key, value in given.items() if key != "kind"}
+        try:
+            return cast(S, member.model_validate(fields))
+        except ValidationError as error:
+            raise ConfigError(_explain(member, error)) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and mappings, from which `from_dict` builds an equal object."""
+        fields = self.model_dump(mode="json")
+        return {"kind": self.kind, **fields} if self.family else fields
+
+    def replace(self: S, **fields: Any) -> S:
+        """A copy with some fields changed, validated anew."""
+        own = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**{**own, **fields})
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if cls.__dict__.get("_root") is not cls:
+            return handler(source)
+        return core_schema.no_info_plain_validator_function(
+            cls.from_dict,
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda spec: spec.to_dict()),
+        )
+
+
+def register(cls: C) -> C:
+    """Enter a concrete class into its family, under `kind` or the class's name in snake case.
+
+    Raises:
+        ConfigError: the class founds no family, or another class has the name.
+    """
+    if not cls.family:
+        raise ConfigError(f"{cls.__name__} belongs to no family; derive it from Knob, Spread, Controller, ...")
+    if "kind" not in cls.__dict__:
+        cls.kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+    holder = cls._members.get(cls.kind)
+    if holder is not None and (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ConfigError(
+            f"{cls.family} {cls.kind!r} is already {holder.__module__}.{holder.__qualname__}; "
+            f"set another `kind` on {cls.__qualname__}"
+        )
+    cls._members[cls.kind] = cls
+    return cls
+
+
+def members(root: type[Spec]) -> dict[str, type[Spec]]:
+    """The members of a family by kind, plugins (entry point group `hdet.<family>s`) included."""
+    for point in entry_points(group=f"hdet.{root.family.replace(' ', '_')}s"):
+        if point.name not in root._members:
+            register(point.load())
+    return dict(root._members)
+
+
+def lookup(root: type[Spec], kind: str) -> type[Spec]:
+    """The member of a family named `kind`.
+
+    Raises:
+        ConfigError: listing the kinds there are.
+    """
+    known = root._members if kind in root._members else members(root)
+    if kind not in known:
+        raise ConfigError(f"no {root.family} is called {kind!r}; there are {sorted(known)}")
+    return known[kind]
+
+
+def _explain(spec: type[Spec], error: ValidationError) -> str:
+    lines = []
+    for item in error.errors(include_url=False):
+        where = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            message = f"no such field; there are {sorted(spec.model_fields)}"
+        given = "" if item["type"] in ("missing", "value_error") and not where else f" (given: {item['input']!r})"
+        lines.append(f"{where + ': ' if where else ''}{message}{given}")
+    return f"{spec.kind or spec.__name__}: " + "; ".join(lines)

@@ -1,0 +1,76 @@
+import math
+
+import numpy as np
+import pytest
+
+from hdet.controllers import Comparison, Estimate
+from hdet.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("slope", "stderr", "t"),
+    [
+        (1.0, 0.5, 2.0),
+        (-1.0, 0.5, -2.0),
+        (0.0, 0.5, 0.0),
+        (0.0, 0.0, 0.0),
+        (1.0, math.inf, 0.0),
+        (math.nan, 1.0, 0.0),
+        (1.0, math.nan, 0.0),
+        (-1.0, 0.0, -math.inf),
+    ],
+)
+def test_t(slope: float, stderr: float, t: float) -> None:
+    assert Estimate(slope=slope, stderr=stderr).t == t
+
+
+@pytest.mark.parametrize(
+    ("estimate", "known", "testable"),
+    [
+        (Estimate.nothing(), False, False),
+        (Estimate(slope=math.nan, stderr=1.0), False, False),
+        (Estimate(slope=math.inf, stderr=1.0), False, False),
+        (Estimate(slope=1.0, stderr=math.nan), False, False),
+        (Estimate(slope=1.0), True, False),
+        (Estimate(slope=0.0, stderr=0.0), True, True),
+        (Estimate(slope=1.0, stderr=1.0), True, True),
+    ],
+)
+def test_known_and_testable(estimate: Estimate, known: bool, testable: bool) -> None:
+    assert (estimate.known, estimate.testable) == (known, testable)
+
+
+def test_only_valid_and_finite_replicas_are_heard() -> None:
+    comparison = Comparison(
+        levels=np.array([[1.0], [2.0], [np.nan], [4.0], [5.0]]),
+        losses=np.array([[1.0, 1.0], [np.nan, 2.0], [3.0, 3.0], [np.inf, np.nan], [5.0, 6.0]]),
+        shifts=np.zeros(1),
+        valid=np.array([True, True, True, False, True]),
+    )
+    levels, losses = comparison.heard()
+    assert levels.tolist() == [[1.0], [5.0]]
+    assert losses.tolist() == [[1.0, 1.0], [5.0, 6.0]]
+
+
+def test_losses_without_sub_batches_become_one_column() -> None:
+    comparison = Comparison(np.zeros((3, 2)), np.arange(3.0), np.zeros(2), np.ones(3, dtype=bool))
+    assert comparison.heard()[1].shape == (3, 1)
+    assert comparison.knobs == 2
+
+
+@pytest.mark.parametrize(
+    ("levels", "losses", "shifts", "valid"),
+    [
+        ((3, 2), (4,), (2,), (3,)),
+        ((3, 2), (3, 0), (2,), (3,)),
+        ((3, 2), (3, 1, 1), (2,), (3,)),
+        ((3, 2), (3,), (3,), (3,)),
+        ((3, 2), (3,), (2,), (2,)),
+        ((3,), (3,), (1,), (3,)),
+    ],
+)
+def test_shapes_that_disagree_are_named(
+    levels: tuple[int, ...], losses: tuple[int, ...], shifts: tuple[int, ...], valid: tuple[int, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=r"levels \[N, K\].*\(3,"):
+        Comparison(np.zeros(levels), np.zeros(losses), np.zeros(shifts), np.ones(valid, dtype=bool))

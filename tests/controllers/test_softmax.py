@@ -1,0 +1,64 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdet.controllers import Comparison, Estimate, NoState, Softmax
+
+
+def displaced(levels: object, losses: object, sigma: float) -> Estimate:
+    column = np.array(levels, dtype=np.float64)[:, None]
+    comparison = Comparison(column, np.array(losses), np.zeros(1), np.ones(len(column), dtype=bool))
+    return Softmax(sigma).estimate(NoState(), comparison)[0][0]
+
+
+def test_by_hand() -> None:
+    # s = (mean - L) / 0.1 = (-1, 0, 1): w = (1, e, e^2) / (1 + e + e^2); Delta = (e^2 - 1) / (1 + e + e^2).
+    e = math.e
+    expected = (e**2 - 1) / (1 + e + e**2)
+    assert displaced([-1.0, 0.0, 1.0], [2.1, 2.0, 1.9], 0.1).slope == pytest.approx(-expected)
+
+
+def test_levels_that_do_not_centre_on_the_base_displace_nothing_by_themselves() -> None:
+    assert displaced([0.0, 0.0, 0.3, 0.3], [1.0, 1.0, 1.0, 1.0], 0.1).slope == 0
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+@given(slope=st.floats(-3, 3), width=st.floats(0.01, 1), sigma=st.floats(0.05, 2))
+@settings(max_examples=25, deadline=None)
+def test_first_order_relation_to_the_slope(n: int, slope: float, width: float, sigma: float) -> None:
+    # Delta = -(a^2 c_N / sigma) dL/dz + O(slope^2), c_N = (N + 1) / (3 (N - 1)), for the paper's levels.
+    levels = width * (np.arange(n) - (n - 1) / 2) / ((n - 1) / 2)
+    small = 1e-4 * sigma / width
+    constant = (n + 1) / (3 * (n - 1))
+    delta = -displaced(levels, 2 + small * slope * levels, sigma).slope
+    expected = -(width**2) * constant / sigma * small * slope
+    assert delta == pytest.approx(expected, rel=1e-2, abs=1e-7 * width)
+
+
+@given(
+    losses=st.lists(st.floats(-1e6, 1e6), min_size=4, max_size=4),
+    sigma=st.floats(1e-3, 10),
+)
+@settings(max_examples=50, deadline=None)
+def test_the_displacement_never_leaves_the_spread(losses: list[float], sigma: float) -> None:
+    assert abs(displaced([-0.3, -0.1, 0.1, 0.3], losses, sigma).slope) <= 0.3 * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("batches", [0, 8])
+def test_the_t_of_a_placebo_is_honest(batches: int) -> None:
+    draw = np.random.default_rng(5)
+    levels = np.linspace(-0.1, 0.1, 8)
+    shape = (8, batches) if batches else (8,)
+    t = [displaced(draw.permutation(levels), draw.normal(0, 0.02, shape), 0.1).t for _ in range(2000)]
+    assert np.std(t) == pytest.approx(math.sqrt(7 / 5) if batches else 1.0, rel=0.15)
+
+
+def test_delta_method_error_by_hand() -> None:
+    # Equal means: w = 1/2 each, d slope / d L = w z / sigma = (-5, 5), so the two sub-batches give
+    # 5 (L_2 - L_1) = 0.5 and -0.5: sd = 0.5 sqrt 2, error = sd / sqrt 2 = 0.5.
+    estimate = displaced([-1.0, 1.0], [[1.0, 1.0], [1.1, 0.9]], 0.1)
+    assert estimate.slope == pytest.approx(0, abs=1e-12)
+    assert estimate.stderr == pytest.approx(0.5)

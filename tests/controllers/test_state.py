@@ -1,0 +1,40 @@
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from hdet.controllers import NoState, from_plain, to_plain
+from hdet.controllers.estimate import FloatArray
+from hdet.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Example:
+    number: float
+    count: int
+    flag: bool
+    table: FloatArray
+
+
+def test_round_trip_through_json_is_exact() -> None:
+    state = Example(0.1 + 0.2, 3, True, np.array([[1 / 3, -0.0], [np.pi, 1e-300]]))
+    back = from_plain(Example, json.loads(json.dumps(to_plain(state))))
+    assert (back.number, back.count, back.flag) == (0.1 + 0.2, 3, True)
+    assert type(back.flag) is bool
+    assert type(back.count) is int
+    assert back.table.tobytes() == state.table.tobytes()
+    assert back.table.shape == (2, 2)
+
+
+def test_plain_is_made_of_builtins() -> None:
+    plain = to_plain(Example(1.0, 2, False, np.ones(2)))
+    assert plain == {"number": 1.0, "count": 2, "flag": False, "table": [1.0, 1.0]}
+    assert type(plain["table"]) is list
+
+
+def test_a_foreign_state_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"Example has the fields .*'count'.*checkpoint \['number'\]"):
+        from_plain(Example, {"number": 1.0})
+    with pytest.raises(CheckpointError, match="NoState"):
+        from_plain(NoState, {"number": 1.0})
