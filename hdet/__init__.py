@@ -23,6 +23,7 @@ from hdet.errors import (
     DivergedError,
     HdetError,
     IdentifiabilityError,
+    LostRankError,
     MatchError,
     MissingExtraError,
     StepError,
@@ -65,7 +66,12 @@ from hdet.hparams import (
     WeightDecay,
 )
 from hdet.merging import Mean, Merge
+from hdet.paper import HeldOneCycle, paper_engine
+from hdet.perturb import perturb
+from hdet.recommended import recommended
 from hdet.replicas import micro_batches, replicate
+from hdet.replicas.distributed import distribute, process_group
+from hdet.schedulers import OneCycleHDET, explore
 from hdet.signals import Probe, TrainingLoss
 from hdet.spec import Spec, register
 from hdet.windows import FixedWindow, GrowingWindow, Windows

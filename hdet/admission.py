@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
 from hdet.errors import ConfigError, IdentifiabilityError
 from hdet.hparams.bound import BoundKnob
@@ -10,6 +12,17 @@ from hdet.hparams.evidence import Evidence
 from hdet.hparams.knob import Knob
 from hdet.replicas import Replicas
 from hdet.signals import Probe, Signal
+from hdet.spec import Spec
+
+if TYPE_CHECKING:
+    from hdet.engine import Engine
+
+
+def declared(argument: str, given: object, *kinds: type) -> None:
+    """What was passed is of the kind that the argument takes."""
+    if not isinstance(given, kinds) or isinstance(given, bool):
+        allowed = " or ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(f"{argument} must be of type {allowed}, got {given!r}")
 
 
 def unique_names(knobs: Sequence[Knob]) -> None:
@@ -60,6 +73,18 @@ def identifiable(knob: BoundKnob, evidence: Evidence, replicas: Replicas, signal
                 f"{name} changes the training loss it would be judged by; give the engine signal=hdet.Probe(...), or "
                 f"accept_bias=True to see what goes wrong"
             )
+    if not evidence.diverges and spec.acts_on not in evidence.sees:
+        place = {"update": "on the update", "forward": "in the forward pass"}[spec.acts_on]
+        raise IdentifiabilityError(
+            f"{name} acts {place}, of which {evidence.kind} evidence sees nothing; give the knob other evidence "
+            f"(evidence=hdet.Divergent(), or hdet.Line, Analytic or Contrast)"
+        )
+    if spec.controller.needs_averaged and not evidence.averages:
+        raise ConfigError(
+            f"{name}: the controller {spec.controller.kind} needs a judgement at window-averaged weights, which "
+            f"{evidence.kind} evidence has not; take other evidence (hdet.Line) or another controller, such as "
+            f"hdet.Gated or hdet.Newton"
+        )
     if evidence.needs_probe and not isinstance(signal, Probe):
         raise ConfigError(f"{name}: {evidence.kind} evidence measures a held-out loss; give signal=hdet.Probe(...)")
 
@@ -68,9 +93,37 @@ def common_total(knobs: Sequence[BoundKnob], given: int | None) -> int | None:
     """The run's length: as given, or as the schedules agree on."""
     lengths = {knob.name: knob.schedule.total_steps for knob in knobs if knob.schedule.total_steps is not None}
     if given is not None:
+        declared("total_steps", given, int)
         if given < 1:
             raise ConfigError(f"total_steps must be at least 1, got {given}")
         return given
     if len(set(lengths.values())) > 1:
         raise ConfigError(f"the schedules end at different steps {lengths}; give the engine total_steps=")
     return next(iter(lengths.values()), None)
+
+
+def declaration(engine: Engine) -> dict[str, str]:
+    """By name and as text, what every process of a run must declare alike, because each decides by itself."""
+    signal = engine.signal
+    return {
+        "knobs": _told([_plain(knob.spec) for knob in engine.knobs]),
+        "bases": _told([knob.schedule(0) for knob in engine.knobs]),
+        "evidence": _told([_plain(source) for source in engine.evidence]),
+        "signal": f"probe at {signal.at}, stride {signal.stride}" if isinstance(signal, Probe) else "training loss",
+        "merge": _told(engine.merge.to_dict()),
+        "window": _told(engine.windows.to_dict()),
+        "gradients": engine.gradients,
+        "seed": str(engine.seed),
+        "total_steps": str(engine.total_steps),
+    }
+
+
+def _plain(spec: Spec) -> object:
+    try:
+        return spec.to_dict()
+    except ValueError:  # a function among the fields, which has no text that is the same everywhere
+        return f"{spec.kind} {getattr(spec, 'label', '')}"
+
+
+def _told(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)

@@ -11,7 +11,10 @@ Layout (format 1)::
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from hdet.errors import CheckpointError
 
@@ -38,11 +41,12 @@ def state_dict(engine: Engine) -> dict[str, Any]:
         if fresh or engine.finished
         else {
             "step": engine.step_count,
+            "exploring": _exploring(engine),
             "tally": engine.tally.state_dict(),
             "averages": engine.averages.state_dict(),
             "replicas": {
                 str(replica.index): {
-                    "model": copy.deepcopy(replica.model.state_dict()),
+                    "model": copy.deepcopy(engine.hosts[replica.host][0].state_dict()),
                     "optimizer": copy.deepcopy(replica.optimizer.state_dict()),
                 }
                 for replica in {replica.host: replica for replica in reversed(engine.replicas)}.values()
@@ -52,10 +56,10 @@ def state_dict(engine: Engine) -> dict[str, Any]:
 
 
 def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
-    """Resume in mid-window where N is the same, else from the converged point with the window opened anew.
+    """Resume in mid-window where N, spreads and window are the same, else from the converged point.
 
     Raises:
-        CheckpointError: another format, other knobs, or a model that does not fit.
+        CheckpointError: another format, other knobs, or a model that does not fit. The engine is as it was.
     """
     if state.get("format") != FORMAT:
         raise CheckpointError(f"checkpoint format {state.get('format')!r}; this version reads format {FORMAT}")
@@ -67,34 +71,36 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
                 f"declare the same to resume"
             )
     point = state["converged"]
+    _check_fit(engine, point)
+    before = [knob.state_dict() for knob in engine.knobs]
+    try:
+        for knob in engine.knobs:
+            knob.load_state_dict(state["knobs"][knob.name])
+    except CheckpointError:
+        for knob, own_state in zip(engine.knobs, before, strict=True):
+            knob.load_state_dict(own_state)
+        raise
     for model, optimizer in engine.hosts:
-        try:
-            model.load_state_dict(point["model"])
-        except RuntimeError as error:
-            raise CheckpointError(f"the checkpoint's model does not fit: {error}") from None
+        model.load_state_dict(point["model"])
         optimizer.load_state_dict(copy.deepcopy(point["optimizer"]))
-    for knob in engine.knobs:
-        knob.load_state_dict(state["knobs"][knob.name])
     engine.restores = state["restores"]
     engine.step_count = point["step"]
     engine.history.truncate(state["window"] + (1 if state["finished"] else 0))
-    engine.finished = state["finished"]
+    engine.resume(state["window"], state["finished"])
     if engine.finished:
-        engine.reapply()
         return
-    engine.open_window(state["window"])
     under_way = state["open"]
-    same = state["size"] == engine.size and len(state["collectors"]) == len(engine.collectors)
+    same = under_way is not None and under_way["exploring"] == _exploring(engine)
     for collector, own_state in zip(engine.collectors, state["collectors"], strict=True):
-        collector.load_state_dict(own_state, engine.window if same and under_way is not None else None)
-    if under_way is None or not same:
+        collector.load_state_dict(own_state, engine.window if same else None)
+    if not same:
         return
     engine.step_count = under_way["step"]
     engine.tally.load_state_dict(under_way["tally"])
     engine.averages.load_state_dict(under_way["averages"])
     for replica in {replica.host: replica for replica in reversed(engine.replicas)}.values():
         own_state = under_way["replicas"][str(replica.index)]
-        replica.model.load_state_dict(own_state["model"])
+        engine.hosts[replica.host][0].load_state_dict(own_state["model"])
         replica.optimizer.load_state_dict(copy.deepcopy(own_state["optimizer"]))
     engine.reapply()
 
@@ -102,11 +108,44 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
 def config(engine: Engine) -> dict[str, Any]:
     """What must be declared alike for a state to be this engine's (N may differ)."""
     return {
-        "knobs": sorted(knob.name for knob in engine.knobs),
+        "knobs": [knob.name for knob in engine.knobs],
+        "evidence": [source.to_dict() for source in engine.evidence],
         "seed": engine.seed,
         "gradients": engine.gradients,
         "total_steps": engine.total_steps,
     }
+
+
+def _exploring(engine: Engine) -> dict[str, Any]:
+    """What a window under way must have been opened with for it to be gone on with."""
+    return {
+        "size": engine.size,
+        "windows": engine.windows.to_dict(),
+        "spreads": [knob.spec.spread.to_dict() for knob in engine.knobs],
+    }
+
+
+def _check_fit(engine: Engine, point: dict[str, Any]) -> None:
+    """The converged point is of this model and optimizer."""
+    model, optimizer = engine.hosts[0]
+    own, saved = _shapes(model.state_dict()), _shapes(point["model"])
+    odd = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+    if odd:
+        raise CheckpointError(
+            f"the checkpoint's model does not fit: {odd[0]!r} has shape {saved.get(odd[0], 'none')} there and "
+            f"{own.get(odd[0], 'none')} here (and {len(odd) - 1} more differ); build the model as it was"
+        )
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    written = [len(group["params"]) for group in point["optimizer"]["param_groups"]]
+    if groups != written:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has parameter groups of {written} parameters, this one of {groups}; "
+            f"build the optimizer as it was"
+        )
+
+
+def _shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    return {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in model.items()}
 
 
 def _finished_point(engine: Engine) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from hdet.errors import ConfigError, HdetError, MissingExtraError
 
 REFUSED = 2
 FAILED = 1
-INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -32,6 +31,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except HdetError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(REFUSED if isinstance(error, (ConfigError, MissingExtraError)) else FAILED)
-    except KeyboardInterrupt:
-        print("interrupted; go on from the last window's end with --resume", file=sys.stderr)
-        sys.exit(INTERRUPTED)

@@ -13,8 +13,10 @@ import hdet
 from hdet.running.config import RunConfig
 from hdet.running.display import Display, show_result
 from hdet.running.runner import Run
+from hdet.study.command import ablate
 
 WIDE = 110
+INTERRUPTED = 130
 
 application = typer.Typer(
     name="hdet", help="Online hyperparameter search inside one training run.", pretty_exceptions_enable=False
@@ -57,5 +59,12 @@ def run(
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
     for split, fact in prepared.workload.facts.items():
         console.print(f"{split}: {fact}", markup=False, soft_wrap=True)
-    result = prepared(compare=compare, watcher=Display(console))
+    try:
+        result = prepared(compare=compare, watcher=Display(console))
+    except KeyboardInterrupt:
+        print("interrupted; --resume goes on from the end of the last window", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
     show_result(console, result, prepared.folder)
+
+
+application.command()(ablate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -19,10 +20,10 @@ from hdet.history import History, WindowRecord
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.merging import Mean, Merge
-from hdet.replicas import Replica, Replicas
+from hdet.replicas import Replica, Replicas, Terms
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.average import Averages
-from hdet.signals import Signal, TrainingLoss
+from hdet.signals import Probe, Signal, TrainingLoss
 from hdet.tally import Losses, Tally
 from hdet.windows import FixedWindow, Windows
 
@@ -90,6 +91,15 @@ class Engine:
     ) -> None:
         if gradients not in ("shared", "local"):
             raise ConfigError(f"gradients must be 'shared' or 'local', got {gradients!r}")
+        if anchor not in ("device", "host"):
+            raise ConfigError(f"anchor must be 'device' or 'host', got {anchor!r}")
+        admission.declared("replicas", replicas, Replicas)
+        admission.declared("window", window, int, Windows)
+        admission.declared("signal", signal, TrainingLoss, Probe, type(None))
+        admission.declared("evidence", evidence, Evidence, type(None))
+        admission.declared("merge", merge, Merge, type(None))
+        for given in knobs:
+            admission.declared("a knob", given, Knob)
         admission.unique_names(knobs)
         self._home = replicas
         self.hosts = replicas.hosts
@@ -119,9 +129,20 @@ class Engine:
             replicas, self.signal, gradients, seed, self.anchor, self.averages, self.at_base, self._apart
         )
         self.collectors: list[Collector] = []
-        for source in dict.fromkeys(chosen):
+        self.evidence = list(dict.fromkeys(chosen))
+        for source in self.evidence:
             judged = [knob for knob, own in zip(self.knobs, chosen, strict=True) if own == source]
             self.collectors.append(source.collect(scene, judged))
+        replicas.begin(
+            Terms(
+                gradients=gradients,
+                apart=self._apart,
+                observed=any(type(collector).exit is not Collector.exit for collector in self.collectors),
+                anchor=self.anchor,
+                merge=self.merge.to_dict(),
+                declaration=admission.declaration(self),
+            )
+        )
         for replica in replicas.local:
             replica.on_enter[:] = [self._enter]
             replica.on_exit[:] = [self._exit]
@@ -177,11 +198,9 @@ class Engine:
             StepError: the run is over, or a loss is not a scalar.
             DivergedError: all replicas became non-finite in several windows on end.
         """
-        if self.finished:
-            raise StepError(
-                f"the run is over after {self.step_count} steps (total_steps={self.total_steps}); give the engine and "
-                f"its schedules more total_steps, or stop the loop"
-            )
+        self._refuse_if_over()
+        if self.tally.steps == 0:
+            self.history.expect(self.window.index)
         self.tally.add(losses)
         self.averages.add()
         for collector in self.collectors:
@@ -237,6 +256,17 @@ class Engine:
         """
         checkpoint.load_state_dict(self, state)
 
+    def resume(self, window: int, finished: bool) -> None:
+        """Take up a run at `step_count`, where all replicas are alike: open a window, or be at the end."""
+        self._last_step = self.total_steps
+        self.finished = finished
+        for knob in self.knobs:
+            knob.forget()
+        if finished:
+            self._end()
+        else:
+            self.open_window(window)
+
     # -- the cycle --------------------------------------------------------------------------------
 
     def open_window(self, index: int) -> Window:
@@ -246,6 +276,9 @@ class Engine:
         if self._last_step is not None:
             stop = min(stop, self._last_step)
         self.window = Window(index, start, stop)
+        for knob in self.knobs:
+            knob.rest()
+        self._apply()  # so that the anchored optimizer holds the bases, not the first replica's levels
         self.anchor.take(start)
         self.tally.reset()
         self.averages.reset()
@@ -302,12 +335,19 @@ class Engine:
             self._end()
         else:
             self.open_window(window.index + 1)
+        if self.restores > MAX_RESTORES:
+            raise DivergedError(
+                f"all {self.size} replicas became non-finite in {self.restores} windows on end, the last at step "
+                f"{faults[0]['step']}; the models hold the last converged point. Start from lower values; the bases "
+                f"were {bases}"
+            )
         return record
 
     def _converge(self, valid: np.ndarray[Any, np.dtype[np.bool_]]) -> bool:
         """Merge, unless nothing can have come apart."""
         apart = (
             self._apart
+            or self.window.index == 0  # a warm noisy start (`hdet.perturb`) may have set the replicas apart
             or not valid.all()
             or any(buffer.is_floating_point() for buffer in self._home.hosts[0][0].buffers())
         )
@@ -325,18 +365,13 @@ class Engine:
             knob.forget()
         self.restores += 1
         faults.append({"kind": "restored", "step": self.anchor.step})
-        if self.restores > MAX_RESTORES:
-            raise DivergedError(
-                f"all {self.size} replicas became non-finite in {self.restores} windows on end; the models hold the "
-                f"last converged point (step {self.anchor.step}). Start from lower values; the bases were {self.bases}"
-            )
 
     def _faults(
         self, table: np.ndarray[Any, np.dtype[np.float64]], valid: np.ndarray[Any, np.dtype[np.bool_]]
     ) -> list[dict[str, Any]]:
         faults: list[dict[str, Any]] = []
         for index in np.flatnonzero(~valid).tolist():
-            since = int(table[index, 1])
+            since = math.ceil(table[index, 1])
             # A loss that stayed finite leaves the last update to blame.
             faults.append({"kind": "non_finite", "replica": index, "step": self.step_count - max(1, since)})
         return faults
@@ -350,7 +385,15 @@ class Engine:
             knob.rest()
         self._apply()
 
+    def _refuse_if_over(self) -> None:
+        if self.finished:
+            raise StepError(
+                f"the run is over after {self.step_count} steps (total_steps={self.total_steps}); give the engine and "
+                f"its schedules more total_steps, or stop the loop"
+            )
+
     def _enter(self, replica: Replica) -> None:
+        self._refuse_if_over()
         if self._shared_host:
             for knob in self.knobs:
                 knob.write(replica.host, knob.values(self.step_count, [replica.index])[0])

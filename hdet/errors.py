@@ -31,6 +31,10 @@ class CheckpointError(HdetError, RuntimeError):
     """A checkpoint does not belong to this engine."""
 
 
+class LostRankError(HdetError, RuntimeError):
+    """Another rank of a distributed run is gone, or was silent for longer than the group's timeout."""
+
+
 class MissingExtraError(HdetError, ImportError):
     """An optional dependency is needed; the message names the extra that installs it."""
 

@@ -17,7 +17,7 @@ from hdet.engine import Engine
 from hdet.errors import ConfigError
 from hdet.history import WindowRecord
 from hdet.hparams import LearningRate, Schedule
-from hdet.replicas import Replicas
+from hdet.replicas import Replicas, replicate
 from hdet.tally import Losses
 
 
@@ -39,7 +39,9 @@ class Course(Schedule):
         last = max(self._values, default=-1)
         if t > last >= 0:
             return self._values[last]
-        raise ConfigError(f"the scheduler's value at step {t} is not remembered (only {sorted(self._values)})")
+        raise ConfigError(
+            f"the scheduler's value at step {t} is not remembered (only {sorted(self._values)})"
+        )
 
     def tell(self, t: int, value: float) -> None:
         """The value at step t is this."""
@@ -179,12 +181,13 @@ class Exploration:
 def rates(optimizer: Optimizer) -> list[float | Tensor]:
     """The learning rate of each parameter group; tensors are copied."""
     return [
-        group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in optimizer.param_groups
+        group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]
+        for group in optimizer.param_groups
     ]
 
 
-def surroundings(optimizer: Optimizer, model: nn.Module | None, replicas: Replicas | None) -> Replicas | None:
-    """The replicas there are: those given, else the processes of `torch.distributed`; `None` if it is only one.
+def surroundings(optimizer: Optimizer, model: nn.Module | None, replicas: Replicas | None) -> Replicas:
+    """The replicas there are: those given, else the processes of `torch.distributed`, else this process alone.
 
     Raises:
         ConfigError: both `model` and `replicas` were given, or a parameter cannot be held by a module.
@@ -192,14 +195,14 @@ def surroundings(optimizer: Optimizer, model: nn.Module | None, replicas: Replic
     if replicas is not None:
         if model is not None:
             raise ConfigError("give model= or replicas=, not both: replicas hold their models")
-        return replicas if replicas.size > 1 else None
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    if torch.distributed.get_world_size() == 1:
-        return None
+        return replicas
+    held = model if model is not None else OptimizedParameters(optimizer)
+    many = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not many or torch.distributed.get_world_size() == 1:
+        return replicate(held, optimizer, n=1)
     from hdet.replicas import distribute  # type: ignore[attr-defined]
 
-    made: Replicas = distribute(model if model is not None else OptimizedParameters(optimizer), optimizer)
+    made: Replicas = distribute(held, optimizer)
     return made
 
 

@@ -71,8 +71,9 @@ class History:
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = Path(path) if path is not None else None
         self.windows: list[WindowRecord] = []
+        self._torn = False
         if self.path is not None and self.path.exists():
-            self.windows = _read(self.path)
+            self.windows, self._torn = _read(self.path)
 
     def __iter__(self) -> Iterator[WindowRecord]:
         return iter(self.windows)
@@ -80,8 +81,22 @@ class History:
     def __len__(self) -> int:
         return len(self.windows)
 
+    def expect(self, window: int) -> None:
+        """Window `window` is about to be run.
+
+        Raises:
+            HdetError: it is here already, so the record would be of two runs.
+        """
+        if self.windows and self.windows[-1].window >= window:
+            raise HdetError(
+                f"the history {self.path or ''} already holds windows up to {self.windows[-1].window}, and window "
+                f"{window} is to be run: resume from a checkpoint, give another path, or drop them by truncate({window})"
+            )
+
     def append(self, record: WindowRecord) -> None:
         """Add a window and write its line."""
+        if self._torn:
+            self.truncate(len(self.windows) and self.windows[-1].window + 1)
         self.windows.append(record)
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,6 +110,7 @@ class History:
             beside = self.path.with_name(self.path.name + ".tmp")
             beside.write_text("".join(record.to_json() + "\n" for record in self.windows), encoding="utf-8")
             os.replace(beside, self.path)
+        self._torn = False
 
     def bases(self, knob: str) -> NDArray[np.float64]:
         """[windows, 2]: the step a window stopped at, and the knob's base there.
@@ -108,17 +124,19 @@ class History:
         return np.array([[record.stop, record.bases[knob]] for record in self.windows if knob in record.bases])
 
 
-def _read(path: Path) -> list[WindowRecord]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+def _read(path: Path) -> tuple[list[WindowRecord], bool]:
+    """The windows in a file, and whether its last line was cut short by a kill."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = text.splitlines()
     windows = []
     for number, line in enumerate(lines, start=1):
         try:
             windows.append(WindowRecord(**json.loads(line)))
         except (json.JSONDecodeError, TypeError) as error:
             if number == len(lines):
-                break  # torn by a kill: the window it belonged to is run again
+                return windows, True  # the window it belonged to is run again
             raise HdetError(f"{path}, line {number} is not a window record: {error}") from None
-    return windows
+    return windows, bool(text) and not text.endswith("\n")
 
 
 def _strict(value: Any) -> Any:

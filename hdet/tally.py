@@ -44,16 +44,20 @@ class Tally:
         Raises:
             StepError: another number of losses, or a loss that is not a scalar.
         """
+        if losses is not None:
+            self.sums.add_(self._row(losses))
+            self.bad_steps.add_(self.sums.isfinite().logical_not_())
+            self.heard += 1
         self.steps += 1
-        if losses is None:
-            return
-        self.sums.add_(self._row(losses))
-        self.bad_steps.add_(self.sums.isfinite().logical_not_())
-        self.heard += 1
 
     def _row(self, losses: Losses) -> Tensor:
         if isinstance(losses, Tensor) and losses.dim() == 1 and losses.numel() == self._local:
             return losses.detach()
+        if isinstance(losses, Tensor) and losses.dim() > 0 and self._local > 1:
+            raise StepError(
+                f"engine.step was given a tensor of shape {tuple(losses.shape)}; it takes one scalar loss for each "
+                f"replica this process hosts, a tensor of shape ({self._local},) or a list of 0-dim tensors"
+            )
         given = [losses] if isinstance(losses, (Tensor, float, int)) else list(losses)
         if len(given) != self._local:
             raise StepError(
@@ -85,7 +89,7 @@ class Tally:
         return torch.stack([self.sums / max(1, self.heard), self.bad_steps, finite, heard], dim=1)
 
     def state_dict(self) -> dict[str, object]:
-        return {"sums": self.sums.clone(), "bad_steps": self.bad_steps.clone(), "steps": self.steps}
+        return {"sums": self.sums.clone(), "bad_steps": self.bad_steps.clone(), "steps": self.steps, "heard": self.heard}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         for name in ("sums", "bad_steps"):
@@ -93,4 +97,6 @@ class Tally:
             assert isinstance(saved, Tensor)
             getattr(self, name).copy_(saved)
         assert isinstance(state["steps"], int)
+        assert isinstance(state["heard"], int)
         self.steps = state["steps"]
+        self.heard = state["heard"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -55,6 +56,8 @@ class Calibrate(Controller):
     >>> calibrate.step(calibrate.start(), raising, Context())
     (0.3, CalibrateState(cap=inf, warnings=0))
     """
+
+    needs_averaged: ClassVar[bool] = True
 
     significance: float = Field(default=2.0, gt=0, le=100)
     limit: float = Field(default=0.5, gt=0, le=10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hdet.controllers.estimate import Estimate
 from hdet.spec import Spec
@@ -59,7 +59,12 @@ class Controller(Spec, family="controller"):
     and the state is returned as it was.
 
     Subclass, decorate with `hdet.spec.register`, and it works in Python, in YAML and in ablations.
+
+    Attributes:
+        needs_averaged: it reads `Estimate.averaged`, which not all evidence has.
     """
+
+    needs_averaged: ClassVar[bool] = False
 
     @abstractmethod
     def start(self) -> Any:

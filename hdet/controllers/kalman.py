@@ -43,9 +43,10 @@ class Kalman(Estimator):
     told apart over several windows.
 
     Between windows the slope at the base walks at random by `drift * s / width` and the curvature by
-    `drift * s / width^2`, so memory is about `1 / drift` noise-units long and nothing depends on the units of
-    loss or knob. `s` is estimated from posterior residuals; when the losses are [N, J], from the
-    disagreement of paired sub-batches, whose covariance then also replaces `s^2 I` in the error.
+    `drift * s / width^2`, so memory is about `1 / (drift sqrt N)` windows long (two levels), and nothing
+    depends on the units of loss or knob. `s` is estimated from posterior residuals; when the losses are
+    [N, J], from the disagreement of paired sub-batches, whose covariance then also replaces `s^2 I` in the
+    error.
     Surprises (loss less prediction) further than `winsorise` robust standard deviations from their median,
     and from what the filter thought possible, are pulled in to there.
 

@@ -34,7 +34,8 @@ class Paper(Controller):
     there, so give it a schedule that is flat after the warm-up, or the value still drifts within a window.
 
     gamma as printed in the paper is negative at OneCycle's defaults and would make the learning rate grow
-    400-fold; this is the decay its text describes. It is never below 0.
+    400-fold; this is the decay its text describes. It is never below 0. Nor does the velocity take the base
+    below the floor: as printed it can make the rate negative.
 
     Args:
         floor: the value that the base decays to by the end of the run, in the knob's units.
@@ -65,6 +66,8 @@ class Paper(Controller):
             state = self._begin(context)
         velocity = self.beta * state.velocity - (1 - self.beta) * estimate.slope * state.base
         base = state.base * (1 - state.decay) + self.rate * velocity
+        # The velocity remembers displacements of a base that has decayed since, and could take it below zero.
+        base = max(base, min(self.floor, state.base))
         # The engine would stop the shift at its authority: stop here too, or the recursion runs away from it.
         shift = max(-context.authority, min(context.authority, base / context.schedule_next - 1))
         base = context.schedule_next * (1 + shift)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hdet.controllers.estimate import FloatArray
 
@@ -18,10 +19,10 @@ class Fit:
 
     coefficients: FloatArray
     stderr: FloatArray
-    identified: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+    identified: NDArray[np.bool_]
 
 
-def varies(columns: FloatArray) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+def varies(columns: FloatArray) -> NDArray[np.bool_]:
     """Which columns of [n, P] take more than one value, rounding aside."""
     if len(columns) == 0:
         return np.zeros(columns.shape[1], dtype=np.bool_)

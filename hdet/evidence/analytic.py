@@ -78,7 +78,7 @@ class AnalyticCollector(Collector):
             for side in (-width, 0.0, width):
                 points.append(partial(_moved, centre, direction, side))
         with self.scene.at_base():
-            losses = losses_at(self.scene.replicas, self.scene.probe, harvest.window.index, points)
+            losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
         return {
             knob.name: along((-width, 0.0, width), losses[3 * number : 3 * number + 3])
             for number, knob in enumerate(self.knobs)

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
+from torch import Tensor
 
 from hdet.controllers import Comparison, Estimate, Estimator, LeastSquares
 from hdet.controllers.state import from_plain, to_plain
+from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Harvest, Scene, Window
 from hdet.evidence.points import losses_at
 from hdet.hparams.bound import BoundKnob
@@ -28,18 +30,19 @@ class Divergent(Evidence):
     """Each replica trains a window at a level of its own; their losses are regressed on the levels.
 
     Args:
-        estimator: turns levels and losses into slopes with standard errors.
         design: who gets which level; `None` takes a randomised Hadamard where all spreads are two-level, else
             independent permutations.
         tilt: judge not the replicas themselves but the merged weights, tilted along the contrast of their
             weights: with C_k = d theta / d u_k by least squares over the replicas, the probe is evaluated at
-            mean(theta) +- tilt * width_k * C_k. `None` judges each replica by its own loss.
+            mean(theta) +- tilt * width_k * C_k. `None` judges each replica by its own loss. Needs a probe.
+        estimator: turns levels and losses into slopes with standard errors; `None` takes `LeastSquares`, which
+            under local gradients counts the replicas' own noise too.
     """
 
     diverges: ClassVar[bool] = True
     sees: ClassVar[frozenset[str]] = frozenset({"update"})
 
-    estimator: Estimator = LeastSquares()
+    estimator: Estimator | None = None
     design: Design | None = None
     tilt: float | None = Field(default=None, gt=0)
 
@@ -54,7 +57,13 @@ class DivergentCollector(Collector):
     def __init__(self, spec: Divergent, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         super().__init__(scene, knobs)
         self.spec = spec
-        self.state = spec.estimator.start(len(knobs))
+        if spec.tilt is not None and not isinstance(scene.signal, Probe):
+            raise ConfigError(
+                f"{', '.join(knob.name for knob in knobs)}: divergent evidence with a tilt evaluates merged weights; give "
+                f"signal=hdet.Probe(...), or tilt=None to compare the replicas' own losses"
+            )
+        self.estimator = spec.estimator or LeastSquares(replica_noise=scene.gradients == "local")
+        self.state = self.estimator.start(len(knobs))
         spreads = [knob.spec.spread for knob in knobs]
         self.two_level = [spread.two_level for spread in spreads]
         self.design = spec.design or (Hadamard() if all(self.two_level) else Permutation())
@@ -89,7 +98,8 @@ class DivergentCollector(Collector):
         self.steps += 1
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
-        levels = np.stack([knob.levels for knob in self.knobs], axis=1) * (self.shrink / max(1, self.steps))
+        offsets = np.stack([knob.centre + knob.levels for knob in self.knobs], axis=1)
+        levels = offsets * (self.shrink / max(1, self.steps))
         if self.spec.tilt is not None:
             return self._tilted(self.spec.tilt, levels, harvest)
         comparison = Comparison(
@@ -98,7 +108,7 @@ class DivergentCollector(Collector):
             shifts=np.array([knob.shift for knob in self.knobs]),
             valid=harvest.valid,
         )
-        estimates, self.state = self.spec.estimator.estimate(self.state, comparison)
+        estimates, self.state = self.estimator.estimate(self.state, comparison)
         return {knob.name: estimate for knob, estimate in zip(self.knobs, estimates, strict=True)}
 
     def _losses(self, harvest: Harvest) -> NDArray[np.float64]:
@@ -106,40 +116,53 @@ class DivergentCollector(Collector):
         probe = self.scene.signal
         if not isinstance(probe, Probe):
             return harvest.losses
-        replicas = self.scene.replicas
+        replicas, window = self.scene.replicas, harvest.window.index
+        batches = probe.draw(window)  # once: the comparison is paired
         rows = []
         for replica in replicas.local:
-            if self.averages:
-                weights = tensors.parameters(replica.model)
-                with tensors.substituted(weights, self.averages[replica.host].mean()):
-                    rows.append(probe.measure(replica.model, harvest.window.index, replica.optimizer))
-            else:
-                rows.append(probe.measure(replica.model, harvest.window.index, replica.optimizer))
+            weights = tensors.parameters(replicas.hosts[replica.host][0]) if self.averages else []
+            means = self.averages[replica.host].mean() if self.averages else []
+            with tensors.substituted(weights, means):
+                rows.append(probe.measure(replicas.hosts[replica.host][0], window, replica.optimizer, batches))
         return replicas.gather(torch.stack(rows))
 
     def _tilted(self, tilt: float, levels: NDArray[np.float64], harvest: Harvest) -> dict[str, Estimate]:
-        """Central differences of the probe loss along each knob's contrast of weights, about the mean."""
+        """Central differences of the probe loss along each knob's contrast of weights, about the mean.
+
+        A knob of the forward pass is moved along with its contrast, since its value is part of what is judged.
+        """
         valid = harvest.valid
         centred = levels[valid] - levels[valid].mean(axis=0)
         contrasts = np.zeros((len(self.knobs), len(valid)))
-        contrasts[:, valid] = np.linalg.pinv(centred)  # C_k = sum_r contrasts[k, r] theta_r
+        inverse = np.linalg.pinv(centred)
+        contrasts[:, valid] = inverse  # C_k = sum_r contrasts[k, r] theta_r
+        told_apart = np.isclose(np.diag(inverse @ centred), 1.0)  # 0.7, say, where two knobs shared a column
         mean = valid / valid.sum()
-        steps = tilt * np.abs(levels).max(axis=0)
-        points = [mean]
+        steps = tilt * np.abs(centred).max(axis=0)
+        step_made = harvest.window.stop - 1
+        points = [partial(self._tilt, step_made, mean, 0, 0.0)]
         for k, step in enumerate(steps):
-            points += [mean - step * contrasts[k], mean + step * contrasts[k]]
+            points += [partial(self._tilt, step_made, mean + x * contrasts[k], k, x) for x in (-step, step)]
         replicas = self.scene.replicas
-        weights = [partial(replicas.combine, point) for point in points]
         with self.scene.at_base():
-            losses = losses_at(replicas, self.scene.probe, harvest.window.index, weights)
+            losses = losses_at(replicas, self.scene.probe, harvest, points)
         found = {}
         for k, (knob, step) in enumerate(zip(self.knobs, steps, strict=True)):
-            if step == 0.0:
+            if step == 0.0 or not told_apart[k]:
                 found[knob.name] = Estimate.nothing()
                 continue
             below, here, above = losses[2 * k + 1], losses[0], losses[2 * k + 2]
             found[knob.name] = _summary((above - below) / (2 * step), (above - 2 * here + below) / step**2)
         return found
+
+    def _tilt(self, step: int, weights: NDArray[np.float64], k: int, offset: float) -> list[Tensor]:
+        """The combined parameters; as a side effect knobs of the forward pass are set, the k-th off its base."""
+        for number, knob in enumerate(self.knobs):
+            if knob.spec.acts_on == "forward":
+                value = knob.displaced(step, offset if number == k else 0.0)
+                for host in range(len(self.scene.replicas.hosts)):
+                    knob.write(host, value)
+        return self.scene.replicas.combine(weights)
 
     def state_dict(self) -> dict[str, Any]:
         return {

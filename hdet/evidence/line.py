@@ -38,6 +38,7 @@ class Line(Evidence):
     """
 
     sees: ClassVar[frozenset[str]] = frozenset({"update"})
+    averages: ClassVar[bool] = True
     needs_probe: ClassVar[bool] = True
 
     width: float = Field(default=0.3, gt=0, le=3)
@@ -79,7 +80,7 @@ class LineCollector(Collector):
                 for x in offsets:
                     points.append(partial(_stretched, start, end, math.exp(x), moved))
         with self.scene.at_base():
-            losses = losses_at(self.scene.replicas, self.scene.probe, harvest.window.index, points)
+            losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
         found = {}
         count = len(offsets)
         for number, knob in enumerate(self.knobs):

@@ -9,19 +9,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hdet.evidence.collector import Harvest
 from hdet.replicas import Replicas, tensors
 from hdet.signals import Probe
 
 
 def losses_at(
-    replicas: Replicas, probe: Probe, window: int, points: Sequence[Callable[[], Sequence[Tensor]]]
+    replicas: Replicas, probe: Probe, harvest: Harvest, points: Sequence[Callable[[], Sequence[Tensor]]]
 ) -> NDArray[np.float64]:
     """[P, J] probe losses at P points, the same on every process.
 
     Each point is a function that gives the model's parameters there (in the order of
     `hdet.replicas.tensors.parameters`). Every process computes every point's weights, because that may take a
     collective, but evaluates only those that fall to its own replicas.
+
+    Buffers are merged first, as they would be at the window's end: else BatchNorm's statistics, which follow each
+    replica's own data, would differ between points that are compared.
     """
+    window = harvest.window.index
+    replicas.mean_buffers(harvest.valid.tolist())
     batches = probe.draw(window)
     rows: dict[tuple[int, int], Tensor] = {}
     for number, point in enumerate(points):
@@ -31,8 +37,8 @@ def losses_at(
             idle = replica.index >= len(points) and replica.index % len(points) == number
             if replica.index != number % replicas.size and not idle:
                 continue
-            with tensors.substituted(tensors.parameters(replica.model), weights):
-                measured = probe.measure(replica.model, window, replica.optimizer, batches)
+            with tensors.substituted(tensors.parameters(replicas.hosts[replica.host][0]), weights):
+                measured = probe.measure(replicas.hosts[replica.host][0], window, replica.optimizer, batches)
             rows[row, number] = torch.zeros_like(measured) if idle else measured
     missing = torch.zeros_like(next(iter(rows.values())))
     table = torch.stack(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -37,6 +38,8 @@ def fit(value: float, bounds: Bounds, dtype: torch.dtype) -> float:
     if dtype == torch.float64:
         return value
     low, high = bounds
+    if dtype == torch.float32 and low <= (single := float(np.float32(value))) <= high:
+        return single  # the way it mostly goes, at every step
     held = torch.tensor(value, dtype=dtype)
     if held.item() > high:
         held = torch.nextafter(held, torch.tensor(-math.inf, dtype=dtype))
@@ -49,8 +52,9 @@ def fit(value: float, bounds: Bounds, dtype: torch.dtype) -> float:
 class GroupBinding:
     """An entry of optimizer parameter groups, addressed by optimizer and index (group dicts get replaced).
 
-    Several groups keep their ratios: writing `v` sets group g to `v * ratios[g]`. With `item`, the entry is a
-    tuple (Adam's `betas`) of which one element is the knob. A tensor entry is written in place.
+    Several groups keep their ratios: writing `v` sets group g to `v * ratios[g]`; `bounds` are those of `v`.
+    With `item`, the entry is a tuple (Adam's `betas`) of which one element is the knob. A tensor entry is
+    written in place.
     """
 
     optimizer: Optimizer
@@ -82,7 +86,7 @@ class GroupBinding:
                 entry[self.item] = _written(entry[self.item], own, self.bounds)
                 group[key] = tuple(entry)
             else:
-                group[key] = _written(group[key], own, self.bounds if ratio == 1.0 else (-math.inf, math.inf))
+                group[key] = _written(group[key], own, (self.bounds[0] * ratio, self.bounds[1] * ratio))
 
 
 def _written(entry: float | Tensor, value: float, bounds: Bounds) -> float | Tensor:

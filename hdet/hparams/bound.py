@@ -54,10 +54,10 @@ class BoundKnob:
                 f"{self.name}: its schedule reaches {outside:g}, outside the bounds {spec.bounds}; "
                 f"give bounds=({min(low, outside):g}, {max(high, outside):g}) or another base"
             )
-        movable = (
-            spec.space.apply(self.peak, 0.1) != self.peak or spec.space.apply(self.peak, -0.1) != self.peak
-        )
-        if not movable:
+        # Of a schedule without an end only the start is known, and a warm-up may start at 0.
+        known = total is not None or isinstance(self.schedule, Constant)
+        movable = any(spec.space.apply(self.peak, shift) != self.peak for shift in (0.1, -0.1))
+        if known and not movable:
             raise ConfigError(
                 f"{self.name}: its base is {self.peak:g}, which {type(spec.space).__name__} cannot move; "
                 f"give it a schedule with another value, or another space"
@@ -98,9 +98,14 @@ class BoundKnob:
             for index in indices
         ]
 
-    def write(self, host: int, value: float, force: bool = False) -> None:
+    def displaced(self, step: int, offset: float) -> float:
+        """The base moved by an offset in coordinate units, within bounds."""
+        low, high = self.spec.bounds
+        return min(max(self.spec.space.apply(self.base(step), offset), low), high)
+
+    def write(self, host: int, value: float) -> None:
         """Put a value in force in one of this process's models, unless it is already."""
-        if force or self._written[host] != value:
+        if self._written[host] != value:
             self.bindings[host].write(value)
             self._written[host] = value
 
@@ -118,6 +123,8 @@ class BoundKnob:
             step: the step the next window opens at.
         """
         now, following = self.schedule(max(step - 1, 0)), self.schedule(step)
+        if self.schedule.total_steps is None:
+            self.peak = max(self.peak, now, following)
         context = Context(
             base=self.base(max(step - 1, 0)),
             schedule_now=now,
@@ -133,6 +140,7 @@ class BoundKnob:
             warming=following > now,
         )
         move, self.state = self.spec.controller.step(self.state, estimate, context)
+        move = float(move)
         if not math.isfinite(move):
             raise ConfigError(f"{self.name}: {type(self.spec.controller).__name__} moved by {move}")
         before = self.shift
@@ -152,10 +160,12 @@ class BoundKnob:
 
     def state_dict(self) -> dict[str, Any]:
         """Shift and controller state as plain numbers; levels follow from seed and window."""
-        return {"shift": self.shift, "controller": to_plain(self.state)}
+        return {"shift": self.shift, "peak": self.peak, "controller": to_plain(self.state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.shift = float(state["shift"])
+        if self.schedule.total_steps is None:
+            self.peak = float(state["peak"])
         self.state = from_plain(type(self.state), state["controller"])
         self.forget()

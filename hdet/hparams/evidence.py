@@ -21,11 +21,13 @@ class Evidence(Spec, family="evidence"):
     Attributes:
         diverges: replicas are trained at different values and so come apart; they need a merge.
         sees: the kinds of knob whose effect it can tell apart under shared gradients.
+        averages: its estimates carry the same comparison at window-averaged weights (`Estimate.averaged`).
         needs_probe: it measures a held-out loss and so needs `signal=hdet.Probe(...)`.
     """
 
     diverges: ClassVar[bool] = False
     sees: ClassVar[frozenset[str]] = frozenset({"update", "forward"})
+    averages: ClassVar[bool] = False
     needs_probe: ClassVar[bool] = False
 
     @abstractmethod

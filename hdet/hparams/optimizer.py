@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError, MatchError
@@ -50,6 +50,7 @@ class GroupKnob(Knob):
                 f"{self.label}: no parameter group of {type(optimizer).__name__} has {self._entry!r}; "
                 f"the groups hold {sorted(set(optimizer.param_groups[0]) - {'params'})}"
             )
+        _unshare(optimizer, chosen, self.key)
         values = [self._value(optimizer, index) for index in chosen]
         reference = next((value for value in values if value != 0.0), 0.0)
         if any(value != reference for value in values) and not self.keeps_ratio:
@@ -96,6 +97,15 @@ class GroupKnob(Knob):
                 )
             found.append(index)
         return found
+
+
+def _unshare(optimizer: Optimizer, chosen: list[int], key: str) -> None:
+    """Give groups a tensor of their own: by default torch puts one and the same into every group."""
+    others = [group for index, group in enumerate(optimizer.param_groups) if index not in chosen]
+    for index in chosen:
+        entry = optimizer.param_groups[index][key]
+        if isinstance(entry, Tensor) and any(group.get(key) is entry for group in others):
+            optimizer.param_groups[index][key] = entry.clone()
 
 
 @register

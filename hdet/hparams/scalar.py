@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from hdet.errors import ConfigError, MatchError
 from hdet.hparams.binding import Attribute, Binding, FunctionBinding, ModelBinding
 from hdet.hparams.knob import ActsOn, Knob
-from hdet.nn import KnobTensor
+from hdet.nn import KnobAttribute, KnobTensor
 from hdet.spec import register
 
 
@@ -59,6 +59,9 @@ class Scalar(Knob):
             raise MatchError(f"{self.name}: the model has no module {owner!r} ({error})") from None
         if not hasattr(module, attribute):
             raise MatchError(f"{self.name}: {type(module).__name__} {owner!r} has no attribute {attribute!r}")
+        descriptor = getattr(type(module), attribute, None)
+        if isinstance(descriptor, KnobAttribute):  # hdet.nn.Dropout's `p` stands for its `p_knob`
+            attribute = descriptor.slot
         held = getattr(module, attribute)
         return ModelBinding([held if isinstance(held, KnobTensor) else Attribute(module, attribute)], self.bounds)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hdet.nn.knob_tensor import SMALLEST, KnobAttribute, KnobModule, KnobTensor
+from hdet.nn.knob_tensor import KnobAttribute, KnobModule, KnobTensor
 
 
 def dropout_noise(shaped: Tensor, probability: Tensor) -> Tensor:
@@ -24,8 +24,8 @@ def dropout_noise(shaped: Tensor, probability: Tensor) -> Tensor:
         type: bfloat16 has too few values in [0, 1) for small probabilities.
     """
     keep = torch.rand_like(shaped, dtype=torch.float32) >= probability
-    scale = 1.0 / (1.0 - probability).clamp_min(SMALLEST)
-    return torch.where(keep, scale, 0.0).to(shaped.dtype)
+    # At probability 1 the scale is infinite, but nothing is kept.
+    return torch.where(keep, 1.0 / (1.0 - probability), 0.0).to(shaped.dtype)
 
 
 class _KnobDropout(KnobModule):

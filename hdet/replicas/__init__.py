@@ -2,6 +2,6 @@
 
 from hdet.replicas.in_process import Copies, Seats, micro_batches, replicate
 from hdet.replicas.replica import Replica
-from hdet.replicas.replicas import Replicas
+from hdet.replicas.replicas import Replicas, Terms
 
-__all__ = ["Copies", "Replica", "Replicas", "Seats", "micro_batches", "replicate"]
+__all__ = ["Copies", "Replica", "Replicas", "Seats", "Terms", "micro_batches", "replicate"]

@@ -37,12 +37,17 @@ class Anchor:
             tensors.copy_(self._held, live)
         else:
             self._held = tensors.clones(live, self._device)
-        self._optimizer_state = copy.deepcopy(self._optimizer.state_dict())
+        state = self._optimizer.state_dict()
+        self._optimizer_state = {
+            key: _copied(value, self._device) if key == "state" else copy.deepcopy(value)
+            for key, value in state.items()
+        }
 
     def parameters(self) -> list[Tensor]:
         """The anchored values of `hdet.replicas.tensors.parameters(model)`, in its order."""
-        count = len(list(self._model.parameters()))
-        return [held for held in self._held[:count] if held.numel()]
+        tensors.reshard(self._model)
+        whole = [parameter.numel() for parameter in self._model.parameters()]
+        return [held for held, size in zip(self._held[: len(whole)], whole, strict=True) if size]
 
     def restore(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Put the point back into a model and its optimizer."""
@@ -56,5 +61,15 @@ class Anchor:
         return {"step": self.step, "model": model, "optimizer": copy.deepcopy(self._optimizer_state)}
 
 
+def _copied(value: Any, device: str | None) -> Any:
+    """A copy of nested state; tensors go to `device`, from which `Optimizer.load_state_dict` fetches them back."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device=device, copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item, device) for key, item in value.items()}
+    return copy.deepcopy(value)
+
+
 def _everything(model: nn.Module) -> list[Tensor]:
-    return [t.detach() for t in (*model.parameters(), *model.buffers())]
+    tensors.reshard(model)
+    return [tensors.local(t.detach()) for t in (*model.parameters(), *model.buffers())]

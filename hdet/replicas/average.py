@@ -56,14 +56,15 @@ class RunningMean:
         return self.values if self.count else list(self._current)
 
     def state_dict(self) -> dict[str, object]:
-        return {"calls": self._calls, "count": self.count, "values": tensors.clones(self.values)}
+        values = tensors.clones(self.values) if self.count else []
+        return {"calls": self._calls, "count": self.count, "values": values}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         self._calls = int(state["calls"])  # type: ignore[call-overload]
         self.count = int(state["count"])  # type: ignore[call-overload]
         values = state["values"]
         assert isinstance(values, list)
-        self.values = [value.to(t.device) for value, t in zip(values, self._current, strict=False)]
+        self.values = [value.to(t.device, copy=True) for value, t in zip(values, self._current, strict=False)]
 
 
 class Averages:

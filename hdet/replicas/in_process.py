@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import compress
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
-from hdet.replicas import tensors
+from hdet.replicas import optimizer_states, tensors
 from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas
 
@@ -28,7 +30,7 @@ class Copies(Replicas):
         self.local = [Replica(model, optimizer, i, i) for i, (model, optimizer) in enumerate(self.hosts)]
 
     def gather(self, rows: Tensor) -> NDArray[np.float64]:
-        return rows.detach().double().cpu().numpy()
+        return rows.detach().cpu().double().numpy()
 
     @torch.no_grad()
     def share_gradients(self) -> None:
@@ -43,23 +45,29 @@ class Copies(Replicas):
     def mean(self, valid: Sequence[bool], optimizer_state: str) -> None:
         sound = [host for host, ok in zip(self.hosts, valid, strict=True) if ok]
         failed = [host for host, ok in zip(self.hosts, valid, strict=True) if not ok]
-        source_model, source_optimizer = sound[0]
-        for select in (tensors.parameters, tensors.floating_buffers):
-            tensors.mean_([select(model) for model, _ in sound], [select(model) for model, _ in self.hosts])
-        for model, _ in self.hosts[:]:
-            if model is not source_model:
-                tensors.copy_(tensors.other_buffers(model), tensors.other_buffers(source_model))
+        source_optimizer = sound[0][1]
+        merged = [tensors.parameters(model) for model, _ in self.hosts]
+        tensors.mean_([own for own, ok in zip(merged, valid, strict=True) if ok], merged)
+        self.mean_buffers(valid)
         for _, optimizer in failed:
             optimizer.load_state_dict(copy.deepcopy(source_optimizer.state_dict()))
         if optimizer_state == "average":
-            held = [tensors.moments(optimizer) for _, optimizer in self.hosts]
-            sound_held = [h for h, ok in zip(held, valid, strict=True) if ok]
-            tensors.mean_([averaged for averaged, _ in sound_held], [averaged for averaged, _ in held])
-            for _, taken in held:
-                tensors.copy_(taken, sound_held[0][1])
+            optimizer_states.average(
+                [optimizer for _, optimizer in sound], [optimizer for _, optimizer in self.hosts]
+            )
         elif optimizer_state == "reset":
             for _, optimizer in self.hosts:
                 optimizer.state.clear()
+
+    def mean_buffers(self, valid: Sequence[bool]) -> None:
+        source = self.hosts[list(valid).index(True)][0]
+        averaged = tensors.with_mean(source)
+        buffers = [list(compress(model.buffers(), averaged)) for model, _ in self.hosts]
+        tensors.mean_([own for own, ok in zip(buffers, valid, strict=True) if ok], buffers)
+        others = [not yes for yes in averaged]
+        for model, _ in self.hosts:
+            if model is not source:
+                tensors.copy_(list(compress(model.buffers(), others)), list(compress(source.buffers(), others)))
 
     @torch.no_grad()
     def combine(self, weights: NDArray[np.float64]) -> list[Tensor]:
@@ -83,7 +91,7 @@ class Seats(Replicas):
         self.local = [Replica(model, optimizer, i, 0) for i in range(n)]
 
     def gather(self, rows: Tensor) -> NDArray[np.float64]:
-        return rows.detach().double().cpu().numpy()
+        return rows.detach().cpu().double().numpy()
 
     @torch.no_grad()
     def share_gradients(self) -> None:
@@ -92,6 +100,9 @@ class Seats(Replicas):
             torch._foreach_mul_(gradients, 1.0 / self.size)
 
     def mean(self, valid: Sequence[bool], optimizer_state: str) -> None:
+        """Nothing: seats share one model."""
+
+    def mean_buffers(self, valid: Sequence[bool]) -> None:
         """Nothing: seats share one model."""
 
     def combine(self, weights: NDArray[np.float64]) -> list[Tensor]:
@@ -113,9 +124,8 @@ def replicate(model: nn.Module, optimizer: Optimizer, n: int) -> Copies:
     >>> replicas.size, replicas.local[0].model is model
     (4, True)
     """
-    _check(model, optimizer, n)
-    # One deepcopy of the pair keeps the copy's optimizer on the copy's parameters.
-    return Copies([(model, optimizer), *(copy.deepcopy((model, optimizer)) for _ in range(n - 1))])
+    check_pair(model, optimizer, n)
+    return Copies([(model, optimizer), *(twin(model, optimizer) for _ in range(n - 1))])
 
 
 def micro_batches(model: nn.Module, optimizer: Optimizer, n: int) -> Seats:
@@ -127,11 +137,11 @@ def micro_batches(model: nn.Module, optimizer: Optimizer, n: int) -> Seats:
     Raises:
         ConfigError: `n < 1`, or the optimizer holds a parameter that is not the model's.
     """
-    _check(model, optimizer, n)
+    check_pair(model, optimizer, n)
     return Seats(model, optimizer, n)
 
 
-def _check(model: nn.Module, optimizer: Optimizer, n: int) -> None:
+def check_pair(model: nn.Module, optimizer: Optimizer, n: int) -> None:
     if n < 1:
         raise ConfigError(f"n must be at least 1, got {n}")
     own = set(model.parameters())
@@ -141,6 +151,18 @@ def _check(model: nn.Module, optimizer: Optimizer, n: int) -> None:
             f"the optimizer holds {len(foreign)} parameters that are not the model's (shapes "
             f"{[tuple(p.shape) for p in foreign[:3]]}); make the optimizer from this model's parameters"
         )
+
+
+def twin(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    """A deep copy of both; one memo keeps the copied optimizer on the copied parameters."""
+    memo: dict[int, Any] = {}
+    copied, other = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
+    # Torch copies an optimizer's groups and state only. Some keep more (Prodigy its `d0`); what is callable may be
+    # a method wrapped by a scheduler, bound to the original.
+    for name, value in vars(optimizer).items():
+        if name not in vars(other) and not callable(value):
+            setattr(other, name, copy.deepcopy(value, memo))
+    return copied, other
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

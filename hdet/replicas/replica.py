@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,6 +21,7 @@ class Replica:
         model, optimizer: this replica's own, or shared by all seats of one model.
         index: its number among all N replicas of all processes, `0 <= index < N`.
         host: the number of its model among those this process holds.
+        around: gives a context for each forward and backward, entered last and left first.
     """
 
     model: nn.Module
@@ -27,18 +30,26 @@ class Replica:
     host: int
     on_enter: list[Callable[[Replica], None]] = field(default_factory=list, repr=False)
     on_exit: list[Callable[[Replica], None]] = field(default_factory=list, repr=False)
+    around: Callable[[], AbstractContextManager[object]] = field(default=nullcontext, repr=False)
     _active: bool = field(default=False, repr=False)
+    _context: AbstractContextManager[object] | None = field(default=None, repr=False)
 
     def __enter__(self) -> Replica:
         if self._active:
             raise StepError(f"replica {self.index} is already active; leave its `with` block first")
-        self._active = True
         for call in self.on_enter:
             call(self)
+        self._context = self.around()
+        self._context.__enter__()
+        self._active = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._active = False
+        if self._context is not None:
+            self._context.__exit__(kind, error, trace)
         if kind is None:
             for call in self.on_exit:
                 call(self)

@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.replicas.anchor import Anchor
 from hdet.replicas.replica import Replica
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What an engine asks of its replicas.
+
+    Attributes:
+        gradients: "shared" or "local".
+        apart: whether replicas are expected to come apart in a window.
+        observed: whether evidence looks at each replica's own gradient before it is shared.
+        anchor: the last converged point, the same in all processes from the first merge on.
+        merge: how the replicas become one.
+        declaration: by name, what has to be the same in all processes.
+    """
+
+    gradients: str
+    apart: bool
+    observed: bool
+    anchor: Anchor
+    merge: Mapping[str, Any]
+    declaration: Mapping[str, str]
 
 
 class Replicas(ABC):
@@ -27,6 +51,13 @@ class Replicas(ABC):
     local: Sequence[Replica]
     hosts: Sequence[tuple[nn.Module, Optimizer]]
     diverge: bool
+
+    def begin(self, terms: Terms) -> None:
+        """Called once by the engine, before anything else, with what it was declared to do.
+
+        Raises:
+            ConfigError: these replicas cannot do it, or other processes were told otherwise.
+        """
 
     @abstractmethod
     def gather(self, rows: Tensor) -> NDArray[np.float64]:
@@ -48,6 +79,10 @@ class Replicas(ABC):
             optimizer_state: "average", "keep" (each its own; a replica that failed takes a valid one's) or
                 "reset".
         """
+
+    @abstractmethod
+    def mean_buffers(self, valid: Sequence[bool]) -> None:
+        """The part of `mean` that concerns buffers; calling it twice does no more than once."""
 
     @abstractmethod
     def combine(self, weights: NDArray[np.float64]) -> list[Tensor]:

@@ -2,46 +2,53 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor sharded over ranks, sharing its memory; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+
+
+def reshard(model: nn.Module) -> None:
+    """Make a fully sharded model's parameters the shards again: after a forward alone they may not be."""
+    sharding = sys.modules.get("torch.distributed.fsdp")
+    if sharding is not None:
+        for module in model.modules():
+            if isinstance(module, sharding.FSDPModule):
+                module.reshard()
+
+
 def parameters(model: nn.Module) -> list[Tensor]:
-    """Every parameter once (tied ones too), frozen ones included, detached and sharing memory."""
-    return [parameter.detach() for parameter in model.parameters() if parameter.numel()]
+    """Every parameter once (tied ones too), frozen ones included, detached and sharing memory; of sharded ones
+    this rank's part."""
+    reshard(model)
+    return [local(parameter.detach()) for parameter in model.parameters() if parameter.numel()]
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that receive gradients."""
+    reshard(model)
     return [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
 
 
-def floating_buffers(model: nn.Module) -> list[Tensor]:
-    """Buffers that can be averaged."""
-    return [buffer for buffer in model.buffers() if buffer.is_floating_point() and buffer.numel()]
+def with_mean(model: nn.Module) -> list[bool]:
+    """Which of `model.buffers()` can be averaged; of the others one replica's are taken over. Synchronises.
 
-
-def other_buffers(model: nn.Module) -> list[Tensor]:
-    """Integer and boolean buffers, such as BatchNorm's batch counter: one replica's are taken over."""
-    return [buffer for buffer in model.buffers() if not buffer.is_floating_point() and buffer.numel()]
-
-
-def moments(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-    """Optimizer state in the order of its parameters: (tensors to average, counters and others to take over)."""
-    averaged: list[Tensor] = []
-    taken: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for value in optimizer.state.get(parameter, {}).values():
-                if not isinstance(value, Tensor) or not value.numel():
-                    continue
-                like = value.is_floating_point() and value.dim() > 0
-                (averaged if like else taken).append(value)
-    return averaged, taken
+    Counters and masks of booleans have no mean, nor has a buffer that holds an infinity, such as a causal mask.
+    """
+    buffers = list(model.buffers())
+    real = [number for number, buffer in enumerate(buffers) if buffer.is_floating_point() and buffer.numel()]
+    averaged = dict(zip(real, finite([buffers[number] for number in real]).tolist() if real else [], strict=True))
+    return [averaged.get(number, False) for number in range(len(buffers))]
 
 
 def clones(tensors: Sequence[Tensor], device: torch.device | str | None = None) -> list[Tensor]:
@@ -57,31 +64,36 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
+def finite(tensors: Sequence[Tensor]) -> Tensor:
+    """[len(tensors)] booleans, on the device of the first: no element is infinite or NaN. No synchronisation."""
+    # The largest absolute value is not finite if any element is not, and unlike a sum it overflows in no format.
+    norms = torch._foreach_norm(list(tensors), math.inf)
+    return torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite()
+
+
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """A 0-dim boolean tensor, on the tensors' device: no element is infinite or NaN. No synchronisation."""
-    floating = [t for t in tensors if t.is_floating_point()]
-    if not floating:
-        return torch.tensor(True)
-    # A sum of absolute values is finite unless an element is not, or it overflows, which is no healthier.
-    norms = torch._foreach_norm(floating, 1)
-    return torch.stack([norm.float() for norm in norms]).isfinite().all()
+    """A 0-dim boolean tensor: no element of any floating tensor is infinite or NaN. No synchronisation."""
+    floating = [t for t in tensors if t.is_floating_point() and t.numel()]
+    return finite(floating).all() if floating else torch.tensor(True)
 
 
 @torch.no_grad()
 def mean_(members: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
-    """Write the element-wise mean of the members' tensors to every target, reduced in float32.
+    """Write the element-wise mean of the members' tensors to every target, reduced in float32 at least.
 
-    Computed as first + mean(member - first), which leaves members that are identical as they are, bit for bit,
-    whatever their number.
+    Computed as first - mean(first - member), which leaves members that are identical as they are, bit for bit
+    (the sign of a zero included), whatever their number.
     """
     if not members or not members[0]:
         return
     first = [_wide(t) for t in members[0]]
-    total = [torch.zeros_like(t) for t in first]
-    for member in members[1:]:
-        torch._foreach_add_(total, torch._foreach_sub([_wide(t) for t in member], first))
-    torch._foreach_mul_(total, 1.0 / len(members))
-    merged = torch._foreach_add(first, total)
+    merged: Sequence[Tensor] = first
+    if len(members) > 1:
+        total = [torch.zeros_like(t) for t in first]
+        for member in members[1:]:
+            torch._foreach_add_(total, torch._foreach_sub(first, [_wide(t) for t in member]))
+        torch._foreach_mul_(total, 1.0 / len(members))
+        merged = torch._foreach_sub(first, total)
     for target in targets:
         copy_(target, merged)
 
@@ -105,18 +117,24 @@ def substituted(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator
 def evaluating(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
     """Eval mode inside the block; afterwards each submodule is as it was, however mixed they were.
 
-    An optimizer with modes of its own (Schedule-Free: `optimizer.eval()`) is switched as well.
+    An optimizer with modes of its own (Schedule-Free: `optimizer.eval()`) is switched as well, and the weights
+    that its switching back would only restore up to rounding are put back exactly.
     """
     training = [module for module in model.modules() if module.training]
-    switch = getattr(optimizer, "eval", None)
-    in_train_mode = all(group.get("train_mode", True) for group in optimizer.param_groups) if optimizer else False
+    switched: Any = optimizer if hasattr(optimizer, "eval") else None
+    if switched is not None and not all(group.get("train_mode", True) for group in switched.param_groups):
+        switched = None  # it is in eval mode already
+    weights = parameters(model) if switched is not None else []
+    saved = clones(weights)
     model.eval()
-    if switch is not None and in_train_mode:
-        switch()
+    if switched is not None:
+        switched.eval()
     try:
         yield
     finally:
-        if switch is not None and in_train_mode:
-            optimizer.train()  # type: ignore[union-attr]
+        if switched is not None:
+            switched.train()
+            copy_(weights, saved)
+        reshard(model)  # else the next forward would take the weights gathered here
         for module in training:
             module.training = True

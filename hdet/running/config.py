@@ -44,6 +44,7 @@ class RunConfig(Spec):
         evidence: where comparisons come from, for knobs that do not say.
         merge: how the replicas become one.
         clip: the largest norm of a replica's gradient; `None` leaves gradients as they are.
+        noise: of a warm noisy start, relative to the weights' norms; see `hdet.perturb`.
         seed: decides initial weights, batches, designs and the random numbers of dropout.
         device: where the replicas live, as torch names it.
         imports: modules to import first, in which knobs, controllers or tasks of your own are registered.
@@ -68,6 +69,7 @@ class RunConfig(Spec):
     evidence: Evidence = Divergent()
     merge: Merge = Mean()
     clip: float | None = Field(default=None, gt=0.0)
+    noise: float = Field(default=0.0, ge=0.0, le=1.0)
     seed: int = Field(default=0, ge=0, lt=2**63)
     device: str = "cpu"
     imports: tuple[str, ...] = ()

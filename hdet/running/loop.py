@@ -15,6 +15,7 @@ from hdet.engine import Engine
 from hdet.errors import CheckpointError
 from hdet.history import History, WindowRecord
 from hdet.hparams import LearningRate
+from hdet.perturb import perturb
 from hdet.replicas import replicate
 from hdet.running.config import RunConfig
 from hdet.running.folder import RunFolder
@@ -51,8 +52,10 @@ class Training:
         model = workload.model()
         optimizer = config.optimizer.build(workload.groups(model))
         self.unexplored = unexplored_groups(config, model, optimizer)
+        replicas = replicate(model, optimizer, n=config.replicas)
+        perturb(replicas, config.noise, seed=config.seed)
         self.engine = Engine(
-            replicate(model, optimizer, n=config.replicas),
+            replicas,
             config.scheduled_knobs(),
             window=config.window,
             signal=config.signal.build(workload),

@@ -6,13 +6,14 @@ import math
 import platform
 import time
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, MissingExtraError
 from hdet.hparams.bound import BoundKnob
 from hdet.report import Verdict, draw_bases, verdicts
 from hdet.running.config import RunConfig
@@ -77,6 +78,8 @@ class Run:
     def __init__(
         self, config: RunConfig, out: Path | str, *, force: bool = False, resume: bool = False
     ) -> None:
+        if config.knobs and find_spec("matplotlib") is None:
+            raise MissingExtraError("matplotlib", "cli")  # now, and not after hours of training
         self.config = config
         self.folder = RunFolder(out)
         self.folder.check(config, force=force, resume=resume)
@@ -135,11 +138,10 @@ class Run:
                 "numpy": np.__version__,
             },
         )
-        self.folder.save_result(result.to_dict())
         if result.knobs:
-            draw_bases(
-                history, self.folder.picture, title=f"{self.config.task.kind}, {self.config.steps} steps"
-            )
+            title = f"{self.config.task.kind}, {self.config.steps} steps"
+            draw_bases(history, self.folder.picture, title=title)
+        self.folder.save_result(result.to_dict())  # last: it marks the run as over
         return result
 
 

@@ -3,6 +3,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hdet.controllers import (
@@ -63,6 +65,24 @@ def test_two_levels_reveal_the_curvature_once_the_base_has_moved() -> None:
     assert estimate.curvature == pytest.approx(2.0, rel=0.05)
 
 
+@pytest.mark.parametrize("batches", [0, 4])
+@given(origin=st.floats(-5, 5), seed=st.integers(0, 1000))
+@settings(max_examples=10, deadline=None)
+def test_where_coordinate_zero_lies_does_not_matter(batches: int, origin: float, seed: int) -> None:
+    # Prior and random walk belong to the base, not to a far-off origin; else memory would fade with distance.
+    kalman, draw = Kalman(), np.random.default_rng(seed)
+    here, there = kalman.start(2), kalman.start(2)
+    for _ in range(4):
+        levels, shifts = 0.3 * HADAMARD[draw.permutation(8), 1:3], draw.normal(size=2)
+        losses = levels @ [1.0, 2.0] + draw.normal(0, 0.1, (batches, 8) if batches else 8)
+        one, here = kalman.estimate(here, heard(levels, losses.T, shifts))
+        other, there = kalman.estimate(there, heard(levels, losses.T, shifts + origin))
+        for a, b in zip(one, other, strict=True):
+            assert (a.slope, a.curvature, a.stderr, a.curvature_stderr) == pytest.approx(
+                (b.slope, b.curvature, b.stderr, b.curvature_stderr), rel=1e-3, abs=1e-4
+            )
+
+
 def test_more_knobs_than_replicas_are_told_apart_over_windows() -> None:
     draw = np.random.default_rng(2)
     slopes = np.array([0.5, -0.4, 0.3, 0.0, 0.2, -0.1])
@@ -88,8 +108,10 @@ def test_an_outlier_after_the_first_window_hardly_counts() -> None:
         _, state = kalman.estimate(state, heard(levels, truth + draw.normal(0, 0.01, 8), np.zeros(2)))
     spoilt = truth.copy()
     spoilt[0] += 5.0
-    estimates, _ = kalman.estimate(state, heard(levels, spoilt, np.zeros(2)))
+    noise = math.sqrt(state.squares / state.freedom)
+    estimates, state = kalman.estimate(state, heard(levels, spoilt, np.zeros(2)))
     assert [e.slope for e in estimates] == pytest.approx([0.1, 0.1], abs=0.03)
+    assert math.sqrt(state.squares / state.freedom) < 2 * noise, "one replica must not blind the filter"
 
 
 @pytest.mark.parametrize("clusters", [1.0, 10.0])
@@ -108,6 +130,7 @@ def test_a_strong_honest_signal_is_not_taken_for_an_outlier(clusters: float) -> 
         (4, 0, 0.0, 0.02),
         (4, 8, 0.1, 0.0),  # shared gradients: sub-batches disagree, replicas lie on a line
         (4, 8, 0.1, 0.02),  # local gradients: told so by replica_noise
+        (4, 8, 0.1, 0.0005),
     ],
 )
 def test_errors_are_honest_once_the_noise_is_known(

@@ -9,12 +9,16 @@ FLAT = Estimate(slope=1e-300)
 def bases(
     paper: Paper, estimates: list[Estimate], schedule: list[float], authority: float = 10.0
 ) -> list[float]:
-    """The base after each window, worked as the engine does: schedule (1 + shift) in `Relative` space."""
+    """The base after each window, worked as the engine does: schedule (1 + shift) in `Relative` space.
+
+    The schedule is given at window starts; when a window ends, it has gone half the way to the next.
+    """
     state, shift, out = paper.start(), 0.0, []
     for window, estimate in enumerate(estimates):
+        now = (schedule[window] + schedule[window + 1]) / 2
         context = Context(
-            base=schedule[window] * (1 + shift),
-            schedule_now=schedule[window],
+            base=now * (1 + shift),
+            schedule_now=now,
             schedule_next=schedule[window + 1],
             step=10 * (window + 1),
             windows_left=len(estimates) - window,
@@ -61,7 +65,7 @@ def test_once_it_controls_the_schedule_does_not_matter() -> None:
     estimates = [Estimate(slope=-0.1), Estimate(slope=0.2), Estimate(slope=-0.3)]
     paper = Paper(0.5)
     steady = bases(paper, estimates, [1.0] * 4)
-    assert bases(paper, estimates, [1.0, 0.7, 0.2, 0.1]) == pytest.approx(steady)
+    assert bases(paper, estimates, [1.0, 1.0, 0.7, 0.2]) == pytest.approx(steady)
 
 
 def test_a_lost_window_is_made_up_for() -> None:

@@ -87,6 +87,7 @@ def placebo_t(
         (8, 1.0, 0.0, 1.0, 7),
         (8, 0.0, 1.0, 0.0, 12),  # local gradients: sub-batches agree about a replica that is merely lucky
         (8, 1.0, 0.3, 0.3, 7),
+        (8, 0.0, 1e-9, 1.0, 9),  # nothing is counted twice; freedom in between
     ],
 )
 def test_the_t_of_a_placebo_is_a_t(

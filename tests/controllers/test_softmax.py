@@ -56,6 +56,16 @@ def test_the_t_of_a_placebo_is_honest(batches: int) -> None:
     assert np.std(t) == pytest.approx(math.sqrt(7 / 5) if batches else 1.0, rel=0.15)
 
 
+def test_delta_method_weights_are_the_derivative() -> None:
+    # With one sub-batch raised by h in replica r and the other lowered, the error is |d slope / d L_r| h.
+    levels, losses, h = [-0.3, 0.0, 0.1, 0.2], np.array([2.0, 1.9, 2.2, 2.05]), 1e-5
+    for r in range(4):
+        bump = np.where(np.arange(4) == r, h, 0.0)
+        up, down = displaced(levels, losses + bump, 0.1), displaced(levels, losses - bump, 0.1)
+        split = displaced(levels, np.stack([losses + bump, losses - bump], axis=1), 0.1)
+        assert split.stderr == pytest.approx(abs(up.slope - down.slope) / 2, rel=1e-4)
+
+
 def test_delta_method_error_by_hand() -> None:
     # Equal means: w = 1/2 each, d slope / d L = w z / sigma = (-5, 5), so the two sub-batches give
     # 5 (L_2 - L_1) = 0.5 and -0.5: sd = 0.5 sqrt 2, error = sd / sqrt 2 = 0.5.

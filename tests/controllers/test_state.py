@@ -27,6 +27,12 @@ def test_round_trip_through_json_is_exact() -> None:
     assert back.table.shape == (2, 2)
 
 
+def test_numbers_regain_their_types() -> None:
+    back = from_plain(Example, {"number": 1, "count": 3.0, "flag": 1, "table": [1, 2]})
+    assert [type(value) for value in (back.number, back.count, back.flag)] == [float, int, bool]
+    assert back.table.dtype == np.float64
+
+
 def test_plain_is_made_of_builtins() -> None:
     plain = to_plain(Example(1.0, 2, False, np.ones(2)))
     assert plain == {"number": 1.0, "count": 2, "flag": False, "table": [1.0, 1.0]}

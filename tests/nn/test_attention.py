@@ -128,13 +128,15 @@ def test_compiled_dropout_is_unbiased_and_in_force_only_in_training() -> None:
     assert torch.equal(compiled(q, k, v, dropout=dropout, training=False), expected)
 
 
-def test_a_query_with_nothing_to_attend_to_gets_zeros_and_no_nan() -> None:
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_query_with_nothing_to_attend_to_gets_zeros_and_no_nan(kind: str) -> None:
     q, k, v = inputs()
     allowed = torch.ones(LENGTH, SOURCE, dtype=torch.bool)
     allowed[1] = False
-    out, weights = explicit_attention(q, k, v, allowed, None)
+    given = allowed if kind == "bool" else torch.zeros(LENGTH, SOURCE).masked_fill(~allowed, -math.inf)
+    out, weights = explicit_attention(q, k, v, given, None)
     assert torch.equal(weights[..., 1, :], torch.zeros_like(weights[..., 1, :]))
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, allowed))
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, given))
     assert all(gradient.isfinite().all() for gradient in gradients(out, q, k, v))
 
 

@@ -1,0 +1,138 @@
+"""The warm noisy start: replicas set out from one checkpoint, each with a little noise of its own on its weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hdet.errors import ConfigError
+from hdet.replicas import Replicas
+
+Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
+
+NOISE = 0.01
+CHUNK = 1 << 20
+
+
+def perturb(
+    target: Replicas | nn.Module,
+    noise: float = NOISE,
+    *,
+    scale: Literal["tensor", "global"] = "tensor",
+    seed: int = 0,
+    replica: int | None = None,
+    checkpoint: Checkpoint | None = None,
+) -> None:
+    r"""Add noise to every trained parameter: `theta_r = theta_0 + eps_r`, `eps_r ~ N(0, nu^2 |theta_0|^2 / d)`.
+
+    Do it before the engine is made. Its first window opens without a merge, so the noise lives until that
+    window's end, when the replicas are averaged. (In the code released with the paper the constructor averages
+    at once, which erases it.) Buffers, parameters without `requires_grad` and integers stay as they are; tied
+    parameters are moved once. Source: Cheng et al. 2026, arXiv 2604.24708.
+
+    Args:
+        target: replicas, each moved by its own index's noise; or one model, with `replica=`.
+        noise: nu, the noise's norm relative to the weights'.
+        scale: what |theta_0|^2 / d is taken over: each "tensor" by itself, so that a tensor of zeros stays, or
+            all trained parameters together ("global").
+        seed: of the noise. Replica r's is a pure function of (seed, r, parameter name); the global RNG is not
+            touched.
+        replica: the index of a single model.
+        checkpoint: loaded into every replica first: a model's state dict, an `Engine.state_dict()` (its
+            converged model), or the path of either. Its parameters are theta_0.
+
+    Raises:
+        ConfigError: a noise below 0, an unknown scale, a model without `replica=`, a checkpoint that does not fit.
+
+    >>> import torch, hdet
+    >>> model = torch.nn.Linear(1000, 10)
+    >>> replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
+    >>> before = model.weight.detach().clone()
+    >>> hdet.perturb(replicas, noise=0.01)
+    >>> round(float((model.weight - before).norm() / before.norm()), 3)
+    0.01
+    """
+    if not noise >= 0.0:
+        raise ConfigError(f"noise must be 0 or more, relative to the weights' norm; got {noise!r}")
+    if scale not in ("tensor", "global"):
+        raise ConfigError(f"scale must be 'tensor' or 'global', got {scale!r}")
+    if isinstance(target, Replicas):
+        if replica is not None:
+            raise ConfigError("replicas know their indices; leave replica= out")
+        members = {m.host: (m.index, target.hosts[m.host][0]) for m in reversed(list(target.local))}
+    elif replica is None:
+        raise ConfigError("a single model needs replica=, the index that decides its noise")
+    else:
+        members = {0: (replica, target)}
+    state = _model_state(checkpoint) if checkpoint is not None else None
+    for index, model in members.values():
+        if state is not None:
+            try:
+                model.load_state_dict(state)
+            except RuntimeError as error:
+                raise ConfigError(f"the checkpoint does not fit the model: {error}") from None
+        _move(model, noise, scale, seed, index)
+
+
+@torch.no_grad()
+def _move(model: nn.Module, noise: float, scale: str, seed: int, replica: int) -> None:
+    moved = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.numel()
+    ]
+    if noise == 0.0 or not moved:
+        return
+    squares = [float(parameter.double().square().sum()) for _, parameter in moved]
+    sizes = [parameter.numel() for _, parameter in moved]
+    common = (sum(squares) / sum(sizes)) ** 0.5
+    for (name, parameter), square, size in zip(moved, squares, sizes, strict=True):
+        deviation = noise * (common if scale == "global" else (square / size) ** 0.5)
+        if deviation == 0.0:
+            continue
+        flat = torch.empty(size, dtype=torch.float64)
+        start = 0
+        for block in _normals(size, seed, replica, name):
+            flat[start : start + len(block)] = torch.from_numpy(block)
+            start += len(block)
+        parameter.add_((deviation * flat).reshape(parameter.shape).to(parameter.device, parameter.dtype))
+
+
+def _normals(count: int, seed: int, replica: int, name: str) -> Iterator[NDArray[np.float64]]:
+    """`count` standard normal numbers in blocks, a pure function of the arguments, by Box and Muller.
+
+    From Philox's raw words, which no version of NumPy changes; its normal generators are not promised to stay.
+    """
+    text = f"{seed}:{replica}:{name}"
+    digest = blake2b(text.encode(), digest_size=16, person=b"hdet.perturb").digest()
+    words = np.random.Philox(key=int.from_bytes(digest, "little"))
+    while count > 0:
+        pairs = (min(count, CHUNK) + 1) // 2
+        uniform = ((words.random_raw(2 * pairs) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+        radius, angle = np.sqrt(-2.0 * np.log(uniform[:pairs])), 2.0 * np.pi * uniform[pairs:]
+        block = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[: min(count, CHUNK)]
+        yield block
+        count -= len(block)
+
+
+def _model_state(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
+    if isinstance(checkpoint, Mapping):
+        state: Any = checkpoint
+    else:
+        try:
+            state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ConfigError(f"the checkpoint {os.fspath(checkpoint)!r} cannot be read: {error}") from None
+    for key in ("engine", "converged", "model"):  # a run folder's, an engine's, a model file's wrappings
+        if isinstance(state, Mapping) and key in state and isinstance(state[key], Mapping):
+            state = state[key]
+    if not (isinstance(state, Mapping) and all(isinstance(value, Tensor) for value in state.values())):
+        raise ConfigError("a checkpoint is a model's state_dict, an engine's, or the path of one")
+    return state

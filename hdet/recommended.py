@@ -1,0 +1,147 @@
+"""The recipe we stand behind: which knobs, judged by what evidence, moved by which rule."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hdet.controllers import Calibrate, Gated
+from hdet.engine import Engine
+from hdet.errors import ConfigError, MatchError
+from hdet.evidence import Analytic, Contrast, Line
+from hdet.history import History
+from hdet.hparams import Cosine, Dropout, Knob, LabelSmoothing, LearningRate, Schedule, WeightDecay
+from hdet.replicas import Replicas, in_process
+from hdet.signals import Probe
+from hdet.windows import GrowingWindow
+
+WARMUP = 0.3
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One decision of the recipe: a knob, or why there is none, and the reason."""
+
+    subject: str
+    knob: Knob | None
+    reason: str
+
+
+def choose(model: nn.Module, optimizer: Optimizer, total_steps: int, schedule: Schedule | None = None) -> list[Choice]:
+    """What the recipe explores on this model and optimizer, and why; nothing is changed.
+
+    Args:
+        schedule: of the learning rate; by default 30 % linear warm-up and a cosine to 0, with the first
+            parameter group's present rate as its peak.
+    """
+    peak = float(optimizer.param_groups[0]["lr"])
+    course = schedule if schedule is not None else Cosine(peak, total_steps, warmup=WARMUP)
+    choices = [
+        Choice(
+            "learning rate",
+            LearningRate(schedule=course, evidence=Line(), controller=Calibrate()),
+            f"starts from a peak of {peak:g}; read off the window's own update, raised on what the last weights "
+            f"prove and lowered on what averaged weights prove",
+        )
+    ]
+    if any(float(group.get("weight_decay", 0.0)) > 0.0 for group in optimizer.param_groups):
+        choices.append(
+            Choice(
+                "weight decay",
+                WeightDecay(evidence=Analytic(), controller=Gated(0.4)),
+                "its pull on the weights is known by its formula; the probe is read on both sides of it",
+            )
+        )
+    else:
+        choices.append(Choice("weight decay", None, "no parameter group decays (0 stays 0 in log space)"))
+    forward = Gated(0.06, gate=0.0, saturation=2.0, memory=0.7)
+    for subject, knob in (
+        ("dropout", Dropout(evidence=Contrast(), controller=forward)),
+        ("label smoothing", LabelSmoothing(evidence=Contrast(), controller=forward)),
+    ):
+        try:
+            knob.bind(model, optimizer).read()
+        except MatchError:
+            choices.append(Choice(subject, None, "the model has none (plain nn.Dropout counts; see hdet.nn)"))
+        except ConfigError as error:
+            choices.append(Choice(subject, None, f"left alone: {error}"))
+        else:
+            choices.append(
+                Choice(
+                    subject,
+                    knob,
+                    "micro-batches run at two levels, fresh signs every step; their gradients are compared along the "
+                    "probe's",
+                )
+            )
+    return choices
+
+
+def recommended(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    total_steps: int,
+    probe: Probe,
+    micro_batches: int = 1,
+    replicas: Replicas | None = None,
+    schedule: Schedule | None = None,
+    seed: int = 0,
+    history: str | os.PathLike[str] | History | None = None,
+    quiet: bool = False,
+) -> Engine:
+    """An engine with the recipe we stand behind: nothing diverges, no copies are made, one run is paid for.
+
+    Learning rate, weight decay, dropout and label smoothing are explored where the model and optimizer have
+    them, all by counterfactual evidence. What was chosen, and why, is printed.
+
+    Args:
+        model, optimizer: the rates set in the optimizer are the starting point; the first group's is the peak of
+            the schedule.
+        total_steps: the run's length in optimizer steps.
+        probe: held-out loss; 8 sub-batches, together about as large as one training batch.
+        micro_batches: how many micro-batches (gradient accumulation) make a step. More than one lets forward
+            knobs be compared within a step; with one they are compared between steps, more noisily.
+        replicas: instead, replicas made by `hdet.replicate` or `hdet.distribute`.
+        schedule: of the learning rate, instead of 30 % warm-up and a cosine to 0.
+        seed: of the designs.
+        history: a path for one JSON line a window, or a `History`.
+        quiet: print nothing.
+
+    Raises:
+        ConfigError: the declaration cannot be.
+
+    >>> import torch, hdet
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> probe = hdet.Probe(lambda model, x: model(x).square().mean(1), [torch.ones(8, 2)])
+    >>> engine = hdet.recommended(model, optimizer, total_steps=100, probe=probe, quiet=True)
+    >>> [knob.name for knob in engine.knobs]
+    ['learning_rate', 'weight_decay', 'dropout']
+    """
+    if not isinstance(probe, Probe):
+        raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
+    choices = choose(model, optimizer, total_steps, schedule)
+    if not quiet:
+        print(describe(choices))
+    return Engine(
+        replicas if replicas is not None else in_process.micro_batches(model, optimizer, micro_batches),
+        [choice.knob for choice in choices if choice.knob is not None],
+        window=GrowingWindow(),
+        signal=probe,
+        seed=seed,
+        total_steps=total_steps,
+        history=history,
+    )
+
+
+def describe(choices: list[Choice]) -> str:
+    """The choices in words, a line each."""
+    lines = ["hdet explores, without any replica diverging:"]
+    for choice in choices:
+        mark = "+" if choice.knob is not None else "-"
+        lines.append(f"  {mark} {choice.subject}: {choice.reason}")
+    return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""`hdet.distribute`: this rank's replicas, whatever wraps them."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hdet.errors import ConfigError
+from hdet.replicas import tensors
+from hdet.replicas.distributed import refusals
+from hdet.replicas.distributed.exchange import Exchange
+from hdet.replicas.distributed.layout import of_group, of_mesh
+from hdet.replicas.distributed.lost import translated
+from hdet.replicas.distributed.ranks import Ranks
+from hdet.replicas.in_process import check_pair, twin
+
+
+def distribute(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    replicate: str | None = None,
+    copies: int = 1,
+    micro_batches: int | None = None,
+    exact: bool = False,
+) -> Ranks:
+    """The replicas of a distributed run, of which this rank holds one, a part of one, or several.
+
+    | the model is | a replica is | who shares gradients |
+    |---|---|---|
+    | in DistributedDataParallel | a rank | DDP, overlapped with backward; its communication hooks work |
+    | plain | a rank, or one of `copies` on it | the engine, after backward |
+    | `fully_shard`ed over a replicate and a shard dimension (HSDP) | a shard group | FSDP |
+    | `fully_shard`ed over the shard dimension only, or tensor parallel | a row of the mesh | the engine |
+
+    With local gradients nobody shares any (DDP runs under `no_sync`). The model is used as it is; all ranks set out
+    from the weights of place 0, which are sent to the others.
+
+    Args:
+        model: this rank's, wrapped or not. The optimizer is made from its parameters, after wrapping.
+        group: the ranks, each a place; by default all.
+        mesh: instead of a group, where a replica lies on several ranks. Replicas lie along one dimension.
+        replicate: that dimension's name; by default `dp_replicate`, `replicate` or `dp`.
+        copies: replicas on this rank, deep copies of a plain model, so that N = ranks * copies.
+        micro_batches: replicas that are no copies but micro-batches of the one model, as in `hdet.micro_batches`;
+            for evidence that needs no divergence. N = ranks * micro_batches.
+        exact: reduce in the order of the replicas, so that parameters agree with one process bit for bit where the
+            arithmetic of a replica does; the engine then shares DDP's gradients too, after backward. Slower.
+
+    Raises:
+        ConfigError: no process group, a partitioned optimizer (ZeRO), ranks that share one replica where each is to
+            be one, a wrapper that averages over other ranks, copies of a wrapped model.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            "hdet.distribute needs a process group: run under torchrun and call "
+            "torch.distributed.init_process_group() first, or use `with hdet.process_group():`; in one process, "
+            "hdet.replicate does the same"
+        )
+    if group is not None and mesh is not None:
+        raise ConfigError("give group= or mesh=, not both: a mesh has its groups")
+    if copies < 1 or (micro_batches is not None and micro_batches < 1):
+        raise ConfigError(f"copies and micro_batches are at least 1, got {copies} and {micro_batches}")
+    if copies > 1 and micro_batches is not None:
+        raise ConfigError("give copies= or micro_batches=, not both: copies come apart, micro-batches do not")
+    bare, wrapper = unwrapped(model)
+    refusals.partitioned(model, optimizer)
+    check_pair(bare, optimizer, copies)
+    layout = of_mesh(mesh, replicate) if mesh is not None else of_group(group)
+    refusals.shared_replica(bare, layout)
+    reduces: DistributedDataParallel | str | None = wrapper
+    if wrapper is not None:
+        refusals.other_group(wrapper, layout)
+    elif refusals.reduced_by_sharding(bare, layout):
+        reduces = "hsdp"
+    if copies > 1 and (wrapper is not None or refusals.sharded(bare)):
+        raise ConfigError(
+            "copies= needs a plain model, which the engine copies and whose gradients it shares itself; leave "
+            "DistributedDataParallel or fully_shard out, or use one replica a rank"
+        )
+    first = next(iter(bare.parameters()), None)
+    if first is None:
+        raise ConfigError("the model has no parameters")
+    exchange = Exchange(layout, tensors.local(first.detach()).device, exact)
+    tensors.reshard(bare)
+    with translated("sending the first replica's weights"):
+        exchange.broadcast([tensors.local(t.detach()) for t in (*bare.parameters(), *bare.buffers())], 0)
+    hosts = [(bare, optimizer), *(twin(bare, optimizer) for _ in range(copies - 1))]
+    trained = [model, *(copied for copied, _ in hosts[1:])]
+    return Ranks(hosts, trained, exchange, micro_batches or 0, reduces)
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """The user's own module below torch.compile and DistributedDataParallel, and the latter if there is one."""
+    wrapper = None
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            wrapper = model
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        else:
+            return model, wrapper

@@ -1,0 +1,211 @@
+"""Collectives on lists of tensors through persistent flat buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hdet.replicas.distributed.layout import Layout
+
+CAPACITY = 2**22
+"""Elements in a bucket: 16 MiB of float32. Two are kept, so that one is filled while the other travels."""
+
+_gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Exchange:
+    """Reduces and broadcasts lists of tensors over the peers of a layout.
+
+    Every rank calls the same method with tensors of the same sizes in the same order. Tensors may be of any
+    dtype, shape, stride and number, empty and 0-dim ones included; one larger than a bucket goes in pieces.
+
+    Args:
+        layout: whose peers take part.
+        device: where buckets lie; one that the group's backend can send from.
+        exact: add in the order of the places rather than in that of the backend's all-reduce. As many bytes, more
+            work; the result is bit for bit that of `hdet.replicas.tensors.mean_` over the same tensors, and
+            members that are identical stay as they are.
+        capacity: elements in a bucket.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, exact: bool, capacity: int = CAPACITY) -> None:
+        self.layout = layout
+        self.device = device
+        self.exact = exact
+        self._capacity = -(-capacity // layout.places) * layout.places
+        self._kept: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    @property
+    def bytes_held(self) -> int:
+        """The memory of the persistent buckets."""
+        return sum(bucket.numel() * bucket.element_size() for bucket in self._kept.values())
+
+    @torch.no_grad()
+    def reduce(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], weights: Sequence[float], *, mean: bool
+    ) -> None:
+        """targets <- sum_i weights[i] sources_i over places i, divided by the sum of weights if `mean`.
+
+        Reduced in float32 at least; weights are applied before the sum, so that half-precision tensors cannot
+        overflow. A place of weight 0 is left out, NaN or not. `sources` and `targets` may be the same tensors.
+        """
+        total = sum(weights)
+        own = weights[self.layout.place] / total if mean else weights[self.layout.place]
+        under_way: list[tuple[dist.Work, Bucket]] = []
+        for number, bucket in enumerate(self._buckets(sources, targets, narrow=self.exact)):
+            flat = self._memory(bucket.dtype, number % 2, bucket.padded(self.layout.places))
+            bucket.pack(flat)
+            if self.exact:
+                self._reduce_in_order(flat, self._memory(flat.dtype, 1 - number % 2, flat.numel()), weights, mean)
+                bucket.unpack(flat)
+                continue
+            if own == 0.0:
+                flat.zero_()
+            else:
+                flat.mul_(own)
+            work = dist.all_reduce(flat, group=self.layout.peers, async_op=True)
+            assert work is not None
+            under_way.append((work, bucket.held(flat)))
+            if len(under_way) == 2:
+                _land(under_way.pop(0))
+        for item in under_way:
+            _land(item)
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Sequence[Tensor], place: int) -> None:
+        """Overwrite every rank's tensors by those of the rank at `place`."""
+        source = self.layout.global_peers[place]
+        for bucket in self._buckets(tensors, tensors, narrow=True):
+            flat = self._memory(bucket.dtype, 0, bucket.size)
+            if self.layout.place == place:
+                bucket.pack(flat)
+            dist.broadcast(flat, source, group=self.layout.peers)
+            if self.layout.place != place:
+                bucket.unpack(flat)
+
+    def gather(self, row: Tensor) -> Tensor:
+        """[M] of each rank -> [ranks, M], over all ranks of the layout, in the order of their group."""
+        row = row.to(self.device).contiguous()
+        ranks = dist.get_world_size(self.layout.everyone)
+        rows = torch.empty(ranks * row.numel(), dtype=row.dtype, device=self.device)
+        _gather_single(rows, row, group=self.layout.everyone)
+        return rows.view(ranks, row.numel())
+
+    def _reduce_in_order(self, flat: Tensor, rows: Tensor, weights: Sequence[float], mean: bool) -> None:
+        """Each rank receives its slice from all, adds them up, and sends the sum to all."""
+        dist.all_to_all_single(rows, flat, group=self.layout.peers)
+        folded = fold(rows.view(self.layout.places, -1), weights, mean)
+        _gather_single(flat, folded.to(flat.dtype), group=self.layout.peers)
+
+    def _memory(self, dtype: torch.dtype, which: int, size: int) -> Tensor:
+        kept = self._kept.get((dtype, which))
+        if kept is None or kept.numel() < size:
+            kept = self._kept[dtype, which] = torch.empty(size, dtype=dtype, device=self.device)
+        return kept[:size]
+
+    def _buckets(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], narrow: bool
+    ) -> Iterator[Bucket]:
+        """The pieces of the tensors, dtype by dtype, in buckets of at most the capacity."""
+        by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for source, target in zip(sources, targets, strict=True):
+            if source.numel():
+                wide = source.dtype if narrow else torch.promote_types(source.dtype, torch.float32)
+                by_dtype.setdefault(wide, []).append((source, target))
+        for dtype, pairs in by_dtype.items():
+            bucket = Bucket(dtype)
+            for source, target in pairs:
+                flat_source, flat_target = _flat(source), _flat(target)
+                start, count = 0, source.numel()
+                while start < count:
+                    length = min(count - start, self._capacity - bucket.size)
+                    if length == 0:
+                        yield bucket
+                        bucket = Bucket(dtype)
+                        continue
+                    bucket.add(flat_source[start : start + length], flat_target[start : start + length])
+                    start += length
+                if flat_target.data_ptr() != target.data_ptr():
+                    bucket.strided.append((target, flat_target))
+            if bucket.size:
+                yield bucket
+
+
+class Bucket:
+    """Pieces of tensors that travel together."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.size = 0
+        self.strided: list[tuple[Tensor, Tensor]] = []
+        self._sources: list[Tensor] = []
+        self._targets: list[Tensor] = []
+        self._flat: Tensor | None = None
+
+    def add(self, source: Tensor, target: Tensor) -> None:
+        self._sources.append(source)
+        self._targets.append(target)
+        self.size += source.numel()
+
+    def padded(self, multiple: int) -> int:
+        """The size, rounded up so that it divides evenly."""
+        return -(-self.size // multiple) * multiple
+
+    def pack(self, flat: Tensor) -> None:
+        if len(self._sources) == 1:
+            flat[: self.size].copy_(self._sources[0])
+        else:
+            torch.cat([piece.to(flat.device, flat.dtype) for piece in self._sources], out=flat[: self.size])
+        flat[self.size :].zero_()
+
+    def held(self, flat: Tensor) -> Bucket:
+        """This bucket, with the memory it travels in."""
+        self._flat = flat
+        return self
+
+    def unpack(self, flat: Tensor | None = None) -> None:
+        flat = flat if flat is not None else self._flat
+        assert flat is not None
+        pieces = flat[: self.size].split([target.numel() for target in self._targets])
+        torch._foreach_copy_(self._targets, list(pieces))
+        for target, copied in self.strided:
+            target.copy_(copied.view(target.shape))
+
+
+def fold(rows: Tensor, weights: Sequence[float], mean: bool) -> Tensor:
+    """[places, M] -> [M], in the order of the places and in float32 at least; weight 0 leaves a row out.
+
+    A mean is first - sum_i w_i (first - row_i) / sum_i w_i, as `hdet.replicas.tensors.mean_` computes it.
+
+    >>> fold(torch.tensor([[1.0, 2.0], [float("nan"), 0.0], [3.0, 2.0]]), [1, 0, 1], mean=True)
+    tensor([2., 2.])
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    taking = [i for i, weight in enumerate(weights) if weight != 0.0]
+    first = rows[taking[0]].to(wide)
+    if not mean:
+        total = first * weights[taking[0]]
+        for i in taking[1:]:
+            total.add_(rows[i].to(wide) * weights[i])
+        return total
+    if len(taking) == 1:
+        return first
+    total = torch.zeros_like(first)
+    for i in taking[1:]:
+        difference = first - rows[i].to(wide)
+        total.add_(difference if weights[i] == 1 else difference * weights[i])
+    return first - total.mul_(1.0 / sum(weights))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """One dimension, in the tensor's own memory where it lies in one piece, else a copy."""
+    return tensor.detach().reshape(-1)
+
+
+def _land(item: tuple[dist.Work, Bucket]) -> None:
+    work, bucket = item
+    work.wait()
+    bucket.unpack()

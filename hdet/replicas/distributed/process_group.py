@@ -1,0 +1,61 @@
+"""A process group that survives torchrun's restarts, and is always taken down."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hdet.errors import ConfigError
+
+REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterator[dist.ProcessGroup]:
+    """The group of all of torchrun's ranks, inside the block.
+
+    Like `torch.distributed.init_process_group`, with two differences. Each restart of torchrun uses keys of its own
+    in the store that all attempts share; without, gloo connects to addresses of the attempt before, and a restart
+    hangs or fails. And the group is destroyed when the block is left, else the exits of the ranks race.
+
+    Args:
+        backend: "nccl" where there are GPUs, else "gloo".
+        timeout: seconds after which a rank that does not answer counts as lost.
+
+    Raises:
+        ConfigError: torchrun's environment variables are missing.
+    """
+    missing = [name for name in REQUIRED if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not set; start the script by torchrun --nproc-per-node=4 script.py, or set them"
+        )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    limit = timedelta(seconds=timeout)
+    # torchrun's agent holds the store itself where it says so, else rank 0 does.
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        size,
+        is_master=rank == 0 and not hosted,
+        timeout=limit,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(f"attempt_{attempt}", store), rank=rank, world_size=size, timeout=limit
+    )
+    assert dist.group.WORLD is not None
+    try:
+        yield dist.group.WORLD
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

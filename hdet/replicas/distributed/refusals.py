@@ -1,0 +1,109 @@
+"""What cannot be distributed: found before anything runs, and said with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hdet.errors import ConfigError
+from hdet.replicas.distributed.layout import Layout
+
+PARTITIONED = {
+    "ZeroRedundancyOptimizer",
+    "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3",
+    "DistributedFusedAdam",
+    "DistributedFusedLAMB",
+    "DistributedOptimizer",
+}
+
+
+def partitioned(model: nn.Module, optimizer: Optimizer) -> None:
+    """An optimizer whose state is cut up over ranks applies each rank's knobs to a slice of the model."""
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in PARTITIONED:
+            raise ConfigError(
+                f"{type(optimizer).__name__} partitions the optimizer over ranks (ZeRO), so a rank's learning rate "
+                f"would act on a slice of the model and not on a replica; use a plain optimizer with "
+                f"DistributedDataParallel, or shard by fully_shard over a mesh with a replicate dimension"
+            )
+    stage = getattr(model, "zero_optimization_stage", None)
+    if callable(stage) and stage() > 0:
+        raise ConfigError(
+            f"this DeepSpeed engine runs ZeRO stage {stage()}, which partitions the optimizer over ranks; use stage 0, "
+            f"or shard by fully_shard over a mesh with a replicate dimension"
+        )
+    for module in model.modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise ConfigError(
+                "the model is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters cannot be merged "
+                "replica by replica; use torch.distributed.fsdp.fully_shard over a mesh with a replicate dimension"
+            )
+
+
+def shared_replica(model: nn.Module, layout: Layout) -> None:
+    """Ranks that are to be different replicas must not hold parts of one and the same."""
+    peers = set(layout.global_peers)
+    for name, parameter in model.named_parameters():
+        for ranks, sharded in _dimensions(parameter):
+            across = sorted(peers & set(ranks))
+            if sharded and len(across) > 1:
+                raise ConfigError(
+                    f"{name} is sharded over the ranks {sorted(ranks)}, so the ranks {across} share one replica and "
+                    f"cannot hold different values of a knob; give hdet.distribute mesh= with a replicate dimension "
+                    f"beside the sharded one, and shard over the latter only"
+                )
+
+
+def reduced_by_sharding(model: nn.Module, layout: Layout) -> bool:
+    """Whether fully sharded training all-reduces gradients over the peers itself (HSDP).
+
+    Raises:
+        ConfigError: it does so over other ranks than the replicas'.
+    """
+    for name, parameter in model.named_parameters():
+        replicated = [ranks for ranks, sharded in _dimensions(parameter) if not sharded and len(ranks) > 1]
+        if replicated and _fully_sharded(model):
+            if any(set(ranks) != set(layout.global_peers) for ranks in replicated):
+                raise ConfigError(
+                    f"{name} is replicated over the ranks {replicated}, and hdet was told that the replicas of this "
+                    f"rank's part lie on {list(layout.global_peers)}; give both the same mesh"
+                )
+            return True
+    return False
+
+
+def other_group(model: DistributedDataParallel, layout: Layout) -> None:
+    """Data parallelism must average over exactly the ranks that are replicas."""
+    ranks = tuple(dist.get_process_group_ranks(model.process_group))
+    if set(ranks) != set(layout.global_peers):
+        raise ConfigError(
+            f"DistributedDataParallel averages gradients over the ranks {list(ranks)}, and the replicas lie on "
+            f"{list(layout.global_peers)}; give both the same process group"
+        )
+
+
+def sharded(model: nn.Module) -> bool:
+    """Whether a replica's parameters lie on several ranks."""
+    return any(
+        divided and len(ranks) > 1 for parameter in model.parameters() for ranks, divided in _dimensions(parameter)
+    )
+
+
+def _dimensions(parameter: Tensor) -> Iterator[tuple[list[int], bool]]:
+    """For each dimension of a sharded parameter's mesh: the global ranks along it, and whether it is cut there."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return
+    for dimension, placement in enumerate(parameter.placements):  # type: ignore[attr-defined]
+        yield dist.get_process_group_ranks(mesh.get_group(dimension)), not placement.is_replicate()
+
+
+def _fully_sharded(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())

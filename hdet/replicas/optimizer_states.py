@@ -1,0 +1,86 @@
+"""The mean of several optimizers' states."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdet.replicas import tensors
+
+
+def average(sound: Sequence[Optimizer], every: Sequence[Optimizer]) -> None:
+    """Give every optimizer the mean state of the sound ones.
+
+    Floating tensors are averaged. Counters and all else are taken over from the first that holds them. A
+    parameter without a gradient in some replica has no state there; it gets that of those where it has one.
+
+    Numbers which an optimizer keeps in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are
+    averaged too. The values of knobs are among them, and have to be written anew.
+    """
+    # Tensors that all hold are averaged in one call.
+    members: list[list[Tensor]] = [[] for _ in sound]
+    targets: list[list[Tensor]] = [[] for _ in every]
+    for index, group in enumerate(sound[0].param_groups):
+        for place in range(len(group["params"])):
+            held = [_state(optimizer, index, place) for optimizer in sound]
+            for key in dict.fromkeys(key for state in held for key in state):
+                values = [state[key] for state in held if state.get(key) is not None]
+                if not values:
+                    continue
+                given = [_slot(optimizer, index, place, key, values[0]) for optimizer in every]
+                if not _has_mean(values[0]):
+                    _take_over(given, key, values[0])
+                elif len(values) == len(sound):
+                    for row, value in zip(members, values, strict=True):
+                        row.append(value)
+                    for row, state in zip(targets, given, strict=True):
+                        row.append(state[key])
+                else:
+                    tensors.mean_([[value] for value in values], [[state[key]] for state in given])
+    tensors.mean_(members, targets)
+    _average_groups(sound, every)
+
+
+def _average_groups(sound: Sequence[Optimizer], every: Sequence[Optimizer]) -> None:
+    for index, group in enumerate(sound[0].param_groups):
+        for key in [key for key in group if key != "params"]:
+            values = [optimizer.param_groups[index][key] for optimizer in sound]
+            if any(isinstance(value, Tensor) for value in values) or all(value == values[0] for value in values):
+                continue
+            number = isinstance(values[0], float)
+            merged = sum(values) / len(values) if number else values[0]
+            for optimizer in every:
+                optimizer.param_groups[index][key] = copy.deepcopy(merged)
+
+
+def _state(optimizer: Optimizer, index: int, place: int) -> dict[str, Any]:
+    """The state of one parameter, empty if it has none."""
+    state: dict[str, Any] = optimizer.state.get(optimizer.param_groups[index]["params"][place], {})
+    return state
+
+
+def _slot(optimizer: Optimizer, index: int, place: int, key: str, like: Any) -> dict[str, Any]:
+    """The state of one parameter, with an entry at `key`."""
+    parameter = optimizer.param_groups[index]["params"][place]
+    state: dict[str, Any] = optimizer.state.setdefault(parameter, {})
+    if state.get(key) is None:
+        state[key] = copy.deepcopy(like)
+    return state
+
+
+def _take_over(states: Sequence[dict[str, Any]], key: str, value: Any) -> None:
+    for state in states:
+        if state[key] is value:
+            continue
+        if isinstance(value, Tensor) and isinstance(state[key], Tensor) and state[key].shape == value.shape:
+            tensors.copy_([state[key]], [value])
+        else:
+            state[key] = copy.deepcopy(value)
+
+
+def _has_mean(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0 and value.numel() > 0

@@ -1,0 +1,20 @@
+"""Ablations anyone can rerun: a grid over any field of a run, times seeds, at equal cost.
+
+| what | where |
+|---|---|
+| what is varied | `declaration.py` |
+| the runs that come of it | `cells.py` |
+| running them, once each | `runner.py`, `folder.py` |
+| what the numbers say | `statistics.py`, `tables.py`, `pictures.py` |
+| `hdet ablate` | `command.py` |
+| controls that nobody should train with | `controls.py` |
+"""
+
+from __future__ import annotations
+
+from hdet.study.cells import Cell, cells, shard
+from hdet.study.declaration import Budget, Quick, Study
+from hdet.study.folder import StudyFolder
+from hdet.study.statistics import Row, holm, rows
+
+__all__ = ["Budget", "Cell", "Quick", "Row", "Study", "StudyFolder", "cells", "holm", "rows", "shard"]

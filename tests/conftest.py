@@ -1,0 +1,136 @@
+"""What many tests need: a problem small enough to train in milliseconds, and the documented training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet import Engine, Probe, WindowRecord
+
+torch.set_num_threads(1)
+
+Batch = tuple[Tensor, Tensor]
+
+
+def make_batch(step: int, index: int) -> Batch:
+    """Eight examples of a noisy linear rule, other ones for each step and replica."""
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    x = torch.randn(8, 4, generator=generator)
+    noise = torch.randn(8, 1, generator=generator)
+    return x, x.sum(dim=1, keepdim=True) + 0.1 * noise
+
+
+def mean_squared_error(model: nn.Module, batch: Batch) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+class Problem:
+    """A regression of four numbers on one."""
+
+    batch = staticmethod(make_batch)
+    loss = staticmethod(mean_squared_error)
+
+    def model(self, *middle: nn.Module, seed: int = 0) -> nn.Sequential:
+        """Two layers with `middle` between them, the same for the same seed."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), *middle, nn.Linear(6, 1))
+
+    def probe(self, **options: Any) -> Probe:
+        """Three held-out sub-batches."""
+        return Probe(self.loss, [self.batch(-1, j) for j in range(3)], **options)
+
+
+class Loop:
+    """The training loop of the docs, with the places at which real ones differ."""
+
+    def __init__(self) -> None:
+        self.problem = Problem()
+
+    def __call__(
+        self,
+        engine: Engine,
+        until: int | None = None,
+        *,
+        loss: Callable[[nn.Module, Any], Tensor] = mean_squared_error,
+        batch: Callable[[int, int], Any] = make_batch,
+        before_update: Callable[[Optimizer], object] = lambda optimizer: None,
+        after_update: Callable[[int], object] = lambda step: None,
+        report: Callable[[int, list[Tensor]], Any] = lambda step, losses: losses,
+    ) -> list[WindowRecord]:
+        """Train from where the engine is to step `until` (its end, where not given)."""
+        last = engine.total_steps if until is None else until
+        assert last is not None
+        records = []
+        for step in range(engine.step_count, last):
+            losses = []
+            for replica in engine.replicas:
+                with replica:
+                    own = loss(replica.model, batch(step, replica.index))
+                    own.backward()
+                losses.append(own.detach())
+            engine.share_gradients()
+            for optimizer in engine.optimizers:
+                before_update(optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            after_update(step)
+            record = engine.step(report(step, losses))
+            if record is not None:
+                records.append(record)
+        return records
+
+
+@pytest.fixture(scope="session")
+def problem() -> Problem:
+    return Problem()
+
+
+@pytest.fixture(scope="session")
+def train() -> Loop:
+    return Loop()
+
+
+def flatten(state: object) -> list[object]:
+    """The leaves of nested state, in order."""
+    if isinstance(state, dict):
+        return [leaf for key in state for leaf in (key, *flatten(state[key]))]
+    if isinstance(state, Sequence) and not isinstance(state, str):
+        return [leaf for item in state for leaf in flatten(item)]
+    return [state]
+
+
+@pytest.fixture(scope="session")
+def assert_same() -> Callable[[object, object], None]:
+    """Nested state is equal, tensors bit for bit."""
+
+    def check(one: object, other: object) -> None:
+        left, right = flatten(one), flatten(other)
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            if isinstance(a, Tensor):
+                assert isinstance(b, Tensor)
+                assert a.dtype == b.dtype
+                assert torch.equal(a, b)
+            else:
+                assert a == b
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def assert_alike() -> Callable[[Engine], None]:
+    """All replicas of an engine hold the same parameters and buffers, bit for bit."""
+
+    def check(engine: Engine) -> None:
+        first = engine.replicas[0].model.state_dict()
+        for replica in engine.replicas[1:]:
+            for name, value in replica.model.state_dict().items():
+                assert torch.equal(value, first[name]), (replica.index, name)
+
+    return check

@@ -1,0 +1,191 @@
+"""Copies side by side, and seats at one model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import prodigyopt
+import pytest
+import torch
+from torch import nn
+
+import hdet
+from hdet.errors import ConfigError
+from hdet.replicas import Replicas
+
+
+def copies(problem: Any, n: int = 3, *middle: nn.Module) -> Replicas:
+    model = problem.model(*middle)
+    return hdet.replicate(model, torch.optim.AdamW(model.parameters(), lr=0.1), n=n)
+
+
+def backward(problem: Any, replicas: Replicas, indices: Any = None) -> None:
+    for replica in replicas.local:
+        if indices is None or replica.index in indices:
+            problem.loss(replica.model, problem.batch(0, replica.index)).backward()
+
+
+def test_the_first_replica_is_the_users_own_and_the_others_are_whole_copies(problem: Any) -> None:
+    model = problem.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    problem.loss(model, problem.batch(0, 0)).backward()
+    optimizer.step()
+    replicas = hdet.replicate(model, optimizer, n=3)
+    assert replicas.local[0].model is model and replicas.local[0].optimizer is optimizer
+    assert [replica.index for replica in replicas.local] == [0, 1, 2]
+    for replica in replicas.local[1:]:
+        own = list(replica.model.parameters())
+        held = [p for group in replica.optimizer.param_groups for p in group["params"]]
+        assert all(a is b for a, b in zip(own, held, strict=True))
+        assert all(a is not b and torch.equal(a, b) for a, b in zip(own, model.parameters(), strict=True))
+        assert torch.equal(replica.optimizer.state[own[0]]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+
+
+def test_what_an_optimizer_keeps_outside_its_groups_is_copied(problem: Any) -> None:
+    """Torch's own way of copying forgets it, and Prodigy then cannot step."""
+    model = problem.model()
+    replicas = hdet.replicate(model, prodigyopt.Prodigy(model.parameters(), d0=1e-5), n=2)
+    assert replicas.local[1].optimizer.d0 == 1e-5
+    backward(problem, replicas)
+    replicas.local[1].optimizer.step()
+
+
+def test_a_scheduler_on_the_optimizer_does_not_steer_the_copies(problem: Any) -> None:
+    """A scheduler puts a wrapped `step` on its optimizer, bound to it."""
+    model = problem.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    replicas = hdet.replicate(model, optimizer, n=2)
+    before = [replica.model[0].weight.detach().clone() for replica in replicas.local]
+    backward(problem, replicas)
+    replicas.local[1].optimizer.step()
+    assert torch.equal(model[0].weight, before[0])
+    assert not torch.equal(replicas.local[1].model[0].weight, before[1])
+
+
+def test_shared_gradients_are_the_mean(problem: Any) -> None:
+    replicas = copies(problem)
+    backward(problem, replicas)
+    own = [[p.grad.clone() for p in replica.model.parameters()] for replica in replicas.local]
+    replicas.share_gradients()
+    for replica in replicas.local:
+        for k, p in enumerate(replica.model.parameters()):
+            torch.testing.assert_close(p.grad, torch.stack([grads[k] for grads in own]).mean(dim=0))
+    first = list(replicas.local[0].model.parameters())[0].grad
+    assert all(torch.equal(list(replica.model.parameters())[0].grad, first) for replica in replicas.local)
+
+
+def test_a_missing_gradient_counts_as_zero(problem: Any) -> None:
+    replicas = copies(problem)
+    backward(problem, replicas, indices=[1])
+    own = replicas.local[1].model[0].weight.grad.clone()
+    replicas.share_gradients()
+    for replica in replicas.local:
+        torch.testing.assert_close(replica.model[0].weight.grad, own / 3)
+
+
+def test_no_gradients_at_all_are_left_alone(problem: Any) -> None:
+    replicas = copies(problem)
+    replicas.share_gradients()
+    assert all(p.grad is None for replica in replicas.local for p in replica.model.parameters())
+
+
+def test_a_nan_gradient_is_not_swallowed(problem: Any) -> None:
+    replicas = copies(problem)
+    backward(problem, replicas)
+    replicas.local[2].model[0].weight.grad[0, 0] = math.nan
+    replicas.share_gradients()
+    assert all(replica.model[0].weight.grad[0, 0].isnan() for replica in replicas.local)
+
+
+def set_apart(replicas: Replicas) -> list[torch.Tensor]:
+    with torch.no_grad():
+        for replica in replicas.local:
+            replica.model[0].weight += replica.index + 1.0
+    return [replica.model[0].weight.detach().clone() for replica in replicas.local]
+
+
+def test_the_mean_is_over_valid_replicas_and_goes_to_all(problem: Any) -> None:
+    replicas = copies(problem)
+    weights = set_apart(replicas)
+    with torch.no_grad():
+        replicas.local[1].model[0].weight.fill_(math.nan)
+    replicas.mean([True, False, True], "keep")
+    for replica in replicas.local:
+        torch.testing.assert_close(replica.model[0].weight, (weights[0] + weights[2]) / 2)
+
+
+def test_one_valid_replica_is_copied_bit_for_bit(problem: Any) -> None:
+    replicas = copies(problem)
+    weights = set_apart(replicas)
+    replicas.mean([False, False, True], "average")
+    assert all(torch.equal(replica.model[0].weight, weights[2]) for replica in replicas.local)
+
+
+def test_combine_weighs_parameters_and_leaves_weight_0_out(problem: Any) -> None:
+    replicas = copies(problem)
+    weights = set_apart(replicas)
+    with torch.no_grad():
+        replicas.local[1].model[0].weight.fill_(math.nan)
+    combined = replicas.combine(np.array([0.25, 0.0, -1.5]))
+    torch.testing.assert_close(combined[0], 0.25 * weights[0] - 1.5 * weights[2])
+    assert combined[0].dtype == torch.float32
+    assert torch.equal(replicas.local[0].model[0].weight, weights[0])
+
+
+def test_combine_of_half_precision_is_in_single(problem: Any) -> None:
+    replicas = copies(problem)
+    for replica in replicas.local:
+        replica.model.bfloat16()
+    assert replicas.combine(np.full(3, 1 / 3))[0].dtype == torch.float32
+
+
+def test_buffers_are_averaged_counters_and_masks_taken_over(problem: Any) -> None:
+    replicas = copies(problem, 3, nn.BatchNorm1d(6))
+    for replica in replicas.local:
+        norm = replica.model[2]
+        norm.running_mean.fill_(float(replica.index))
+        norm.num_batches_tracked.fill_(10 * replica.index)
+        norm.register_buffer("mask", torch.tensor([-math.inf, float(replica.index)]))
+    replicas.mean_buffers([False, True, True])
+    for _ in range(2):  # twice does no more than once
+        for replica in replicas.local:
+            norm = replica.model[2]
+            assert norm.running_mean.tolist() == [1.5] * 6
+            assert norm.num_batches_tracked == 10
+            assert norm.mask.tolist() == [-math.inf, 1.0]
+        replicas.mean_buffers([False, True, True])
+
+
+def test_gather_is_in_double_precision(problem: Any) -> None:
+    rows = torch.tensor([[1.0, math.nan], [2.0, 3.0], [4.0, 5.0]], requires_grad=True)
+    table = copies(problem).gather(rows)
+    assert table.dtype == np.float64
+    assert table.shape == (3, 2)
+    assert np.isnan(table[0, 1])
+
+
+def test_seats_share_one_model_and_average_what_they_accumulate(problem: Any) -> None:
+    model = problem.model()
+    reference = copy.deepcopy(model)
+    replicas = hdet.micro_batches(model, torch.optim.SGD(model.parameters(), lr=0.1), n=3)
+    assert replicas.size == 3 and len(replicas.hosts) == 1 and not replicas.diverge
+    assert all(replica.model is model for replica in replicas.local)
+    backward(problem, replicas)
+    replicas.share_gradients()
+    whole = [torch.cat(parts) for parts in zip(*[problem.batch(0, index) for index in range(3)], strict=True)]
+    problem.loss(reference, whole).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_parameters_of_another_model_are_refused(problem: Any) -> None:
+    model, other = problem.model(), problem.model()
+    for make in (hdet.replicate, hdet.micro_batches):
+        with pytest.raises(ConfigError, match="2 parameters that are not the model's.*from this model's parameters"):
+            make(model, torch.optim.SGD([*model.parameters(), *other[0].parameters()], lr=0.1), n=2)
+        with pytest.raises(ConfigError, match="n must be at least 1, got -1"):
+            make(model, torch.optim.SGD(model.parameters(), lr=0.1), n=-1)

@@ -1,0 +1,113 @@
+"""The mean of optimizers' states, whoever of them has what."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+from hdet.replicas import optimizer_states
+
+Model = torch.nn.Sequential
+
+
+def stepped(n: int, make: Any = torch.optim.Adam, used: Any = lambda index: (0, 1)) -> list[Any]:
+    """n optimizers of two parameters each, with one step each at another gradient."""
+    optimizers = []
+    for index in range(n):
+        parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]
+        optimizer = make(parameters)
+        for place in used(index):
+            parameters[place].grad = torch.full_like(parameters[place], float(index + 1))
+        optimizer.step()
+        optimizers.append(optimizer)
+    return optimizers
+
+
+def entry(optimizer: Any, place: int, key: str) -> Any:
+    return optimizer.state[optimizer.param_groups[0]["params"][place]].get(key)
+
+
+def test_tensors_are_averaged_over_the_sound_and_given_to_all() -> None:
+    optimizers = stepped(3)
+    optimizers[1].state[optimizers[1].param_groups[0]["params"][0]]["exp_avg"].fill_(float("nan"))
+    optimizer_states.average([optimizers[0], optimizers[2]], optimizers)
+    for optimizer in optimizers:
+        # Adam's first moment after one step is (1 - beta1) times the gradient; the gradients were 1 and 3.
+        torch.testing.assert_close(entry(optimizer, 0, "exp_avg"), torch.full((2,), 0.1 * 2))
+        torch.testing.assert_close(entry(optimizer, 1, "exp_avg_sq"), torch.full((3,), 0.001 * 5))
+
+
+def test_counters_are_taken_over_in_place() -> None:
+    optimizers = stepped(2)
+    optimizers[0].step()
+    counter = entry(optimizers[1], 0, "step")
+    optimizer_states.average(optimizers, optimizers)
+    assert [entry(optimizer, 0, "step").item() for optimizer in optimizers] == [2.0, 2.0]
+    assert entry(optimizers[1], 0, "step") is counter
+
+
+def test_state_that_only_some_have_goes_to_all() -> None:
+    """A parameter without a gradient in a replica has no state there."""
+    optimizers = stepped(3, used=lambda index: (0,) if index == 0 else (1,))
+    optimizer_states.average(optimizers, optimizers)
+    for optimizer in optimizers:
+        torch.testing.assert_close(entry(optimizer, 0, "exp_avg"), torch.full((2,), 0.1))
+        torch.testing.assert_close(entry(optimizer, 1, "exp_avg"), torch.full((3,), 0.1 * 2.5))
+    tensors = [entry(optimizer, 0, "exp_avg") for optimizer in optimizers]
+    assert len({tensor.data_ptr() for tensor in tensors}) == 3
+
+
+def test_a_parameter_without_state_anywhere_gets_none() -> None:
+    optimizers = stepped(2, used=lambda index: (0,))
+    optimizer_states.average(optimizers, optimizers)
+    assert all(optimizer.param_groups[0]["params"][1] not in optimizer.state for optimizer in optimizers)
+    plain = stepped(2, make=lambda p: torch.optim.SGD(p, lr=0.1))
+    before = [copy.deepcopy(optimizer.state_dict()) for optimizer in plain]
+    optimizer_states.average(plain, plain)
+    assert [optimizer.state_dict() for optimizer in plain] == before
+
+
+def test_numbers_in_groups_are_averaged_others_taken_over() -> None:
+    optimizers = stepped(2)
+    for index, optimizer in enumerate(optimizers):
+        optimizer.param_groups[0].update({"weight_sum": 1.0 + index, "k": 5 + index, "rate": torch.tensor(float(index))})
+    optimizer_states.average(optimizers, optimizers)
+    for index, optimizer in enumerate(optimizers):
+        group = optimizer.param_groups[0]
+        assert (group["weight_sum"], group["k"]) == (1.5, 5)
+        assert group["rate"].item() == index  # a tensor is a knob's; it is written anew anyway
+        assert [p.shape[0] for p in group["params"]] == [2, 3]
+
+
+def test_equal_numbers_stay_bit_for_bit() -> None:
+    optimizers = stepped(3, make=lambda p: torch.optim.Adam(p, lr=0.1))
+    optimizer_states.average(optimizers, optimizers)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.1] * 3
+
+
+def test_lists_and_other_objects_are_copied() -> None:
+    optimizers = stepped(2)
+    for index, optimizer in enumerate(optimizers):
+        parameter = optimizer.param_groups[0]["params"][0]
+        optimizer.state[parameter]["past"] = [torch.tensor(float(index))]
+        optimizer.state[parameter]["nothing"] = None
+    optimizer_states.average(optimizers, optimizers)
+    assert [entry(optimizer, 0, "past")[0].item() for optimizer in optimizers] == [0.0, 0.0]
+    assert entry(optimizers[0], 0, "past") is not entry(optimizers[1], 0, "past")
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_one_step_of_shared_gradients_leaves_nothing_to_average(n: int, problem: Any, train: Any) -> None:
+    model = problem.model()
+    replicas = hdet.replicate(model, torch.optim.Adam(model.parameters(), lr=0.1), n=n)
+    engine = hdet.Engine(replicas, [], total_steps=3, window=5)
+    train(engine, 2)
+    before = [copy.deepcopy(own.state_dict()["state"]) for own in engine.optimizers]
+    optimizer_states.average(engine.optimizers, engine.optimizers)
+    for own, old in zip(engine.optimizers, before, strict=True):
+        for index, state in own.state_dict()["state"].items():
+            assert all(torch.equal(value, old[index][key]) for key, value in state.items())

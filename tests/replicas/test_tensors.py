@@ -1,0 +1,147 @@
+"""Arithmetic on lists of tensors: exact where it must be, and in a precision that suffices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hdet.replicas import tensors
+
+numbers = st.floats(-1e3, 1e3, width=32)
+
+
+def fresh(members: list[list[Tensor]]) -> list[list[Tensor]]:
+    return [[torch.full_like(t, 7.0) for t in member] for member in members]
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(st.lists(numbers, min_size=1, max_size=5), min_size=1, max_size=3), n=st.integers(1, 9))
+def test_the_mean_of_identical_members_is_that_member_bit_for_bit(values: list[list[float]], n: int) -> None:
+    """Whatever their number, the sign of zeros included."""
+    values[0][0] = -0.0
+    members = [[torch.tensor(row) for row in values] for _ in range(n)]
+    targets = fresh(members)
+    tensors.mean_(members, targets)
+    for target in targets:
+        for got, want in zip(target, members[0], strict=True):
+            assert torch.equal(got.view(torch.int32), want.view(torch.int32))
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.lists(numbers, min_size=4, max_size=4), min_size=1, max_size=6))
+def test_the_mean_is_the_mean(rows: list[list[float]]) -> None:
+    members = [[torch.tensor(row[:1]), torch.tensor(row[1:]).reshape(3, 1)] for row in rows]
+    targets = fresh(members[:1])
+    tensors.mean_(members, targets)
+    want = torch.tensor(rows, dtype=torch.float64).mean(dim=0)
+    got = torch.cat([t.flatten() for t in targets[0]]).double()
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_are_reduced_in_single_precision(dtype: torch.dtype) -> None:
+    """A running sum in float16 would overflow; in bfloat16 256 + 1 is 256."""
+    values = [30000.0] * 8 if dtype == torch.float16 else [256.0, 1.0, 1.0, 1.0]
+    members = [[torch.tensor([value], dtype=dtype)] for value in values]
+    tensors.mean_(members, members)
+    want = torch.tensor([sum(values) / len(values)]).to(dtype)
+    assert all(torch.equal(member[0], want) and member[0].dtype == dtype for member in members)
+
+
+def test_doubles_stay_doubles() -> None:
+    members = [[torch.tensor([1.0 + k * 1e-12], dtype=torch.float64)] for k in range(3)]
+    tensors.mean_(members, members)
+    assert members[0][0].item() == pytest.approx(1.0 + 1e-12, abs=1e-15)
+
+
+def test_nothing_has_no_mean() -> None:
+    tensors.mean_([], [])
+    tensors.mean_([[], []], [[], []])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_one_element_that_is_not_finite_is_found(bad: float, dtype: torch.dtype) -> None:
+    sound = [torch.zeros(3, dtype=dtype), torch.full((50, 50), 60000.0, dtype=dtype), torch.ones(2)]
+    assert tensors.all_finite(sound)
+    sound[1][17, 3] = bad
+    assert not tensors.all_finite(sound)
+    assert tensors.finite(sound).tolist() == [True, False, True]
+
+
+def test_what_has_no_numbers_is_finite() -> None:
+    assert tensors.all_finite([])
+    assert tensors.all_finite([torch.tensor([1, 2]), torch.tensor([True])])
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.same = self.weight
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.empty = nn.Parameter(torch.ones(0))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("none", None)
+        self.register_buffer("void", torch.zeros(0))
+
+
+def test_which_tensors_there_are() -> None:
+    model = Odd()
+    assert [t.shape[0] for t in tensors.parameters(model)] == [2, 3]
+    assert [t.shape[0] for t in tensors.trained(model)] == [2]
+    assert tensors.with_mean(model) == [True, False, False, False]
+    tensors.parameters(model)[0].fill_(5.0)
+    assert model.weight.tolist() == [5.0, 5.0]
+    assert tensors.with_mean(nn.Linear(2, 2)) == []
+
+
+def test_substituted_weights_come_back_even_after_an_error() -> None:
+    weights = [torch.ones(2), torch.ones(3)]
+    pointers = [t.data_ptr() for t in weights]
+    with pytest.raises(ZeroDivisionError), tensors.substituted(weights, [torch.zeros(2), torch.full((3,), 2.0)]):
+        assert weights[1].tolist() == [2.0] * 3
+        raise ZeroDivisionError
+    assert [t.tolist() for t in weights] == [[1.0] * 2, [1.0] * 3]
+    assert [t.data_ptr() for t in weights] == pointers
+
+
+def test_evaluating_restores_modes_however_mixed() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Dropout(), nn.Dropout()).eval())
+    model[1][1].train()
+    before = [module.training for module in model.modules()]
+    with pytest.raises(ZeroDivisionError), tensors.evaluating(model):
+        assert not any(module.training for module in model.modules())
+        raise ZeroDivisionError
+    assert [module.training for module in model.modules()] == before == [True, True, False, False, True]
+
+
+def test_an_optimizer_with_modes_is_switched_and_its_weights_come_back_exactly() -> None:
+    """Schedule-Free's own way back is right only up to rounding."""
+    import schedulefree
+
+    torch.manual_seed(0)
+    model = nn.Linear(50, 50)
+    optimizer: Any = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.1)
+    optimizer.train()
+    for _ in range(5):
+        model(torch.randn(8, 50)).square().mean().backward()
+        optimizer.step()
+    before = model.weight.detach().clone()
+    with tensors.evaluating(model, optimizer):
+        assert not optimizer.param_groups[0]["train_mode"]
+        assert not torch.equal(model.weight, before)
+    assert optimizer.param_groups[0]["train_mode"]
+    assert torch.equal(model.weight, before)
+    optimizer.eval()
+    with tensors.evaluating(model, optimizer):
+        assert not optimizer.param_groups[0]["train_mode"]
+    assert not optimizer.param_groups[0]["train_mode"]

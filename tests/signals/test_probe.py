@@ -1,0 +1,144 @@
+"""A held-out loss: paired, in sub-batches, in eval mode, without a trace on the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+from hdet import Engine, Probe
+from hdet.errors import ConfigError, StepError
+
+
+def test_it_measures_in_eval_mode_without_gradients_and_leaves_no_trace(problem: Any) -> None:
+    model = problem.model(nn.BatchNorm1d(6), nn.Dropout(0.5))
+    model[3].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    probe = problem.probe()
+    one, other = probe.measure(model, 0), probe.measure(model, 0)
+    assert torch.equal(one, other)
+    assert one.shape == (3,) and one.dtype == torch.float64 and not one.requires_grad
+    want = [problem.loss(model.eval(), problem.batch(-1, j)).item() for j in range(3)]
+    assert one.tolist() == want
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert modes.count(False) == 1
+
+
+def test_modes_come_back_after_an_error(problem: Any) -> None:
+    model = problem.model(nn.Dropout(0.5))
+    probe = Probe(lambda model, batch: 1 / 0, [0, 1])
+    with pytest.raises(ZeroDivisionError):
+        probe.measure(model, 0)
+    assert all(module.training for module in model.modules())
+
+
+def test_one_forward_may_give_all_losses_at_once(problem: Any) -> None:
+    model = problem.model()
+    x = torch.cat([problem.batch(-1, j)[0] for j in range(3)])
+    y = torch.cat([problem.batch(-1, j)[1] for j in range(3)])
+    whole = Probe(lambda m, b: (m(b[0]) - b[1]).square().reshape(3, -1).mean(dim=1), [(x, y)])
+    torch.testing.assert_close(whole.measure(model, 0), problem.probe().measure(model, 0))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda p: Probe(3, [1, 2]), r"loss must be callable as loss\(model, batch\), got int"),
+        (lambda p: Probe(p.loss, []), "a probe needs batches; got none"),
+        (lambda p: p.probe(at="mean"), "at must be 'last' or 'average', got 'mean'"),
+        (lambda p: p.probe(at="average", stride=0), "stride must be at least 1, got 0"),
+    ],
+)
+def test_bad_declarations(build: Any, message: str, problem: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(problem)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda m, b: torch.zeros(2, 2), r"one loss, or a 1-dim tensor of losses; got \(2, 2\)"),
+        (lambda m, b: 0.5, "got float"),
+    ],
+)
+def test_losses_that_are_none(loss: Any, message: str, problem: Any) -> None:
+    with pytest.raises(StepError, match=message):
+        Probe(loss, [1, 2]).measure(problem.model(), 0)
+
+
+def test_one_sub_batch_has_no_error_to_tell(problem: Any) -> None:
+    with pytest.raises(StepError, match="1 sub-batch and needs at least 2 .*; split its batch"):
+        Probe(problem.loss, [problem.batch(0, 0)]).measure(problem.model(), 0)
+
+
+def test_batches_are_drawn_once_a_window_and_are_the_same_for_all(problem: Any, train: Any) -> None:
+    """A function that draws fresh ones at every call does not undo the pairing."""
+    asked: list[int] = []
+
+    def batches(window: int) -> Any:
+        asked.append(window)
+        return iter([problem.batch(-len(asked), j) for j in range(2)])
+
+    seen: list[list[Any]] = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(batch[0])
+        return problem.loss(model, batch)
+
+    model = problem.model()
+    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=3)
+    engine = Engine(replicas, [hdet.LearningRate()], window=2, signal=Probe(loss, batches), total_steps=4)
+    train(engine)
+    assert asked == [0, 1]
+    first = seen[:6]
+    assert first[0] is first[2] is first[4]
+    assert first[1] is first[3] is first[5]
+
+
+@pytest.mark.parametrize("at", ["last", "average"])
+def test_which_weights_are_judged(at: Any, problem: Any, train: Any) -> None:
+    """And every replica has its own back for the merge."""
+    model = problem.model()
+    judged: list[torch.Tensor] = []
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        judged.append(model[0].weight.detach().clone())
+        return problem.loss(model, batch)
+
+    signal = Probe(loss, [problem.batch(-1, j) for j in range(2)], at=at)
+    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
+    engine = Engine(replicas, [hdet.LearningRate()], window=4, signal=signal, total_steps=4)
+    path: list[list[torch.Tensor]] = [[], []]
+
+    def after(step: int) -> None:
+        for row, replica in zip(path, engine.replicas, strict=True):
+            row.append(replica.model[0].weight.detach().clone())
+
+    train(engine, after_update=after)
+    for index in range(2):
+        want = torch.stack(path[index]).mean(dim=0) if at == "average" else path[index][-1]
+        torch.testing.assert_close(judged[2 * index], want)
+    torch.testing.assert_close(model[0].weight.detach(), (path[0][-1] + path[1][-1]) / 2)
+
+
+def test_a_probe_that_is_not_finite_for_one_replica_is_not_heard(problem: Any, train: Any) -> None:
+    model = problem.model()
+    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=4)
+    calls: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(0)
+        own = problem.loss(model, batch)
+        return own * float("nan") if len(calls) in (3, 4) else own
+
+    signal = Probe(loss, [problem.batch(-1, j) for j in range(2)])
+    engine = Engine(replicas, [hdet.LearningRate(spread=hdet.TwoLevel(0.3))], window=3, signal=signal, total_steps=3)
+    (record,) = train(engine)
+    assert record.faults == []
+    estimate = record.estimates["learning_rate"]
+    assert estimate["slope"] == estimate["slope"] and estimate["stderr"] < float("inf")

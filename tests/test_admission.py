@@ -1,0 +1,373 @@
+"""What is refused before a run starts, and that each refusal names the thing and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+import hdet.nn
+from hdet import Engine, TwoLevel
+from hdet.errors import ConfigError, HdetError, IdentifiabilityError, MatchError, StepError
+
+
+def make(problem: Any, knobs: Any, n: int = 4, **options: Any) -> Engine:
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.Dropout(0.1), hdet.nn.Dropout(0.2), hdet.nn.Temperature(), nn.Linear(6, 1)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Engine(hdet.replicate(model, optimizer, n=n), knobs, **options)
+
+
+DECLARATIONS: dict[str, tuple[Callable[[], Any], type[HdetError], str]] = {
+    "a misspelt key": (
+        lambda: hdet.LearningRate(spraed=TwoLevel(0.1)),
+        ConfigError,
+        r"learning_rate: spraed: no such field; there are \[.*'spread'",
+    ),
+    "a misspelt kind": (
+        lambda: hdet.Knob.from_dict({"kind": "learning_rat"}),
+        ConfigError,
+        r"no knob is called 'learning_rat'; there are \[.*'learning_rate'",
+    ),
+    "a misspelt kind inside": (
+        lambda: hdet.Knob.from_dict({"kind": "learning_rate", "spread": {"kind": "too_level", "width": 1}}),
+        ConfigError,
+        r"no spread is called 'too_level'; there are \[.*'two_level'",
+    ),
+    "bounds reversed": (
+        lambda: hdet.LearningRate(bounds=(1.0, 0.1)),
+        ConfigError,
+        "learning_rate: bounds: the lower bound 1.0 must lie below the upper bound 0.1",
+    ),
+    "bounds outside the space": (
+        lambda: hdet.Dropout(bounds=(0.0, 1.5)),
+        ConfigError,
+        r"dropout: .*\(0.0, 1.5\).*Arcsine.*narrow the bounds or choose another space",
+    ),
+    "bounds that are not numbers": (lambda: hdet.LearningRate(bounds=(0.0, float("inf"))), ConfigError, "bounds.1"),
+    "a negative authority": (lambda: hdet.LearningRate(authority=-1), ConfigError, "authority.*given: -1"),
+    "a negative width": (lambda: TwoLevel(-0.1), ConfigError, "two_level: width.*given: -0.1"),
+    "too many positions": (lambda: TwoLevel(0.1, 0.2), ConfigError, "TwoLevel takes at most 1"),
+    "a scalar without a way": (lambda: hdet.Scalar("x", bounds=(0, 1)), ConfigError, "give either path=, or both"),
+}
+
+
+@pytest.mark.parametrize("case", DECLARATIONS)
+def test_bad_declarations(case: str) -> None:
+    build, error, message = DECLARATIONS[case]
+    with pytest.raises(error, match=message):
+        build()
+
+
+ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
+    "a level out of bounds": (
+        lambda p: make(p, [hdet.LearningRate(bounds=(0.2, 1.0))]),
+        ConfigError,
+        r"learning_rate: its schedule reaches 0.1, outside the bounds \(0.2, 1.0\); give bounds=\(0.1, 1\)",
+    ),
+    "a schedule out of bounds": (
+        lambda p: make(p, [hdet.LearningRate(schedule=hdet.OneCycle(5.0, total_steps=50), bounds=(0.0, 1.0))]),
+        ConfigError,
+        r"reaches 5, outside the bounds .* give bounds=\(0, 5\) or another base",
+    ),
+    "a base its space cannot move": (
+        lambda p: make(p, [hdet.WeightDecay()]),
+        ConfigError,
+        "weight_decay: its base is 0, which Log cannot move; give it a schedule with another value, or another space",
+    ),
+    "no such group index": (
+        lambda p: make(p, [hdet.LearningRate(groups=3)]),
+        MatchError,
+        r"learning_rate\[3\]: no parameter group 3; there are indices 0..0 and none is named",
+    ),
+    "no such group name": (
+        lambda p: make(p, [hdet.LearningRate(groups="decay")]),
+        MatchError,
+        r"no parameter group 'decay'; there are indices 0..0 and none is named",
+    ),
+    "no such entry": (
+        lambda p: make(p, [hdet.Beta1()]),
+        MatchError,
+        r"beta1: no parameter group of SGD has 'betas\[0\]'; the groups hold \[.*'momentum'",
+    ),
+    "no such module": (
+        lambda p: make(p, [hdet.Dropout(pattern="blocks.*")], gradients="local", signal=p.probe()),
+        MatchError,
+        r"dropout\[blocks.\*\]: no module that matches 'blocks.\*' holds a dropout; there are \['1.p', '2.p'\]",
+    ),
+    "no such role": (
+        lambda p: make(p, [hdet.LabelSmoothing()], gradients="local", signal=p.probe()),
+        MatchError,
+        "label_smoothing: no module that matches '.' holds a label_smoothing; none does: .*hdet.nn.swap",
+    ),
+    "no such attribute": (
+        lambda p: make(p, [hdet.Scalar("x", path="4.margin", bounds=(0, 1))]),
+        MatchError,
+        "x: Linear '4' has no attribute 'margin'",
+    ),
+    "no such submodule": (
+        lambda p: make(p, [hdet.Scalar("x", path="head.margin", bounds=(0, 1))]),
+        MatchError,
+        "x: the model has no module 'head'",
+    ),
+    "two knobs of one name": (
+        lambda p: make(p, [hdet.LearningRate(), hdet.LearningRate()]),
+        ConfigError,
+        "two knobs are called 'learning_rate'; give one of them name=",
+    ),
+    "two knobs on one group": (
+        lambda p: make(p, [hdet.LearningRate(), hdet.LearningRate(groups=0)]),
+        ConfigError,
+        r"knobs 'learning_rate' and 'learning_rate\[0\]' write the same scalar; narrow one of them by groups=",
+    ),
+    "two knobs on one module": (
+        lambda p: make(
+            p, [hdet.Dropout(), hdet.Dropout(pattern="2", schedule=0.2)], gradients="local", signal=p.probe()
+        ),
+        ConfigError,
+        "different values",
+    ),
+    "two knobs on one scheduled module": (
+        lambda p: make(
+            p, [hdet.Dropout(schedule=0.1), hdet.Dropout(pattern="2")], gradients="local", signal=p.probe()
+        ),
+        ConfigError,
+        r"'dropout' and 'dropout\[2\]' write the same scalar",
+    ),
+    "a scalar on a knob's module": (
+        lambda p: make(
+            p,
+            [hdet.Dropout(pattern="2"), hdet.Scalar("p", path="2.p", bounds=(0.01, 0.9))],
+            gradients="local",
+            signal=p.probe(),
+        ),
+        ConfigError,
+        r"'dropout\[2\]' and 'p' write the same scalar",
+    ),
+    "a scalar on a plain module": (
+        lambda p: make(
+            p,
+            [hdet.Dropout(pattern="1"), hdet.Scalar("p", path="1.p", bounds=(0.01, 0.9))],
+            gradients="local",
+            signal=p.probe(),
+        ),
+        ConfigError,
+        r"'dropout\[1\]' and 'p' write the same scalar",
+    ),
+    "one replica": (
+        lambda p: make(p, [hdet.LearningRate()], n=1),
+        ConfigError,
+        "learning_rate: a spread of 0.1 needs at least 2 replicas to compare, there is 1; replicate with n >= 2, "
+        "set its spread to width 0",
+    ),
+    "no replica": (lambda p: make(p, [], n=0), ConfigError, "n must be at least 1, got 0"),
+    "forward knob, shared gradients": (
+        lambda p: make(p, [hdet.AttentionTemperature()], signal=p.probe()),
+        IdentifiabilityError,
+        "attention_temperature acts in the forward pass, and under shared gradients .* gradients='local', or "
+        "counterfactual evidence",
+    ),
+    "a biased loss": (
+        lambda p: make(p, [hdet.Dropout(pattern="2")], gradients="local"),
+        IdentifiabilityError,
+        r"dropout\[2\] changes the training loss it would be judged by; give the engine signal=hdet.Probe\(...\), or "
+        "accept_bias=True",
+    ),
+    "a tilt without a probe": (
+        lambda p: make(p, [hdet.LearningRate()], evidence=hdet.Divergent(tilt=1.0)),
+        ConfigError,
+        "learning_rate: divergent evidence with a tilt evaluates merged weights; give signal=hdet.Probe",
+    ),
+    "a controller that needs more": (
+        lambda p: make(p, [hdet.LearningRate(controller=hdet.Calibrate())], signal=p.probe()),
+        ConfigError,
+        "learning_rate: the controller calibrate needs a judgement at window-averaged weights, which divergent",
+    ),
+    "evidence blind to forward knobs": (
+        lambda p: make(p, [hdet.Dropout(pattern="2")], evidence=hdet.Line(), signal=p.probe()),
+        IdentifiabilityError,
+        r"dropout\[2\] acts in the forward pass, of which line evidence sees nothing; give the knob other evidence",
+    ),
+    "evidence blind to update knobs": (
+        lambda p: make(p, [hdet.LearningRate()], evidence=hdet.Contrast(), signal=p.probe()),
+        IdentifiabilityError,
+        "learning_rate acts on the update, of which contrast evidence sees nothing",
+    ),
+    "evidence that needs a probe": (
+        lambda p: make(p, [hdet.LearningRate()], evidence=hdet.Line()),
+        ConfigError,
+        r"learning_rate: line evidence measures a held-out loss; give signal=hdet.Probe",
+    ),
+    "graded spreads under signs": (
+        lambda p: make(
+            p, [hdet.LearningRate(spread=hdet.Symmetric())], evidence=hdet.Divergent(design=hdet.Hadamard())
+        ),
+        ConfigError,
+        "learning_rate",
+    ),
+    "lengths that differ": (
+        lambda p: make(
+            p,
+            [
+                hdet.LearningRate(schedule=hdet.OneCycle(0.1, total_steps=10)),
+                hdet.WeightDecay(schedule=hdet.Cosine(0.1, total_steps=20)),
+            ],
+        ),
+        ConfigError,
+        "the schedules end at different steps .*'learning_rate': 10, 'weight_decay': 20.*give the engine total_steps=",
+    ),
+    "no steps": (lambda p: make(p, [], total_steps=0), ConfigError, "total_steps must be at least 1, got 0"),
+    "a window of 0": (lambda p: make(p, [], window=0), ConfigError, "fixed: steps.*given: 0"),
+    "a window of another type": (lambda p: make(p, [], window="50"), ConfigError, "window must be .* got '50'"),
+    "a window that is a switch": (lambda p: make(p, [], window=True), ConfigError, "window must be .* got True"),
+    "a misspelt gradients": (
+        lambda p: make(p, [], gradients="mean"),
+        ConfigError,
+        "gradients must be 'shared' or 'local', got 'mean'",
+    ),
+    "a misspelt anchor": (lambda p: make(p, [], anchor="cpu"), ConfigError, "anchor must be 'device' or 'host'"),
+    "a signal that is a function": (
+        lambda p: make(p, [], signal=p.loss),
+        ConfigError,
+        "signal must be of type TrainingLoss or Probe",
+    ),
+    "a knob class": (lambda p: make(p, [hdet.LearningRate]), ConfigError, "a knob must be of type Knob"),
+    "a merge by name": (lambda p: make(p, [], merge="mean"), ConfigError, "merge must be of type Merge"),
+    "a bare model": (
+        lambda p: Engine(p.model(), []),
+        ConfigError,
+        "replicas must be of type Replicas",
+    ),
+    "micro-batches that should diverge": (
+        lambda p: Engine(
+            hdet.micro_batches(m := p.model(), torch.optim.SGD(m.parameters(), lr=0.1), n=4), [hdet.LearningRate()]
+        ),
+        ConfigError,
+        "learning_rate: micro-batches of one model cannot diverge; use hdet.replicate, or evidence",
+    ),
+    "another model's optimizer": (
+        lambda p: hdet.replicate(p.model(), torch.optim.SGD(p.model().parameters(), lr=0.1), n=2),
+        ConfigError,
+        r"the optimizer holds 4 parameters that are not the model's \(shapes \[\(6, 4\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENGINES)
+def test_engines_that_cannot_be(case: str, problem: Any) -> None:
+    build, error, message = ENGINES[case]
+    with pytest.raises(error, match=message):
+        build(problem)
+
+
+def test_a_refusal_leaves_model_and_optimizer_as_they_were(problem: Any, tmp_path: Any) -> None:
+    model = problem.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
+    for knobs in ([hdet.LearningRate(), hdet.LearningRate(groups=0)], [hdet.LearningRate(), hdet.Beta1()]):
+        with pytest.raises(ConfigError):
+            Engine(hdet.replicate(model, optimizer, n=2), knobs, history=tmp_path / "history.jsonl")
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert not (tmp_path / "history.jsonl").exists()
+
+
+def test_a_researcher_may_insist(problem: Any) -> None:
+    engine = make(problem, [hdet.Dropout(pattern="2", accept_bias=True)], gradients="local")
+    assert engine.bases == {"dropout[2]": 0.2}
+
+
+def test_what_is_not_explored_needs_no_evidence(problem: Any) -> None:
+    """With spread 0 a forward knob may share gradients, and one replica will do."""
+    make(problem, [hdet.Dropout(pattern="2", spread=TwoLevel(0))])
+    make(problem, [hdet.LearningRate(spread=TwoLevel(0))], n=1)
+
+
+# -- what a loop can do wrong ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        ([torch.zeros(8)] * 4, r"the loss of replica 0 has shape \(8,\); a loss is a scalar: take its mean"),
+        ([torch.zeros(())] * 3, r"one loss for each replica this process hosts \(4\), got 3"),
+        (torch.zeros(4, 2), r"a tensor of shape \(4, 2\).*a tensor of shape \(4,\) or a list"),
+        (torch.zeros(3), r"a tensor of shape \(3,\)"),
+        (torch.zeros(()), r"got 1"),
+        (["low"] * 4, "the loss of replica 0 is a str; give a 0-dim tensor"),
+    ],
+)
+def test_losses_that_are_none(losses: Any, message: str, problem: Any, train: Any) -> None:
+    """Nothing of the step is counted, so the loop can be put right."""
+    engine = make(problem, [hdet.LearningRate()], window=2)
+    for _ in range(2):
+        with pytest.raises(StepError, match=message):
+            engine.step(losses)
+    assert engine.step_count == 0
+    assert engine.step([0.0] * 4) is None
+    record = engine.step([1.0] * 4)
+    assert record is not None and record.losses == [0.5] * 4
+
+
+def test_a_step_too_many(problem: Any, train: Any) -> None:
+    """Refused before it has touched the model, where the loop enters a replica first."""
+    engine = make(problem, [hdet.LearningRate()], total_steps=5)
+    train(engine)
+    weights = engine.replicas[0].model[0].weight.clone()
+    message = r"over after 5 steps \(total_steps=5\); give the engine and its schedules more total_steps, or stop"
+    with pytest.raises(StepError, match=message):
+        train(engine, 6)
+    assert torch.equal(weights, engine.replicas[0].model[0].weight)
+    with pytest.raises(StepError, match=message):
+        engine.step([0.0] * 4)
+
+
+def test_a_replica_inside_itself(problem: Any) -> None:
+    engine = make(problem, [hdet.LearningRate()])
+    with engine.replicas[1], pytest.raises(StepError, match="replica 1 is already active; leave its `with` block"):
+        engine.replicas[1].__enter__()
+    with engine.replicas[1]:
+        pass
+
+
+def test_an_error_inside_a_replica_leaves_it(problem: Any) -> None:
+    engine = make(problem, [hdet.LearningRate()])
+    with pytest.raises(ZeroDivisionError), engine.replicas[0]:
+        raise ZeroDivisionError
+    with engine.replicas[0]:
+        pass
+
+
+def test_a_history_of_another_run(problem: Any, train: Any, tmp_path: Any) -> None:
+    path = tmp_path / "history.jsonl"
+    train(make(problem, [hdet.LearningRate()], window=2, total_steps=6, history=path))
+    engine = make(problem, [hdet.LearningRate()], window=2, total_steps=6, history=path)
+    with pytest.raises(HdetError, match=r"history.jsonl already holds windows up to 2, and window 0 is to be run"):
+        engine.step([0.0] * 4)
+    assert len(hdet.History(path)) == 3
+    engine.history.truncate(0)
+    train(engine)
+    assert [record.window for record in hdet.History(path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_controller_that_moves_nowhere(bad: float, problem: Any) -> None:
+    @hdet.register
+    class Lost(hdet.Controller):
+        kind = "lost"
+
+        def start(self) -> Any:
+            return hdet.Hold().start()
+
+        def step(self, state: Any, estimate: Any, context: Any) -> Any:
+            return bad, state
+
+    try:
+        engine = make(problem, [hdet.LearningRate(controller=Lost())], window=1)
+        with pytest.raises(ConfigError, match="learning_rate: Lost moved by"):
+            engine.step([0.0] * 4)
+    finally:
+        del hdet.Controller._members["lost"]

@@ -1,0 +1,365 @@
+"""Stop anywhere, resume: the same run. What a checkpoint is, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+from hdet import Engine, TwoLevel
+from hdet.errors import CheckpointError
+
+TOTAL = 25
+WINDOW = 10  # two windows and a half
+
+
+def build(problem: Any, n: int = 4, path: Path | None = None, **options: Any) -> Engine:
+    """Everything a state can hold: two knobs judged together, Kalman's memory, averaged weights, buffers."""
+    model = problem.model(nn.BatchNorm1d(6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    knobs = [
+        hdet.LearningRate(schedule=hdet.OneCycle(0.02, total_steps=TOTAL), controller=hdet.Gated(gate=0.0, memory=0.5)),
+        hdet.WeightDecay(spread=hdet.Symmetric(0.5), controller=hdet.Newton()),
+    ]
+    settings: dict[str, Any] = {
+        "window": WINDOW,
+        "signal": problem.probe(at="average"),
+        "evidence": hdet.Divergent(estimator=hdet.Kalman()),
+        "gradients": "local",
+        **options,
+    }
+    return Engine(hdet.replicate(model, optimizer, n=n), knobs, history=path, **settings)
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    """As `torch.save` writes it and the safe loader reads it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def outcome(engine: Engine) -> dict[str, Any]:
+    """All that a run comes to, but the clock."""
+    return {
+        "models": [replica.model.state_dict() for replica in engine.replicas],
+        "optimizers": [optimizer.state_dict() for optimizer in engine.optimizers],
+        "bases": engine.bases,
+        "knobs": [knob.state_dict() for knob in engine.knobs],
+    }
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    records = [vars(record).copy() for record in hdet.History(path)]
+    for record in records:
+        del record["seconds"], record["closing"]
+    return records
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, problem: Any, train: Any) -> Any:
+    """The run that nothing interrupts, and its states at every step."""
+    path = tmp_path_factory.mktemp("straight") / "history.jsonl"
+    engine = build(problem, path=path)
+    states = [through_a_file(engine.state_dict())]
+    for step in range(TOTAL):
+        train(engine, step + 1)
+        states.append(through_a_file(engine.state_dict()))
+    return engine, states, path
+
+
+@pytest.mark.parametrize("step", range(TOTAL + 1))
+def test_stop_at_any_step_and_resume_is_the_same_run(
+    step: int, straight: Any, problem: Any, train: Any, assert_same: Any, tmp_path: Path
+) -> None:
+    whole, states, whole_path = straight
+    path = tmp_path / "history.jsonl"
+    # The history as a kill leaves it: the windows done, and a torn line.
+    done = [line for line in whole_path.read_text().splitlines() if line][: states[step]["window"]]
+    path.write_text("".join(line + "\n" for line in done) + '{"window": 9, "sta')
+    if states[step]["finished"]:
+        path.write_text(whole_path.read_text())
+    engine = build(problem, path=path)
+    engine.load_state_dict(states[step])
+    assert engine.step_count == step
+    train(engine, TOTAL)
+    assert engine.finished
+    assert_same(outcome(engine), outcome(whole))
+    assert_same(lines(path), lines(whole_path))
+
+
+def test_saving_changes_nothing(straight: Any, problem: Any, train: Any, assert_same: Any) -> None:
+    """`straight` saved after every step."""
+    engine = build(problem)
+    train(engine)
+    assert_same(outcome(engine), outcome(straight[0]))
+
+
+def test_resuming_over_another_state_leaves_nothing_of_it(
+    straight: Any, problem: Any, train: Any, assert_same: Any
+) -> None:
+    """An engine at another step, in another window, even a finished one, takes up the run."""
+    whole, states, _ = straight
+    for before in (3, 14, TOTAL):
+        engine = build(problem)
+        train(engine, before)
+        engine.load_state_dict(states[12])
+        train(engine, TOTAL)
+        assert_same(outcome(engine), outcome(whole))
+
+
+def test_a_state_is_a_copy(straight: Any, problem: Any, train: Any, assert_same: Any) -> None:
+    engine = build(problem)
+    train(engine, 5)
+    state = engine.state_dict()
+    kept = copy.deepcopy(state)
+    train(engine, 12)
+    assert_same(state, kept)
+    engine.load_state_dict(state)
+    train(engine, TOTAL)
+    assert_same(state, kept)
+    assert_same(outcome(engine), outcome(straight[0]))
+
+
+def plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, (str, int)) and plain(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(plain(item) for item in value)
+    return value is None or type(value) in (bool, int, float, str, torch.Tensor)
+
+
+def test_a_checkpoint_is_plain_numbers_and_tensors(straight: Any) -> None:
+    for state in straight[1]:
+        assert plain(state)
+
+
+def test_converged_is_never_a_replica_in_mid_window(straight: Any, assert_same: Any) -> None:
+    """It is the point the window opened at, whatever step the state was taken at."""
+    _, states, _ = straight
+    for step, state in enumerate(states):
+        opening = step if step == TOTAL else step // WINDOW * WINDOW
+        assert state["converged"]["step"] == opening
+        assert_same(state["converged"], states[opening]["converged"])
+        assert (state["open"] is None) == (step == opening)
+
+
+def test_converged_holds_the_bases_not_a_replicas_levels(straight: Any, problem: Any) -> None:
+    """It can be gone on from by plain training."""
+    _, states, _ = straight
+    for step in (0, 10, 13, 20, TOTAL):
+        engine = build(problem)
+        engine.load_state_dict(states[step])
+        point = states[step]["converged"]
+        (group,) = point["optimizer"]["param_groups"]
+        for knob, key in zip(engine.knobs, ("lr", "weight_decay"), strict=True):
+            assert group[key] == knob.base(point["step"])
+    model = problem.model(nn.BatchNorm1d(6))
+    model.load_state_dict(states[13]["converged"]["model"])
+
+
+@pytest.mark.parametrize("step", [0, 7, 10, 16, TOTAL])
+@pytest.mark.parametrize("n", [2, 3])
+def test_resume_with_another_number_of_replicas(
+    n: int, step: int, straight: Any, problem: Any, train: Any, assert_same: Any, assert_alike: Any
+) -> None:
+    """The converged model, the bases and the controllers carry over; the window opens anew."""
+    _, states, _ = straight
+    engine = build(problem, n=n)
+    engine.load_state_dict(states[step])
+    opening = states[step]["converged"]["step"]
+    assert engine.step_count == opening
+    assert_alike(engine)
+    assert_same(engine.replicas[0].model.state_dict(), states[step]["converged"]["model"])
+    same = build(problem)
+    same.load_state_dict(states[opening])
+    assert engine.bases == same.bases
+    assert [knob.state_dict() for knob in engine.knobs] == [knob.state_dict() for knob in same.knobs]
+    train(engine, TOTAL)
+    assert engine.finished
+    assert all(math.isfinite(base) for base in engine.bases.values())
+
+
+def test_another_spread_or_window_opens_the_window_anew(straight: Any, problem: Any, train: Any) -> None:
+    """Half a window at other levels could not be told from evidence."""
+    _, states, _ = straight
+    engine = build(problem, window=hdet.FixedWindow(3))
+    engine.load_state_dict(states[14])
+    assert engine.step_count == 10
+    assert (engine.window.start, engine.window.stop) == (10, 13)
+    train(engine)
+
+
+def test_finishing_early_is_kept(problem: Any, train: Any) -> None:
+    engine = build(problem)
+    train(engine, 13)
+    engine.finish()
+    state = through_a_file(engine.state_dict())
+    again = build(problem)
+    again.load_state_dict(state)
+    assert again.finished
+    assert again.step_count == 13
+    assert again.bases == engine.bases
+    assert len({optimizer.param_groups[0]["lr"] for optimizer in again.optimizers}) == 1
+    with pytest.raises(hdet.StepError, match="over after 13 steps"):
+        train(again, TOTAL)
+
+
+def test_restores_are_counted_across_a_resume(problem: Any, train: Any) -> None:
+    def fail(step: int, losses: Any) -> Any:
+        return [torch.tensor(math.nan)] * 4
+
+    engine = build(problem, window=2)
+    train(engine, 6, report=fail)
+    again = build(problem, window=2)
+    again.load_state_dict(through_a_file(engine.state_dict()))
+    with pytest.raises(hdet.DivergedError):
+        train(again, 8, report=fail)
+
+
+@pytest.mark.parametrize(
+    "estimator", [hdet.Marginal(), hdet.LeastSquares(), hdet.Kalman(), hdet.Softmax(0.1)], ids=lambda e: str(e.kind)
+)
+@pytest.mark.parametrize(
+    "controller",
+    [hdet.Hold(), hdet.Gated(gate=0.0), hdet.Newton(), hdet.controllers.Momentum()],
+    ids=lambda c: str(c.kind),
+)
+def test_every_controller_and_estimator_has_plain_state(
+    estimator: Any, controller: Any, problem: Any, train: Any, assert_same: Any
+) -> None:
+    def engine() -> Engine:
+        model = problem.model()
+        replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.01), n=3)
+        knob = hdet.LearningRate(spread=TwoLevel(0.2), controller=controller)
+        return Engine(replicas, [knob], window=3, evidence=hdet.Divergent(estimator=estimator), total_steps=9)
+
+    whole = engine()
+    train(whole, 7)
+    state = through_a_file(whole.state_dict())
+    assert plain(state)
+    train(whole)
+    resumed = engine()
+    resumed.load_state_dict(state)
+    train(resumed)
+    assert_same(outcome(resumed), outcome(whole))
+
+
+def test_tensor_learning_rates_resume(problem: Any, train: Any, assert_same: Any) -> None:
+    def engine() -> Engine:
+        model = problem.model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
+        return Engine(hdet.replicate(model, optimizer, n=2), [hdet.LearningRate()], window=4, total_steps=10)
+
+    whole = engine()
+    train(whole, 6)
+    state = through_a_file(whole.state_dict())
+    train(whole)
+    resumed = engine()
+    resumed.load_state_dict(state)
+    train(resumed)
+    assert_same(outcome(resumed), outcome(whole))
+
+
+def test_micro_batches_resume(problem: Any, train: Any, assert_same: Any) -> None:
+    def engine(n: int) -> Engine:
+        model = problem.model()
+        seats = hdet.micro_batches(model, torch.optim.AdamW(model.parameters(), lr=0.01), n=n)
+        return Engine(seats, [hdet.LearningRate(spread=TwoLevel(0))], window=4, total_steps=10)
+
+    whole = engine(3)
+    train(whole, 6)
+    state = through_a_file(whole.state_dict())
+    train(whole)
+    resumed = engine(3)
+    resumed.load_state_dict(state)
+    assert resumed.step_count == 6
+    train(resumed)
+    assert_same(outcome(resumed), outcome(whole))
+    other = engine(2)
+    other.load_state_dict(state)
+    assert other.step_count == 4
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refused(assert_same: Any) -> Callable[[Engine, Any, str], None]:
+    """The error names what differs, and the engine is as it was."""
+
+    def check(engine: Engine, state: Any, match: str) -> None:
+        before = copy.deepcopy(outcome(engine))
+        with pytest.raises(CheckpointError, match=match):
+            engine.load_state_dict(state)
+        assert_same(outcome(engine), before)
+
+    return check
+
+
+def test_foreign_states_are_refused(straight: Any, problem: Any, refused: Any) -> None:
+    state = straight[1][12]
+    engine = build(problem)
+    refused(engine, {}, "format None; this version reads format 1")
+    refused(engine, {**state, "format": 99}, "format 99")
+    refused(build(problem, seed=1), state, "seed=0, this engine has 1; declare the same")
+    refused(build(problem, gradients="shared"), state, "gradients='local', this engine has 'shared'")
+    refused(build(problem, total_steps=30), state, "total_steps=25, this engine has 30")
+    refused(build(problem, evidence=hdet.Divergent()), state, "evidence=")
+
+
+def test_other_knobs_are_refused(straight: Any, problem: Any, refused: Any) -> None:
+    model = problem.model(nn.BatchNorm1d(6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    evidence = hdet.Divergent(estimator=hdet.Kalman())
+    # The same knobs in another order would take each other's memory.
+    knobs = [hdet.WeightDecay(), hdet.LearningRate(schedule=hdet.OneCycle(0.02, total_steps=TOTAL))]
+    engine = Engine(hdet.replicate(model, optimizer, n=4), knobs, evidence=evidence, gradients="local")
+    refused(engine, straight[1][12], "knobs=.'learning_rate', 'weight_decay'., this engine has .'weight_decay'")
+
+
+def test_another_controllers_state_is_refused(straight: Any, problem: Any, refused: Any) -> None:
+    model = problem.model(nn.BatchNorm1d(6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = hdet.OneCycle(0.02, total_steps=TOTAL)
+    knobs = [hdet.LearningRate(schedule=schedule), hdet.WeightDecay(controller=hdet.Gated())]
+    evidence = hdet.Divergent(estimator=hdet.Kalman())
+    engine = Engine(
+        hdet.replicate(model, optimizer, n=4), knobs, evidence=evidence, gradients="local", signal=problem.probe()
+    )
+    refused(engine, straight[1][12], "fields")
+
+
+def test_another_model_or_optimizer_is_refused(straight: Any, problem: Any, refused: Any) -> None:
+    state = straight[1][12]
+
+    def engine(model: nn.Module, split: bool) -> Engine:
+        groups: Any = model.parameters()
+        if split:
+            parameters = list(model.parameters())
+            groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+        knobs = [hdet.LearningRate(schedule=hdet.OneCycle(0.02, total_steps=TOTAL)), hdet.WeightDecay()]
+        return Engine(
+            hdet.replicate(model, optimizer, n=4),
+            knobs,
+            evidence=hdet.Divergent(estimator=hdet.Kalman()),
+            gradients="local",
+        )
+
+    wider = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    refused(engine(wider, split=False), state, r"'3.bias' has shape \(1,\) there and \(2,\) here")
+    bare = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    refused(engine(bare, split=False), state, "does not fit")
+    refused(
+        engine(problem.model(nn.BatchNorm1d(6)), split=True), state, r"groups of \[6\] parameters, this one of \[2, 4\]"
+    )

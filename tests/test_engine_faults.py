@@ -1,0 +1,194 @@
+"""Replicas that become non-finite: left out, restarted, reported; and all of them at once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+from hdet import Engine
+from hdet.errors import DivergedError
+
+N = 4
+
+
+def build(problem: Any, *middle: nn.Module, **options: Any) -> Engine:
+    model = problem.model(*middle)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    knob = hdet.LearningRate(spread=hdet.TwoLevel(0.3), controller=hdet.Hold())
+    settings: dict[str, Any] = {"window": 5, "total_steps": 20, "gradients": "local", **options}
+    return Engine(hdet.replicate(model, optimizer, n=N), [knob], **settings)
+
+
+def nan_loss(at: int, replicas: Any) -> Any:
+    def report(step: int, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        bad = torch.tensor(math.nan)
+        return [bad if step == at and index in replicas else loss for index, loss in enumerate(losses)]
+
+    return report
+
+
+def poison(engine: Engine, at: int, replicas: Any, value: float = math.nan) -> Any:
+    """Write a non-finite weight into some replicas after the update of a step."""
+
+    def after(step: int) -> None:
+        for index in replicas:
+            if step == at:
+                with torch.no_grad():
+                    engine.replicas[index].model[0].weight[0, 0] = value
+
+    return after
+
+
+def test_a_nan_loss_leaves_its_replica_out_of_merge_and_estimate(
+    problem: Any, train: Any, assert_alike: Any
+) -> None:
+    engine = build(problem)
+    members: list[torch.Tensor] = []
+
+    def after(step: int) -> None:
+        if step == 4:
+            members.extend(replica.model[0].weight.detach().clone() for replica in engine.replicas)
+
+    (record,) = train(engine, 5, report=nan_loss(2, [1]), after_update=after)
+    assert record.losses[1] is None
+    assert all(record.losses[index] is not None for index in (0, 2, 3))
+    assert record.faults == [{"kind": "non_finite", "replica": 1, "step": 2}]
+    assert record.merged
+    assert math.isfinite(record.estimates["learning_rate"]["slope"])
+    assert_alike(engine)
+    merged = engine.replicas[0].model[0].weight.detach()
+    torch.testing.assert_close(merged, torch.stack([members[index] for index in (0, 2, 3)]).mean(dim=0))
+    (following,) = train(engine, 10)
+    assert following.faults == []
+    assert None not in following.losses
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("index", [0, 3])
+def test_a_non_finite_parameter_restarts_its_replica_from_the_merged_model(
+    index: int, value: float, problem: Any, train: Any, assert_alike: Any
+) -> None:
+    """At the window's last update, so that no loss has shown it; in replica 0, the user's own model, too."""
+    engine = build(problem)
+    (record,) = train(engine, 5, after_update=poison(engine, 4, [index], value))
+    assert [(fault["kind"], fault["replica"], fault["step"]) for fault in record.faults] == [("non_finite", index, 4)]
+    assert record.losses[index] is None
+    assert_alike(engine)
+    for replica in engine.replicas:
+        assert all(p.isfinite().all() for p in replica.model.parameters())
+        for state in replica.optimizer.state.values():
+            assert all(value.isfinite().all() for value in state.values())
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in engine.optimizers]
+    assert rates == engine.knobs[0].values(5, range(N))
+    records = train(engine)
+    assert all(record.faults == [] for record in records)
+
+
+@pytest.mark.parametrize("optimizer", ["average", "keep", "reset"])
+def test_a_restarted_replica_has_sound_optimizer_state(optimizer: Any, problem: Any, train: Any) -> None:
+    engine = build(problem, merge=hdet.Mean(optimizer))
+
+    def after(step: int) -> None:
+        if step == 4:
+            for state in engine.optimizers[2].state.values():
+                state["exp_avg"].fill_(math.nan)
+            poison(engine, 4, [2])(step)
+
+    train(engine, 5, after_update=after)
+    for state in engine.optimizers[2].state.values():
+        assert state["exp_avg"].isfinite().all()
+    records = train(engine)
+    assert all(record.faults == [] for record in records)
+
+
+def test_if_all_fail_the_last_converged_point_comes_back(
+    problem: Any, train: Any, assert_same: Any, assert_alike: Any
+) -> None:
+    engine = build(problem, nn.BatchNorm1d(6))
+    train(engine, 5)
+    converged = engine.state_dict()["converged"]
+    (record,) = train(engine, 10, after_update=poison(engine, 7, range(N)))
+    assert [fault["step"] for fault in record.faults if fault["kind"] == "non_finite"] == [8] * N
+    assert record.faults[-1] == {"kind": "restored", "step": 5}
+    assert record.losses == [None] * N
+    assert not record.merged
+    assert record.estimates == {}
+    assert record.moves == {"learning_rate": 0.0}
+    assert_alike(engine)
+    assert_same(engine.replicas[0].model.state_dict(), converged["model"])
+    assert_same(engine.optimizers[3].state_dict()["state"], converged["optimizer"]["state"])
+    assert engine.step_count == 10
+    records = train(engine)
+    assert all(record.faults == [] for record in records)
+
+
+def test_the_anchor_may_lie_on_the_host(problem: Any, train: Any, assert_same: Any) -> None:
+    engine = build(problem, anchor="host")
+    train(engine, 5)
+    converged = engine.state_dict()["converged"]
+    train(engine, 10, after_update=poison(engine, 7, range(N)))
+    assert_same(engine.replicas[0].model.state_dict(), converged["model"])
+
+
+def test_under_shared_gradients_one_nan_gradient_fails_all_and_the_run_goes_on(problem: Any, train: Any) -> None:
+    engine = build(problem, gradients="shared")
+
+    def batch(step: int, index: int) -> Any:
+        x, y = problem.batch(step, index)
+        return (x * math.nan if (step, index) == (2, 1) else x), y
+
+    records = train(engine, batch=batch)
+    assert records[0].faults[0] == {"kind": "non_finite", "replica": 0, "step": 3}
+    assert records[0].faults[1] == {"kind": "non_finite", "replica": 1, "step": 2}
+    assert records[0].faults[-1]["kind"] == "restored"
+    assert all(record.faults == [] for record in records[1:])
+
+
+def test_failing_again_and_again_is_an_error_and_the_model_is_sound(
+    problem: Any, train: Any, tmp_path: Any
+) -> None:
+    engine = build(problem, window=2, history=tmp_path / "history.jsonl")
+    train(engine, 2)
+    good = {name: value.clone() for name, value in engine.replicas[0].model.state_dict().items()}
+    with pytest.raises(DivergedError, match=r"4 windows on end.*step 8.*Start from lower values.*learning_rate"):
+        train(engine, report=lambda step, losses: [torch.tensor(math.nan)] * N)
+    assert engine.step_count == 10
+    for name, value in engine.replicas[0].model.state_dict().items():
+        assert torch.equal(value, good[name])
+    # What happened is on record, the window that raised included.
+    assert [record.faults[-1]["kind"] for record in hdet.History(tmp_path / "history.jsonl").windows[1:]] == ["restored"] * 4
+    # Whoever catches it may go on.
+    records = train(engine, 14)
+    assert all(record.faults == [] for record in records)
+
+
+def test_a_good_window_in_between_starts_the_count_anew(problem: Any, train: Any) -> None:
+    engine = build(problem, window=1)
+    for step in range(20):
+        fails = step % 4 != 0
+        train(engine, step + 1, report=lambda step, losses, f=fails: [torch.tensor(math.nan)] * N if f else losses)
+    assert engine.finished
+
+
+def test_an_all_failed_last_window_still_ends_the_run(problem: Any, train: Any, assert_alike: Any) -> None:
+    engine = build(problem, total_steps=10)
+    records = train(engine, after_update=poison(engine, 9, range(N)))
+    assert records[-1].faults[-1]["kind"] == "restored"
+    assert engine.finished
+    assert_alike(engine)
+    assert all(p.isfinite().all() for p in engine.replicas[0].model.parameters())
+
+
+def test_half_precision_weights_are_not_taken_for_infinite(train: Any) -> None:
+    """Their sum overflows float16 although none of them does."""
+    model = nn.Linear(100, 100, bias=False).half()
+    nn.init.constant_(model.weight, 100.0)
+    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=1e-3), n=2)
+    engine = Engine(replicas, [hdet.LearningRate()], window=1)
+    record = engine.step([torch.tensor(1.0), torch.tensor(1.0)])
+    assert record is not None and record.faults == []

@@ -1,0 +1,165 @@
+"""The engine never waits for the device between window ends.
+
+The models here are on the "meta" device, whose tensors hold no numbers: whatever would need one (`.item()`,
+`.cpu()`, `bool`, `float`) raises. What runs there cannot wait for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hdet
+import hdet.nn
+from hdet import Engine, TwoLevel
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 6)
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.dropout = hdet.nn.Dropout(0.1)
+        self.temperature = hdet.nn.Temperature()
+        self.outer = torch.nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.outer(self.dropout(self.norm(self.inner(x))))
+        return out
+
+
+def build(device: str, **options: Any) -> Engine:
+    model = Net().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    probe = hdet.Probe(
+        lambda m, x: m(x).square().mean(), [torch.ones(4, 4, device=device) * j for j in range(2)], at="average"
+    )
+    knobs = [
+        hdet.LearningRate(schedule=hdet.OneCycle(0.01, total_steps=20)),
+        hdet.WeightDecay(),
+        hdet.Beta1(),
+        hdet.Dropout(),
+        hdet.AttentionTemperature(),
+    ]
+    return Engine(
+        hdet.replicate(model, optimizer, n=4), knobs, window=10, signal=probe, gradients="local", **options
+    )
+
+
+def one_step(engine: Engine, device: str) -> Any:
+    losses = []
+    for replica in engine.replicas:
+        with replica:
+            loss = replica.model(torch.ones(4, 4, device=device)).square().mean()
+            loss.backward()
+        losses.append(loss.detach())
+    engine.share_gradients()
+    for optimizer in engine.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_nothing_is_read_from_the_device_before_the_window_ends() -> None:
+    engine = build("meta")
+    for _ in range(9):
+        engine.step(one_step(engine, "meta"))
+    losses = one_step(engine, "meta")
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"meta tensor"):
+        engine.step(losses)
+
+
+def test_gradients_are_shared_without_reading_them() -> None:
+    model = torch.nn.Linear(4, 1, device="meta")
+    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=3)
+    engine = Engine(replicas, [hdet.LearningRate()], window=10)
+    engine.step(one_step(engine, "meta"))
+    for seats in (hdet.micro_batches(model, torch.optim.SGD(model.parameters(), lr=0.1), n=3),):
+        engine = Engine(seats, [hdet.LearningRate(spread=TwoLevel(0))], window=10)
+        engine.step(one_step(engine, "meta"))
+
+
+READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+)
+
+
+class Reads(TorchDispatchMode):
+    """Notes every operator that takes a number from a tensor to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS:
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["float", "tensor"])
+def test_no_step_but_a_windows_last_takes_a_number_from_a_tensor(lr: Any) -> None:
+    """A learning rate in a CPU tensor is written, not read, and the tally is kept in tensors."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    knobs = [hdet.LearningRate(), hdet.WeightDecay()]
+    engine = Engine(hdet.replicate(model, optimizer, n=4), knobs, window=5)
+    counts = []
+    for _ in range(10):
+        losses = one_step(engine, "cpu")
+        with Reads() as reads:
+            engine.step(losses)
+        counts.append(len(reads.seen))
+    assert counts[:4] == counts[5:9] == [0] * 4
+    with Reads() as reads:
+        losses[0].item()
+    assert reads.seen
+
+
+class Calls(TorchFunctionMode):
+    """Counts the torch functions called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_work_between_window_ends_does_not_grow_with_the_model() -> None:
+    """A handful of small operators a step: the tally, and no pass over the parameters."""
+    counts = []
+    for depth in (1, 20):
+        model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(depth)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        engine = Engine(hdet.replicate(model, optimizer, n=2), [hdet.LearningRate()], window=5)
+        losses = one_step(engine, "cpu")
+        with Calls() as calls:
+            engine.step(losses)
+        counts.append(calls.count)
+    assert counts[0] == counts[1] < 30
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_driver_sees_no_wait() -> None:
+    engine = build("cuda")
+    for step in range(20):
+        losses = one_step(engine, "cuda")
+        if step % 10 == 9:
+            engine.step(losses)
+            continue
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            engine.step(losses)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,179 @@
+"""One line a window, written so that a kill loses the window under way at most, and read back whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hdet
+from hdet.errors import HdetError
+from hdet.history import History, WindowRecord
+
+
+def record(window: int, **changes: Any) -> WindowRecord:
+    fields: dict[str, Any] = {
+        "window": window,
+        "start": 5 * window,
+        "stop": 5 * window + 5,
+        "bases": {"learning_rate": 0.1 * 1.5**window, "größe": 1.0},
+        "values": {"learning_rate": [0.1, 0.2], "größe": [1.0, 1.0]},
+        "losses": [1.0, None],
+        "estimates": {"learning_rate": {"slope": -0.5, "stderr": 0.25, "t": -2.0, "curvature": None}},
+        "moves": {"learning_rate": 0.4},
+        "merged": True,
+        "faults": [{"kind": "non_finite", "replica": 1, "step": 3}],
+        "seconds": 1.5,
+        "closing": 0.1,
+    }
+    return WindowRecord(**{**fields, **changes})
+
+
+def write(path: Path, count: int = 3) -> list[WindowRecord]:
+    history = History(path)
+    records = [record(window) for window in range(count)]
+    for one in records:
+        history.append(one)
+    return records
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    records = write(tmp_path / "run" / "history.jsonl")
+    again = History(tmp_path / "run" / "history.jsonl")
+    assert list(again) == records
+    assert len(again) == 3
+    assert again.bases("learning_rate").tolist() == [[5, 0.1], [10, pytest.approx(0.15)], [15, pytest.approx(0.225)]]
+
+
+def test_every_line_is_one_strict_json_object(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    odd = {"learning_rate": {"slope": math.nan, "stderr": math.inf, "t": -math.inf, "averaged": {"slope": math.nan}}}
+    History(path).append(record(0, estimates=odd, bases={"x": 1.0}))
+    (line,) = path.read_text().splitlines()
+
+    def refuse(constant: str) -> Any:
+        raise AssertionError(constant)
+
+    parsed = json.loads(line, parse_constant=refuse)
+    assert parsed["estimates"]["learning_rate"] == {"slope": None, "stderr": None, "t": None, "averaged": {"slope": None}}
+    assert History(path).windows[0].losses == [1.0, None]
+
+
+def test_a_line_is_on_disk_before_append_returns(tmp_path: Path) -> None:
+    history = History(tmp_path / "history.jsonl")
+    for window in range(3):
+        history.append(record(window))
+        assert len((tmp_path / "history.jsonl").read_bytes().splitlines()) == window + 1
+
+
+def test_a_kill_at_any_byte_loses_the_window_under_way_at_most(tmp_path: Path) -> None:
+    """And what is appended after it is read back too."""
+    whole = tmp_path / "whole.jsonl"
+    records = write(whole, 2)
+    content = whole.read_bytes()
+    first = content.index(b"\n") + 1
+    for size in range(first, len(content) + 1, 7):
+        path = tmp_path / f"{size}.jsonl"
+        path.write_bytes(content[:size])
+        history = History(path)
+        complete = 2 if size >= len(content) - 1 else 1
+        assert list(history) == records[:complete]
+        assert path.read_bytes() == content[:size]  # reading alone writes nothing
+        history.append(record(complete))
+        assert list(History(path)) == [*records[:complete], record(complete)]
+
+
+def test_a_whole_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    records = write(path, 2)
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    history = History(path)
+    assert list(history) == records
+    history.append(record(2))
+    assert list(History(path)) == [*records, record(2)]
+
+
+def test_a_torn_first_line_is_an_empty_history(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(b'{"window": 0, "st\xc3')
+    history = History(path)
+    assert list(history) == []
+    history.append(record(0))
+    assert list(History(path)) == [record(0)]
+
+
+def test_garbage_in_the_middle_is_an_error_that_says_where(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    write(path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[1][:40], lines[2]]) + "\n")
+    with pytest.raises(HdetError, match=r"history.jsonl, line 2 is not a window record"):
+        History(path)
+    path.write_text("\n".join([lines[0], '{"window": 1, "colour": "red"}', lines[2]]) + "\n")
+    with pytest.raises(HdetError, match="line 2 is not a window record.*colour"):
+        History(path)
+
+
+def test_truncating_drops_windows_in_memory_and_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    records = write(path, 4)
+    history = History(path)
+    history.truncate(2)
+    assert list(history) == list(History(path)) == records[:2]
+    assert os.listdir(tmp_path) == ["history.jsonl"]
+    history.append(record(2))
+    assert [one.window for one in History(path)] == [0, 1, 2]
+
+
+def test_a_history_in_memory_alone(tmp_path: Path) -> None:
+    history = History()
+    history.append(record(0))
+    history.truncate(0)
+    assert len(history) == 0
+
+
+def test_an_unknown_knob_is_named_with_those_there_are() -> None:
+    history = History()
+    history.append(record(0))
+    with pytest.raises(HdetError, match=r"no knob 'lr' in this history; there are \['größe', 'learning_rate'\]"):
+        history.bases("lr")
+
+
+def test_a_window_that_is_there_already_is_not_expected() -> None:
+    history = History()
+    history.expect(0)
+    history.append(record(3))
+    history.expect(4)
+    with pytest.raises(HdetError, match=r"holds windows up to 3, and window 3 is to be run: .* truncate\(3\)"):
+        history.expect(3)
+
+
+def test_the_loss_of_a_window_is_the_mean_over_sound_replicas() -> None:
+    assert record(0, losses=[1.0, None, 2.0]).loss == 1.5
+    assert math.isnan(record(0, losses=[None, None]).loss)
+
+
+def test_records_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record(0).window = 1  # type: ignore[misc]
+
+
+def test_an_engine_given_a_history_writes_to_it(problem: Any, train: Any, tmp_path: Path) -> None:
+    import torch
+
+    model = problem.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    history = History(tmp_path / "history.jsonl")
+    engine = hdet.Engine(hdet.replicate(model, optimizer, n=2), [hdet.LearningRate()], window=3, history=history)
+    train(engine, 8)
+    assert engine.history is history
+    assert [one.window for one in History(tmp_path / "history.jsonl")] == [0, 1]
+    one = History(tmp_path / "history.jsonl").windows[1]
+    assert (one.start, one.stop) == (3, 6)
+    assert 0 < one.closing < one.seconds
+    assert set(one.estimates["learning_rate"]) == {"slope", "stderr", "t", "curvature", "curvature_stderr"}
