@@ -8,6 +8,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+# Everything here is too small to gain much from a second thread, and threads that wait for each other on a
+# busy machine are slower by far.
+OMP_NUM_THREADS ?= 1
+export OMP_NUM_THREADS
+
 .PHONY: run test lint install clean
 
 run: $(INSTALLED)

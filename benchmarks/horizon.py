@@ -1,18 +1,19 @@
-"""Short-horizon bias: the rate at which each signal stops asking for less, against the rate that is truly best.
+"""Short-horizon bias: the rate at which a signal stops asking for less, against the rate that is truly best.
 
     python benchmarks/horizon.py --signal last --window 20 --when 0.3 --seed 0 --out runs/one
 
-A quadratic sum_i h_i theta_i^2 / 2 with gradient noise, SGD at rate lr (1 - t / S)^(1/2) for S = 1000 steps, everything
-in exact moments, so that no estimate is noisy. The truth is the peak rate with the least E L(theta_S). A run at some
-peak rate reaches step `when` S; there a window of T steps is compared at rates around it, judged by
+A quadratic sum_i h_i theta_i^2 / 2 with gradient noise, SGD at rate lr (1 - t / S)^(1/2) for S = 1000 steps,
+everything in exact moments, so that no estimate is noisy. The truth is the peak rate with the least E
+L(theta_S). A run at some peak rate reaches step `when` S; there a window of T steps is compared at rates
+around it, judged by
 
     last       E L at the window's last weights
     training   the window's mean E L: the paper's training loss
     average    E L at the window's mean weights
 
-and the slope's sign says whether it wants more or less. `log_ratio` in result.json is log(rate where the sign changes /
-best rate), 0 for an unbiased signal, below 0 for one that asks for too little; `bias` is its absolute value. The seed
-draws the spectrum h and the start.
+and the slope's sign says whether it wants more or less. `log_ratio` in result.json is log(rate where the sign
+changes / best rate), 0 for an unbiased signal, below 0 for one that asks for too little; `bias` is its
+absolute value. The seed draws the spectrum h and the start.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Quadratic:
             return self.loss(mean, variance)
         if signal == "training":
             return total / window
-        # Var of the mean of theta_1..theta_T: cov(theta_s, theta_t) = (product of shrinks s+1..t) var(theta_s)
+        # Var of the mean of theta_1..theta_T: cov(theta_s, theta_t) = (product of shrinks s+1..t)
+        # var(theta_s)
         covariance = np.zeros(COORDINATES)
         onward = np.zeros(COORDINATES)  # sum over t > s of the products, from the back
         for s in range(window - 1, -1, -1):
@@ -86,7 +88,7 @@ def schedule(t: int) -> float:
 
 
 def sign_change(values: Array) -> float:
-    """The rate where slopes turn from negative (more is better) to positive, the last time; an end if they never do."""
+    """The rate where slopes last turn from negative (more is better) to positive; an end if they never do."""
     negative = np.flatnonzero(values < 0)
     if not len(negative):
         return float(RATES[0])

@@ -3,9 +3,10 @@
     python benchmarks/noisy_quadratic.py --batch 8 --signal training --design permutation --window 20 \
         --averaging shared --seed 0 --out runs/one
 
-L(theta) = sum_i h_i theta_i^2 / 2 with h from 1 to 0.01 over 24 coordinates; a batch of B examples gives the gradient
-h_i (theta_i - xi_i) with xi ~ N(0, s^2 / B). N = 8 replicas train for a window with the rates of K = 4 groups of
-coordinates spread by +-a, as the library's designs hand them out, and the library's least squares reads the slopes off.
+L(theta) = sum_i h_i theta_i^2 / 2 with h from 1 to 0.01 over 24 coordinates; a batch of B examples gives the
+gradient h_i (theta_i - xi_i) with xi ~ N(0, s^2 / B). N = 8 replicas train for a window with the rates of K =
+4 groups of coordinates spread by +-a, as the library's designs hand them out, and the library's least squares
+reads the slopes off.
 
 The truth is d E L(theta_T) / d log rate_k of the merged run, from exact moments. Written to result.json:
 
@@ -77,7 +78,8 @@ def main() -> None:
     rng = np.random.default_rng(given.seed)
     deviation = NOISE / np.sqrt(given.batch)
 
-    # Starts in mid-training: what is left of a start of unit size after 30 steps, plus the noise of a long run.
+    # Starts in mid-training: what is left of a start of unit size after 30 steps, plus the noise of a long
+    # run.
     start = rng.standard_normal((WINDOWS, COORDINATES)) * ((1 - RATE * CURVATURE) ** 30 + 0.1)
     spread = hdet.TwoLevel(given.spread) if given.design == "hadamard" else hdet.Symmetric(given.spread)
     ladder = [spread.levels(REPLICAS)] * GROUPS

@@ -1,5 +1,6 @@
 """hdet: online hyperparameter search inside one training run."""
 
+from hdet.checkpoint_folder import CheckpointFolder
 from hdet.controllers import (
     Calibrate,
     Comparison,
@@ -29,6 +30,7 @@ from hdet.errors import (
     StepError,
 )
 from hdet.evidence import Analytic, Contrast, Divergent, Evidence, Line
+from hdet.explored import explore
 from hdet.history import History, WindowRecord
 from hdet.hparams import (
     WSD,
@@ -71,9 +73,10 @@ from hdet.perturb import perturb
 from hdet.recommended import recommended
 from hdet.replicas import micro_batches, replicate
 from hdet.replicas.distributed import distribute, process_group
-from hdet.schedulers import OneCycleHDET, explore
+from hdet.schedulers import OneCycleHDET
 from hdet.signals import Probe, TrainingLoss
 from hdet.spec import Spec, register
+from hdet.stateful import Stateful
 from hdet.windows import FixedWindow, GrowingWindow, Windows
 
 __version__ = "0.1.0"

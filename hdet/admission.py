@@ -79,9 +79,9 @@ def identifiable(knob: BoundKnob, evidence: Evidence, replicas: Replicas, signal
             f"{name} acts {place}, of which {evidence.kind} evidence sees nothing; give the knob other evidence "
             f"(evidence=hdet.Divergent(), or hdet.Line, Analytic or Contrast)"
         )
-    if spec.controller.needs_averaged and not evidence.averages:
+    if knob.controller.needs_averaged and not evidence.averages:
         raise ConfigError(
-            f"{name}: the controller {spec.controller.kind} needs a judgement at window-averaged weights, which "
+            f"{name}: the controller {knob.controller.kind} needs a judgement at window-averaged weights, which "
             f"{evidence.kind} evidence has not; take other evidence (hdet.Line) or another controller, such as "
             f"hdet.Gated or hdet.Newton"
         )

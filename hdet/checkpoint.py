@@ -20,13 +20,15 @@ from hdet.errors import CheckpointError
 
 if TYPE_CHECKING:
     from hdet.engine import Engine
+    from hdet.replicas import Replica
 
 FORMAT = 1
 
 
 def state_dict(engine: Engine) -> dict[str, Any]:
     """See the module's layout. With the window just opened, `open` holds no replicas: all are the converged one."""
-    fresh = engine.tally.steps == 0
+    # A replica that a merge has still to reach is no state to go on from.
+    fresh = engine.tally.steps == 0 or engine.in_flight
     return {
         "format": FORMAT,
         "config": config(engine),
@@ -49,7 +51,7 @@ def state_dict(engine: Engine) -> dict[str, Any]:
                     "model": copy.deepcopy(engine.hosts[replica.host][0].state_dict()),
                     "optimizer": copy.deepcopy(replica.optimizer.state_dict()),
                 }
-                for replica in {replica.host: replica for replica in reversed(engine.replicas)}.values()
+                for replica in _one_a_host(engine)
             },
         },
     }
@@ -90,7 +92,11 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
     if engine.finished:
         return
     under_way = state["open"]
-    same = under_way is not None and under_way["exploring"] == _exploring(engine)
+    same = engine.all_agree(
+        under_way is not None
+        and under_way["exploring"] == _exploring(engine)
+        and all(str(replica.index) in under_way["replicas"] for replica in _one_a_host(engine))
+    )
     for collector, own_state in zip(engine.collectors, state["collectors"], strict=True):
         collector.load_state_dict(own_state, engine.window if same else None)
     if not same:
@@ -98,7 +104,7 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
     engine.step_count = under_way["step"]
     engine.tally.load_state_dict(under_way["tally"])
     engine.averages.load_state_dict(under_way["averages"])
-    for replica in {replica.host: replica for replica in reversed(engine.replicas)}.values():
+    for replica in _one_a_host(engine):
         own_state = under_way["replicas"][str(replica.index)]
         engine.hosts[replica.host][0].load_state_dict(own_state["model"])
         replica.optimizer.load_state_dict(copy.deepcopy(own_state["optimizer"]))
@@ -114,6 +120,11 @@ def config(engine: Engine) -> dict[str, Any]:
         "gradients": engine.gradients,
         "total_steps": engine.total_steps,
     }
+
+
+def _one_a_host(engine: Engine) -> list[Replica]:
+    """The first replica of each model this process holds; seats at one model share all there is to save."""
+    return list({replica.host: replica for replica in reversed(engine.replicas)}.values())
 
 
 def _exploring(engine: Engine) -> dict[str, Any]:

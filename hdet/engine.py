@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch.optim import Optimizer
 
 from hdet import admission, checkpoint
 from hdet.controllers import Estimate
 from hdet.errors import ConfigError, DivergedError, StepError
-from hdet.evidence import Collector, Divergent, Evidence, Harvest, Scene, Window
+from hdet.evidence import Collector, Evidence, Harvest, Scene, Window
+from hdet.evidence.defaults import complete
 from hdet.history import History, WindowRecord
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.knob import Knob
@@ -41,7 +43,9 @@ class Engine:
         knobs: what is explored; names and the scalars they write must be distinct.
         window: steps between two converges, or a rule for them.
         signal: what replicas are compared by.
-        evidence: where the comparisons of knobs that name no evidence of their own come from.
+        evidence: where the comparisons of knobs that name no evidence of their own come from; by default
+            `Divergent` where replicas can come apart, else what suits each knob without (`Line`, `Analytic`,
+            `Contrast`).
         merge: how diverged replicas become one.
         gradients: "shared", every replica applies the mean gradient (data parallel, the paper), or "local",
             each its own (local SGD).
@@ -110,11 +114,10 @@ class Engine:
         self.seed = seed
         self.knobs = [
             BoundKnob(knob, [knob.bind(model, optimizer) for model, optimizer in replicas.hosts], replicas.size)
-            for knob in knobs
+            for knob in (complete(knob, evidence, replicas.diverge) for knob in knobs)
         ]
         admission.separate_targets(self.knobs)
-        default = evidence if evidence is not None else Divergent()
-        chosen = [knob.spec.evidence if knob.spec.evidence is not None else default for knob in self.knobs]
+        chosen = [knob.evidence for knob in self.knobs]
         for knob, source in zip(self.knobs, chosen, strict=True):
             admission.identifiable(knob, source, replicas, self.signal, gradients)
         self.total_steps = admission.common_total(self.knobs, total_steps)
@@ -206,6 +209,7 @@ class Engine:
         for collector in self.collectors:
             collector.after_update(self.window, self.step_count)
         self.step_count += 1
+        self._home.advance()
         if self.step_count < self.window.stop:
             self._apply()
             return None
@@ -246,6 +250,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resume needs, as plain numbers and tensors; see `hdet.checkpoint`."""
+        self._home.settle()
         return checkpoint.state_dict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -266,6 +271,20 @@ class Engine:
             self._end()
         else:
             self.open_window(window)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the replicas' models do not show the last merge yet."""
+        return self._home.in_flight
+
+    def settle(self) -> None:
+        """Let the anchor hold the last merge, before it is saved."""
+        self._home.settle()
+
+    def all_agree(self, fact: bool) -> bool:
+        """Whether a fact holds in every process; each asks at the same time."""
+        row = torch.full((len(self._home.local), 1), float(fact), device=self.tally.sums.device)
+        return bool((self._home.gather(row) == 1.0).all())
 
     # -- the cycle --------------------------------------------------------------------------------
 
@@ -290,6 +309,7 @@ class Engine:
 
     def _close_window(self) -> WindowRecord:
         began = time.perf_counter()
+        self._home.advance(now=True)
         window = Window(self.window.index, self.window.start, self.step_count)
         table = self._home.gather(self.tally.rows())
         valid = np.isfinite(table[:, 0]) & (table[:, 2] == 1.0)
@@ -381,6 +401,7 @@ class Engine:
 
     def _end(self) -> None:
         self.finished = True
+        self._home.advance(now=True)
         for knob in self.knobs:
             knob.rest()
         self._apply()

@@ -14,15 +14,18 @@ from torch.optim import Optimizer
 
 from hdet.controllers import Paper
 from hdet.engine import Engine
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, StepError
 from hdet.history import WindowRecord
 from hdet.hparams import LearningRate, Schedule
 from hdet.replicas import Replicas, replicate
 from hdet.tally import Losses
 
+KEY = "hdet"
+"""Under which key of a scheduler's state the exploration's lies."""
+
 
 class Course(Schedule):
-    """A schedule that somebody else decides as training goes: it knows the steps it was told, and no others."""
+    """A schedule decided by somebody else as training goes: it knows the steps it was told, and no others."""
 
     kind = "course"
     _values: dict[int, float] = PrivateAttr(default_factory=dict)
@@ -84,7 +87,7 @@ class Exploration:
     ) -> None:
         if replicas.hosts[0][1] is not optimizer:
             raise ConfigError(
-                "the scheduler's optimizer must be the first replica's; make the replicas from the same optimizer"
+                "the scheduler's optimizer must be the first replica's; make both from the same optimizer"
             )
         self.optimizer = optimizer
         self._scheduler_state = scheduler_state
@@ -154,7 +157,7 @@ class Exploration:
         }
 
     def _follow(self, step: int) -> None:
-        """Tell the engine's knobs the scheduler's rates at a step, and the other replicas what else it wrote."""
+        """Tell the knobs the scheduler's rates at a step, and the other replicas what else it wrote."""
         for knob, course, rate in zip(self.engine.knobs, self.courses, self._own, strict=True):
             # The paper's controller takes the base over: what it moves is the rate at which it began.
             taken_over = isinstance(knob.spec.controller, Paper) and knob.state.started
@@ -178,6 +181,20 @@ class Exploration:
             knob.forget()
 
 
+def running_engine(exploration: Exploration | None) -> Engine:
+    """Its engine.
+
+    Raises:
+        StepError: nothing is explored, and there is none.
+    """
+    if exploration is None:
+        raise StepError(
+            "this scheduler does not explore, so it has no engine: give it a spread and run it in several "
+            "processes, or pass replicas=hdet.replicate(...)"
+        )
+    return exploration.engine
+
+
 def rates(optimizer: Optimizer) -> list[float | Tensor]:
     """The learning rate of each parameter group; tensors are copied."""
     return [
@@ -187,7 +204,7 @@ def rates(optimizer: Optimizer) -> list[float | Tensor]:
 
 
 def surroundings(optimizer: Optimizer, model: nn.Module | None, replicas: Replicas | None) -> Replicas:
-    """The replicas there are: those given, else the processes of `torch.distributed`, else this process alone.
+    """The replicas there are: those given, else those of `torch.distributed`, else this process alone.
 
     Raises:
         ConfigError: both `model` and `replicas` were given, or a parameter cannot be held by a module.
@@ -200,7 +217,7 @@ def surroundings(optimizer: Optimizer, model: nn.Module | None, replicas: Replic
     many = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not many or torch.distributed.get_world_size() == 1:
         return replicate(held, optimizer, n=1)
-    from hdet.replicas import distribute  # type: ignore[attr-defined]
+    from hdet.replicas.distributed import distribute
 
     made: Replicas = distribute(held, optimizer)
     return made
@@ -218,7 +235,7 @@ class OptimizedParameters(nn.Module):
             for position, parameter in enumerate(group["params"]):
                 if not isinstance(parameter, nn.Parameter):
                     raise ConfigError(
-                        f"parameter {position} of group {index} is a plain tensor; make it an nn.Parameter, or give "
-                        f"the scheduler model= or replicas="
+                        f"parameter {position} of group {index} is a plain tensor; make it an "
+                        f"nn.Parameter, or give the scheduler model= or replicas="
                     )
                 self.register_parameter(f"group{index}_{position}", parameter)

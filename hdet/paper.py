@@ -1,4 +1,4 @@
-"""The paper as one declaration: Cheng, Huang, Zhu and Alonso 2026, arXiv:2604.24708, with its errata corrected.
+"""The paper as one declaration: Cheng, Huang, Zhu and Alonso 2026, arXiv:2604.24708, its errata corrected.
 
 `docs/paper.md` goes through the paper section by section.
 
@@ -41,8 +41,9 @@ RATE = 0.5
 class HeldOneCycle(OneCycle):
     """`OneCycle` up to step `held_from`, and from there on the value it has at that step.
 
-    In the paper the controller's base takes the cycle's place once control begins. `held_from` is the first step
-    of the first controlled window: the end of the first window at or after the controller's `warmup_steps`.
+    In the paper the controller's base takes the cycle's place once control begins. `held_from` is the first
+    step of the first controlled window: the end of the first window at or after the controller's
+    `warmup_steps`.
 
     >>> HeldOneCycle(1.0, total_steps=100, held_from=29)(90)
     1.0

@@ -1,4 +1,4 @@
-"""The warm noisy start: replicas set out from one checkpoint, each with a little noise of its own on its weights."""
+"""The warm noisy start: replicas set out from one checkpoint, each with a little noise of its own."""
 
 from __future__ import annotations
 
@@ -30,18 +30,21 @@ def perturb(
     replica: int | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> None:
-    r"""Add noise to every trained parameter: `theta_r = theta_0 + eps_r`, `eps_r ~ N(0, nu^2 |theta_0|^2 / d)`.
+    r"""Add noise to every trained parameter, `theta_r = theta_0 + eps_r`.
 
-    Do it before the engine is made. Its first window opens without a merge, so the noise lives until that
-    window's end, when the replicas are averaged. (In the code released with the paper the constructor averages
-    at once, which erases it.) Buffers, parameters without `requires_grad` and integers stay as they are; tied
+    `eps_r ~ N(0, nu^2 |theta_0|^2 / d)`, so that it has about nu times the norm of the weights.
+
+    Do it before the first step, and after `hdet.distribute` (or `hdet.OneCycleHDET`, which calls it), which
+    makes all replicas alike. The first window opens without a merge, so the noise lives until that window's
+    end, when the replicas are averaged. (In the code released with the paper the constructor averages at
+    once, which erases it.) Buffers, parameters without `requires_grad` and integers stay as they are; tied
     parameters are moved once. Source: Cheng et al. 2026, arXiv 2604.24708.
 
     Args:
         target: replicas, each moved by its own index's noise; or one model, with `replica=`.
         noise: nu, the noise's norm relative to the weights'.
-        scale: what |theta_0|^2 / d is taken over: each "tensor" by itself, so that a tensor of zeros stays, or
-            all trained parameters together ("global").
+        scale: what |theta_0|^2 / d is taken over: each "tensor" by itself, so that a tensor of zeros stays,
+            or all trained parameters together ("global").
         seed: of the noise. Replica r's is a pure function of (seed, r, parameter name); the global RNG is not
             touched.
         replica: the index of a single model.
@@ -49,14 +52,15 @@ def perturb(
             converged model), or the path of either. Its parameters are theta_0.
 
     Raises:
-        ConfigError: a noise below 0, an unknown scale, a model without `replica=`, a checkpoint that does not fit.
+        ConfigError: a noise below 0, an unknown scale, a model without `replica=`, a checkpoint that does not
+            fit.
 
     >>> import torch, hdet
     >>> model = torch.nn.Linear(1000, 10)
     >>> replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
     >>> before = model.weight.detach().clone()
     >>> hdet.perturb(replicas, noise=0.01)
-    >>> round(float((model.weight - before).norm() / before.norm()), 3)
+    >>> round(float((model.weight.detach() - before).norm() / before.norm()), 3)
     0.01
     """
     if not noise >= 0.0:
@@ -108,7 +112,8 @@ def _move(model: nn.Module, noise: float, scale: str, seed: int, replica: int) -
 def _normals(count: int, seed: int, replica: int, name: str) -> Iterator[NDArray[np.float64]]:
     """`count` standard normal numbers in blocks, a pure function of the arguments, by Box and Muller.
 
-    From Philox's raw words, which no version of NumPy changes; its normal generators are not promised to stay.
+    From Philox's raw words, which no version of NumPy changes; its normal generators are not promised to
+    stay.
     """
     text = f"{seed}:{replica}:{name}"
     digest = blake2b(text.encode(), digest_size=16, person=b"hdet.perturb").digest()

@@ -84,14 +84,24 @@ class Spec(BaseModel):
                     f"{sorted(members(cls))}; got {given!r}"
                 )
             member = lookup(cls, str(given["kind"]))
+            if not issubclass(member, cls):
+                raise ConfigError(f"the {cls.family} {given['kind']!r} is a {member.__name__}, no {cls.__name__}")
             fields = {key: value for key, value in given.items() if key != "kind"}
-        try:
-            return cast(S, member.model_validate(fields))
-        except ValidationError as error:
-            raise ConfigError(_explain(member, error)) from None
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"a {member.__name__} is a mapping of {sorted(member.model_fields)}; got {fields!r}")
+        return cast(S, member(**{str(key): value for key, value in fields.items()}))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and mappings, from which `from_dict` builds an equal object."""
+        """Plain numbers, strings, lists and mappings, from which `from_dict` builds an equal object.
+
+        Raises:
+            ConfigError: the class was never registered, so that no one could read it back.
+        """
+        if self.family and not _same(self._members.get(self.kind), type(self)):
+            raise ConfigError(
+                f"{type(self).__qualname__} cannot be written down: it is not registered as a {self.family}; decorate "
+                f"it with @hdet.register"
+            )
         fields = self.model_dump(mode="json")
         return {"kind": self.kind, **fields} if self.family else fields
 
@@ -121,13 +131,18 @@ def register(cls: C) -> C:
     if "kind" not in cls.__dict__:
         cls.kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
     holder = cls._members.get(cls.kind)
-    if holder is not None and (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
+    if holder is not None and not _same(holder, cls):
         raise ConfigError(
             f"{cls.family} {cls.kind!r} is already {holder.__module__}.{holder.__qualname__}; "
             f"set another `kind` on {cls.__qualname__}"
         )
     cls._members[cls.kind] = cls
     return cls
+
+
+def _same(one: type | None, other: type) -> bool:
+    """Whether both are the class of one place in the source; a notebook's cell defines it anew at each run."""
+    return one is not None and (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
 
 
 def members(root: type[Spec]) -> dict[str, type[Spec]]:
@@ -157,6 +172,7 @@ def _explain(spec: type[Spec], error: ValidationError) -> str:
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             message = f"no such field; there are {sorted(spec.model_fields)}"
-        given = "" if item["type"] in ("missing", "value_error") and not where else f" (given: {item['input']!r})"
+        told = item["type"] == "missing" or isinstance(item.get("ctx", {}).get("error"), ConfigError)
+        given = "" if told else f" (given: {item['input']!r})"
         lines.append(f"{where + ': ' if where else ''}{message}{given}")
     return f"{spec.kind or spec.__name__}: " + "; ".join(lines)

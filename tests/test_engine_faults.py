@@ -76,7 +76,9 @@ def test_a_non_finite_parameter_restarts_its_replica_from_the_merged_model(
     """At the window's last update, so that no loss has shown it; in replica 0, the user's own model, too."""
     engine = build(problem)
     (record,) = train(engine, 5, after_update=poison(engine, 4, [index], value))
-    assert [(fault["kind"], fault["replica"], fault["step"]) for fault in record.faults] == [("non_finite", index, 4)]
+    assert [(fault["kind"], fault["replica"], fault["step"]) for fault in record.faults] == [
+        ("non_finite", index, 4)
+    ]
     assert record.losses[index] is None
     assert_alike(engine)
     for replica in engine.replicas:
@@ -135,7 +137,9 @@ def test_the_anchor_may_lie_on_the_host(problem: Any, train: Any, assert_same: A
     assert_same(engine.replicas[0].model.state_dict(), converged["model"])
 
 
-def test_under_shared_gradients_one_nan_gradient_fails_all_and_the_run_goes_on(problem: Any, train: Any) -> None:
+def test_under_shared_gradients_one_nan_gradient_fails_all_and_the_run_goes_on(
+    problem: Any, train: Any
+) -> None:
     engine = build(problem, gradients="shared")
 
     def batch(step: int, index: int) -> Any:
@@ -155,13 +159,17 @@ def test_failing_again_and_again_is_an_error_and_the_model_is_sound(
     engine = build(problem, window=2, history=tmp_path / "history.jsonl")
     train(engine, 2)
     good = {name: value.clone() for name, value in engine.replicas[0].model.state_dict().items()}
-    with pytest.raises(DivergedError, match=r"4 windows on end.*step 8.*Start from lower values.*learning_rate"):
+    with pytest.raises(
+        DivergedError, match=r"4 windows on end.*step 8.*Start from lower values.*learning_rate"
+    ):
         train(engine, report=lambda step, losses: [torch.tensor(math.nan)] * N)
     assert engine.step_count == 10
     for name, value in engine.replicas[0].model.state_dict().items():
         assert torch.equal(value, good[name])
     # What happened is on record, the window that raised included.
-    assert [record.faults[-1]["kind"] for record in hdet.History(tmp_path / "history.jsonl").windows[1:]] == ["restored"] * 4
+    assert [record.faults[-1]["kind"] for record in hdet.History(tmp_path / "history.jsonl").windows[1:]] == [
+        "restored"
+    ] * 4
     # Whoever catches it may go on.
     records = train(engine, 14)
     assert all(record.faults == [] for record in records)
@@ -171,7 +179,11 @@ def test_a_good_window_in_between_starts_the_count_anew(problem: Any, train: Any
     engine = build(problem, window=1)
     for step in range(20):
         fails = step % 4 != 0
-        train(engine, step + 1, report=lambda step, losses, f=fails: [torch.tensor(math.nan)] * N if f else losses)
+        train(
+            engine,
+            step + 1,
+            report=lambda step, losses, f=fails: [torch.tensor(math.nan)] * N if f else losses,
+        )
     assert engine.finished
 
 
@@ -191,4 +203,5 @@ def test_half_precision_weights_are_not_taken_for_infinite(train: Any) -> None:
     replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=1e-3), n=2)
     engine = Engine(replicas, [hdet.LearningRate()], window=1)
     record = engine.step([torch.tensor(1.0), torch.tensor(1.0)])
-    assert record is not None and record.faults == []
+    assert record is not None
+    assert record.faults == []

@@ -66,7 +66,8 @@ def test_any_optimizer_is_explored_merged_and_resumed(
     for other in states[1:]:
         assert_same(other, states[0])
     losses = [record.loss for record in engine.history]
-    assert min(losses) < losses[0] and math.isfinite(losses[-1])
+    assert min(losses) < losses[0]
+    assert math.isfinite(losses[-1])
     resumed = build()
     resumed.load_state_dict(state)
     train(resumed)
@@ -191,7 +192,9 @@ def test_models_of_another_precision(dtype: Any, problem: Any, train: Any, asser
         hdet.replicate(model, TORCH.AdamW(model.parameters(), lr=0.01), n=3),
         [hdet.LearningRate()],
         window=5,
-        signal=hdet.Probe(problem.loss, [[t.to(dtype) for t in problem.batch(-1, j)] for j in range(2)], at="average"),
+        signal=hdet.Probe(
+            problem.loss, [[t.to(dtype) for t in problem.batch(-1, j)] for j in range(2)], at="average"
+        ),
         total_steps=15,
     )
     records = train(engine, batch=lambda s, i: [t.to(dtype) for t in problem.batch(s, i)])
@@ -244,7 +247,9 @@ def test_grad_scalers_skip_steps(gradients: Any, problem: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_batch_norm_statistics_are_averaged_and_its_counter_is_kept(problem: Any, train: Any, assert_alike: Any) -> None:
+def test_batch_norm_statistics_are_averaged_and_its_counter_is_kept(
+    problem: Any, train: Any, assert_alike: Any
+) -> None:
     model = problem.model(nn.BatchNorm1d(6))
     optimizer = TORCH.SGD(model.parameters(), lr=0.05)
     engine = Engine(hdet.replicate(model, optimizer, n=3), [hdet.LearningRate()], window=4, total_steps=8)
@@ -263,7 +268,7 @@ def test_batch_norm_statistics_are_averaged_and_its_counter_is_kept(problem: Any
 
 
 class Tied(nn.Module):
-    """Tied weights, a frozen layer, a mask of infinities, an empty parameter, and a branch that is not always taken."""
+    """Tied weights, a frozen layer, a mask of infinities, an empty parameter, a branch not always taken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +339,9 @@ def test_a_parameter_unused_everywhere_gets_no_gradient(problem: Any) -> None:
     assert model.out.weight.grad is not None
 
 
-def test_schedule_free_is_probed_at_its_own_average(problem: Any, train: Any, assert_same: Any, assert_alike: Any) -> None:
+def test_schedule_free_is_probed_at_its_own_average(
+    problem: Any, train: Any, assert_same: Any, assert_alike: Any
+) -> None:
     """In the optimizer's eval mode, and its weights are put back bit for bit."""
     modes: list[bool] = []
 
@@ -343,7 +350,9 @@ def test_schedule_free_is_probed_at_its_own_average(problem: Any, train: Any, as
         optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.02)
         optimizer.train()
         knob = hdet.LearningRate(spread=TwoLevel(0), controller=hdet.Hold())
-        engine = Engine(hdet.replicate(model, optimizer, n=2), [knob], window=5, signal=signal, total_steps=20)
+        engine = Engine(
+            hdet.replicate(model, optimizer, n=2), [knob], window=5, signal=signal, total_steps=20
+        )
         train(engine)
         return model, optimizer
 
@@ -355,7 +364,8 @@ def test_schedule_free_is_probed_at_its_own_average(problem: Any, train: Any, as
     unprobed, other = build(hdet.TrainingLoss())
     assert_same(probed.state_dict(), unprobed.state_dict())
     assert_same(own.state_dict()["state"], other.state_dict()["state"])
-    assert modes and not any(modes)
+    assert modes
+    assert not any(modes)
     assert own.param_groups[0]["train_mode"]
 
 

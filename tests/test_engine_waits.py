@@ -37,7 +37,9 @@ def build(device: str, **options: Any) -> Engine:
     model = Net().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     probe = hdet.Probe(
-        lambda m, x: m(x).square().mean(), [torch.ones(4, 4, device=device) * j for j in range(2)], at="average"
+        lambda m, x: m(x).square().mean(),
+        [torch.ones(4, 4, device=device) * j for j in range(2)],
+        at="average",
     )
     knobs = [
         hdet.LearningRate(schedule=hdet.OneCycle(0.01, total_steps=20)),
@@ -131,7 +133,9 @@ class Calls(TorchFunctionMode):
         super().__init__()
         self.count = 0
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += 1
         return func(*args, **(kwargs or {}))
 

@@ -47,12 +47,23 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     again = History(tmp_path / "run" / "history.jsonl")
     assert list(again) == records
     assert len(again) == 3
-    assert again.bases("learning_rate").tolist() == [[5, 0.1], [10, pytest.approx(0.15)], [15, pytest.approx(0.225)]]
+    assert again.bases("learning_rate").tolist() == [
+        [5, 0.1],
+        [10, pytest.approx(0.15)],
+        [15, pytest.approx(0.225)],
+    ]
 
 
 def test_every_line_is_one_strict_json_object(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
-    odd = {"learning_rate": {"slope": math.nan, "stderr": math.inf, "t": -math.inf, "averaged": {"slope": math.nan}}}
+    odd = {
+        "learning_rate": {
+            "slope": math.nan,
+            "stderr": math.inf,
+            "t": -math.inf,
+            "averaged": {"slope": math.nan},
+        }
+    }
     History(path).append(record(0, estimates=odd, bases={"x": 1.0}))
     (line,) = path.read_text().splitlines()
 
@@ -60,7 +71,12 @@ def test_every_line_is_one_strict_json_object(tmp_path: Path) -> None:
         raise AssertionError(constant)
 
     parsed = json.loads(line, parse_constant=refuse)
-    assert parsed["estimates"]["learning_rate"] == {"slope": None, "stderr": None, "t": None, "averaged": {"slope": None}}
+    assert parsed["estimates"]["learning_rate"] == {
+        "slope": None,
+        "stderr": None,
+        "t": None,
+        "averaged": {"slope": None},
+    }
     assert History(path).windows[0].losses == [1.0, None]
 
 
@@ -115,7 +131,7 @@ def test_garbage_in_the_middle_is_an_error_that_says_where(tmp_path: Path) -> No
     with pytest.raises(HdetError, match=r"history.jsonl, line 2 is not a window record"):
         History(path)
     path.write_text("\n".join([lines[0], '{"window": 1, "colour": "red"}', lines[2]]) + "\n")
-    with pytest.raises(HdetError, match="line 2 is not a window record.*colour"):
+    with pytest.raises(HdetError, match=r"line 2 is not a window record.*colour"):
         History(path)
 
 
@@ -140,7 +156,9 @@ def test_a_history_in_memory_alone(tmp_path: Path) -> None:
 def test_an_unknown_knob_is_named_with_those_there_are() -> None:
     history = History()
     history.append(record(0))
-    with pytest.raises(HdetError, match=r"no knob 'lr' in this history; there are \['größe', 'learning_rate'\]"):
+    with pytest.raises(
+        HdetError, match=r"no knob 'lr' in this history; there are \['größe', 'learning_rate'\]"
+    ):
         history.bases("lr")
 
 
@@ -149,7 +167,9 @@ def test_a_window_that_is_there_already_is_not_expected() -> None:
     history.expect(0)
     history.append(record(3))
     history.expect(4)
-    with pytest.raises(HdetError, match=r"holds windows up to 3, and window 3 is to be run: .* truncate\(3\)"):
+    with pytest.raises(
+        HdetError, match=r"holds windows up to 3, and window 3 is to be run: .* truncate\(3\)"
+    ):
         history.expect(3)
 
 
@@ -169,11 +189,13 @@ def test_an_engine_given_a_history_writes_to_it(problem: Any, train: Any, tmp_pa
     model = problem.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     history = History(tmp_path / "history.jsonl")
-    engine = hdet.Engine(hdet.replicate(model, optimizer, n=2), [hdet.LearningRate()], window=3, history=history)
+    engine = hdet.Engine(
+        hdet.replicate(model, optimizer, n=2), [hdet.LearningRate()], window=3, history=history
+    )
     train(engine, 8)
     assert engine.history is history
     assert [one.window for one in History(tmp_path / "history.jsonl")] == [0, 1]
     one = History(tmp_path / "history.jsonl").windows[1]
     assert (one.start, one.stop) == (3, 6)
     assert 0 < one.closing < one.seconds
-    assert set(one.estimates["learning_rate"]) == {"slope", "stderr", "t", "curvature", "curvature_stderr"}
+    assert set(one.estimates["learning_rate"]) >= {"slope", "stderr", "t", "curvature", "curvature_stderr"}

@@ -33,7 +33,8 @@ E = math.e
 )
 def test_equation_1_the_fan_out(n: int, multipliers: list[float]) -> None:
     space, levels = hdet.Relative(), hdet.Symmetric(1 / 9).levels(n)
-    assert [space.apply(9.0, level) for level in levels] == pytest.approx([9 * rho for rho in multipliers], rel=1e-15)
+    rates = [space.apply(9.0, level) for level in levels]
+    assert rates == pytest.approx([9 * rho for rho in multipliers], rel=1e-15)
 
 
 def softmax(losses: list[float], levels: list[float], sigma: float) -> float:
@@ -43,7 +44,8 @@ def softmax(losses: list[float], levels: list[float], sigma: float) -> float:
 
 
 def test_the_displacement_of_two_replicas() -> None:
-    # L = (1.1, 1.0), sigma = .1: s = (-1/2, 1/2), w = (1, e) / (1 + e), Delta = a (e - 1) / (e + 1) = a tanh(1/2)
+    # L = (1.1, 1.0), sigma = .1: s = (-1/2, 1/2), w = (1, e) / (1 + e), Delta = a (e - 1) / (e + 1) = a
+    # tanh(1/2)
     assert -softmax([1.1, 1.0], [-1 / 9, 1 / 9], 0.1) == pytest.approx((E - 1) / (E + 1) / 9, rel=1e-12)
 
 
@@ -54,7 +56,7 @@ def test_the_displacement_of_three_replicas() -> None:
 
 
 def test_the_displacement_is_the_slope_up_to_a_factor() -> None:
-    """Erratum 8: Delta is -(a^2 c_N / sigma) dL/dz to first order, c_N = (N + 1) / (3 (N - 1)), not -dL/dz."""
+    """Erratum 8: to first order Delta is -(a^2 c_N / sigma) dL/dz, c_N = (N + 1) / (3 (N - 1))."""
     a, sigma, slope = 0.1, 0.5, 1e-4
     for n in (2, 3, 4, 8):
         levels = hdet.Symmetric(a).levels(n)
@@ -142,15 +144,19 @@ def one_cycle(t: int) -> float:
 
 
 def algorithm_1(
-    n: int, gradients: str, start: tuple[Array, Array], assign: Callable[[int], NDArray[np.int64]], auto_lr: bool = True
+    n: int,
+    gradients: str,
+    start: tuple[Array, Array],
+    assign: Callable[[int], NDArray[np.int64]],
+    auto_lr: bool = True,
 ) -> dict[str, Any]:
     """Algorithm 1 for a linear model with two parameter groups (weights, bias), from the equations.
 
     `assign(window)` gives the [N, 2] multiplier indices. Corrections, by their number in docs/paper.md:
-    1 gamma from the base's own ratio to the floor; 2 the fan-out holds from the first step; 3 averaging does not
-    depend on auto-LR; 4 no average before the first window; 5 the loss accumulator is reset every window, and
-    the schedule does not overwrite the controlled base; 7 a converge at the end. And the base is kept at or
-    above the floor.
+    1 gamma from the base's own ratio to the floor; 2 the fan-out holds from the first step; 3 averaging does
+    not depend on auto-LR; 4 no average before the first window; 5 the loss accumulator is reset every window,
+    and the schedule does not overwrite the controlled base; 7 a converge at the end. And the base is kept at
+    or above the floor.
     """
     half = max((n - 1) / 2, 0.5)
     rho = np.array([1 + SPREAD * (r - (n - 1) / 2) / half for r in range(n)])
@@ -252,6 +258,11 @@ def reassigned(n: int, seed: int) -> Callable[[int], NDArray[np.int64]]:
     return assign
 
 
+def result(home: hdet.replicas.Copies, name: str) -> Any:
+    """A parameter of the first replica, which holds the merged model at the end."""
+    return home.hosts[0][0].get_parameter(name).detach().numpy()
+
+
 START = (np.array([0.3, -0.2, 0.1, 0.0, 0.5]), np.array([0.2]))
 
 
@@ -261,16 +272,17 @@ def test_the_engine_is_algorithm_1(n: int, gradients: Any) -> None:
     expected = algorithm_1(n, gradients, START, reassigned(n, seed=5))
     home = replicas(n, START)
     engine = hdet.paper_engine(
-        home, max_lr=MAX_LR, total_steps=STEPS, window=WINDOW, spread=SPREAD, warmup_steps=WARMUP, sigma=SIGMA,
-        beta=BETA, rate=RATE, div_factor=DIV, final_div_factor=FINAL_DIV, gradients=gradients, seed=5,
+        home, max_lr=MAX_LR, total_steps=STEPS, window=WINDOW, spread=SPREAD, warmup_steps=WARMUP,
+        sigma=SIGMA, beta=BETA, rate=RATE, div_factor=DIV, final_div_factor=FINAL_DIV,
+        gradients=gradients, seed=5,
     )  # fmt: skip
     rates = train(home, engine.step, gradients)
     # losses are summed in float32
     np.testing.assert_allclose(rates, expected["rates"], rtol=2e-5)
     for record, (losses, _) in zip(engine.history, expected["history"], strict=True):
         np.testing.assert_allclose(np.array(record.losses, dtype=float), losses, rtol=2e-5)
-    np.testing.assert_allclose(home.hosts[0][0].get_parameter("weight").detach(), expected["theta"][0], rtol=1e-5)
-    np.testing.assert_allclose(home.hosts[0][0].get_parameter("bias").detach(), expected["theta"][1], rtol=1e-5)
+    np.testing.assert_allclose(result(home, "weight"), expected["theta"][0], rtol=1e-5)
+    np.testing.assert_allclose(result(home, "bias"), expected["theta"][1], rtol=1e-5)
     # and the comparison could have failed: control moved the bases, differently from group to group
     controlled = np.array([base for _, base in expected["history"][2:-1]])
     assert np.ptp(np.log(controlled[:, 0] / controlled[:, 1])) > 1e-3
@@ -286,7 +298,7 @@ def test_the_drop_in_is_algorithm_1(n: int) -> None:
     )  # fmt: skip
     rates = train(home, scheduler.step, "shared")
     np.testing.assert_allclose(rates, expected["rates"], rtol=2e-5)
-    np.testing.assert_allclose(home.hosts[0][0].get_parameter("weight").detach(), expected["theta"][0], rtol=1e-5)
+    np.testing.assert_allclose(result(home, "weight"), expected["theta"][0], rtol=1e-5)
 
 
 def test_without_control_it_fans_out_and_averages_all_the_same() -> None:
@@ -298,7 +310,7 @@ def test_without_control_it_fans_out_and_averages_all_the_same() -> None:
     )
     np.testing.assert_allclose(train(home, engine.step, "shared"), expected["rates"], rtol=1e-12)
     assert all(record.merged for record in engine.history)
-    np.testing.assert_allclose(home.hosts[0][0].get_parameter("weight").detach(), expected["theta"][0], rtol=1e-9)
+    np.testing.assert_allclose(result(home, "weight"), expected["theta"][0], rtol=1e-9)
 
 
 def test_under_shared_gradients_and_adamw_deviations_are_collinear() -> None:
@@ -316,7 +328,8 @@ def test_under_shared_gradients_and_adamw_deviations_are_collinear() -> None:
             made.step()
             made.zero_grad()
         engine.step()
-    weights = torch.stack([torch.cat([p.detach().flatten() for p in m.parameters()]) for m, _ in home.hosts]).double()
+    flat = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model, _ in home.hosts]
+    weights = torch.stack(flat).double()
     singular = torch.linalg.svdvals(weights - weights.mean(0))
     assert float(singular[0]) > 1e-4
     assert float(singular[1] / singular[0]) < 1e-2

@@ -38,7 +38,7 @@ OWN = {"optimizer", "_exploration", "_declared", "_began"}
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """These loops often step a scheduler and not its optimizer; the tests of that warning switch it back on."""
+    """These loops often step a scheduler and not its optimizer; the tests of the warning switch it on."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of")
         warnings.filterwarnings("ignore", message="To get the last learning rate")
@@ -174,10 +174,10 @@ def test_cosine_by_hand() -> None:
     extras=st.sampled_from([{}, {"spread": 0.2}, {"window": 3, "auto_lr": False}]),
 )
 def test_without_exploration_it_is_one_cycle_lr_bit_for_bit(
-    kind: str, max_lr: Any, total: int, pct_start: float, strategy: Any, cycle: bool, momenta: tuple[float, float],
-    div: float, final_div: float, three: bool, extras: dict[str, Any],
+    kind: str, max_lr: Any, total: int, pct_start: float, strategy: Any, cycle: bool,
+    momenta: tuple[float, float], div: float, final_div: float, three: bool, extras: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Rates, momenta, group entries, attributes and state; with spread 0, or with one process to spread over."""
+    """Rates, momenta, group entries, attributes, state; with spread 0, or one process to spread over."""
     arguments = {
         "max_lr": max_lr, "total_steps": total, "pct_start": pct_start, "anneal_strategy": strategy,
         "cycle_momentum": cycle, "base_momentum": momenta[0], "max_momentum": momenta[1], "div_factor": div,
@@ -361,8 +361,8 @@ def test_a_declaration_that_cannot_be_is_refused_even_in_one_process() -> None:
         hdet.OneCycleHDET(
             made, 0.3, total_steps=20, spread=0.1, model=model, replicas=hdet.replicate(model, made, n=2)
         )
+    other = SGD(model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(ConfigError, match="same optimizer"):
-        other = SGD(model.parameters(), lr=0.1, momentum=0.9)
         hdet.OneCycleHDET(other, 0.3, total_steps=20, spread=0.1, replicas=hdet.replicate(model, made, n=2))
 
 
@@ -439,7 +439,8 @@ def test_replicas_fan_out_from_the_first_step_and_converge_every_window() -> Non
         np.sort(ratios, axis=1), np.broadcast_to([[0.8], [1.0], [1.2]], (8, 3, 2)), rtol=1e-12
     )
     # constant within a window, redrawn for each, group by group
-    assert (np.ptp(ratios[:4], axis=0) < 1e-12).all() and (np.ptp(ratios[4:8], axis=0) < 1e-12).all()
+    assert (np.ptp(ratios[:4], axis=0) < 1e-12).all()
+    assert (np.ptp(ratios[4:8], axis=0) < 1e-12).all()
     # all alike at a window's end, apart within it
     first, *others = [model.state_dict() for model, _ in job.home.hosts]
     assert all(torch.equal(first[key], other[key]) for other in others for key in first)

@@ -26,8 +26,10 @@ def test_means_and_the_step_of_the_first_bad_loss(tally: Tally) -> None:
     rows = tally.rows()
     assert rows.shape == (3, 4)
     assert rows[0].tolist() == [3.0, 0.0, 1.0, 4.0]
-    assert math.isnan(rows[1, 0]) and rows[1, 1] == 3  # steps since then: the second of four
-    assert rows[2, 0] == -math.inf and rows[2, 1] == 1
+    assert math.isnan(rows[1, 0])
+    assert rows[1, 1] == 3
+    assert rows[2, 0] == -math.inf
+    assert rows[2, 1] == 1
 
 
 def test_infinities_that_cancel_do_not_hide(tally: Tally) -> None:

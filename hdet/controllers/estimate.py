@@ -32,6 +32,7 @@ class Estimate:
         averaged: the same comparison judged at window-averaged weights, where the evidence has it. The last
             iterate flatters small steps (short-horizon bias, Wu et al. 2018, arXiv:1803.02021); averaged
             weights do not, so the two bracket the truth.
+        offset: where it was taken, relative to the base in coordinate units; 0 is at the base.
 
     >>> Estimate(slope=-0.5, stderr=0.25).t
     -2.0
@@ -42,6 +43,7 @@ class Estimate:
     stderr: float = math.inf
     curvature_stderr: float | None = None
     averaged: Estimate | None = None
+    offset: float = 0.0
 
     @classmethod
     def nothing(cls) -> Estimate:
@@ -63,6 +65,7 @@ class Estimate:
             "t": self.t,
             "curvature": self.curvature,
             "curvature_stderr": self.curvature_stderr,
+            "offset": self.offset,
         }
         return numbers if self.averaged is None else {**numbers, "averaged": self.averaged.to_dict()}
 

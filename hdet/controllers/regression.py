@@ -56,7 +56,8 @@ def regress(columns: FloatArray, losses: FloatArray, *, replica_noise: bool = Fa
     left, singular, right = left[:, :rank], singular[:rank], right[:rank]
     inverse = (right.T / singular) @ left.T / scale[:, None]
 
-    contrasts = losses - losses.mean(axis=0)
+    contrasts = losses - losses[0]  # first, so that equal losses leave 0 and not rounding, which would look certain
+    contrasts = contrasts - contrasts.mean(axis=0)
     each = inverse @ contrasts
     residuals = contrasts - left @ (left.T @ contrasts)
     freedom = n - 1 - rank

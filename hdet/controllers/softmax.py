@@ -51,7 +51,7 @@ class Softmax(Estimator):
             means = contrasts.mean(axis=1)
             weights = np.exp((means.min() - means) / self.sigma)
             weights /= weights.sum()
-            centre = weights @ levels
+            centre = (weights - 1 / len(weights)) @ levels  # exactly 0 for equal losses, as is its error
             gradient = weights[:, None] * (levels - centre) / self.sigma
             if batches > 1:
                 stderr = (gradient.T @ contrasts).std(axis=1, ddof=1) / np.sqrt(batches)

@@ -178,10 +178,12 @@ class ContrastCollector(Collector):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 scale = preconditioner(optimizer, group, parameter)
-                if scale is None:
+                if scale is not None:
+                    scales[id(parameter)] = scale
+                elif not optimizer.state:
                     self.direction = None
                     return
-                scales[id(parameter)] = scale
+                # Else it has never had a gradient, as the rest of the optimizer has: nothing moves it.
         probe = self.scene.probe
         with self.scene.at_base(), evaluating(model, optimizer), torch.enable_grad():
             losses = torch.cat(checked([probe.loss(model, batch) for batch in probe.draw(window.index)]))

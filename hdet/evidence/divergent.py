@@ -152,7 +152,9 @@ class DivergentCollector(Collector):
                 found[knob.name] = Estimate.nothing()
                 continue
             below, here, above = losses[2 * k + 1], losses[0], losses[2 * k + 2]
-            found[knob.name] = _summary((above - below) / (2 * step), (above - 2 * here + below) / step**2)
+            offset = float(levels[valid, k].mean())
+            slopes, curvatures = (above - below) / (2 * step), (above - 2 * here + below) / step**2
+            found[knob.name] = _summary(slopes, curvatures, offset)
         return found
 
     def _tilt(self, step: int, weights: NDArray[np.float64], k: int, offset: float) -> list[Tensor]:
@@ -179,7 +181,7 @@ class DivergentCollector(Collector):
         self.steps = int(state["steps"])
 
 
-def _summary(slopes: NDArray[np.float64], curvatures: NDArray[np.float64]) -> Estimate:
+def _summary(slopes: NDArray[np.float64], curvatures: NDArray[np.float64], offset: float) -> Estimate:
     """Mean and standard error over the J paired sub-batches."""
     root = np.sqrt(len(slopes))
     return Estimate(
@@ -187,4 +189,5 @@ def _summary(slopes: NDArray[np.float64], curvatures: NDArray[np.float64]) -> Es
         stderr=float(slopes.std(ddof=1) / root),
         curvature=float(curvatures.mean()),
         curvature_stderr=float(curvatures.std(ddof=1) / root),
+        offset=offset,
     )

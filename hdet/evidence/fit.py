@@ -20,12 +20,13 @@ def along(offsets: Sequence[float], losses: NDArray[np.float64]) -> Estimate:
         losses: [P, J] probe losses there, J >= 2.
 
     >>> x = np.array([-1.0, 0.0, 1.0])
-    >>> along(x, np.stack([2 + 3 * x, 5 + 3 * x], axis=1)).slope
+    >>> round(along(x, np.stack([2 + 3 * x, 5 + 3 * x], axis=1)).slope, 6)
     3.0
     """
     x = np.asarray(offsets, dtype=np.float64)
     columns = [np.ones_like(x), x] + ([x**2 / 2] if len(x) > 2 else [])
-    coefficients = np.linalg.pinv(np.stack(columns, axis=1)) @ losses
+    # Differences, so that losses which are all the same give a slope of 0 and not rounding that all sub-batches share.
+    coefficients = np.linalg.pinv(np.stack(columns, axis=1)) @ (losses - losses[0])
     if not np.isfinite(coefficients).all():
         return Estimate.nothing()
     root = np.sqrt(losses.shape[1])

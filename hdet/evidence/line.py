@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hdet.controllers import Estimate
 from hdet.errors import ConfigError
-from hdet.evidence.collector import Collector, Harvest, Scene
+from hdet.evidence.collector import Collector, Harvest, Scene, Window
 from hdet.evidence.fit import along
 from hdet.evidence.points import losses_at
 from hdet.hparams.binding import GroupBinding
@@ -31,10 +31,15 @@ class Line(Evidence):
     with no replica and no spread. It is read twice: at the last weights, and along Ubar = mean_t(theta_t) -
     theta_0, the window-averaged weights, which `Estimate.averaged` carries.
 
+    While the schedule warms up and stands at a share s < `preview` of its peak, both lines are read where the
+    rate will be once the share is `preview`: at x about log(preview / s), which `Estimate.offset` tells. So a peak
+    that is far off shows in the first windows, before it does harm.
+
     Args:
         width: how far the points reach, in coordinate units.
         points: where the probe is evaluated, in units of `width`; P of them cost 2 P probes a window.
         stride: of the average, take every stride-th step's weights.
+        preview: share of the schedule's peak that is looked ahead to during the warm-up; 0 never looks ahead.
     """
 
     sees: ClassVar[frozenset[str]] = frozenset({"update"})
@@ -44,6 +49,7 @@ class Line(Evidence):
     width: float = Field(default=0.3, gt=0, le=3)
     points: tuple[float, ...] = (-1.0, -0.4, 0.4, 1.0)
     stride: int = Field(default=1, ge=1)
+    preview: float = Field(default=0.35, ge=0, le=1)
 
     @field_validator("points")
     @classmethod
@@ -66,7 +72,8 @@ class LineCollector(Collector):
         self.moved = [_moved(knob, scene) for knob in knobs]
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
-        offsets = [self.spec.width * point for point in self.spec.points]
+        around = [self.spec.width * point for point in self.spec.points]
+        centres = [self._centre(knob, harvest.window) for knob in self.knobs]
         start = [
             held.to(live.device)
             for held, live in zip(
@@ -75,26 +82,35 @@ class LineCollector(Collector):
         ]
         ends = (self.scene.weights(harvest.valid), self.average.mean())
         points: list[Callable[[], list[Tensor]]] = []
-        for moved in self.moved:
+        for moved, centre in zip(self.moved, centres, strict=True):
             for end in ends:
-                for x in offsets:
+                for x in [centre + offset for offset in around]:
                     points.append(partial(_stretched, start, end, math.exp(x), moved))
         with self.scene.at_base():
             losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
         found = {}
-        count = len(offsets)
+        count = len(around)
         for number, knob in enumerate(self.knobs):
             first = 2 * count * number
-            last = along(offsets, losses[first : first + count])
-            averaged = along(offsets, losses[first + count : first + 2 * count])
+            last = along(around, losses[first : first + count])
+            averaged = along(around, losses[first + count : first + 2 * count])
             found[knob.name] = Estimate(
                 slope=last.slope,
                 stderr=last.stderr,
                 curvature=last.curvature,
                 curvature_stderr=last.curvature_stderr,
                 averaged=averaged,
+                offset=centres[number],
             )
         return found
+
+    def _centre(self, knob: BoundKnob, window: Window) -> float:
+        """How far ahead of the base to look: 0 but in the early warm-up."""
+        first, last = knob.schedule(window.start), knob.schedule(window.stop - 1)
+        share = (first + last) / 2 / knob.peak
+        if last <= first or not 0.0 < share < self.spec.preview:
+            return 0.0
+        return math.log(self.spec.preview / share)
 
 
 @torch.no_grad()

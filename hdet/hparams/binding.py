@@ -107,10 +107,18 @@ class Attribute:
 
 @dataclass(frozen=True)
 class ModelBinding:
-    """Scalars inside the model that move together: KnobTensors, and plain attributes of modules."""
+    """Scalars inside the model that move together: KnobTensors, and plain attributes of modules.
+
+    Raises:
+        ConfigError: an attribute holds something else.
+    """
 
     cells: Sequence[KnobTensor | Attribute]
     bounds: Bounds
+
+    def __post_init__(self) -> None:
+        for cell in self.cells:
+            _held(cell)
 
     @property
     def targets(self) -> frozenset[Hashable]:

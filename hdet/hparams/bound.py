@@ -34,12 +34,16 @@ class BoundKnob:
     """
 
     def __init__(self, spec: Knob, bindings: Sequence[Binding], n: int) -> None:
+        if spec.controller is None or spec.evidence is None:
+            raise ConfigError(f"{spec.label}: its declaration is not complete (hdet.evidence.defaults.complete)")
         self.spec = spec
+        self.controller = spec.controller
+        self.evidence = spec.evidence
         self.name = spec.label
         self.bindings = list(bindings)
         self.schedule = spec.schedule if spec.schedule is not None else Constant(self.bindings[0].read())
         self.shift = 0.0
-        self.state = spec.controller.start()
+        self.state = self.controller.start()
         self.levels: NDArray[np.float64] = np.zeros(n)
         self.centre = 0.0
         self._written: list[float | None] = [None] * len(self.bindings)
@@ -139,10 +143,10 @@ class BoundKnob:
             spread=float(np.abs(self.levels).max(initial=0.0)),
             warming=following > now,
         )
-        move, self.state = self.spec.controller.step(self.state, estimate, context)
+        move, self.state = self.controller.step(self.state, estimate, context)
         move = float(move)
         if not math.isfinite(move):
-            raise ConfigError(f"{self.name}: {type(self.spec.controller).__name__} moved by {move}")
+            raise ConfigError(f"{self.name}: {type(self.controller).__name__} moved by {move}")
         before = self.shift
         wanted = min(max(before + move, -self.spec.authority), self.spec.authority)
         # A shift past which the peak would only press against a bound is cut back to it: no windup.

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from torch import nn
 from torch.optim import Optimizer
 
-from hdet.controllers import Controller, Gated
+from hdet.controllers import Controller
 from hdet.hparams.binding import Binding
 from hdet.hparams.evidence import Evidence
 from hdet.hparams.schedule import Constant, Schedule
@@ -33,7 +33,7 @@ class Knob(Spec, family="knob"):
         bounds: the closed interval no value of it ever leaves.
         spread: how far the replicas' levels lie from the base.
         schedule: base value by step, or a number; `None` reads the base from the model or optimizer.
-        controller: how estimates move the base.
+        controller: how estimates move the base; `None` takes the rule that suits knob and evidence.
         evidence: where its comparisons come from; `None` takes the engine's.
         authority: how far the learned shift may go from the schedule, in coordinate units.
         accept_bias: let a knob that biases its own training loss be judged by it all the same.
@@ -44,7 +44,7 @@ class Knob(Spec, family="knob"):
     bounds: tuple[float, float]
     spread: Spread = TwoLevel(0.15)
     schedule: Annotated[Schedule | None, BeforeValidator(_as_schedule)] = None
-    controller: Controller = Gated()
+    controller: Controller | None = None
     evidence: Evidence | None = None
     authority: float = Field(default=3.0, ge=0)
     accept_bias: bool = False

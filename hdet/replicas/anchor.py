@@ -49,6 +49,16 @@ class Anchor:
         whole = [parameter.numel() for parameter in self._model.parameters()]
         return [held for held, size in zip(self._held[: len(whole)], whole, strict=True) if size]
 
+    @property
+    def held(self) -> list[Tensor]:
+        """The anchored values of all parameters and buffers, in the model's order; of sharded ones this rank's part."""
+        return self._held
+
+    @property
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state dict as it was."""
+        return self._optimizer_state
+
     def restore(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Put the point back into a model and its optimizer."""
         tensors.copy_(_everything(model), self._held)

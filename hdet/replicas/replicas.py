@@ -59,6 +59,17 @@ class Replicas(ABC):
             ConfigError: these replicas cannot do it, or other processes were told otherwise.
         """
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a merge has begun that the models do not show yet."""
+        return False
+
+    def advance(self, *, now: bool = False) -> None:
+        """A step was made: apply a merge in flight if it is its time, or if it has to be `now`."""
+
+    def settle(self) -> None:
+        """Let the anchor hold the merged point, though a merge in flight may not have reached the models."""
+
     @abstractmethod
     def gather(self, rows: Tensor) -> NDArray[np.float64]:
         """[local, M] numbers of this process's replicas -> [N, M] of all, the same on every process.

@@ -1,4 +1,4 @@
-"""The cells of a study: every combination of levels and seeds, resolved, matched by budget, each with a folder."""
+"""The cells of a study: every combination of levels and seeds, resolved and matched by budget."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Cell:
 
 
 def cells(study: Study, *, quick: bool = False, timer: Timer | None = None) -> list[Cell]:
-    """All cells, the seeds innermost; combinations that come to the same run are separate cells of one folder.
+    """All cells, the seeds innermost; combinations that come to the same run are cells of one folder.
 
     Args:
         study: what is declared.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +41,7 @@ def ablate(
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="The study's quick version.")] = False,
 ) -> None:
-    """Run an ablation study: a grid of runs over seeds, then tables and pictures. Goes on where it was left."""
+    """Run an ablation study: a grid of runs over seeds, tables and pictures. Goes on where it was left."""
     declared = Study.load(study)
     shown = declared.quickened() if quick else declared
     folder = StudyFolder(out if out is not None else Path("runs") / shown.name)
@@ -52,7 +54,7 @@ def ablate(
         _show_cost(console, folder, mine, jobs, timings)
         return
     folder.begin(shown)
-    errors = _run(console, folder, mine, jobs)
+    errors = _run(console, folder, mine, jobs, shown.metrics)
     summarise(folder, shown, everything)
     for metric in shown.metrics:
         text = folder.path / f"table_{metric}.txt"
@@ -89,7 +91,7 @@ def summarise(folder: StudyFolder, study: Study, everything: list[Cell]) -> None
     pictures.draw_curves(folder.curves(everything), folder.path / "curves.png", title=study.name)
 
 
-def _run(console: Console, folder: StudyFolder, mine: list[Cell], jobs: int) -> int:
+def _run(console: Console, folder: StudyFolder, mine: list[Cell], jobs: int, metrics: Sequence[str]) -> int:
     todo = runner.pending(folder, mine)
     done = len({cell.key for cell in mine}) - len(todo)
     if done:
@@ -107,7 +109,7 @@ def _run(console: Console, folder: StudyFolder, mine: list[Cell], jobs: int) -> 
         for number, (cell, error) in enumerate(runner.run(folder, mine, jobs=jobs), start=1):
             progress.advance(bar)
             errors += error is not None
-            said = f"failed: {error}" if error is not None else _outcome(folder, cell)
+            said = f"failed: {error}" if error is not None else _outcome(folder, cell, metrics)
             elapsed = time.perf_counter() - began
             console.print(
                 f"[{number}/{len(todo)}, {elapsed:.0f} s] {cell}: {said}", markup=False, soft_wrap=True
@@ -115,12 +117,11 @@ def _run(console: Console, folder: StudyFolder, mine: list[Cell], jobs: int) -> 
     return errors
 
 
-def _outcome(folder: StudyFolder, cell: Cell) -> str:
-    result = folder.result(cell)
-    if not result:
-        return "diverged"
+def _outcome(folder: StudyFolder, cell: Cell, metrics: Sequence[str]) -> str:
+    values = {name: folder.metric(cell, name) for name in metrics}
     return "  ".join(
-        f"{key} {value:.4f}" for key, value in result.items() if key.endswith("loss") and value is not None
+        f"{name} {value:.4f}" if value is not None and math.isfinite(value) else f"{name} diverged"
+        for name, value in values.items()
     )
 
 
@@ -144,8 +145,8 @@ def _show_cost(console: Console, folder: StudyFolder, mine: list[Cell], jobs: in
         seen.add(cell.key)
         console.print(f"{cell}{cost}{state}{same}", markup=False, soft_wrap=True)
     console.print(
-        f"{len(mine)} cells, {len(seen)} different runs, {len(todo)} to run: about {total / jobs / 60:.1f} minutes with "
-        f"--jobs {jobs}",
+        f"{len(mine)} cells, {len(seen)} different runs, {len(todo)} to run: about "
+        f"{total / jobs / 60:.1f} minutes with --jobs {jobs}",
         markup=False,
         soft_wrap=True,
     )

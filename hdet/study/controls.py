@@ -13,8 +13,8 @@ from hdet.spec import register
 class Apart(Merge):
     """No merge: every replica goes its own way from window to window, and the result is the first replica's.
 
-    The rows of the paper's Table 1 that do not average. It breaks the engine's promise that a window opens with
-    all replicas alike, and a replica that fails stays failed.
+    The rows of the paper's Table 1 that do not average. It breaks the engine's promise that a window opens
+    with all replicas alike, and a replica that fails stays failed.
     """
 
     def __call__(self, replicas: Replicas, valid: Sequence[bool]) -> None:

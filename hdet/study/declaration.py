@@ -20,8 +20,8 @@ class Budget(Spec):
     """What every cell of a study may spend, so that cells are compared at equal cost.
 
     Attributes:
-        hold: "steps", the optimizer steps; "samples", the examples over all replicas; "seconds", wall time, by
-            steps timed before the cell is run.
+        hold: "steps", the optimizer steps; "samples", the examples over all replicas; "seconds", wall time,
+            by steps timed before the cell is run.
         total: how much of it; for steps, `None` takes the run's own.
     """
 
@@ -45,7 +45,7 @@ class Quick(Spec):
     """
 
     seeds: int = Field(default=2, ge=1)
-    set: dict[str, Any] = {}
+    set: dict[str, Any] = Field(default_factory=dict)
     budget: Budget | None = None
 
 
@@ -54,12 +54,12 @@ class Study(Spec):
 
     Attributes:
         name: of the study and, by default, of its folder.
-        base: the run every cell starts from: a mapping of `RunConfig`'s fields, or a YAML file's path (relative
-            to the study's).
-        script: instead of `base`, a user's own command as a list of words; `{seed}`, `{out}` and each factor's
-            name in braces are filled in. It writes `{out}/result.json`: `{"test_loss": 1.5, ...}`.
-        grid: for each path of a run's field (or name of a script's factor), its values; as a mapping, the values
-            by the names they go by in tables.
+        base: the run every cell starts from: a mapping of `RunConfig`'s fields, or a YAML file's path
+            (relative to the study's).
+        script: instead of `base`, a user's own command as a list of words; `{seed}`, `{out}` and each
+            factor's name in braces are filled in. It writes `{out}/result.json`: `{"test_loss": 1.5, ...}`.
+        grid: for each path of a run's field (or name of a script's factor), its values; as a mapping, the
+            values by the names they go by in tables.
         variants: named bundles of fields, one more factor called "variant"; laid over the grid's.
         seeds: as a number, 0 to seeds - 1.
         budget: what is held equal over cells.
@@ -76,11 +76,11 @@ class Study(Spec):
     name: str = Field(pattern=r"^[\w.-]+$")
     base: dict[str, Any] | str | None = None
     script: tuple[str, ...] | None = None
-    grid: dict[str, list[Any] | dict[str, Any]] = {}
-    variants: dict[str, dict[str, Any]] = {}
+    grid: dict[str, list[Any] | dict[str, Any]] = Field(default_factory=dict)
+    variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
     seeds: int | tuple[int, ...] = 5
     budget: Budget = Budget()
-    baseline: dict[str, Any] = {}
+    baseline: dict[str, Any] = Field(default_factory=dict)
     metrics: tuple[str, ...] = Field(default=("test_loss",), min_length=1)
     level: float = Field(default=0.05, gt=0, lt=1)
     quick: Quick = Quick()

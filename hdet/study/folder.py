@@ -28,7 +28,7 @@ class StudyFolder:
         self.path = Path(path)
 
     def begin(self, study: Study) -> None:
-        """Make the folder, or go on in it: cells of an earlier study that are still asked for are not run again."""
+        """Make the folder, or go on in it: finished cells that are still asked for are not run again."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "study.yaml").write_text(dump(study), encoding="utf-8")
 
@@ -123,7 +123,7 @@ class StudyFolder:
 
 
 class Timings:
-    """Seconds a step of a run takes, measured once and kept, so that a continued study plans the same cells."""
+    """Seconds a step of a run takes, measured once and kept: a continued study plans the same cells."""
 
     def __init__(self, path: Path | None, measure: Callable[[RunConfig], float]) -> None:
         self._path = path

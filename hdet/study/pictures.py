@@ -45,7 +45,7 @@ def draw_curves(
 
 
 def draw_factor(rows: Sequence[Row], factor: str, path: Path, *, metric: str) -> None:
-    """The metric against one factor's levels, mean and standard error, a line for each combination of the others.
+    """The metric by one factor's levels, mean and standard error, a line for each combination of the others.
 
     Levels that are all numbers lie to scale, on a logarithmic axis where they span more than a decade.
     """

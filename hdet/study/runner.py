@@ -37,8 +37,8 @@ def pending(folder: StudyFolder, cells: Sequence[Cell]) -> list[Cell]:
 def run(folder: StudyFolder, cells: Sequence[Cell], *, jobs: int = 1) -> Iterator[Outcome]:
     """Run what is pending, `jobs` cells at a time in processes of their own; yields each as it ends.
 
-    A cell that diverges is finished: that is its result. Any other error ends only its own cell, which is tried
-    again when the study is continued; the message comes with it.
+    A cell that diverges is finished: that is its result. Any other error ends only its own cell, which is
+    tried again when the study is continued; the message comes with it.
     """
     todo = pending(folder, cells)
     if jobs == 1:

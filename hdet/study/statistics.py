@@ -1,4 +1,4 @@
-"""What a study's numbers say: means, and differences from a baseline, paired by seed, corrected for their number."""
+"""What a study's numbers say: means, and differences from a baseline, paired by seed and corrected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Row:
         mean, stderr: over the finite ones; stderr is NaN with fewer than two.
         difference: mean of value - baseline's value over the seeds both have; NaN without a baseline.
         interval: half width of its confidence interval (of the study's level, not corrected).
-        p: of a paired t-test that the difference is 0, two-sided; `adjusted` after Holm's correction over all rows.
+        p: of a paired t-test that the difference is 0, two-sided; `adjusted` after Holm's correction over all
+        rows.
         pairs: seeds in the comparison.
         is_baseline: whether others are compared with it.
     """
@@ -48,8 +49,8 @@ def rows(groups: Mapping[Levels, Values], baseline: Mapping[str, str], level: fl
 
     Args:
         groups: by combination, the metric by seed; not finite where the run failed.
-        baseline: levels of some factors; each group is compared with the one that has these levels and is equal
-            in all other factors.
+        baseline: levels of some factors; each group is compared with the one that has these levels and is
+            equal in all other factors.
         level: of significance.
 
     >>> groups = {(("a", "x"),): {0: 1.0, 1: 2.0, 2: 3.0}, (("a", "y"),): {0: 1.5, 1: 2.4, 2: 3.6}}

@@ -103,8 +103,8 @@ def _note(rows: Sequence[Row]) -> str:
     tests = sum(not math.isnan(row.p) for row in rows)
     if tests:
         note += (
-            f" Differences are paired by seed with their confidence interval; p of a paired t-test, and after Holm's "
-            f"correction for the {tests} comparisons here."
+            f" Differences are paired by seed with their confidence interval; p of a paired t-test, and "
+            f"after Holm's correction for the {tests} comparisons here."
         )
     return note
 

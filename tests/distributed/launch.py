@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import multiprocessing
 import os
@@ -16,6 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel", "hdet"]
+)
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -23,23 +29,26 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launch(function: Callable[..., Any], ranks: int, *arguments: Any, limit: float = 90.0, timeout: float = 30.0) -> list[Any]:
-    """What `function(*arguments)` returned on each rank; its exception, as an AssertionError, if a rank raised."""
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    port = free_port()
+def start(target: Callable[..., None], ranks: int, *arguments: Any) -> list[Any]:
+    """Processes that run `target(rank, ranks, *arguments)`, forked from a server that has imported torch once."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
-    processes = [
-        context.Process(target=_rank, args=(function, rank, ranks, port, timeout, results, arguments), daemon=True)
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    if before is None:
-        del os.environ["OMP_NUM_THREADS"]
-    else:
-        os.environ["OMP_NUM_THREADS"] = before
+    try:
+        processes = [CONTEXT.Process(target=target, args=(rank, ranks, *arguments), daemon=True) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+    return processes
+
+
+def launch(function: Callable[..., Any], ranks: int, *arguments: Any, limit: float = 90.0, timeout: float = 30.0) -> list[Any]:
+    """What `function(*arguments)` returned on each rank; its exception, as an AssertionError, if a rank raised."""
+    results: Any = CONTEXT.Queue()
+    processes = start(_rank, ranks, free_port(), timeout, results, function, arguments)
     found: dict[int, Any] = {}
     failures: dict[int, str] = {}
     end = time.monotonic() + limit
@@ -68,7 +77,7 @@ def launch(function: Callable[..., Any], ranks: int, *arguments: Any, limit: flo
 
 
 def _rank(
-    function: Callable[..., Any], rank: int, ranks: int, port: int, timeout: float, results: Any, arguments: Any
+    rank: int, ranks: int, port: int, timeout: float, results: Any, function: Callable[..., Any], arguments: Any
 ) -> None:
     torch.set_num_threads(1)
     try:
@@ -88,3 +97,52 @@ def _rank(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def survivors(
+    function: Callable[..., Any], ranks: int, *arguments: Any, limit: float = 40.0, timeout: float = 4.0
+) -> dict[int, str]:
+    """What the ranks that could still say so ended with: "" where `function` returned, else the error's text.
+
+    All processes have ended by themselves when this returns; an AssertionError otherwise.
+    """
+    results: Any = CONTEXT.Queue()
+    processes = start(_told, ranks, free_port(), timeout, results, function, arguments)
+    found: dict[int, str] = {}
+    end = time.monotonic() + limit
+    try:
+        while time.monotonic() < end and any(process.is_alive() for process in processes):
+            with contextlib.suppress(queue.Empty):
+                rank, told = results.get(timeout=0.2)
+                found[rank] = told
+        with contextlib.suppress(queue.Empty):
+            while True:
+                rank, told = results.get(timeout=0.2)
+                found[rank] = told
+        alive = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        assert not alive, f"the ranks {alive} did not end within {limit} s; told so far: {found}"
+    finally:
+        for process in processes:
+            process.kill()
+    return found
+
+
+def _told(
+    rank: int, ranks: int, port: int, timeout: float, results: Any, function: Callable[..., Any], arguments: Any
+) -> None:
+    torch.set_num_threads(1)
+    told = ""
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=timeout),
+        )
+        function(*arguments)
+    except BaseException as error:
+        told = f"{type(error).__name__}: {error}"
+    results.put((rank, told))
+    if not told:
+        dist.destroy_process_group()

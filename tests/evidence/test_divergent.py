@@ -81,8 +81,8 @@ def secant(width: float) -> float:
     return math.sinh(width) / width
 
 
-# By the steps a rate has acted on average: all of them at the last weights, half of T + 1 at averaged ones, half
-# of T - 1 in the training loss, which is taken before each update.
+# The steps a rate has acted for on average: all of them at the last weights, half of T + 1 at averaged ones,
+# half of T - 1 in the training loss, which is taken before each update.
 @pytest.mark.parametrize(("at", "steps"), [("last", T), ("average", (T + 1) / 2), (None, (T - 1) / 2)])
 @pytest.mark.parametrize("gradients", ["shared", "local"])
 def test_the_slope_in_a_learning_rate(at: Any, steps: float, gradients: Any) -> None:
@@ -92,7 +92,9 @@ def test_the_slope_in_a_learning_rate(at: Any, steps: float, gradients: Any) -> 
     assert estimates["learning_rate"]["slope"] == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize("spread", [TwoLevel(0.4), hdet.OneSided(0.4), hdet.OneSided(0.4, "down"), hdet.Symmetric(0.4)])
+@pytest.mark.parametrize(
+    "spread", [TwoLevel(0.4), hdet.OneSided(0.4), hdet.OneSided(0.4, "down"), hdet.Symmetric(0.4)]
+)
 def test_a_slope_is_in_coordinate_units_whatever_the_spread(spread: Any) -> None:
     """In a linear coordinate the loss is linear in the rate, and every spread measures the same."""
     knob = hdet.LearningRate(spread=spread, space=hdet.Linear(0.1))
@@ -118,7 +120,8 @@ def test_knobs_are_told_apart_by_one_design() -> None:
     knobs = [hdet.LearningRate(spread=TwoLevel(0.01)), hdet.WeightDecay(spread=TwoLevel(0.01))]
     engine, joint = run(knobs, at="last", n=8, weight_decay=0.1)
     first, second = (knob.levels for knob in engine.knobs)
-    assert not first.any() and not second.any()  # at rest when all is over
+    assert not first.any()
+    assert not second.any()
     for knob in knobs:
         _, alone = run([knob], at="last", weight_decay=0.1)
         name = knob.label
@@ -127,7 +130,7 @@ def test_knobs_are_told_apart_by_one_design() -> None:
 
 
 def test_sub_batches_give_the_standard_error() -> None:
-    """Replicas under shared gradients lie on a line: the fit has no residuals and must not be believed for that."""
+    """Replicas that share gradients lie on a line: a fit without residuals must not be believed for that."""
     scales = iter([1.0, 1.2, 0.8, 1.0] * 100)
 
     def noisy(model: Any, batch: Any) -> Tensor:
@@ -154,7 +157,9 @@ def test_sub_batches_give_the_standard_error() -> None:
     slope = -RATE * SQUARE * secant(WIDTH)
     estimate = record.estimates["learning_rate"]
     assert estimate["slope"] == pytest.approx(slope, rel=1e-4)
-    assert estimate["stderr"] == pytest.approx(abs(slope) * np.std([1.0, 1.2, 0.8, 1.0], ddof=1) / 2, rel=1e-4)
+    assert estimate["stderr"] == pytest.approx(
+        abs(slope) * np.std([1.0, 1.2, 0.8, 1.0], ddof=1) / 2, rel=1e-4
+    )
 
 
 def test_a_failed_replica_is_not_heard() -> None:
@@ -211,13 +216,18 @@ def test_tilting_leaves_no_trace() -> None:
     def keep(engine: Engine) -> None:
         before.extend(replica.model.w.detach().clone() for replica in engine.replicas)
 
-    engine, _ = run([hdet.LearningRate(spread=TwoLevel(WIDTH))], at="last", before_close=keep, evidence=Divergent(tilt=1.0))
+    engine, _ = run(
+        [hdet.LearningRate(spread=TwoLevel(WIDTH))],
+        at="last",
+        before_close=keep,
+        evidence=Divergent(tilt=1.0),
+    )
     torch.testing.assert_close(engine.replicas[0].model.w.detach(), torch.stack(before).mean(dim=0))
     assert engine.optimizers[1].param_groups[0]["lr"] == engine.bases["learning_rate"]
 
 
 def test_tilting_does_not_read_a_knob_out_of_others_buffers(problem: Any, train: Any) -> None:
-    """BatchNorm's statistics differ between replicas by their data; points evaluated on different replicas do not."""
+    """BatchNorm's statistics differ by the replicas' data; points evaluated on several replicas must not."""
     model = problem.model(nn.BatchNorm1d(6))
     engine = Engine(
         hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.05), n=4),
@@ -237,7 +247,10 @@ def test_a_failed_replica_takes_no_part_in_a_tilt() -> None:
             engine.replicas[0].model.w.fill_(math.nan)
 
     _, estimates = run(
-        [hdet.LearningRate(spread=TwoLevel(WIDTH))], at="last", before_close=spoil, evidence=Divergent(tilt=1.0)
+        [hdet.LearningRate(spread=TwoLevel(WIDTH))],
+        at="last",
+        before_close=spoil,
+        evidence=Divergent(tilt=1.0),
     )
     want = -T * RATE * SQUARE * secant(WIDTH)
     assert estimates["learning_rate"]["slope"] == pytest.approx(want, rel=1e-4)
@@ -245,7 +258,10 @@ def test_a_failed_replica_takes_no_part_in_a_tilt() -> None:
 
 @pytest.mark.parametrize("tilt", [None, 1.0])
 def test_more_knobs_than_replicas_can_tell_apart_are_not_believed(tilt: Any) -> None:
-    knobs = [hdet.LearningRate(spread=TwoLevel(WIDTH)), hdet.WeightDecay(schedule=0.1, spread=TwoLevel(WIDTH))]
+    knobs = [
+        hdet.LearningRate(spread=TwoLevel(WIDTH)),
+        hdet.WeightDecay(schedule=0.1, spread=TwoLevel(WIDTH)),
+    ]
     _, estimates = run(knobs, at="last", n=2, evidence=Divergent(tilt=tilt))
     assert [estimates[name]["t"] for name in ("learning_rate", "weight_decay")] == [0.0, 0.0]
 
@@ -277,9 +293,36 @@ def test_graded_spreads_get_permutations_and_a_design_may_be_chosen() -> None:
     assert own.design == hdet.Fixed()
 
 
+def test_levels_are_offsets_from_the_base() -> None:
+    """Not from their own mean, which a one-sided spread has elsewhere; a memory of places needs that."""
+    seen: list[Any] = []
+
+    @hdet.register
+    class Watch(hdet.Estimator):
+        kind = "watch"
+
+        def start(self, knobs: int) -> Any:
+            return hdet.Marginal().start(knobs)
+
+        def estimate(self, state: Any, comparison: Any) -> Any:
+            seen.append(comparison)
+            return [hdet.Estimate.nothing()] * comparison.knobs, state
+
+    try:
+        run([hdet.LearningRate(spread=hdet.OneSided(0.4))], evidence=Divergent(estimator=Watch()))
+    finally:
+        del hdet.Estimator._members["watch"]
+    (comparison,) = seen
+    assert sorted(comparison.levels[:, 0]) == pytest.approx([0.0, 0.0, 0.4, 0.4])
+    assert comparison.shifts.tolist() == [0.0]
+    assert comparison.losses.shape == (4,)
+
+
 def test_replicas_with_gradients_of_their_own_are_noisier_than_sub_batches_show() -> None:
     assert collector([hdet.LearningRate()])[1].estimator == hdet.LeastSquares()
-    assert collector([hdet.LearningRate()], gradients="local")[1].estimator == hdet.LeastSquares(replica_noise=True)
+    assert collector([hdet.LearningRate()], gradients="local")[1].estimator == hdet.LeastSquares(
+        replica_noise=True
+    )
     chosen = Divergent(estimator=hdet.Kalman())
     assert collector([hdet.LearningRate()], gradients="local", evidence=chosen)[1].estimator == hdet.Kalman()
 
@@ -290,7 +333,11 @@ def test_knobs_with_evidence_of_their_own_are_judged_apart() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, weight_decay=0.1)
     knobs = [hdet.LearningRate(), hdet.WeightDecay(evidence=own)]
     engine = Engine(hdet.replicate(model, optimizer, n=4), knobs, window=2)
-    assert [[knob.name for knob in one.knobs] for one in engine.collectors] == [["learning_rate"], ["weight_decay"]]
+    assert [[knob.name for knob in one.knobs] for one in engine.collectors] == [
+        ["learning_rate"],
+        ["weight_decay"],
+    ]
     for _ in range(2):
         record = engine.step([1.0, 2.0, 3.0, 4.0])
-    assert record is not None and set(record.estimates) == {"learning_rate", "weight_decay"}
+    assert record is not None
+    assert set(record.estimates) == {"learning_rate", "weight_decay"}

@@ -18,7 +18,7 @@ from hdet.replicas import Replicas, tensors
 def test_declared_in_every_way() -> None:
     assert Mean("keep") == Mean(optimizer="keep") == Merge.from_dict({"kind": "mean", "optimizer": "keep"})
     assert Merge.from_dict("mean") == Mean("average")
-    with pytest.raises(ConfigError, match="mean: optimizer: .*'average', 'keep' or 'reset'.*given: 'halve'"):
+    with pytest.raises(ConfigError, match=r"mean: optimizer: .*'average', 'keep' or 'reset'.*given: 'halve'"):
         Mean("halve")
 
 
@@ -73,7 +73,11 @@ def test_a_merge_of_ones_own(problem: Any, train: Any) -> None:
     try:
         engine = build(problem, Merge.from_dict("first"))
         seen: list[torch.Tensor] = []
-        train(engine, 3, after_update=lambda step: seen.append(engine.replicas[0].model[0].weight.detach().clone()))
+        train(
+            engine,
+            3,
+            after_update=lambda step: seen.append(engine.replicas[0].model[0].weight.detach().clone()),
+        )
         for replica in engine.replicas:
             assert torch.equal(replica.model[0].weight, seen[-1])
     finally:

@@ -86,7 +86,9 @@ def call(
         return out, given_weights, state
     target = (out * torch.arange(out.numel()).view_as(out).cos()).sum()
     if given_weights is not None:
-        target = target + (given_weights * torch.arange(given_weights.numel()).view_as(given_weights)).sum()
+        target = (
+            target + (given_weights * torch.arange(given_weights.numel()).view_as(given_weights).sin()).sum()
+        )
     module.zero_grad()
     target.backward()
     gradients = [leaf.grad for leaf in leaves] + [parameter.grad for parameter in module.parameters()]
@@ -120,7 +122,7 @@ def check(theirs: tuple[Any, ...], ours: tuple[Any, ...], *, exactly: bool) -> N
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
 @pytest.mark.parametrize("training", [True, False])
 def test_eager_at_one_is_bitwise_pytorch(training: bool) -> None:
-    for index, shape, mask, padding, weights in combinations(3):
+    for index, shape, mask, padding, weights in combinations(5):
         theirs, ours = pair(CONSTRUCTIONS[index], shape)
         for self_attention in {True, False} if "kdim" not in CONSTRUCTIONS[index] else {False}:
             expected, got = (
@@ -177,7 +179,7 @@ def test_gradients_reach_the_parameters() -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_the_compiled_path_agrees_with_the_eager_one(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All arguments, without waiting for the compiler; a dropout back at 0 keeps the explicit weights."""
-    for index, shape, mask, padding, weights in combinations(3):
+    for index, shape, mask, padding, weights in combinations(5):
         _, module = pair(CONSTRUCTIONS[index], shape)
         module.train(training)
         module.dropout = 0.0

@@ -34,14 +34,17 @@ def test_the_first_replica_is_the_users_own_and_the_others_are_whole_copies(prob
     problem.loss(model, problem.batch(0, 0)).backward()
     optimizer.step()
     replicas = hdet.replicate(model, optimizer, n=3)
-    assert replicas.local[0].model is model and replicas.local[0].optimizer is optimizer
+    assert replicas.local[0].model is model
+    assert replicas.local[0].optimizer is optimizer
     assert [replica.index for replica in replicas.local] == [0, 1, 2]
     for replica in replicas.local[1:]:
         own = list(replica.model.parameters())
         held = [p for group in replica.optimizer.param_groups for p in group["params"]]
         assert all(a is b for a, b in zip(own, held, strict=True))
         assert all(a is not b and torch.equal(a, b) for a, b in zip(own, model.parameters(), strict=True))
-        assert torch.equal(replica.optimizer.state[own[0]]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+        assert torch.equal(
+            replica.optimizer.state[own[0]]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"]
+        )
 
 
 def test_what_an_optimizer_keeps_outside_its_groups_is_copied(problem: Any) -> None:
@@ -74,8 +77,8 @@ def test_shared_gradients_are_the_mean(problem: Any) -> None:
     for replica in replicas.local:
         for k, p in enumerate(replica.model.parameters()):
             torch.testing.assert_close(p.grad, torch.stack([grads[k] for grads in own]).mean(dim=0))
-    first = list(replicas.local[0].model.parameters())[0].grad
-    assert all(torch.equal(list(replica.model.parameters())[0].grad, first) for replica in replicas.local)
+    first = next(iter(replicas.local[0].model.parameters())).grad
+    assert all(torch.equal(next(iter(replica.model.parameters())).grad, first) for replica in replicas.local)
 
 
 def test_a_missing_gradient_counts_as_zero(problem: Any) -> None:
@@ -172,7 +175,9 @@ def test_seats_share_one_model_and_average_what_they_accumulate(problem: Any) ->
     model = problem.model()
     reference = copy.deepcopy(model)
     replicas = hdet.micro_batches(model, torch.optim.SGD(model.parameters(), lr=0.1), n=3)
-    assert replicas.size == 3 and len(replicas.hosts) == 1 and not replicas.diverge
+    assert replicas.size == 3
+    assert len(replicas.hosts) == 1
+    assert not replicas.diverge
     assert all(replica.model is model for replica in replicas.local)
     backward(problem, replicas)
     replicas.share_gradients()
@@ -185,7 +190,9 @@ def test_seats_share_one_model_and_average_what_they_accumulate(problem: Any) ->
 def test_parameters_of_another_model_are_refused(problem: Any) -> None:
     model, other = problem.model(), problem.model()
     for make in (hdet.replicate, hdet.micro_batches):
-        with pytest.raises(ConfigError, match="2 parameters that are not the model's.*from this model's parameters"):
+        with pytest.raises(
+            ConfigError, match=r"2 parameters that are not the model's.*from this model's parameters"
+        ):
             make(model, torch.optim.SGD([*model.parameters(), *other[0].parameters()], lr=0.1), n=2)
         with pytest.raises(ConfigError, match="n must be at least 1, got -1"):
             make(model, torch.optim.SGD(model.parameters(), lr=0.1), n=-1)

@@ -74,7 +74,9 @@ def test_a_parameter_without_state_anywhere_gets_none() -> None:
 def test_numbers_in_groups_are_averaged_others_taken_over() -> None:
     optimizers = stepped(2)
     for index, optimizer in enumerate(optimizers):
-        optimizer.param_groups[0].update({"weight_sum": 1.0 + index, "k": 5 + index, "rate": torch.tensor(float(index))})
+        optimizer.param_groups[0].update(
+            {"weight_sum": 1.0 + index, "k": 5 + index, "rate": torch.tensor(float(index))}
+        )
     optimizer_states.average(optimizers, optimizers)
     for index, optimizer in enumerate(optimizers):
         group = optimizer.param_groups[0]

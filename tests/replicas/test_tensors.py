@@ -21,7 +21,9 @@ def fresh(members: list[list[Tensor]]) -> list[list[Tensor]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(values=st.lists(st.lists(numbers, min_size=1, max_size=5), min_size=1, max_size=3), n=st.integers(1, 9))
+@given(
+    values=st.lists(st.lists(numbers, min_size=1, max_size=5), min_size=1, max_size=3), n=st.integers(1, 9)
+)
 def test_the_mean_of_identical_members_is_that_member_bit_for_bit(values: list[list[float]], n: int) -> None:
     """Whatever their number, the sign of zeros included."""
     values[0][0] = -0.0
@@ -107,9 +109,14 @@ def test_which_tensors_there_are() -> None:
 def test_substituted_weights_come_back_even_after_an_error() -> None:
     weights = [torch.ones(2), torch.ones(3)]
     pointers = [t.data_ptr() for t in weights]
-    with pytest.raises(ZeroDivisionError), tensors.substituted(weights, [torch.zeros(2), torch.full((3,), 2.0)]):
-        assert weights[1].tolist() == [2.0] * 3
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with tensors.substituted(weights, [torch.zeros(2), torch.full((3,), 2.0)]):
+            assert weights[1].tolist() == [2.0] * 3
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert [t.tolist() for t in weights] == [[1.0] * 2, [1.0] * 3]
     assert [t.data_ptr() for t in weights] == pointers
 
@@ -118,9 +125,14 @@ def test_evaluating_restores_modes_however_mixed() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Dropout(), nn.Dropout()).eval())
     model[1][1].train()
     before = [module.training for module in model.modules()]
-    with pytest.raises(ZeroDivisionError), tensors.evaluating(model):
-        assert not any(module.training for module in model.modules())
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with tensors.evaluating(model):
+            assert not any(module.training for module in model.modules())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert [module.training for module in model.modules()] == before == [True, True, False, False, True]
 
 

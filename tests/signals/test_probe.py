@@ -21,7 +21,9 @@ def test_it_measures_in_eval_mode_without_gradients_and_leaves_no_trace(problem:
     probe = problem.probe()
     one, other = probe.measure(model, 0), probe.measure(model, 0)
     assert torch.equal(one, other)
-    assert one.shape == (3,) and one.dtype == torch.float64 and not one.requires_grad
+    assert one.shape == (3,)
+    assert one.dtype == torch.float64
+    assert not one.requires_grad
     want = [problem.loss(model.eval(), problem.batch(-1, j)).item() for j in range(3)]
     assert one.tolist() == want
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -72,7 +74,7 @@ def test_losses_that_are_none(loss: Any, message: str, problem: Any) -> None:
 
 
 def test_one_sub_batch_has_no_error_to_tell(problem: Any) -> None:
-    with pytest.raises(StepError, match="1 sub-batch and needs at least 2 .*; split its batch"):
+    with pytest.raises(StepError, match=r"1 sub-batch and needs at least 2 .*; split its batch"):
         Probe(problem.loss, [problem.batch(0, 0)]).measure(problem.model(), 0)
 
 
@@ -137,8 +139,11 @@ def test_a_probe_that_is_not_finite_for_one_replica_is_not_heard(problem: Any, t
         return own * float("nan") if len(calls) in (3, 4) else own
 
     signal = Probe(loss, [problem.batch(-1, j) for j in range(2)])
-    engine = Engine(replicas, [hdet.LearningRate(spread=hdet.TwoLevel(0.3))], window=3, signal=signal, total_steps=3)
+    engine = Engine(
+        replicas, [hdet.LearningRate(spread=hdet.TwoLevel(0.3))], window=3, signal=signal, total_steps=3
+    )
     (record,) = train(engine)
     assert record.faults == []
     estimate = record.estimates["learning_rate"]
-    assert estimate["slope"] == estimate["slope"] and estimate["stderr"] < float("inf")
+    assert estimate["slope"] == estimate["slope"]
+    assert estimate["stderr"] < float("inf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,8 +12,9 @@ from torch.optim import Optimizer
 from hdet.errors import ConfigError
 from hdet.replicas import tensors
 from hdet.replicas.distributed import refusals
+from hdet.replicas.distributed.agreement import agree
 from hdet.replicas.distributed.exchange import Exchange
-from hdet.replicas.distributed.layout import of_group, of_mesh
+from hdet.replicas.distributed.layout import Layout, of_group, of_mesh
 from hdet.replicas.distributed.lost import translated
 from hdet.replicas.distributed.ranks import Ranks
 from hdet.replicas.in_process import check_pair, twin
@@ -28,6 +30,8 @@ def distribute(
     copies: int = 1,
     micro_batches: int | None = None,
     exact: bool = False,
+    precision: torch.dtype | None = None,
+    overlap: int = 0,
 ) -> Ranks:
     """The replicas of a distributed run, of which this rank holds one, a part of one, or several.
 
@@ -51,6 +55,13 @@ def distribute(
             for evidence that needs no divergence. N = ranks * micro_batches.
         exact: reduce in the order of the replicas, so that parameters agree with one process bit for bit where the
             arithmetic of a replica does; the engine then shares DDP's gradients too, after backward. Slower.
+        precision: `torch.bfloat16` or `torch.float16`: merge the differences from the last converged point in it, at
+            half the traffic; sums are in float32. A merged parameter is off by at most 2^-8 (2^-11) of the largest
+            difference that went into it. The first merge is in full.
+        overlap: let a merge travel beside the next so many steps and apply it as a correction then,
+            theta_r <- theta_r + mean(theta at the window's end) - theta_r at the window's end. In these steps
+            replicas are still as far apart as the window before had set them, which its successor's losses show.
+            Takes two more copies of the parameters, and `merge=hdet.Mean("keep")`. The last merge is waited for.
 
     Raises:
         ConfigError: no process group, a partitioned optimizer (ZeRO), ranks that share one replica where each is to
@@ -68,6 +79,13 @@ def distribute(
         raise ConfigError(f"copies and micro_batches are at least 1, got {copies} and {micro_batches}")
     if copies > 1 and micro_batches is not None:
         raise ConfigError("give copies= or micro_batches=, not both: copies come apart, micro-batches do not")
+    if precision not in (None, torch.bfloat16, torch.float16):
+        raise ConfigError(f"precision is torch.bfloat16, torch.float16 or None (as the parameters are), got {precision}")
+    if overlap < 0 or (overlap and (exact or precision or copies > 1 or micro_batches is not None)):
+        raise ConfigError(
+            f"overlap is a number of steps, got {overlap}, and goes with one diverging replica a rank only, without "
+            f"exact= and precision="
+        )
     bare, wrapper = unwrapped(model)
     refusals.partitioned(model, optimizer)
     check_pair(bare, optimizer, copies)
@@ -89,10 +107,31 @@ def distribute(
     exchange = Exchange(layout, tensors.local(first.detach()).device, exact)
     tensors.reshard(bare)
     with translated("sending the first replica's weights"):
+        agree(exchange, _described(bare, optimizer, micro_batches or copies, f"{exact} {precision} {overlap}"))
         exchange.broadcast([tensors.local(t.detach()) for t in (*bare.parameters(), *bare.buffers())], 0)
     hosts = [(bare, optimizer), *(twin(bare, optimizer) for _ in range(copies - 1))]
     trained = [model, *(copied for copied, _ in hosts[1:])]
-    return Ranks(hosts, trained, exchange, micro_batches or 0, reduces)
+    return Ranks(hosts, trained, exchange, micro_batches or 0, reduces, precision, _travelling(overlap, layout))
+
+
+def _travelling(overlap: int, layout: Layout) -> tuple[int, dist.ProcessGroup] | None:
+    """The steps of an overlapped merge and a group for it alone."""
+    if overlap == 0:
+        return None
+    group = dist.new_group(sorted(layout.global_peers), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return overlap, group
+
+
+def _described(model: nn.Module, optimizer: Optimizer, each: int, options: str) -> dict[str, str]:
+    """What must be alike before a single tensor is sent: unequal shapes would hang, or mix up the weights."""
+    return {
+        "parameters": repr([(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]),
+        "buffers": repr([(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]),
+        "optimizer": type(optimizer).__name__,
+        "replicas per rank": str(each),
+        "exact, precision and overlap": options,
+    }
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:

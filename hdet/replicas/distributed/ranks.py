@@ -8,6 +8,7 @@ from itertools import compress
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,11 +16,13 @@ from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
 from hdet.replicas import optimizer_states, tensors
+from hdet.replicas.anchor import Anchor
 from hdet.replicas.distributed import optimizer_mean, refusals
 from hdet.replicas.distributed.agreement import agree
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.distributed.lost import translated
+from hdet.replicas.distributed.overlap import Flight
 from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas, Terms
 
@@ -35,6 +38,8 @@ class Ranks(Replicas):
         exchange: the collectives, over the ranks of its layout.
         seats: 0 where each host is a replica; else the micro-batches of the only host that are.
         reduces: the wrapper that averages gradients over replicas in its backward, if there is one.
+        precision: what merged parameters travel in, as differences from the last converged point.
+        overlap: for how many steps a merge may travel, and the group it does so in.
     """
 
     def __init__(
@@ -44,6 +49,8 @@ class Ranks(Replicas):
         exchange: Exchange,
         seats: int,
         reduces: DistributedDataParallel | str | None,
+        precision: torch.dtype | None = None,
+        overlap: tuple[int, dist.ProcessGroup] | None = None,
     ) -> None:
         self.hosts = list(hosts)
         self.exchange = exchange
@@ -53,6 +60,12 @@ class Ranks(Replicas):
         self._seats = seats
         self._reduces = reduces
         self._wrapped = reduces if isinstance(reduces, DistributedDataParallel) else None
+        self._precision = precision
+        self._narrow = Exchange(self.layout, exchange.device, exact=True) if precision is not None else None
+        self._overlap = overlap
+        self._flight: Flight | None = None
+        self._anchor: Anchor | None = None
+        self._met = False
         self._shares = True
         self._apart = True
         self.size = self.layout.places * self._each
@@ -94,27 +107,20 @@ class Ranks(Replicas):
                 "itself, after backward (micro-batches, exact=True, or evidence that looks at each replica's own "
                 "gradient), and the hook would not run; leave the hook or that out"
             )
+        if self._overlap is not None and terms.merge != {"kind": "mean", "optimizer": "keep"}:
+            raise ConfigError(
+                f"overlap= corrects parameters when their mean arrives; an optimizer's state, which has moved on, cannot "
+                f"be corrected so: give merge=hdet.Mean('keep'), not {dict(terms.merge)}"
+            )
+        self._anchor = terms.anchor
         self._shares = own or self._reduces is None
         self._apart = terms.apart
         if self._wrapped is not None and self.diverge:
             # Each replica's buffers are its own until the merge, as in one process. Otherwise those of rank 0 would
             # replace them in every forward pass.
             self._wrapped.broadcast_buffers = False
-        model, optimizer = self.hosts[0]
-        shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-        held = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
         with translated("comparing declarations"):
-            agree(
-                self.exchange,
-                {
-                    **terms.declaration,
-                    "parameters": repr(shapes),
-                    "buffers": repr(held),
-                    "optimizer": type(optimizer).__name__,
-                    "replicas per rank": str(self._each),
-                    "exact": str(self.exchange.exact),
-                },
-            )
+            agree(self.exchange, terms.declaration)
 
     def gather(self, rows: Tensor) -> NDArray[np.float64]:
         with translated("gathering losses at a window's end"):
@@ -171,6 +177,7 @@ class Ranks(Replicas):
             tensors.mean_([self._merged(host) for host in sound], [mine])
         if not (all(valid) and self._alike(mine)):
             self._reduce_parameters(mine, counts)
+        self._met = True
         for host in others:
             tensors.copy_(self._merged(host), mine)
         self._merge_buffers(valid)
@@ -190,7 +197,42 @@ class Ranks(Replicas):
             optimizer_mean.take_over(self.exchange, [optimizer for _, optimizer in ordered], failed, first)
 
     def _reduce_parameters(self, mine: Sequence[Tensor], counts: Sequence[float]) -> None:
-        self.exchange.reduce(mine, mine, counts, mean=True)
+        if self._overlap is not None and all(counts):
+            self._flight = Flight(mine, self.layout, self._overlap[1])
+        elif self._narrow is not None and self._met:
+            # From the first merge on the last converged point is the same everywhere, and differences are small.
+            start = [held.to(own.device) for held, own in zip(self._anchored(), mine, strict=True)]
+            moved = [(own.float() - held.float()).to(self._precision) for own, held in zip(mine, start, strict=True)]
+            self._narrow.reduce(moved, moved, counts, mean=True)
+            tensors.copy_(mine, [held.float() + step.float() for held, step in zip(start, moved, strict=True)])
+        else:
+            self.exchange.reduce(mine, mine, counts, mean=True)
+
+    def _anchored(self) -> list[Tensor]:
+        """The anchor's values of the parameters that are merged."""
+        assert self._anchor is not None
+        model, optimizer = self.hosts[0]
+        held = self._anchor.parameters()
+        chosen = _movable(model, optimizer)
+        return list(compress(held, chosen))
+
+    @property
+    def in_flight(self) -> bool:
+        return self._flight is not None
+
+    def advance(self, *, now: bool = False) -> None:
+        if self._flight is None or self._overlap is None:
+            return
+        self._flight.steps += not now
+        if now or self._flight.steps >= self._overlap[0]:
+            self.settle()
+            self._flight.land()
+            self._flight = None
+
+    def settle(self) -> None:
+        if self._flight is not None:
+            with translated("waiting for a merge"):
+                tensors.copy_(self._anchored(), self._flight.merged())
 
     @torch.no_grad()
     def _merge_buffers(self, valid: list[bool]) -> None:
@@ -221,15 +263,8 @@ class Ranks(Replicas):
         return counts, first, sound, sound[0] if sound else self.hosts[0]
 
     def _merged(self, host: Host) -> list[Tensor]:
-        """The parameters that can come apart: trained ones, and those the optimizer holds though now frozen."""
-        model, optimizer = host
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        tensors.reshard(model)
-        return [
-            tensors.local(parameter.detach())
-            for parameter in model.parameters()
-            if parameter.numel() and (parameter.requires_grad or id(parameter) in held)
-        ]
+        """The parameters that can come apart."""
+        return list(compress(tensors.parameters(host[0]), _movable(*host)))
 
     def _alike(self, own: Sequence[Tensor]) -> bool:
         """Whether all replicas hold the same bits, where nothing was to set them apart: they are then left alone."""
@@ -267,6 +302,13 @@ class Ranks(Replicas):
         quiet = self._wrapped is not None and self._shares
         with translated("in forward or backward"), self._wrapped.no_sync() if quiet else nullcontext():  # type: ignore[union-attr]
             yield
+
+
+def _movable(model: nn.Module, optimizer: Optimizer) -> list[bool]:
+    """Which of `tensors.parameters(model)` can come apart: trained ones, and frozen ones the optimizer holds."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    tensors.reshard(model)
+    return [p.requires_grad or id(p) in held for p in model.parameters() if p.numel()]
 
 
 def _buffers(host: Host) -> list[Tensor]:

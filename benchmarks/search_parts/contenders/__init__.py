@@ -1,0 +1,1 @@
+"""One file a contender, each of which sets `CONTENDER`."""

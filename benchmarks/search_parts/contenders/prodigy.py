@@ -1,0 +1,46 @@
+"""Prodigy (Mishchenko and Defazio 2024, arXiv:2306.06101): an Adam that estimates its own step size."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+from dataclasses import replace
+
+from prodigyopt import Prodigy
+
+import hdet
+from search_parts.contender import Contender, Outcome, begin, train
+from search_parts.meter import Meter
+from search_parts.task import Setting, Task
+
+
+class ProdigyContender(Contender):
+    """lr = 1 wherever the run starts, as its authors ask: a badly set learning rate cannot hurt it.
+
+    Cosine annealing without warm-up, bias correction on, decoupled decay, which are their recommendations.
+    """
+
+    name = "prodigy"
+    title = "Prodigy"
+    order = 30
+
+    def canonical(self, task: Task, setting: Setting) -> Setting:
+        return replace(setting, lr=1.0)
+
+    def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
+        problem, model = begin(task, setting, seed, meter)
+        with redirect_stdout(io.StringIO()):  # it prints that its decay is decoupled
+            optimizer = Prodigy(
+                problem.groups(model),
+                lr=setting.lr,
+                betas=task.betas if task.family == "adamw" else (0.9, 0.999),
+                weight_decay=setting.decay,
+                decouple=True,
+                use_bias_correction=True,
+            )
+        schedule = hdet.Cosine(peak=setting.lr, total_steps=task.steps, warmup=0.0)
+        trained = train(task, problem, model, optimizer, task.steps, schedule)
+        return Outcome(model if trained else None, problem, {"d": float(optimizer.param_groups[0]["d"])})
+
+
+CONTENDER = ProdigyContender()

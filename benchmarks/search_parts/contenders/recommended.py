@@ -1,0 +1,133 @@
+"""hdet's recommended recipe, as the README shows it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+import hdet
+from search_parts.contender import Contender, Outcome, begin, update
+from search_parts.meter import Meter
+from search_parts.task import Problem, Setting, Task, split
+
+
+class Recommended(Contender):
+    """`hdet.recommended` with its defaults, told the length of the run and given the task's probe.
+
+    Probes are paid for by training fewer steps.
+    """
+
+    name = "hdet"
+    title = "hdet, recommended"
+    order = 1
+
+    def prepare(self, task: Task, setting: Setting) -> None:
+        self.affordable_steps(task, setting)
+
+    def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
+        steps = self.affordable_steps(task, setting)
+        problem, model = begin(task, setting, seed, meter)
+
+        def loss(model: nn.Module, batch: object) -> Tensor:
+            return problem.example_losses(model, batch).view(task.sub_batches, -1).mean(dim=1)
+
+        engine = self.engine(
+            task, setting, problem, model, hdet.Probe(loss, lambda w: [problem.probe(w)]), steps, seed
+        )
+        for step in range(steps):
+            losses = []
+            parts = split(problem.batch(step), task.micro_batches)
+            for replica in engine.replicas:
+                with replica:
+                    own = problem.loss(replica.model, parts[replica.index])
+                    own.backward()  # type: ignore[no-untyped-call]
+                losses.append(own.detach())
+            engine.share_gradients()
+            update(task, engine.optimizers[0])
+            engine.step(losses)
+        details = {
+            "steps": steps,
+            "peaks": {knob.name: knob.base(round(0.3 * steps)) for knob in engine.knobs},
+            "closing": sum(record.closing for record in engine.history),
+            "faults": sum(len(record.faults) for record in engine.history),
+        }
+        return Outcome(model, problem, details)
+
+    def engine(
+        self,
+        task: Task,
+        setting: Setting,
+        problem: Problem,
+        model: nn.Module,
+        probe: hdet.Probe,
+        steps: int,
+        seed: int,
+    ) -> hdet.Engine:
+        """The recipe. A variant of it is a file with a subclass that overrides this."""
+        optimizer = task.optimizer(problem.groups(model), setting)
+        return hdet.recommended(
+            model,
+            optimizer,
+            total_steps=steps,
+            probe=probe,
+            micro_batches=task.micro_batches,
+            seed=seed,
+            quiet=True,
+        )
+
+    def affordable_steps(self, task: Task, setting: Setting) -> int:
+        """Steps that, with their probes, cost no more than the budget."""
+        # What is probed does not depend on the rates, only on whether there is decay and dropout at all.
+        alike = Setting(task.grid.lrs[0], 1e-4 if setting.decay else 0.0, 0.1 if setting.dropout else 0.0)
+        return _affordable(type(self), task, alike)
+
+    def rehearse(self, task: Task, setting: Setting, steps: int) -> int:
+        """Example-passes that the recipe's probes take in a run of some steps.
+
+        The engine runs with losses that only look at the weights, so no example goes through the model; the
+        probes it asks for are counted.
+        """
+        meter = Meter()
+        problem = task.problem(0, setting.dropout)
+        model = problem.model()
+        size = len(_first(problem.probe(0)))
+        scale = torch.linspace(1.0, 1.1, task.sub_batches)
+
+        def weigh(model: nn.Module) -> Tensor:
+            return torch.stack([parameter.square().mean() for parameter in model.parameters()]).sum()
+
+        def loss(model: nn.Module, batch: object) -> Tensor:
+            meter.add(forward=size, backward=size if torch.is_grad_enabled() else 0)
+            return weigh(model) * scale
+
+        engine = self.engine(task, setting, problem, model, hdet.Probe(loss, [None]), steps, 0)
+        for _ in range(steps):
+            losses = []
+            for replica in engine.replicas:
+                with replica:
+                    own = weigh(replica.model)
+                    own.backward()  # type: ignore[no-untyped-call]
+                losses.append(own.detach())
+            engine.share_gradients()
+            update(task, engine.optimizers[0])
+            engine.step(losses)
+        return meter.passes
+
+
+@lru_cache
+def _affordable(kind: type[Recommended], task: Task, setting: Setting) -> int:
+    step = 3 * task.batch
+    steps = int(task.steps / (1.0 + kind().rehearse(task, setting, task.steps) / task.budget))
+    # Windows do not shrink with the run, so it may take a little less than in proportion.
+    while steps > 1 and (excess := steps * step + kind().rehearse(task, setting, steps) - task.budget) > 0:
+        steps = max(1, steps + (-excess) // step)
+    return steps
+
+
+def _first(batch: object) -> Tensor:
+    return batch[0] if isinstance(batch, tuple) else batch  # type: ignore[return-value]
+
+
+CONTENDER = Recommended()

@@ -1,0 +1,48 @@
+"""Which tasks and contenders there are: the files in tasks/ and contenders/."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import TypeVar
+
+from search_parts import contenders, tasks
+from search_parts.contender import Contender
+from search_parts.task import Task
+
+Kind = TypeVar("Kind")
+
+
+def all_tasks() -> dict[str, Task]:
+    """By name, those that settings were chosen on first."""
+    found = [module.TASK for module in _modules(tasks)]
+    return {task.name: task for task in sorted(found, key=lambda task: (not task.development, task.name))}
+
+
+def all_contenders() -> dict[str, Contender]:
+    """By name, in the order of tables."""
+    found = [module.CONTENDER for module in _modules(contenders)]
+    return {contender.name: contender for contender in sorted(found, key=lambda one: (one.order, one.name))}
+
+
+def chosen(there: Mapping[str, Kind], names: Iterable[str] | None, what: str) -> dict[str, Kind]:
+    """Those of some names; all without names.
+
+    Raises:
+        ValueError: there is no such.
+    """
+    if names is None:
+        return dict(there)
+    unknown = sorted(set(names) - set(there))
+    if unknown:
+        raise ValueError(f"no {what} is called {', '.join(unknown)}; there are {', '.join(there)}")
+    return {name: there[name] for name in there if name in set(names)}
+
+
+def _modules(package: ModuleType) -> list[ModuleType]:
+    return [
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(package.__path__)
+    ]

@@ -1,0 +1,130 @@
+"""All that a report is made of: every contender's runs from every starting point, in one place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from search_parts import sweep
+from search_parts.cell import Result
+from search_parts.contender import Contender
+from search_parts.statistics import Array, Case, Interval, Standing, over_seeds, standings
+from search_parts.sweep import Best
+from search_parts.task import Task
+
+Runs = dict[int, Result]
+FIXED = "cosine"
+REFERENCE = "hdet"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was run.
+
+    Attributes:
+        tasks, contenders: that took part.
+        best: by task, the oracle's setting.
+        runs: by (task, start, contender), the results by seed.
+        oracle: by task, the runs of the oracle by seed: the fixed schedule at the best setting.
+        seeds: how many there should be.
+    """
+
+    tasks: Mapping[str, Task]
+    contenders: Mapping[str, Contender]
+    best: Mapping[str, Best]
+    runs: Mapping[tuple[str, str, str], Runs]
+    oracle: Mapping[str, Runs]
+    seeds: int
+
+    def losses(self, task: str, start: str, contender: str) -> list[float]:
+        """Test losses of the seeds there are, failures as having learnt nothing."""
+        return [
+            sweep.judged(self.tasks[task], run.test) for run in self.runs[task, start, contender].values()
+        ]
+
+    def loss(self, task: str, start: str, contender: str) -> Interval:
+        """Their mean."""
+        return over_seeds(self.losses(task, start, contender))
+
+    def oracle_loss(self, task: str) -> Interval:
+        """The oracle's, on the seeds contenders are compared with."""
+        return over_seeds([sweep.judged(self.tasks[task], run.test) for run in self.oracle[task].values()])
+
+    def regret(self, task: str, start: str, contender: str) -> Interval:
+        """Test loss above the oracle's of the same seed."""
+        runs, oracle, one = self.runs[task, start, contender], self.oracle[task], self.tasks[task]
+        return over_seeds(
+            [sweep.judged(one, runs[s].test) - sweep.judged(one, oracle[s].test) for s in runs if s in oracle]
+        )
+
+    def failures(self, task: str, start: str, contender: str) -> int:
+        """Runs that were not finite or ended above knowing nothing."""
+        return sum(
+            sweep.failed(self.tasks[task], run.test) for run in self.runs[task, start, contender].values()
+        )
+
+    def cases(self) -> list[Case]:
+        """Every (task, start)."""
+        return [(task.name, start.name) for task in self.tasks.values() for start in task.starts]
+
+    def complete(self) -> list[Case]:
+        """Those that all contenders have run with all seeds."""
+        return [
+            case
+            for case in self.cases()
+            if all(len(self.runs[(*case, name)]) == self.seeds for name in self.contenders)
+        ]
+
+    def standings(self, tasks: set[str] | None = None) -> dict[str, Standing]:
+        """Ranks over the complete cases (of some tasks); empty where there are none."""
+        names = list(self.contenders)
+        table: dict[Case, Array] = {}
+        for case in self.complete():
+            task = self.tasks[case[0]]
+            if tasks is None or task.name in tasks:
+                table[case] = np.array(
+                    [
+                        [
+                            math.inf if sweep.failed(task, run.test) else run.test
+                            for _, run in sorted(runs.items())
+                        ]
+                        for runs in (self.runs[(*case, name)] for name in names)
+                    ]
+                )
+        if not table:
+            return {}
+        reference = names.index(REFERENCE) if REFERENCE in names else 0
+        return dict(zip(names, standings(table, reference), strict=True))
+
+    def costs(self, contender: str) -> list[float]:
+        """Example-passes over the budget, of every run."""
+        return [run.cost for key, runs in self.runs.items() if key[2] == contender for run in runs.values()]
+
+    def seconds(self, contender: str) -> float:
+        """Mean ratio of CPU time to that of the fixed schedule in the same place; NaN without one."""
+        ratios = [
+            run.seconds / self.runs[task, start, FIXED][seed].seconds
+            for (task, start, name), runs in self.runs.items()
+            if name == contender
+            for seed, run in runs.items()
+            if seed in self.runs.get((task, start, FIXED), {})
+        ]
+        return float(np.mean(ratios)) if ratios else math.nan
+
+    def untrained(self, contender: str) -> float:
+        """Mean share of a run's passes that did not train its model; 0 where the contender says nothing."""
+        shares = [
+            1.0 - run.details["steps"] * 3 * self.tasks[task].batch / (run.forward + 2 * run.backward)
+            for (task, _, name), runs in self.runs.items()
+            if name == contender
+            for run in runs.values()
+            if "steps" in run.details
+        ]
+        return float(np.mean(shares)) if shares else 0.0
+
+    def versions(self) -> set[str]:
+        """Of the library's code, that the runs of its own contenders were made with."""
+        return {run.code for runs in self.runs.values() for run in runs.values()}

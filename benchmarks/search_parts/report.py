@@ -1,0 +1,177 @@
+"""The report: Markdown tables, a CSV file of all runs, and pictures."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+
+from search_parts import sweep
+from search_parts.meter import DEFINITION
+from search_parts.outcome import REFERENCE, Findings
+from search_parts.pictures import draw_ranks, draw_task
+from search_parts.statistics import Interval
+from search_parts.task import Task
+
+HEADER = [
+    "contender",
+    "mean rank",
+    "over whole tasks",
+    f"behind {REFERENCE}",
+    "mean regret",
+    "failed",
+    "compute, mean (most)",
+    "probes",
+    "seconds",
+]
+
+
+def write(findings: Findings, folder: Path, command: str) -> Path:
+    """Write everything into a folder; returns the Markdown file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = _head(findings, command) + _ranks(findings)
+    for task in findings.tasks.values():
+        lines += _task(findings, task)
+        draw_task(findings, task, folder / f"{task.name}.png")
+    draw_ranks(findings, folder / "ranks.png")
+    _cells(findings, folder / "cells.csv")
+    path = folder / "report.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _head(findings: Findings, command: str) -> list[str]:
+    there = sum(len(runs) for runs in findings.runs.values())
+    wanted = len(findings.cases()) * len(findings.contenders) * findings.seeds
+    lines = [
+        "# One run's compute, badly set hyperparameters",
+        "",
+        f"Made by `{command}`. Test loss, {findings.seeds} seeds, 95 % confidence intervals (Student's t).",
+        "",
+        DEFINITION,
+        "",
+        "The oracle is the fixed cosine schedule at the best setting of a sweep. That setting is chosen "
+        "on seeds of its own; the starting points are factors on it. Regret is the test loss above the "
+        "oracle's of the same seed.",
+        "A run that is not finite, or ends above what a model that knows nothing gets, has failed: it is "
+        "counted, ranked last, and enters means as having learnt nothing.",
+        "",
+    ]
+    if there < wanted:
+        lines += [
+            f"**Incomplete: {there} of {wanted} runs are there.** Ranks use the complete cases only.",
+            "",
+        ]
+    if len(findings.versions()) > 1:
+        lines += [
+            f"**The runs were made with {len(findings.versions())} versions of the library's code.**",
+            "",
+        ]
+    return lines
+
+
+def _ranks(findings: Findings) -> list[str]:
+    lines = ["## Standing", ""]
+    development = {task.name for task in findings.tasks.values() if task.development}
+    groups: list[tuple[str, set[str] | None]] = [("All tasks", None)]
+    if development and development != set(findings.tasks):
+        groups.append(("Only tasks that settings were not chosen on", set(findings.tasks) - development))
+    for title, tasks in groups:
+        standings = findings.standings(tasks)
+        if not standings:
+            lines += [f"{title}: no case is complete.", ""]
+            continue
+        cases = [case for case in findings.complete() if tasks is None or case[0] in tasks]
+        lines += [
+            f"{title}: mean rank over {len(cases)} cases (a task and a starting point), seed by seed; "
+            f"intervals by bootstrap over cases and seeds, and over whole tasks. Probes are the share of "
+            f"compute that did not train; seconds are CPU time over the fixed schedule's.",
+            "",
+            _row(HEADER),
+            _row(["---"] * len(HEADER)),
+        ]
+        for name, standing in sorted(standings.items(), key=lambda item: item[1].rank.mean):
+            regret = float(np.mean([findings.regret(*case, name).mean for case in cases]))
+            failures = sum(findings.failures(*case, name) for case in cases)
+            costs = findings.costs(name)
+            row = [
+                findings.contenders[name].title,
+                _spanned(standing.rank),
+                _spanned(standing.by_task),
+                _spanned(standing.behind, signed=True),
+                f"{regret:.3f}",
+                f"{failures} of {len(cases) * findings.seeds}",
+                f"{np.mean(costs):.3f} ({max(costs):.3f})",
+                f"{100 * findings.untrained(name):.1f} %",
+                f"{findings.seconds(name):.2f}x",
+            ]
+            lines.append(_row(row))
+        lines.append("")
+    return [*lines, "![mean ranks](ranks.png)", ""]
+
+
+def _task(findings: Findings, task: Task) -> list[str]:
+    best = findings.best[task.name]
+    chosen = (
+        "Settings of the library were chosen on this task."
+        if task.development
+        else "Nothing was chosen on it."
+    )
+    lines = [
+        f"## {task.title}",
+        "",
+        f"{task.steps} steps of {task.batch}. {chosen} Oracle: learning rate {best.setting.lr:g}, decay "
+        f"{best.setting.decay:g}, dropout {best.setting.dropout:g}; test loss "
+        f"{_plus_minus(findings.oracle_loss(task.name))}; found by {best.runs} runs, {best.runs} budgets.",
+    ]
+    if best.at_edge:
+        lines.append("**The best learning rate lies at the edge of the grid.**")
+    header = ["contender", *(start.name for start in task.starts)]
+    for what in ("Test loss", "Regret"):
+        lines += ["", f"{what}:", "", _row(header), _row(["---"] * len(header))]
+        for name, contender in findings.contenders.items():
+            row = [contender.title]
+            for start in task.starts:
+                case = (task.name, start.name, name)
+                value = findings.loss(*case) if what == "Test loss" else findings.regret(*case)
+                failures = findings.failures(*case)
+                row.append(_plus_minus(value) + (f" ({failures} failed)" if failures else ""))
+            lines.append(_row(row))
+    return [*lines, "", f"![{task.title}]({task.name}.png)", ""]
+
+
+def _cells(findings: Findings, path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["task", "start", "contender", "seed", "test_loss", "failed", "compute", "seconds"])
+        for (task, start, contender), runs in findings.runs.items():
+            for seed, run in sorted(runs.items()):
+                failed = int(sweep.failed(findings.tasks[task], run.test))
+                row = [
+                    task,
+                    start,
+                    contender,
+                    seed,
+                    f"{run.test:.6g}",
+                    failed,
+                    f"{run.cost:.5f}",
+                    f"{run.seconds:.2f}",
+                ]
+                writer.writerow(row)
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _plus_minus(value: Interval) -> str:
+    if math.isnan(value.mean):
+        return "-"
+    return f"{value.mean:.3f}" if math.isnan(value.half) else f"{value.mean:.3f} ± {value.half:.3f}"
+
+
+def _spanned(value: Interval, signed: bool = False) -> str:
+    sign = "+" if signed else ""
+    return f"{value.mean:{sign}.2f} [{value.low:{sign}.2f}, {value.high:{sign}.2f}]"

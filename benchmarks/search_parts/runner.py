@@ -1,0 +1,96 @@
+"""Runs the cells that have no file yet, in processes, and says how far it is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+from search_parts import cell as cells
+from search_parts.cell import Cell, Result
+from search_parts.contender import Contender
+from search_parts.task import Task
+
+Attempt = tuple[Cell, Result | None, str]
+
+
+def run(
+    todo: Sequence[Cell],
+    tasks: Mapping[str, Task],
+    contenders: Mapping[str, Contender],
+    folder: Path,
+    *,
+    jobs: int,
+    label: str,
+) -> list[str]:
+    """Run what is not done, each cell once. Returns the errors of cells that broke, which have no file."""
+    missing = [cell for cell in dict.fromkeys(todo) if not (folder / cell.path).exists()]
+    progress = Progress(label, len(set(todo)), len(set(todo)) - len(missing), jobs)
+    errors = []
+    for cell, result, error in _attempts(missing, tasks, contenders, folder, jobs):
+        if error:
+            errors.append(f"{cell}\n{error}")
+        progress.report(cell, result, missing)
+    return errors
+
+
+class Progress:
+    """One line a cell: how many are done, what came out, and how long the rest takes at the pace so far."""
+
+    def __init__(self, label: str, total: int, done: int, jobs: int) -> None:
+        self.label, self.total, self.done, self.jobs = label, total, done, jobs
+        self.seconds: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+        self.finished: set[Cell] = set()
+        self.began = time.perf_counter()
+        if total:
+            print(f"{label}: {total} cells, {done} done already", flush=True)
+
+    def report(self, cell: Cell, result: Result | None, missing: Sequence[Cell]) -> None:
+        """A cell has ended."""
+        self.done += 1
+        self.finished.add(cell)
+        said = "broke" if result is None else f"{result.test:.4f}, {result.seconds:.0f} s"
+        elapsed = time.perf_counter() - self.began
+        pace = elapsed / len(self.finished)
+        left = pace * (len(missing) - len(self.finished))
+        print(f"[{self.done}/{self.total}] {cell}: {said}; {left / 60:.0f} min left", flush=True)
+
+
+def attempt(task: Task, contender: Contender, cell: Cell, folder: Path) -> Attempt:
+    """Run one cell and write its file; an error that is no divergence is told, not raised."""
+    try:
+        result = cells.run(task, contender, cell)
+        cells.save(folder, cell, result)
+    except Exception:  # one broken cell must not end the others
+        return cell, None, traceback.format_exc()
+    return cell, result, ""
+
+
+def _attempts(
+    missing: Sequence[Cell],
+    tasks: Mapping[str, Task],
+    contenders: Mapping[str, Contender],
+    folder: Path,
+    jobs: int,
+) -> Iterator[Attempt]:
+    work = [(tasks[cell.task], contenders[cell.contender], cell, folder) for cell in missing]
+    if jobs == 1 or not work:
+        for parts in work:
+            yield attempt(*parts)
+        return
+    # Spawned, since a forked torch may hang on its threads' locks.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        futures = [pool.submit(attempt, *parts) for parts in work]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            print("stopped; the same command goes on from here", file=sys.stderr)
+            raise

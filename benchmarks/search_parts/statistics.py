@@ -1,0 +1,117 @@
+"""What the numbers say: confidence intervals over seeds, ranks over cases, and how sure the ranks are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+Array = NDArray[np.float64]
+Case = tuple[str, str]
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def half(self) -> float:
+        """Half the interval's width."""
+        return (self.high - self.low) / 2
+
+
+def over_seeds(values: Sequence[float]) -> Interval:
+    """Mean with Student's t interval; NaN bounds with fewer than two values.
+
+    >>> over_seeds([1.0, 2.0, 3.0]).half.__round__(3)
+    2.484
+    """
+    array = np.asarray(values, dtype=np.float64)
+    mean = float(array.mean()) if len(array) else math.nan
+    if len(array) < 2:
+        return Interval(mean, math.nan, math.nan)
+    half = float(stats.t.ppf(0.975, len(array) - 1) * array.std(ddof=1) / math.sqrt(len(array)))
+    return Interval(mean, mean - half, mean + half)
+
+
+def ranks(losses: Array) -> Array:
+    """[contenders, seeds] losses to ranks within each seed, 1 the best; equal losses share their mean rank.
+
+    Failed runs are to be given as infinity, and so share the last ranks.
+
+    >>> ranks(np.array([[1.0, math.inf], [2.0, math.inf], [0.5, 3.0]]))
+    array([[2. , 2.5],
+           [3. , 2.5],
+           [1. , 1. ]])
+    """
+    found: Array = stats.rankdata(losses, axis=0)
+    return found
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A contender's mean rank over tasks and starting points.
+
+    Attributes:
+        rank: with an interval from resampling cases and seeds.
+        by_task: the same mean, with an interval from resampling whole tasks, since the starting points of one
+            task are alike.
+        behind: its mean rank minus the reference's, cases and seeds resampled; above 0 it is worse.
+    """
+
+    rank: Interval
+    by_task: Interval
+    behind: Interval
+
+
+def standings(losses: Mapping[Case, Array], reference: int, seed: int = 0) -> list[Standing]:
+    """Mean ranks with bootstrap intervals.
+
+    Args:
+        losses: by (task, starting point), [contenders, seeds], the same in each.
+            A column holds runs of one seed, on the same data, so contenders are ranked within it.
+        reference: the contender others are compared with.
+        seed: of the resampling.
+    """
+    names = list(losses)
+    table = np.stack([ranks(losses[case]) for case in names])  # [cases, contenders, seeds]
+    rng = np.random.default_rng(seed)
+    cases, contenders, seeds = table.shape
+    tasks = list(dict.fromkeys(task for task, _ in names))
+    members = [np.array([i for i, (task, _) in enumerate(names) if task == own]) for own in tasks]
+    free, clustered = np.empty((RESAMPLES, contenders)), np.empty((RESAMPLES, contenders))
+    for sample in range(RESAMPLES):
+        free[sample] = _resampled(table, rng.integers(cases, size=cases), rng, seeds)
+        drawn = np.concatenate([members[i] for i in rng.integers(len(tasks), size=len(tasks))])
+        clustered[sample] = _resampled(table, drawn, rng, seeds)
+    means = table.mean(axis=(0, 2))
+    behind = free - free[:, [reference]]
+    return [
+        Standing(
+            _interval(means[k], free[:, k]),
+            _interval(means[k], clustered[:, k]),
+            _interval(means[k] - means[reference], behind[:, k]),
+        )
+        for k in range(contenders)
+    ]
+
+
+def _resampled(table: Array, cases: NDArray[np.int64], rng: np.random.Generator, seeds: int) -> Array:
+    """[contenders] mean rank over drawn cases, each with its own draw of seeds."""
+    columns = rng.integers(seeds, size=(len(cases), seeds))
+    drawn: Array = table[cases[:, None], :, columns].mean(axis=(0, 1))
+    return drawn
+
+
+def _interval(mean: float, samples: Array) -> Interval:
+    low, high = np.quantile(samples, [0.025, 0.975])
+    return Interval(float(mean), float(low), float(high))

@@ -1,0 +1,1 @@
+"""One file a task, each of which sets `TASK`."""

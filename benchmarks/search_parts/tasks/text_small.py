@@ -1,0 +1,19 @@
+"""A small byte GPT, 0.07 million parameters, on streaming text with AdamW."""
+
+from search_parts.task import ALL_OFF, DECAYS, LEARNING_RATES, Grid, doubling
+from search_parts.text import IGNORANCE, TextTask
+
+TASK = TextTask(
+    name="text_small",
+    title="Byte GPT, small (AdamW)",
+    steps=600,
+    batch=16,
+    family="adamw",
+    ignorance=IGNORANCE,
+    grid=Grid(doubling(5e-4, 8), (0.1,)),
+    starts=LEARNING_RATES + DECAYS + ALL_OFF,
+    clip=1.0,
+    development=True,
+    width=48,
+    depth=2,
+)

@@ -1,0 +1,45 @@
+"""What a knob is judged by and moved by where its declaration does not say."""
+
+from __future__ import annotations
+
+from hdet.controllers import Calibrate, Controller, Gated
+from hdet.evidence.analytic import Analytic
+from hdet.evidence.contrast import Contrast
+from hdet.evidence.divergent import Divergent
+from hdet.evidence.line import Line
+from hdet.hparams.evidence import Evidence
+from hdet.hparams.forward import ModuleKnob
+from hdet.hparams.knob import Knob
+from hdet.hparams.optimizer import LearningRate, WeightDecay
+
+
+def complete(knob: Knob, evidence: Evidence | None, diverge: bool) -> Knob:
+    """The knob with its evidence and controller filled in.
+
+    Args:
+        evidence: the engine's, for knobs that name none.
+        diverge: whether the replicas can come apart; if not, counterfactual evidence is the default.
+    """
+    source = knob.evidence or evidence or (Divergent() if diverge else counterfactual(knob))
+    return knob.replace(evidence=source, controller=knob.controller or controller(knob, source))
+
+
+def counterfactual(knob: Knob) -> Evidence:
+    """The evidence that judges a knob on one trajectory: by its update's line, its formula, or its gradients."""
+    if isinstance(knob, LearningRate):
+        return Line()
+    if isinstance(knob, WeightDecay):
+        return Analytic()
+    return Contrast() if knob.acts_on == "forward" else Divergent()
+
+
+def controller(knob: Knob, evidence: Evidence) -> Controller:
+    """The rule that suits a knob and its evidence."""
+    if isinstance(evidence, Line):
+        return Calibrate()
+    if isinstance(knob, WeightDecay):
+        return Gated(0.4)
+    if isinstance(knob, ModuleKnob):
+        # Small steps on evidence that adds up: an angle of 0.06 a window.
+        return Gated(0.06, gate=0.0, saturation=2.0, memory=0.7)
+    return Gated()

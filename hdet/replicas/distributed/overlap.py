@@ -1,0 +1,66 @@
+"""A merge that travels while training goes on, and is applied as a correction when it has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hdet.replicas import tensors
+from hdet.replicas.distributed.layout import Layout
+
+
+class Flight:
+    """The mean of the replicas at a window's end, under way.
+
+    theta_r(t + k) <- theta_r(t + k) + mean_s theta_s(t) - theta_r(t): what a replica did in the k steps meanwhile
+    stays, and what set it apart before is taken back.
+
+    Args:
+        own: this rank's parameters at the window's end.
+        group: one of its own, so that its collective does not queue before those of training.
+    """
+
+    @torch.no_grad()
+    def __init__(self, own: Sequence[Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
+        self.steps = 0
+        self._own = list(own)
+        self._before = tensors.clones(own)
+        self._places: list[tuple[torch.dtype, list[int]]] = []
+        self._flats: list[Tensor] = []
+        self._works: list[dist.Work] = []
+        self._merged: list[Tensor] | None = None
+        dtypes = [torch.promote_types(t.dtype, torch.float32) for t in own]
+        for dtype in dict.fromkeys(dtypes):
+            numbers = [number for number, wide in enumerate(dtypes) if wide == dtype]
+            flat = torch.cat([own[number].reshape(-1).to(dtype) for number in numbers])
+            flat.mul_(1.0 / layout.places)
+            work = dist.all_reduce(flat, group=group, async_op=True)
+            assert work is not None
+            self._places.append((dtype, numbers))
+            self._flats.append(flat)
+            self._works.append(work)
+
+    def merged(self) -> list[Tensor]:
+        """The mean, in the order of the parameters; waits for it if need be."""
+        if self._merged is None:
+            found: dict[int, Tensor] = {}
+            for (_, numbers), flat, work in zip(self._places, self._flats, self._works, strict=True):
+                work.wait()
+                pieces = flat.split([self._own[number].numel() for number in numbers])
+                for number, piece in zip(numbers, pieces, strict=True):
+                    found[number] = piece.view(self._own[number].shape)
+            self._merged = [found[number] for number in range(len(self._own))]
+        return self._merged
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Correct the parameters; where no step was made since, they become the mean itself."""
+        merged = self.merged()
+        if self.steps == 0:
+            tensors.copy_(self._own, merged)
+            return
+        for own, mean, before in zip(self._own, merged, self._before, strict=True):
+            own.add_((mean - before).to(own.dtype))

@@ -1,0 +1,125 @@
+"""The laws of evidence."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hdet.controllers import Estimate, Hold
+from hdet.engine import Engine
+from hdet.errors import ConfigError
+from hdet.evidence import Evidence
+from hdet.history import WindowRecord
+from hdet.hparams import Dropout, Knob, LearningRate, Scalar, WeightDecay
+from hdet.replicas import replicate
+from hdet.testing.ground import ADAMW, Ground
+from hdet.testing.law import broken, require
+
+WINDOW = 6
+REPLICAS = 4
+PLACEBO_WINDOWS = 20
+SURE, CHANCE = 6.0, 0.12
+"""A knob without effect may be surer than SURE standard errors in CHANCE of all windows (Student's t with 2
+degrees of freedom, the fewest that evidence has here: 2.7 %)."""
+
+ASKED: Sequence[Knob] = (LearningRate(groups="taught"), WeightDecay(groups="taught"), Dropout())
+PLACEBOS: Sequence[Knob] = (
+    LearningRate(groups="idle"),
+    WeightDecay(groups="idle"),
+    Scalar("idle", path="idle_scalar", bounds=(0.01, 10.0), effect="forward"),
+)
+
+
+def _engine(evidence: Evidence, knob: Knob, ground: Ground, windows: int) -> Engine:
+    return Engine(
+        replicate(*ground.make(), n=REPLICAS),
+        [knob],
+        window=WINDOW,
+        signal=ground.probe(),
+        evidence=evidence,
+        gradients="local" if evidence.diverges else "shared",
+        total_steps=WINDOW * windows,
+    )
+
+
+def _accepted(evidence: Evidence, knobs: Sequence[Knob], ground: Ground) -> Knob:
+    """The first of the knobs that the evidence can judge."""
+    reasons = []
+    for knob in knobs:
+        try:
+            _engine(evidence, knob, ground, 1)
+        except ConfigError as error:
+            reasons.append(str(error))
+        else:
+            return knob
+    broken(f"it accepts none of {[knob.label for knob in knobs]}: {'; '.join(reasons)}; name a knob= that it can judge")
+
+
+def _asked(evidence: Evidence, ground: Ground | None, knob: Knob | None) -> tuple[Ground, Knob]:
+    ground = ground or ADAMW
+    return ground, (_accepted(evidence, ASKED, ground) if knob is None else knob)
+
+
+def every_window_gives_an_estimate(evidence: Evidence, ground: Ground | None, knob: Knob | None) -> None:
+    """Each window has an estimate of the knob, and some window has learnt something."""
+    ground, knob = _asked(evidence, ground, knob)
+    with torch.random.fork_rng(devices=[]):
+        engine = _engine(evidence, knob, ground, 3)
+        records = ground.train(engine, 3 * WINDOW)
+    for record in records:
+        found = record.estimates.get(knob.label)
+        require(found is not None, f"window {record.window} has no estimate of {knob.label}")
+    told = [_estimate(record, knob) for record in records]
+    require(any(estimate.known for estimate in told), f"three windows have taught nothing about {knob.label}: {told}")
+    if evidence.averages:
+        missing = [record.window for record in records if "averaged" not in record.estimates[knob.label]]
+        require(not missing, f"it `averages`, and windows {missing} have no estimate at averaged weights")
+
+
+def a_placebo_is_told_apart(evidence: Evidence, ground: Ground | None, knob: Knob | None) -> None:
+    """A knob without effect is rarely judged to have one with great certainty."""
+    if ground is not None or knob is not None:
+        return  # what has no effect is known of the built-in ground alone
+    ground = ADAMW
+    placebo = _accepted(evidence, PLACEBOS, ground).replace(controller=Hold())
+    with torch.random.fork_rng(devices=[]):
+        engine = _engine(evidence, placebo, ground, PLACEBO_WINDOWS)
+        records = ground.train(engine, PLACEBO_WINDOWS * WINDOW)
+    ts = np.abs([_estimate(record, placebo).t for record in records])
+    share = float((ts > SURE).mean())
+    require(share <= CHANCE, f"{share:.0%} of {len(ts)} windows had |t| above {SURE} for a knob without effect")
+
+
+def a_resume_in_mid_window_is_the_same_run(evidence: Evidence, ground: Ground | None, knob: Knob | None) -> None:
+    """Saved in the middle of a window as plain numbers and tensors and taken up anew, it ends in the same bits."""
+    ground, knob = _asked(evidence, ground, knob)
+    windows, middle = 3, WINDOW + WINDOW // 2
+    with torch.random.fork_rng(devices=[]):
+        whole = _engine(evidence, knob, ground, windows)
+        expected = ground.train(whole, windows * WINDOW)
+        first = _engine(evidence, knob, ground, windows)
+        ground.train(first, middle)
+        stored = io.BytesIO()
+        torch.save(first.state_dict(), stored)
+        stored.seek(0)
+        second = _engine(evidence, knob, ground, windows)
+        second.load_state_dict(torch.load(stored, weights_only=True))
+        records = ground.train(second, windows * WINDOW)
+    for one, other in zip(expected[-len(records) :], records, strict=True):
+        for what in ("bases", "values", "estimates", "moves"):
+            a, b = str(getattr(one, what)), str(getattr(other, what))
+            require(a == b, f"window {one.window} has the {what} {a}, and {b} in the run that was taken up")
+    resumed = second.replicas[0].model.state_dict()
+    for name, value in whole.replicas[0].model.state_dict().items():
+        require(torch.equal(value, resumed[name]), f"{name} differs at the end of the run that was taken up")
+
+
+def _estimate(record: WindowRecord, knob: Knob) -> Estimate:
+    told = record.estimates[knob.label]
+    return Estimate(told["slope"], told["curvature"], told["stderr"], told["curvature_stderr"])
+
+
+LAWS = (every_window_gives_an_estimate, a_placebo_is_told_apart, a_resume_in_mid_window_is_the_same_run)

@@ -1,0 +1,136 @@
+"""The laws of knobs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hdet.controllers import Hold
+from hdet.engine import Engine
+from hdet.evidence import Contrast, Divergent, Evidence, Line
+from hdet.hparams import Knob
+from hdet.hparams.binding import Binding
+from hdet.replicas import replicate
+from hdet.testing.ground import Ground, ground_of
+from hdet.testing.law import require
+
+WINDOW, WINDOWS = 3, 2
+SINGLE = 2e-7
+"""Relative rounding of a value that is held in float32."""
+
+
+def _bound_pair(knob: Knob, ground: Ground | None) -> tuple[Binding, Binding]:
+    """The knob in two replicas of one model."""
+    hosts = replicate(*ground_of(knob, ground).make(), n=2).hosts
+    one, other = (knob.bind(model, optimizer) for model, optimizer in hosts)
+    return one, other
+
+
+def _values(knob: Knob, held: float) -> list[float]:
+    """Values to write: near the one held, and the bounds where they are finite."""
+    low, high = knob.bounds
+    near = [min(max(knob.space.apply(held, shift), low), high) for shift in (0.05, -0.05, 0.3, -0.3)]
+    return [value for value in (held, *near, low, high, held) if math.isfinite(value)]
+
+
+def _require_inside(knob: Knob, value: float, when: str) -> None:
+    low, high = knob.bounds
+    # A ratio between groups is divided out again in double precision; float32 would be off by far more than this.
+    slack = 1e-14 * max(abs(low), abs(high), abs(value)) if math.isfinite(low) and math.isfinite(high) else 0.0
+    require(low - slack <= value <= high + slack, f"{when} it reads {value!r}, outside {knob.bounds}")
+
+
+def what_is_written_is_read(knob: Knob, ground: Ground | None) -> None:
+    """A value that is written is read back, up to float32's rounding and never outside the bounds."""
+    binding, _ = _bound_pair(knob, ground)
+    held = binding.read()
+    require(math.isfinite(held), f"it reads {held!r} before anything is written")
+    for value in _values(knob, held):
+        binding.write(value)
+        read = binding.read()
+        require(abs(read - value) <= SINGLE * abs(value) + 1e-30, f"{value!r} was written, and {read!r} is read")
+        _require_inside(knob, read, f"after {value!r} was written")
+
+
+def replicas_are_independent(knob: Knob, ground: Ground | None) -> None:
+    """Writing in one replica leaves its copy as it was: they have no scalar in common."""
+    one, other = _bound_pair(knob, ground)
+    require(bool(one.targets), "it names no target, so that two knobs on one scalar would go unnoticed")
+    shared = one.targets & other.targets
+    require(not shared, f"two replicas share the targets {set(shared)}")
+    before = other.read()
+    for value in _values(knob, before):
+        one.write(value)
+        require(other.read() == before, f"{value!r} was written in one replica, and the other went from {before!r} "
+                                        f"to {other.read()!r}")
+
+
+def binding_writes_nothing(knob: Knob, ground: Ground | None) -> None:
+    """To bind a knob, twice over, changes nothing, and both times it names the same scalars."""
+    model, optimizer = ground_of(knob, ground).make()
+    first = knob.bind(model, optimizer)
+    held = first.read()
+    second = knob.bind(model, optimizer)
+    require(first.targets == second.targets, f"its targets are {set(first.targets)} and then {set(second.targets)}")
+    require(second.read() == held, f"it reads {held!r}, and {second.read()!r} when bound again")
+
+
+def with_spread_zero_it_changes_nothing(knob: Knob, ground: Ground | None) -> None:
+    """Two windows with spread 0 train the very bits that plain training does."""
+    ground = ground_of(knob, ground)
+    still = knob.replace(spread=knob.spread.replace(width=0.0), controller=Hold(), evidence=None)
+    steps = WINDOW * WINDOWS
+
+    def follow(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if knob.schedule is not None:
+            knob.bind(model, optimizer).write(knob.schedule(step))
+
+    with torch.random.fork_rng(devices=[]):
+        plain = ground.train_plainly(steps, follow)
+        replicas = replicate(*ground.make(), n=2)
+        engine = Engine(replicas, [still], window=WINDOW, gradients="local", total_steps=steps)
+        ground.train(engine, steps, same_data=True)
+    own = engine.replicas[0].model.state_dict()
+    for name, value in plain.state_dict().items():
+        require(torch.equal(value, own[name]), f"after {steps} steps {name} is not what plain training makes of it")
+
+
+def explored_it_stays_in_bounds(knob: Knob, ground: Ground | None) -> None:
+    """Two windows as declared: every value in force lies in the bounds, and at the end all replicas have one."""
+    ground = ground_of(knob, ground)
+    steps = WINDOW * WINDOWS
+    evidence: Evidence = knob.evidence or (Line() if knob.controller is not None and knob.controller.needs_averaged else Divergent())
+    with torch.random.fork_rng(devices=[]):
+        engine = Engine(
+            replicate(*ground.make(), n=4),
+            [knob],
+            window=WINDOW,
+            gradients="shared" if isinstance(evidence, Contrast) else "local",
+            signal=ground.probe(),
+            evidence=evidence,
+            total_steps=steps,
+        )
+        bindings = engine.knobs[0].bindings
+
+        def look(step: int) -> None:
+            for index, binding in enumerate(bindings):
+                _require_inside(knob, binding.read(), f"in step {step}, in replica {index},")
+
+        records = ground.train(engine, steps, look)
+    require(len(records) == WINDOWS, f"{len(records)} windows were closed in {steps} steps")
+    ended = {binding.read() for binding in bindings}
+    require(len(ended) == 1, f"after the run the replicas hold the values {sorted(ended)}")
+    first = engine.replicas[0].model.state_dict()
+    for replica in engine.replicas[1:]:
+        for name, value in replica.model.state_dict().items():
+            require(torch.equal(value, first[name]), f"after the run replica {replica.index} has another {name}")
+
+
+LAWS = (
+    what_is_written_is_read,
+    replicas_are_independent,
+    binding_writes_nothing,
+    with_spread_zero_it_changes_nothing,
+    explored_it_stays_in_bounds,
+)

@@ -1,0 +1,176 @@
+"""Ranks and one process take the same decisions: real processes against `hdet.replicate`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import cases
+import pytest
+import torch
+from launch import launch
+from training import batch_normed, difference, network, probe
+
+import hdet
+
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[Found]:
+    return launch(cases.everything, 4, limit=100.0)
+
+
+@cache
+def reference(n: int, gradients: str = "shared", each: int = 1, signal: str | None = None, normed: bool = False) -> Found:
+    torch.set_num_threads(1)
+    return cases.one_process(
+        n,
+        batch_normed if normed else network,
+        each,
+        gradients=gradients,
+        signal=probe(signal) if signal else None,
+    )
+
+
+def decided_alike(found: list[Found]) -> None:
+    """Every rank holds the same history and, after the last merge, the same weights."""
+    for other in found[1:]:
+        assert other["history"] == found[0]["history"]
+        assert other["bases"] == found[0]["bases"]
+        assert difference(other["weights"], found[0]["weights"]) == 0.0
+
+
+def same_designs(found: Found, expected: Found) -> None:
+    for ours, theirs in zip(found["history"], expected["history"], strict=True):
+        assert (ours["start"], ours["stop"], ours["merged"]) == (theirs["start"], theirs["stop"], theirs["merged"])
+        for name, values in theirs["values"].items():
+            ratios = [value / theirs["bases"][name] for value in values]
+            own = [value / ours["bases"][name] for value in ours["values"][name]]
+            assert own == pytest.approx(ratios, rel=1e-9)
+
+
+def close(found: Found, expected: Found, tolerance: float = 2e-5) -> None:
+    """As far as the order in which a backend adds floats allows."""
+    same_designs(found, expected)
+    assert difference(found["weights"], expected["weights"]) < tolerance
+    for ours, theirs in zip(found["history"], expected["history"], strict=True):
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
+    assert found["bases"] == pytest.approx(expected["bases"], rel=1e-3)
+
+
+def identical(found: Found, expected: Found) -> None:
+    assert found["history"] == expected["history"]
+    assert found["bases"] == expected["bases"]
+    assert difference(found["weights"], expected["weights"]) == 0.0
+
+
+def each_rank(ranks: list[Found], case: str) -> list[Found]:
+    return [rank[case] for rank in ranks]
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+@pytest.mark.parametrize("home", ["ddp", "plain"])
+def test_in_the_order_of_the_replicas_ranks_agree_with_one_process_bit_for_bit(
+    ranks: list[Found], home: str, gradients: str
+) -> None:
+    found = each_rank(ranks, f"{home} {gradients} exact")
+    decided_alike(found)
+    identical(found[0], reference(4, gradients))
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+@pytest.mark.parametrize("home", ["ddp", "plain"])
+def test_by_the_backends_all_reduce_they_agree_to_float_tolerance(
+    ranks: list[Found], home: str, gradients: str
+) -> None:
+    found = each_rank(ranks, f"{home} {gradients}")
+    decided_alike(found)
+    close(found[0], reference(4, gradients))
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_a_process_group_of_two_of_the_ranks_is_a_run_of_two(ranks: list[Found], gradients: str) -> None:
+    found = each_rank(ranks, f"pair {gradients}")
+    for half in (found[:2], found[2:]):
+        decided_alike(half)
+        identical(half[0], reference(2, gradients))
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_batch_norm_statistics_are_each_replicas_own_until_the_merge(ranks: list[Found], gradients: str) -> None:
+    found = each_rank(ranks, f"batch norm {gradients}")
+    decided_alike(found)
+    expected = reference(4, gradients, normed=True)
+    identical(found[0], expected)
+    assert difference(found[0]["buffers"], expected["buffers"]) == 0.0
+    assert difference(found[3]["buffers"], expected["buffers"]) == 0.0
+
+
+@pytest.mark.parametrize("at", ["last", "average"])
+def test_a_probe_judges_ranks_as_it_judges_copies(ranks: list[Found], at: str) -> None:
+    found = each_rank(ranks, f"probe {at}")
+    decided_alike(found)
+    identical(found[0], reference(4, signal=at))
+
+
+def test_tilted_probes_are_split_over_ranks(ranks: list[Found]) -> None:
+    found = each_rank(ranks, "tilt")
+    decided_alike(found)
+    identical(found[0], cases.one_process(4, signal=probe(), evidence=hdet.Divergent(tilt=1.0)))
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_several_copies_on_each_rank_are_replicas(ranks: list[Found], gradients: str) -> None:
+    found = each_rank(ranks, "copies" if gradients == "shared" else "copies local")
+    decided_alike(found)
+    close(found[0], reference(8, gradients))
+
+
+def test_a_shard_group_is_a_replica(ranks: list[Found]) -> None:
+    found = each_rank(ranks, "hsdp shared")
+    decided_alike(found)
+    close(found[0], reference(2, each=2))
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_shards_without_a_replicate_dimension_of_their_own(ranks: list[Found], gradients: str) -> None:
+    found = each_rank(ranks, f"shards {gradients}")
+    decided_alike(found)
+    expected = reference(2, gradients, each=2)
+    close(found[0], expected)
+    assert difference(found[0]["weights"], expected["weights"]) == 0.0
+
+
+def test_a_sharded_model_is_probed_at_averaged_weights(ranks: list[Found]) -> None:
+    found = each_rank(ranks, "hsdp probe")
+    decided_alike(found)
+    close(found[0], reference(2, each=2, signal="average"))
+
+
+def test_a_sharded_model_is_probed_at_tilted_weights(ranks: list[Found]) -> None:
+    found = each_rank(ranks, "hsdp tilt")
+    decided_alike(found)
+    close(found[0], cases.one_process(2, each=2, signal=probe(), evidence=hdet.Divergent(tilt=1.0)))
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_tensor_parallel_ranks_are_one_replica(ranks: list[Found], gradients: str) -> None:
+    found = each_rank(ranks, f"tensor parallel {gradients}")
+    decided_alike(found)
+    close(found[0], reference(2, gradients))
+
+
+@pytest.mark.parametrize(("hook", "tolerance"), [("fp16 hook", 0.02), ("PowerSGD hook", 1.0)])
+def test_communication_hooks_of_ddp_keep_working(ranks: list[Found], hook: str, tolerance: float) -> None:
+    found = each_rank(ranks, hook)
+    decided_alike(found)
+    same_designs(found[0], reference(4))
+    off = difference(found[0]["weights"], reference(4)["weights"])
+    assert 0.0 < off < tolerance  # it did compress
+
+
+def test_spread_zero_is_plain_ddp_bit_for_bit(ranks: list[Found]) -> None:
+    for rank in ranks:
+        assert rank["spread zero"]["plain"] == {"difference": 0.0, "same": True}
+        assert rank["spread zero"]["batch norm"] == {"difference": 0.0, "same": True}

@@ -1,0 +1,453 @@
+"""Collectives on lists of tensors, and what is refused, by real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from launch import launch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from training import batch_normed, knobs, network, optimizer_of
+
+import hdet
+from hdet.replicas import tensors
+from hdet.replicas.distributed.exchange import Exchange, fold
+from hdet.replicas.distributed.fingerprint import fingerprint
+from hdet.replicas.distributed.layout import of_group
+
+Found = dict[str, Any]
+
+
+def members(rank: int) -> list[torch.Tensor]:
+    """Every kind of tensor that a model may hold."""
+    generator = torch.Generator().manual_seed(rank)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return [
+        normal(7, 3),
+        normal(1000),  # larger than a bucket
+        torch.zeros(0),
+        normal(),
+        normal(4, 5).t(),  # strided
+        normal(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        (normal(33).tanh() * 60000).half(),  # their sum overflows
+        normal(33).bfloat16(),
+        normal(5).double(),
+    ]
+
+
+def exchanged() -> Found:
+    rank = dist.get_rank()
+    found: Found = {}
+    layout = of_group(None)
+    for exact in (False, True):
+        name = "exact" if exact else "backend's"
+        for case, weights in (("all", [1, 1, 1, 1]), ("one failed", [1, 0, 1, 1]), ("weighted", [2, 1, 0, 3])):
+            exchange = Exchange(layout, torch.device("cpu"), exact, capacity=256)
+            own = members(rank)
+            if weights[rank] == 0:
+                own[0].fill_(float("nan"))
+                own[6].fill_(float("inf"))
+            exchange.reduce(own, own, weights, mean=True)
+            found[f"{name} {case}"] = own
+        own = [t.float() for t in members(rank)]
+        targets = [torch.empty_like(t) for t in own]
+        exchange.reduce(own, targets, [0.5, -1.0, 0.0, 2.0], mean=False)
+        found[f"{name} sum"] = targets
+        same = members(0)
+        exchange.reduce(same, same, [1, 1, 1, 1], mean=True)
+        found[f"{name} alike"] = same
+    exchange = Exchange(layout, torch.device("cpu"), False, capacity=256)
+    sent = [*members(rank), torch.tensor([rank, 2]), torch.tensor([rank == 2])]
+    exchange.broadcast(sent, 2)
+    found["broadcast"] = sent
+    found["gathered"] = exchange.gather(torch.tensor([float(rank), float("nan") if rank == 1 else 0.5]))
+    found["buckets"] = exchange.bytes_held
+    found.update(told=refused(), buffers=own_buffers(), micro=micro(), frozen=frozen(), failed=failed(), unused=unused())
+    return found
+
+
+def refused() -> dict[str, str]:
+    """The messages of declarations that cannot be, all raised on every rank alike."""
+    rank = dist.get_rank()
+    told: dict[str, str] = {}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+
+    def engine(replicas: hdet.replicas.Replicas, **options: Any) -> hdet.Engine:
+        return hdet.Engine(replicas, options.pop("knobs", knobs()), total_steps=4, **options)
+
+    def sharded(over: Any) -> nn.Module:
+        model = network()
+        fully_shard(model, mesh=over)
+        return model
+
+    def zero() -> Any:
+        model = network()
+        return hdet.distribute(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
+
+    def plain(**options: Any) -> Any:
+        model = network()
+        return hdet.distribute(model, optimizer_of(model), **options)
+
+    def wide() -> Any:
+        model = nn.Linear(3, 2 if rank else 5)
+        return engine(hdet.distribute(nn.Sequential(model), optimizer_of(model)))
+
+    def hooked() -> Any:
+        model = DistributedDataParallel(network())
+        model.register_comm_hook(None, lambda state, bucket: None)
+        return engine(hdet.distribute(model, optimizer_of(model), exact=True))
+
+    def pair(model: nn.Module, **options: Any) -> Any:
+        return hdet.distribute(model, optimizer_of(model), **options)
+
+    attempts = {
+        "zero": zero,
+        "one replica": lambda: pair(sharded(mesh["dp_shard"])),
+        "local hsdp": lambda: engine(pair(sharded(mesh), mesh=mesh), gradients="local"),
+        "seed": lambda: engine(plain(), seed=rank % 2),
+        "knobs": lambda: engine(plain(), knobs=[hdet.LearningRate(spread=hdet.TwoLevel(0.1 + 0.1 * (rank == 3)))]),
+        "shapes": wide,
+        "group": lambda: pair(DistributedDataParallel(network()), group=half),
+        "both": lambda: plain(group=half, mesh=mesh),
+        "no dimension": lambda: plain(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))),
+        "copies": lambda: pair(DistributedDataParallel(network()), copies=2),
+        "hook": hooked,
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except hdet.HdetError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    return told
+
+
+def own_buffers() -> Found:
+    """Knobs kept as buffers and batch statistics are a rank's own under DDP."""
+    rank = dist.get_rank()
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = batch_normed()
+            self.dropped = hdet.nn.Dropout(0.2)
+            self.register_buffer("scale", torch.tensor(1.0))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            seen.append((float(self.scale), self.dropped.p))
+            found: torch.Tensor = self.inner(self.dropped(inputs)) * self.scale
+            return found
+
+    seen: list[tuple[float, float]] = []
+    model = DistributedDataParallel(Scaled())
+    engine = hdet.Engine(
+        hdet.distribute(model, optimizer_of(model)),
+        [
+            hdet.Scalar("scale", path="scale", spread=hdet.TwoLevel(0.1), bounds=(0.5, 2.0), space=hdet.Log()),
+            hdet.Dropout(),
+        ],
+        window=3,
+        gradients="local",
+        signal=hdet.Probe(lambda m, x: m(x).square().mean(), [torch.ones(4, 6), torch.zeros(4, 6)]),
+        total_steps=6,
+    )
+    for _ in range(2):
+        with engine.replicas[0] as replica:
+            loss = replica.model(torch.randn(8, 6, generator=torch.Generator().manual_seed(rank))).square().mean()
+            loss.backward()
+        engine.optimizers[0].step()
+        engine.step([loss])
+    values = {knob.name: knob.values(1, [rank])[0] for knob in engine.knobs}
+    statistics = dict(model.module.inner[1].named_buffers())["running_mean"].clone()
+    return {"seen": seen, "values": values, "statistics": statistics}
+
+
+def micro() -> Found:
+    """Two micro-batches on each of four ranks are the eight replicas."""
+    model = DistributedDataParallel(network())
+    engine = hdet.Engine(
+        hdet.distribute(model, optimizer_of(model), micro_batches=2),
+        [hdet.LearningRate(spread=hdet.TwoLevel(0.0), controller=hdet.Hold())],
+        window=2,
+        total_steps=4,
+    )
+    from training import told, train, weights
+
+    train(engine, 4)
+    return {"history": told(engine), "weights": weights(engine)[0], "size": engine.size}
+
+
+def frozen() -> Found:
+    """Frozen and tied parameters, and one that no replica uses."""
+    torch.manual_seed(1)
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.second = nn.Linear(6, 6)
+            self.second.weight = self.first.weight
+            self.still = nn.Linear(6, 6).requires_grad_(False)
+            self.idle = nn.Parameter(torch.ones(3))
+            self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.counts += 1 + dist.get_rank()
+            found: torch.Tensor = self.second(self.still(self.first(inputs)))
+            return found
+
+    model = Tied()
+    before = model.still.weight.clone()
+    engine = hdet.Engine(hdet.distribute(model, optimizer_of(model)), knobs(), window=2, total_steps=4, gradients="local")
+    from training import train
+
+    train(engine, 4)
+    return {
+        "still": torch.equal(model.still.weight, before),
+        "tied": model.first.weight is model.second.weight,
+        "idle": model.idle.detach().clone(),
+        "counts": model.counts.tolist(),
+        "weights": model.first.weight.detach().clone(),
+    }
+
+
+def failed() -> Found:
+    """A rank whose loss is not a number takes no part, everybody knows, and it goes on from the merged model."""
+    rank = dist.get_rank()
+    found: Found = {}
+    for policy in ("average", "keep", "reset"):
+        model = network()
+        engine = hdet.Engine(
+            hdet.distribute(model, optimizer_of(model)),
+            knobs(),
+            window=3,
+            total_steps=6,
+            gradients="local",
+            merge=hdet.Mean(policy),
+        )
+        from training import batch, loss_of, told, weights
+
+        for step in range(6):
+            with engine.replicas[0] as replica:
+                loss = loss_of(replica.model, batch(step, rank))
+                if rank == 2 and step == 1:
+                    loss = loss * float("nan")
+                loss.backward()
+            engine.optimizers[0].step()
+            engine.optimizers[0].zero_grad()
+            engine.step([loss])
+        state = engine.optimizers[0].state_dict()["state"]
+        found[policy] = {
+            "history": told(engine),
+            "weights": weights(engine)[0],
+            "state": all(bool(value.isfinite().all()) for held in state.values() for value in held.values()),
+        }
+    return found
+
+
+def unused() -> Found:
+    """A parameter used on one rank only gets its share of the gradient; one used on none gets no gradient."""
+    rank = dist.get_rank()
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.common, self.rare, self.never = (nn.Parameter(torch.ones(2)) for _ in range(3))
+
+    model = Branches()
+    engine = hdet.Engine(
+        hdet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+        [hdet.LearningRate(spread=hdet.TwoLevel(0.0), controller=hdet.Hold())],
+        window=2,
+        total_steps=2,
+    )
+    with engine.replicas[0]:
+        loss = model.common.sum() + (model.rare.sum() * 8 if rank == 1 else 0.0)
+        loss.backward()
+    engine.share_gradients()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[Found]:
+    return launch(exchanged, 4)
+
+
+@pytest.mark.parametrize(("case", "taking"), [("all", [0, 1, 2, 3]), ("one failed", [0, 2, 3])])
+def test_in_order_the_mean_is_that_of_one_process_bit_for_bit(ranks: list[Found], case: str, taking: list[int]) -> None:
+    expected = [torch.empty_like(t) for t in members(0)]
+    tensors.mean_([members(rank) for rank in taking], [expected])
+    for found in ranks:
+        assert all(map(torch.equal, found[f"exact {case}"], expected))
+
+
+@pytest.mark.parametrize("name", ["exact", "backend's"])
+@pytest.mark.parametrize(
+    ("case", "weights"), [("all", [1, 1, 1, 1]), ("one failed", [1, 0, 1, 1]), ("weighted", [2, 1, 0, 3])]
+)
+def test_the_mean_leaves_out_who_failed_and_does_not_overflow(
+    ranks: list[Found], name: str, case: str, weights: list[int]
+) -> None:
+    for number, kind in enumerate(members(0)):
+        parts = [members(rank)[number].double() * weights[rank] for rank in range(4)]
+        expected = torch.stack(parts).sum(0) / sum(weights)
+        tolerance = 1e-2 if kind.dtype in (torch.float16, torch.bfloat16) else 1e-5
+        for found in ranks:
+            got = found[f"{name} {case}"][number]
+            assert got.dtype == kind.dtype
+            assert torch.allclose(got.double(), expected, rtol=tolerance, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize("name", ["exact", "backend's"])
+def test_weighted_sums_go_to_tensors_of_their_own(ranks: list[Found], name: str) -> None:
+    for number, got in enumerate(ranks[0][f"{name} sum"]):
+        rows = [members(rank)[number].double() for rank in range(4)]
+        assert torch.allclose(got.double(), 0.5 * rows[0] - rows[1] + 2 * rows[3], rtol=1e-4, atol=1e-2)
+
+
+def test_in_order_members_that_are_alike_stay_as_they_are(ranks: list[Found]) -> None:
+    assert all(map(torch.equal, ranks[0]["exact alike"], members(0)))
+
+
+def test_broadcasts_of_every_kind(ranks: list[Found]) -> None:
+    for found in ranks:
+        assert all(map(torch.equal, found["broadcast"], [*members(2), torch.tensor([2, 2]), torch.tensor([True])]))
+
+
+def test_gathering_keeps_a_nan_where_it_is(ranks: list[Found]) -> None:
+    for found in ranks:
+        np.testing.assert_array_equal(found["gathered"].numpy(), [[0, 0.5], [1, np.nan], [2, 0.5], [3, 0.5]])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("zero", "ZeroRedundancyOptimizer partitions the optimizer"),
+        ("one replica", "share one replica and cannot hold different values"),
+        ("local hsdp", "shard over the other dimension only"),
+        ("seed", "the ranks disagree on seed: seed is 0 on rank 0 and 1 on rank 1"),
+        ("knobs", "the ranks disagree on knobs"),
+        ("both", "give group= or mesh="),
+        ("no dimension", "none is called one of"),
+        ("copies", "copies= needs a plain model"),
+        ("hook", "a communication hook is registered"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(ranks: list[Found], name: str, words: str) -> None:
+    for found in ranks:
+        assert words in found["told"][name]
+        assert found["told"][name].startswith("ConfigError")
+
+
+def test_models_of_unequal_shapes_are_refused(ranks: list[Found]) -> None:
+    assert all("disagree on parameters" in found["told"]["shapes"] for found in ranks)
+
+
+def test_ddp_over_other_ranks_is_refused(ranks: list[Found]) -> None:
+    for found in ranks:
+        assert "give both the same process group" in found["told"]["group"]
+
+
+def test_ddp_does_not_overwrite_a_ranks_knobs_and_statistics(ranks: list[Found]) -> None:
+    for found in ranks:
+        buffers = found["buffers"]
+        for scale, rate in buffers["seen"]:
+            assert scale == pytest.approx(buffers["values"]["scale"], rel=1e-6)
+            assert rate == pytest.approx(buffers["values"]["dropout"], rel=1e-6)
+    scales = {found["buffers"]["seen"][1][0] for found in ranks}
+    assert len(scales) == 2
+    assert not torch.equal(ranks[0]["buffers"]["statistics"], ranks[1]["buffers"]["statistics"])
+
+
+def test_micro_batches_of_several_ranks_are_one_run(ranks: list[Found]) -> None:
+    from training import difference, told, train, weights
+
+    torch.set_num_threads(1)
+    model = network()
+    engine = hdet.Engine(
+        hdet.micro_batches(model, optimizer_of(model), n=8),
+        [hdet.LearningRate(spread=hdet.TwoLevel(0.0), controller=hdet.Hold())],
+        window=2,
+        total_steps=4,
+    )
+    train(engine, 4)
+    for found in ranks:
+        assert found["micro"]["size"] == 8
+        assert difference(found["micro"]["weights"], weights(engine)[0]) < 2e-5
+        for ours, theirs in zip(found["micro"]["history"], told(engine), strict=True):
+            assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
+
+
+def test_frozen_tied_integer_and_unused_tensors(ranks: list[Found]) -> None:
+    for found in ranks:
+        frozen = found["frozen"]
+        assert frozen["still"]
+        assert frozen["tied"]
+        assert frozen["counts"] == [4, 4]  # the first replica's
+        assert torch.equal(frozen["idle"], torch.ones(3))
+        assert torch.equal(frozen["weights"], ranks[0]["frozen"]["weights"])
+
+
+@pytest.mark.parametrize("policy", ["average", "keep", "reset"])
+def test_a_failed_rank_is_left_out_and_restarts_from_the_merge(ranks: list[Found], policy: str) -> None:
+    for found in ranks:
+        result = found["failed"][policy]
+        first, second = result["history"]
+        assert [loss is None for loss in first["losses"]] == [False, False, True, False]
+        assert first["faults"] == [{"kind": "non_finite", "replica": 2, "step": 1}]
+        assert None not in second["losses"]
+        assert result["history"] == ranks[0]["failed"][policy]["history"]
+        assert all(map(torch.equal, result["weights"], ranks[0]["failed"][policy]["weights"]))
+        assert result["state"]
+
+
+def test_gradients_of_parameters_that_some_ranks_do_not_use(ranks: list[Found]) -> None:
+    for found in ranks:
+        assert torch.equal(found["unused"]["common"], torch.ones(2))
+        assert torch.equal(found["unused"]["rare"], torch.full((2,), 2.0))
+        assert found["unused"]["never"] is None
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=6).filter(any),
+    st.integers(0, 2**31),
+)
+def test_folding_is_the_weighted_mean(weights: list[int], seed: int) -> None:
+    rows = torch.randn(len(weights), 5, generator=torch.Generator().manual_seed(seed))
+    exact = (rows.double() * torch.tensor(weights, dtype=torch.float64)[:, None]).sum(0) / sum(weights)
+    assert torch.allclose(fold(rows, weights, mean=True).double(), exact, atol=1e-5)
+
+
+@given(st.integers(0, 2**31), st.integers(0, 19))
+def test_a_fingerprint_shows_any_single_change(seed: int, place: int) -> None:
+    own = [torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)), torch.arange(3)]
+    before = fingerprint(own, torch.device("cpu"))
+    assert torch.equal(before, fingerprint([t.clone() for t in own], torch.device("cpu")))
+    flat = own[0].view(-1)
+    flat[place] = torch.nextafter(flat[place], torch.tensor(torch.inf))
+    assert not torch.equal(before, fingerprint(own, torch.device("cpu")))
+
+
+def test_without_a_process_group_the_way_in_is_told() -> None:
+    model = network()
+    with pytest.raises(hdet.ConfigError, match="init_process_group"):
+        hdet.distribute(model, optimizer_of(model))
+
+
+def test_without_torchruns_variables_the_way_in_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(hdet.ConfigError, match="torchrun"), hdet.process_group():
+        pass

@@ -1,0 +1,179 @@
+"""Ranks that are killed, stopped or slow, in each phase of a window; real processes and signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from launch import survivors
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import batch, difference, loss_of, network, optimizer_of, train
+
+import hdet
+from hdet.replicas.distributed.exchange import Exchange
+
+VICTIM = 1
+FATAL = 6
+"""The step in which it happens: in mid-window, after the checkpoint of step 4."""
+
+
+class Struck(nn.Module):
+    """A model in whose forward pass, at one step, the victim is struck."""
+
+    def __init__(self, blow: Callable[[], None]) -> None:
+        super().__init__()
+        self.inner = network()
+        self.blow = blow
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.calls == FATAL and dist.is_initialized() and dist.get_rank() == VICTIM:
+            self.blow()
+        self.calls += 1
+        found: torch.Tensor = self.inner(inputs)
+        return found
+
+
+def strike(sign: int) -> None:
+    os.kill(os.getpid(), sign)
+    time.sleep(0.2)
+
+
+def engine_of(blow: Callable[[], None], gradients: str, wrapped: bool) -> hdet.Engine:
+    model: nn.Module = Struck(blow)
+    if wrapped:
+        model = DistributedDataParallel(model)
+    return cases.engine_of(hdet.distribute(model, optimizer_of(model), exact=True), gradients=gradients)
+
+
+def in_forward(folder: Path, sign: int, gradients: str, wrapped: bool) -> None:
+    engine = engine_of(partial(strike, sign), gradients, wrapped)
+    checkpoints = hdet.CheckpointFolder(folder)
+    train(engine, 4)
+    checkpoints.save(engine)
+    train(engine, cases.STEPS)
+
+
+def in_merge(folder: Path) -> None:
+    engine = engine_of(lambda: None, "local", True)
+    checkpoints = hdet.CheckpointFolder(folder)
+    train(engine, 4)
+    checkpoints.save(engine)
+    plain = Exchange.reduce
+
+    def reduce(*arguments: object, **options: object) -> None:
+        plain(*arguments, **options)  # type: ignore[arg-type]
+        if dist.get_rank() == VICTIM:
+            strike(signal.SIGKILL)
+
+    Exchange.reduce = reduce  # type: ignore[method-assign]
+    train(engine, cases.STEPS)
+
+
+def in_save(folder: Path) -> None:
+    engine = engine_of(lambda: None, "local", True)
+    checkpoints = hdet.CheckpointFolder(folder)
+    train(engine, 4)
+    checkpoints.save(engine)
+    train(engine, 9)
+    if dist.get_rank() == VICTIM:
+        hdet.Stateful.state_dict = lambda self: strike(signal.SIGKILL) or {}  # type: ignore[method-assign]
+    checkpoints.save(engine)
+
+
+def slowly(folder: Path) -> None:
+    engine = engine_of(partial(time.sleep, 1.5), "shared", True)
+    train(engine, cases.STEPS)
+    hdet.CheckpointFolder(folder).save(engine)
+
+
+def resumes_whole(folder: Path) -> None:
+    """The last checkpoint is whole, and a run from it ends as one that was never struck."""
+    torch.set_num_threads(1)
+    model = Struck(lambda: None)
+    assert (newest := hdet.CheckpointFolder(folder).latest()) is not None
+    assert newest.name == "step_00000004"
+    engine = cases.engine_of(hdet.replicate(model, optimizer_of(model), n=2), gradients="local")
+    assert hdet.CheckpointFolder(folder).resume(engine) == 4
+    train(engine, cases.STEPS)
+    other = Struck(lambda: None)
+    whole = cases.engine_of(hdet.replicate(other, optimizer_of(other), n=2), gradients="local")
+    train(whole, cases.STEPS)
+    ours, theirs = cases.outcome(engine), cases.outcome(whole)
+    assert difference(ours["weights"], theirs["weights"]) == 0.0
+    assert ours["bases"] == theirs["bases"]
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_a_killed_rank_ends_the_others_with_a_clear_error(tmp_path: Path, gradients: str, wrapped: bool) -> None:
+    found = survivors(in_forward, 2, tmp_path, signal.SIGKILL, gradients, wrapped)
+    assert set(found) == {0}
+    assert found[0].startswith("LostRankError: rank 0, ")
+    assert "resume from the last checkpoint" in found[0]
+    if gradients == "local" and wrapped:
+        resumes_whole(tmp_path)
+
+
+def test_a_terminated_rank_does_the_same(tmp_path: Path) -> None:
+    found = survivors(in_forward, 2, tmp_path, signal.SIGTERM, "local", True)
+    assert set(found) == {0}
+    assert found[0].startswith("LostRankError")
+
+
+def test_a_silent_rank_counts_as_lost_after_the_groups_timeout() -> None:
+    began = time.monotonic()
+    found = survivors(silent, 2, timeout=2.0)
+    assert found[0].startswith("LostRankError")
+    assert time.monotonic() - began < 20.0
+
+
+def silent() -> None:
+    engine = engine_of(lambda: time.sleep(7.0), "shared", True)
+    train(engine, cases.STEPS)
+
+
+def test_a_rank_killed_in_mid_merge_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
+    found = survivors(in_merge, 2, tmp_path)
+    assert found[0].startswith("LostRankError: rank 0, ")
+    resumes_whole(tmp_path)
+
+
+def test_a_rank_killed_in_mid_save_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
+    found = survivors(in_save, 2, tmp_path)
+    assert set(found) == {0}
+    assert found[0].split(":")[0] in ("LostRankError", "CheckpointError")
+    resumes_whole(tmp_path)
+
+
+def test_a_slow_rank_slows_the_run_and_changes_nothing(tmp_path: Path) -> None:
+    found = survivors(slowly, 2, tmp_path)
+    assert found == {0: "", 1: ""}
+    torch.set_num_threads(1)
+    model = Struck(lambda: None)
+    engine = cases.engine_of(hdet.replicate(model, optimizer_of(model), n=2))
+    assert hdet.CheckpointFolder(tmp_path).resume(engine) == cases.STEPS
+    other = Struck(lambda: None)
+    whole = cases.engine_of(hdet.replicate(other, optimizer_of(other), n=2))
+    train(whole, cases.STEPS)
+    assert difference(cases.outcome(engine)["weights"], cases.outcome(whole)["weights"]) == 0.0
+
+
+def test_the_errors_of_user_code_stay_as_they_are() -> None:
+    found = survivors(wrong_shape, 2)
+    assert found[0].startswith("RuntimeError: mat1 and mat2 shapes")
+
+
+def wrong_shape() -> None:
+    engine = engine_of(lambda: None, "local", True)
+    with engine.replicas[0] as replica:
+        loss_of(replica.model, (torch.ones(2, 3), batch(0, 0)[1]))

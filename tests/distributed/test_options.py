@@ -1,0 +1,197 @@
+"""Merges in lower precision and merges that overlap with training: what each changes, by real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from launch import launch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from training import batch, difference, knobs, loss_of, network, optimizer_of, told, train, weights
+
+import hdet
+
+Found = dict[str, Any]
+RANKS, STEPS, WINDOW, DELAY = 4, 10, 5, 2
+
+
+def descent(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def held() -> list[hdet.Knob]:
+    return [hdet.LearningRate(controller=hdet.Hold(), spread=hdet.TwoLevel(0.3))]
+
+
+def options(folder: Path) -> Found:
+    found: Found = {"full": cases.many_ranks(DistributedDataParallel, gradients="local")}
+    for name, precision in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        found[name] = cases.many_ranks(DistributedDataParallel, home={"precision": precision}, gradients="local")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    part = mesh.get_local_rank("dp_shard")
+    for name, home in (("shards", {}), ("shards bfloat16", {"precision": torch.bfloat16}), ("shards overlap", {"overlap": 2})):
+        found[name] = cases.many_ranks(
+            cases.sharded_over(mesh),
+            home={"mesh": mesh, **home},
+            part=part,
+            each=2,
+            merge=hdet.Mean("keep"),
+        )
+
+    model = DistributedDataParallel(network())
+    engine = hdet.Engine(
+        hdet.distribute(model, descent(model), overlap=DELAY),
+        held(),
+        window=WINDOW,
+        total_steps=STEPS,
+        gradients="local",
+        merge=hdet.Mean("keep"),
+    )
+    apart = []
+    for step in range(STEPS):
+        train(engine, step + 1)
+        own = torch.cat([p.detach().flatten() for p in model.parameters()])
+        rows = [torch.empty_like(own) for _ in range(RANKS)]
+        dist.all_gather(rows, own)
+        apart.append(float(torch.stack(rows).std(0).max()))
+    found["overlap"] = {"history": told(engine), "weights": weights(engine)[0], "apart": apart}
+
+    # A checkpoint taken while a merge is under way holds the merged point.
+    model = DistributedDataParallel(network())
+    engine = hdet.Engine(
+        hdet.distribute(model, descent(model), overlap=DELAY),
+        held(),
+        window=WINDOW,
+        total_steps=STEPS,
+        gradients="local",
+        merge=hdet.Mean("keep"),
+    )
+    train(engine, WINDOW + 1)
+    state = engine.state_dict()
+    found["saved"] = {"in flight": engine.in_flight, "open": state["open"], "model": list(state["converged"]["model"].values())}
+    hdet.CheckpointFolder(folder).save(engine)
+    train(engine, STEPS)
+    found["saved"]["end"] = weights(engine)[0]
+
+    told_off = {}
+    for name, attempt in {
+        "average": lambda: cases.many_ranks(home={"overlap": 1}),
+        "both": lambda: cases.many_ranks(home={"overlap": 1, "precision": torch.float16}),
+        "precision": lambda: cases.many_ranks(home={"precision": torch.float64}),
+    }.items():
+        try:
+            attempt()
+        except hdet.ConfigError as error:
+            told_off[name] = str(error)
+    found["refused"] = told_off
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("overlap")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[Found]:
+    return launch(options, RANKS, folder)
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("bfloat16", 8), ("float16", 11)])
+def test_lower_precision_is_off_by_its_share_of_the_differences(ranks: list[Found], precision: str, bits: int) -> None:
+    for found in ranks:
+        assert difference(found[precision]["weights"], ranks[0][precision]["weights"]) == 0.0
+    full, found = ranks[0]["full"], ranks[0][precision]
+    # The first merge is in full; the second window's start, and so its losses, agree.
+    assert found["history"][0] == full["history"][0]
+    assert found["history"][1]["losses"] == full["history"][1]["losses"]
+    off = difference(found["weights"], full["weights"])
+    moved = difference(full["weights"], [p.detach() for p in network().parameters()])
+    assert 0.0 < off < 8 * moved * 2.0**-bits
+
+
+def test_lower_precision_merges_shards(ranks: list[Found]) -> None:
+    off = difference(ranks[0]["shards bfloat16"]["weights"], ranks[0]["shards"]["weights"])
+    assert 0.0 < off < 0.01
+
+
+def delayed() -> list[list[torch.Tensor]]:
+    """The overlapped merge in one process and by hand, at the rates that hdet gave: weights of each replica."""
+    torch.set_num_threads(1)
+    probe = network()
+    plain = hdet.Engine(hdet.replicate(probe, descent(probe), n=RANKS), held(), window=WINDOW, total_steps=STEPS, gradients="local")
+    models = [network() for _ in range(RANKS)]
+    correction: list[list[torch.Tensor]] = []
+    for step in range(STEPS):
+        rates = [plain.knobs[0].values(step, [r])[0] for r in range(RANKS)]
+        for r, model in enumerate(models):
+            gradients = torch.autograd.grad(loss_of(model, batch(step, r)), list(model.parameters()))
+            with torch.no_grad():
+                for p, g in zip(model.parameters(), gradients, strict=True):
+                    p.sub_(rates[r] * g)
+        if step + 1 == WINDOW + DELAY:
+            with torch.no_grad():
+                for model, change in zip(models, correction, strict=True):
+                    for p, c in zip(model.parameters(), change, strict=True):
+                        p.add_(c)
+        if (step + 1) % WINDOW == 0:
+            stacked = [torch.stack(ps).mean(0) for ps in zip(*(m.parameters() for m in models), strict=True)]
+            correction = [
+                [(mean - p).detach() for mean, p in zip(stacked, model.parameters(), strict=True)] for model in models
+            ]
+            train(plain, step + 1)  # moves on to the next window's levels
+    with torch.no_grad():
+        for model, change in zip(models, correction, strict=True):
+            for p, c in zip(model.parameters(), change, strict=True):
+                p.add_(c)
+    return [[p.detach() for p in model.parameters()] for model in models]
+
+
+def test_an_overlapped_merge_is_the_late_correction(ranks: list[Found]) -> None:
+    expected = delayed()
+    for found, own in zip(ranks, expected, strict=True):
+        assert difference(found["overlap"]["weights"], own) < 1e-5
+        assert difference(found["overlap"]["weights"], ranks[0]["overlap"]["weights"]) == 0.0
+
+
+def test_replicas_stay_apart_until_the_correction_comes(ranks: list[Found]) -> None:
+    apart = ranks[0]["overlap"]["apart"]
+    assert apart[WINDOW + DELAY - 1] < 0.8 * apart[WINDOW - 1] < apart[WINDOW + DELAY - 2]
+    assert apart[-1] == 0.0
+
+
+def test_a_checkpoint_in_flight_holds_the_merged_point(ranks: list[Found], folder: Path) -> None:
+    first = ranks[0]["saved"]
+    for found in ranks:
+        assert found["saved"]["in flight"]
+        assert found["saved"]["open"] is None
+        assert difference(found["saved"]["model"], first["model"]) == 0.0
+        assert difference(found["saved"]["end"], found["overlap"]["weights"]) == 0.0  # saving changed nothing
+    model = network()
+    engine = hdet.Engine(
+        hdet.replicate(model, descent(model), n=RANKS), held(), window=WINDOW, total_steps=STEPS, gradients="local"
+    )
+    assert hdet.CheckpointFolder(folder).resume(engine) == WINDOW
+    assert difference(weights(engine)[0], first["model"]) == 0.0
+
+
+def test_shards_overlap_too(ranks: list[Found]) -> None:
+    found = ranks[0]["shards overlap"]
+    assert difference(found["weights"], ranks[3]["shards overlap"]["weights"]) == 0.0
+    assert 0.0 < difference(found["weights"], ranks[0]["shards"]["weights"]) < 0.05
+
+
+@pytest.mark.parametrize(("name", "words"), [("average", "hdet.Mean('keep')"), ("both", "goes with one"), ("precision", "bfloat16")])
+def test_options_that_do_not_go_together_are_refused(ranks: list[Found], name: str, words: str) -> None:
+    assert words in ranks[0]["refused"][name]
+
+
+def test_the_knobs_of_these_tests_are_those_of_the_others() -> None:
+    assert [knob.label for knob in knobs()] == ["learning_rate", "weight_decay"]
+    assert isinstance(optimizer_of(network()), torch.optim.AdamW)

@@ -1,0 +1,215 @@
+"""A knob at work: base, levels, moves. The laws over all spaces and spreads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import hdet
+from hdet import Arcsine, Context, Controller, Estimate, Linear, Log, Logit, Relative, TwoLevel
+from hdet.controllers.state import NoState
+from hdet.errors import CheckpointError, ConfigError
+from hdet.hparams.bound import BoundKnob
+
+
+class Cell:
+    """A scalar in thin air that notes what is written to it."""
+
+    def __init__(self, value: float) -> None:
+        self.written = [value]
+        self.targets: frozenset[Any] = frozenset()
+
+    def read(self) -> float:
+        return self.written[-1]
+
+    def write(self, value: float) -> None:
+        self.written.append(value)
+
+
+@hdet.register
+class Wish(Controller):
+    """Moves by what the slope says, and keeps the context it was shown."""
+
+    kind = "wish"
+
+    def start(self) -> NoState:
+        return NoState()
+
+    def step(self, state: NoState, estimate: Estimate, context: Context) -> tuple[float, NoState]:
+        Shown.context = context
+        return estimate.slope, state
+
+
+class Shown:
+    context: Context
+
+
+def bound(n: int = 4, value: float = 0.1, **fields: Any) -> BoundKnob:
+    knob = hdet.LearningRate(**{"controller": Wish(), "bounds": (0.0, 1.0), **fields})
+    return BoundKnob(knob, [Cell(value) for _ in range(n)], n)
+
+
+def wish(knob: BoundKnob, move: float, step: int = 1) -> float:
+    return knob.judge(Estimate(slope=move, stderr=0.1), step, 100, 0, 3)
+
+
+SPACES = st.sampled_from([Log(), Logit(), Linear(0.3), Relative(), Arcsine()])
+SPREADS = st.sampled_from(
+    [TwoLevel, hdet.Symmetric, hdet.Geometric, hdet.OneSided, lambda w: hdet.OneSided(w, "down")]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    space=SPACES,
+    make=SPREADS,
+    width=st.floats(0, 3),
+    n=st.integers(2, 9),
+    low=st.floats(0, 0.5),
+    high=st.floats(0.5000001, 1.0),
+    where=st.floats(0, 1),
+    move=st.floats(-5, 5),
+)
+def test_no_value_leaves_its_bounds_and_levels_stay_centred(
+    space: Any, make: Any, width: float, n: int, low: float, high: float, where: float, move: float
+) -> None:
+    """Wherever the base is, at the bounds too, and however far it was moved."""
+    value = min(max(low + where * (high - low), low), high)
+    spread = make(width)
+    assume(any(space.apply(value, shift) != value for shift in (0.1, -0.1)))  # 0 cannot be moved by factors
+    knob = bound(n, value, space=space, spread=spread, bounds=(low, high))
+    knob.spread(spread.levels(n), spread.centre(n))
+    for _ in range(2):
+        base, values = knob.base(0), knob.values(0, range(n))
+        assert all(low <= v <= high for v in [base, *values])
+        reach = knob.reach(base)
+        assert 0 <= reach <= 1
+        offsets = reach * (knob.centre + knob.levels)
+        assert abs(offsets.mean() - reach * knob.centre) <= 1e-12 * max(1, width)
+        # What is in force is those levels, seen through the space, wherever the space can tell.
+        for one, offset in zip(values, offsets, strict=True):
+            assert one == pytest.approx(space.apply(base, offset), rel=1e-9, abs=1e-12)
+        wish(knob, move)
+        assert abs(knob.shift) <= knob.spec.authority
+
+
+def test_levels_shrink_together() -> None:
+    knob = bound(4, 0.9, spread=hdet.Symmetric(0.6))
+    knob.spread(hdet.Symmetric(0.6).levels(4), 0.0)
+    room = math.log(1 / 0.9)
+    assert knob.reach(0.9) == pytest.approx(room / 0.6)
+    assert knob.values(0, range(4)) == pytest.approx(
+        [0.9 * math.exp(f * room) for f in (-1, -1 / 3, 1 / 3, 1)]
+    )
+    assert knob.values(0, [3]) == [1.0]
+
+
+def test_at_rest_values_are_the_base_bit_for_bit() -> None:
+    schedule = hdet.OneCycle(0.3, total_steps=50)
+    knob = bound(3, schedule=schedule)
+    knob.spread(np.zeros(3), 0.0)
+    for step in range(50):
+        assert knob.base(step) == schedule(step)
+        assert knob.values(step, range(3)) == [schedule(step)] * 3
+
+
+def test_only_changes_are_written_until_it_forgets() -> None:
+    knob = bound(1)
+    cell: Any = knob.bindings[0]
+    for value in (0.2, 0.2, 0.3):
+        knob.write(0, value)
+    assert cell.written == [0.1, 0.2, 0.3]
+    knob.forget()
+    knob.write(0, 0.3)
+    assert cell.written == [0.1, 0.2, 0.3, 0.3]
+
+
+@settings(max_examples=100, deadline=None)
+@given(moves=st.lists(st.floats(-10, 10), min_size=1, max_size=8), authority=st.floats(0, 4), space=SPACES)
+def test_the_shift_stays_within_authority_and_the_moves_add_up_to_it(
+    moves: list[float], authority: float, space: Any
+) -> None:
+    knob = bound(value=0.3, authority=authority, space=space)
+    made = [wish(knob, move) for move in moves]
+    assert abs(knob.shift) <= authority
+    assert sum(made) == pytest.approx(knob.shift, abs=1e-12)
+    for wanted, got in zip(moves, made, strict=True):
+        assert got * wanted >= 0
+        assert abs(got) <= abs(wanted) + 1e-12
+    assert 0.0 <= knob.base(0) <= 1.0
+
+
+def test_a_move_into_a_bound_does_not_wind_up() -> None:
+    knob = bound(value=0.5)
+    assert wish(knob, 5.0) == pytest.approx(math.log(2))
+    assert wish(knob, 5.0) == 0.0
+    assert wish(knob, -0.1) == pytest.approx(-0.1)
+    assert knob.base(0) == pytest.approx(math.exp(-0.1))
+
+
+def test_what_a_controller_is_shown() -> None:
+    schedule = hdet.Replay((0.1, 0.2, 0.4, 0.3))
+    knob = bound(2, schedule=schedule, authority=2.0)
+    knob.spread(np.array([-0.3, 0.3]), 0.0)
+    knob.shift = 0.5
+    wish(knob, 0.0, step=2)
+    assert Shown.context == Context(
+        base=0.2 * math.exp(0.5),
+        schedule_now=0.2,
+        schedule_next=0.4,
+        peak=0.4,
+        step=2,
+        total_steps=100,
+        window=0,
+        windows_left=3,
+        shift=0.5,
+        authority=2.0,
+        spread=0.3,
+        warming=True,
+    )
+    wish(knob, 0.0, step=3)
+    assert not Shown.context.warming
+
+
+def test_its_state_is_plain_and_restores_it() -> None:
+    knob, again = bound(), bound()
+    wish(knob, np.float64(0.25))  # a controller may well return NumPy's
+    state = knob.state_dict()
+    assert {type(value) for value in state.values()} == {float, dict}
+    again.write(0, 0.1)
+    again.load_state_dict(state)
+    assert again.shift == 0.25
+    again.write(0, 0.1)
+    cell: Any = again.bindings[0]
+    assert cell.written == [0.1, 0.1, 0.1]  # after loading nothing is assumed to be in force
+    with pytest.raises(CheckpointError, match="GatedState"):
+        bound(controller=hdet.Gated()).load_state_dict(state)
+
+
+def test_the_peak_of_an_endless_schedule_is_the_largest_so_far() -> None:
+    knob = bound(schedule=hdet.FromCallable("math:log1p"), bounds=(0.0, 10.0))
+    assert knob.peak == 0.0
+    wish(knob, 0.0, step=5)
+    assert knob.peak == math.log1p(5)
+    again = bound(schedule=hdet.FromCallable("math:log1p"), bounds=(0.0, 10.0))
+    again.load_state_dict(knob.state_dict())
+    assert again.peak == math.log1p(5)
+
+
+def test_a_bases_bounds_are_checked_over_the_whole_schedule() -> None:
+    with pytest.raises(ConfigError, match=r"its schedule reaches 1.5, outside the bounds"):
+        bound(schedule=hdet.Cosine(1.5, total_steps=100_000))
+    with pytest.raises(ConfigError, match=r"reaches 0.001, outside .* give bounds=\(0.001, 1\)"):
+        bound(schedule=hdet.Replay((0.5, 0.001, 0.5)), bounds=(0.01, 1.0))
+
+
+def test_the_base_is_read_where_no_schedule_is_given() -> None:
+    assert bound(value=0.25).base(1000) == 0.25
+    assert bound(value=0.25, schedule=0.5).base(0) == 0.5
+    assert torch.tensor(bound(value=0.25).base(0)).item() == 0.25

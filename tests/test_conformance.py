@@ -1,0 +1,618 @@
+"""Every registered member of every family keeps its laws, and what breaks one is caught."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import nn
+from torch.optim import Optimizer
+
+import hdet
+import hdet.testing
+from hdet import Comparison, Context, Estimate
+from hdet.controllers import Momentum as MomentumRule
+from hdet.controllers.state import NoState
+from hdet.evidence import Collector, Harvest, Scene
+from hdet.hparams import schedule
+from hdet.hparams.binding import Binding, ModelBinding
+from hdet.hparams.bound import BoundKnob
+from hdet.hparams.knob import ActsOn
+from hdet.paper import HeldOneCycle
+from hdet.replicas import Replicas
+from hdet.spec import Spec
+from hdet.study.controls import Apart
+from hdet.testing import Ground, Law, LawBroken
+from hdet.testing.ground import ADAMW
+
+for found in pkgutil.walk_packages(hdet.__path__, "hdet."):
+    if not found.name.endswith("__main__") and not found.name.startswith("hdet.integrations."):
+        importlib.import_module(found.name)  # so that what registers itself there is seen
+
+FAMILIES: tuple[type[Spec], ...] = (
+    hdet.Knob,
+    hdet.Space,
+    hdet.Spread,
+    hdet.Design,
+    hdet.Schedule,
+    hdet.Windows,
+    hdet.Estimator,
+    hdet.Controller,
+    hdet.Evidence,
+    hdet.Merge,
+)
+"""All families of the core; those of the command line (tasks, optimizers) have laws of declarations only."""
+
+EXAMPLES: dict[type[Spec], list[Spec]] = {
+    hdet.TwoLevel: [hdet.TwoLevel(0.3)],
+    hdet.Geometric: [hdet.Geometric(0.4), hdet.Geometric(0.4, ratio=5.0)],
+    hdet.OneSided: [hdet.OneSided(0.3), hdet.OneSided(0.3, side="down")],
+    hdet.Linear: [hdet.Linear(), hdet.Linear(10.0)],
+    hdet.Hadamard: [hdet.Hadamard(), hdet.Hadamard(foldover=True)],
+    hdet.Constant: [hdet.Constant(0.1)],
+    hdet.OneCycle: [hdet.OneCycle(1.0, total_steps=50), hdet.OneCycle(1.0, total_steps=50, three_phase=True)],
+    HeldOneCycle: [HeldOneCycle(1.0, total_steps=50, held_from=20)],
+    hdet.Cosine: [hdet.Cosine(1.0, total_steps=50)],
+    schedule.Linear: [schedule.Linear(1.0, total_steps=50)],
+    hdet.WSD: [hdet.WSD(1.0, total_steps=50)],
+    hdet.Replay: [hdet.Replay((0.1, 0.3, 0.2))],
+    hdet.FromCallable: [hdet.FromCallable("math:sqrt"), hdet.FromCallable("math:exp", total_steps=9)],
+    hdet.FixedWindow: [hdet.FixedWindow(7)],
+    hdet.Marginal: [hdet.Marginal(), hdet.Marginal(replica_noise=True)],
+    hdet.LeastSquares: [hdet.LeastSquares(), hdet.LeastSquares(curvature=True), hdet.LeastSquares(replica_noise=True)],
+    hdet.Kalman: [hdet.Kalman(), hdet.Kalman(replica_noise=True)],
+    hdet.Gated: [hdet.Gated(), hdet.Gated(0.06, gate=0, saturation=2, memory=0.7, settle=0.2)],
+    hdet.Newton: [hdet.Newton(), hdet.Newton(limit=0.5)],
+    hdet.Paper: [hdet.Paper(0.01), hdet.Paper(0.01, warmup_steps=30)],
+    hdet.LearningRate: [
+        hdet.LearningRate(),
+        hdet.LearningRate(schedule=hdet.OneCycle(0.02, total_steps=6)),
+        hdet.LearningRate(groups="taught", controller=hdet.Calibrate()),
+    ],
+    hdet.Dropout: [hdet.Dropout(), hdet.Dropout(evidence=hdet.Contrast(refresh=3), spread=hdet.OneSided(0.1))],
+    hdet.Scalar: [hdet.Scalar("margin", path="margin", bounds=(0.01, 10.0))],
+    hdet.Divergent: [hdet.Divergent(), hdet.Divergent(tilt=0.5), hdet.Divergent(estimator=hdet.Kalman())],
+    hdet.Contrast: [hdet.Contrast(refresh=3)],
+    hdet.Mean: [hdet.Mean(), hdet.Mean("keep"), hdet.Mean("reset")],
+}
+"""What is checked of a kind: of those with required fields one instance at least, of others the default too."""
+
+EXEMPT: dict[type[Spec], str] = {Apart: "a control of the ablations that is meant to break the laws; see below"}
+
+
+def members(root: type[Spec]) -> list[type[Spec]]:
+    """The family's members that hdet itself has; other tests register theirs."""
+    return [member for member in hdet.spec.members(root).values() if member.__module__.startswith("hdet.")]
+
+
+def examples(member: type[Spec]) -> list[Spec]:
+    """Instances of a member to check."""
+    if member in EXEMPT:
+        return []
+    if member in EXAMPLES:
+        return EXAMPLES[member]
+    needed = [name for name, field in member.model_fields.items() if field.is_required()]
+    return [] if needed else [member()]
+
+
+BUILT_IN = [law for root in FAMILIES for member in members(root) for spec in examples(member) for law in hdet.testing.laws(spec)]
+
+
+@pytest.mark.parametrize("law", BUILT_IN, ids=str)
+def test_built_in(law: Law) -> None:
+    law()
+
+
+@pytest.mark.parametrize("root", FAMILIES, ids=lambda root: root.family)
+def test_every_registered_kind_is_checked(root: type[Spec]) -> None:
+    assert members(root)
+    lacking = [member.__name__ for member in members(root) if not examples(member) and member not in EXEMPT]
+    assert not lacking, f"give EXAMPLES an instance of {lacking}"
+
+
+# -- a user's own, one of each family --------------------------------------------------------------
+
+S = TypeVar("S", bound=type[Spec])
+
+
+@hdet.register
+class Square(hdet.Space):
+    """v^2 + s, under a root."""
+
+    kind: ClassVar[str] = "conformance_square"
+    domain: ClassVar[tuple[float, float]] = (0.0, float("inf"))
+
+    def _apply(self, value: float, shift: float) -> float:
+        return float(np.sqrt(max(value * value + shift, 0.0)))
+
+    def _difference(self, value: float, origin: float) -> float:
+        return (value - origin) * (value + origin)
+
+
+@hdet.register
+class Thirds(hdet.Spread):
+    """A third of the replicas on each side, the others at the base."""
+
+    kind: ClassVar[str] = "conformance_thirds"
+
+    def _levels(self, n: int) -> NDArray[np.float64]:
+        side = max(1, n // 3)
+        return np.repeat([-self.width, 0.0, self.width], [side, n - 2 * side, side])
+
+
+@hdet.register
+class Turning(hdet.Design):
+    """Level r + window + k for replica r."""
+
+    kind: ClassVar[str] = "conformance_turning"
+
+    def _assign(
+        self, levels: Any, seed: int, window: int, names: Sequence[str], two_level: Sequence[bool]
+    ) -> NDArray[np.float64]:
+        return np.column_stack([np.roll(column, window + k) for k, column in enumerate(levels)])
+
+
+@hdet.register
+class Halving(hdet.Schedule):
+    """Half as much after every `every` steps."""
+
+    kind: ClassVar[str] = "conformance_halving"
+    start: float = Field(gt=0, kw_only=False)
+    every: int = Field(default=10, ge=1)
+
+    @property
+    def total_steps(self) -> None:
+        return None
+
+    def __call__(self, t: int) -> float:
+        return self.start * 0.5 ** (t // self.every)
+
+
+@hdet.register
+class Doubling(hdet.Windows):
+    """As long as all windows before it."""
+
+    kind: ClassVar[str] = "conformance_doubling"
+
+    def length(self, step: int) -> int:
+        return max(1, step)
+
+
+@hdet.register
+class Signs(hdet.Estimator):
+    """The loss of the upper half less that of the lower; errors from the scatter within the halves."""
+
+    kind: ClassVar[str] = "conformance_signs"
+
+    def start(self, knobs: int) -> NoState:
+        return NoState()
+
+    def estimate(self, state: NoState, comparison: Comparison) -> tuple[list[Estimate], NoState]:
+        levels, losses = comparison.heard()
+        found = []
+        for k in range(comparison.knobs):
+            column = levels[:, k]
+            up, down = losses[column > 0].mean(axis=1), losses[column < 0].mean(axis=1)
+            if len(up) < 2 or len(down) < 2:
+                found.append(Estimate.nothing())
+                continue
+            apart = float(column[column > 0].mean() - column[column < 0].mean())
+            error = np.sqrt(up.var(ddof=1) / len(up) + down.var(ddof=1) / len(down)) / apart
+            found.append(Estimate(float(up.mean() - down.mean()) / apart, None, float(error)))
+        return found, state
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How often it has moved."""
+
+    made: int = 0
+
+
+@hdet.register
+class Shrinking(hdet.Controller):
+    """Steps against the slope's sign, each smaller than the last."""
+
+    kind: ClassVar[str] = "conformance_shrinking"
+
+    def start(self) -> Steps:
+        return Steps()
+
+    def step(self, state: Steps, estimate: Estimate, context: Context) -> tuple[float, Steps]:
+        if not estimate.testable or estimate.slope == 0.0:
+            return 0.0, state
+        return -float(np.sign(estimate.slope)) / (1 + state.made), Steps(state.made + 1)
+
+
+@hdet.register
+class Gain(hdet.Knob):
+    """The scale of the tiny network's output."""
+
+    kind: ClassVar[str] = "conformance_gain"
+    bounds: tuple[float, float] = (0.1, 2.0)
+
+    @property
+    def acts_on(self) -> ActsOn:
+        return "forward"
+
+    @property
+    def biases_loss(self) -> bool:
+        return True
+
+    def bind(self, model: nn.Module, optimizer: Optimizer) -> Binding:
+        return ModelBinding([hdet.hparams.binding.Attribute(model, "margin")], self.bounds)
+
+
+class EndsCollector(Collector):
+    """Reads the losses of the replicas with the highest and the lowest level."""
+
+    def open(self, window: hdet.evidence.Window) -> None:
+        for knob in self.knobs:
+            n = self.scene.replicas.size
+            knob.spread(np.roll(knob.spec.spread.levels(n), window.index), 0.0)
+
+    def close(self, harvest: Harvest) -> dict[str, Estimate]:
+        found = {}
+        for knob in self.knobs:
+            up, down = harvest.losses[knob.levels > 0], harvest.losses[knob.levels < 0]
+            width = float(np.ptp(knob.levels))
+            error = np.sqrt((up.var(ddof=1) + down.var(ddof=1)) / len(up)) / width
+            found[knob.name] = Estimate(float(up.mean() - down.mean()) / width, None, float(error))
+        return found
+
+
+@hdet.register
+class Ends(hdet.Evidence):
+    """Two-level replicas, compared by their training losses."""
+
+    kind: ClassVar[str] = "conformance_ends"
+    diverges: ClassVar[bool] = True
+
+    def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> EndsCollector:
+        return EndsCollector(scene, knobs)
+
+
+@hdet.register
+class Twice(hdet.Merge):
+    """The mean, once more."""
+
+    kind: ClassVar[str] = "conformance_twice"
+
+    def __call__(self, replicas: Replicas, valid: Sequence[bool]) -> None:
+        replicas.mean(valid, "average")
+        replicas.mean(valid, "average")
+
+
+OWN: list[Spec] = [
+    Square(), Thirds(0.2), Turning(), Halving(0.1), Doubling(), Signs(), Shrinking(), Gain(), Ends(), Twice(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("law", [law for spec in OWN for law in hdet.testing.laws(spec)], ids=str)
+def test_a_users_own(law: Law) -> None:
+    law()
+
+
+def test_there_is_one_of_a_users_own_for_every_family() -> None:
+    assert {spec.family for spec in OWN} == {root.family for root in FAMILIES}
+
+
+# -- what breaks a law ------------------------------------------------------------------------------
+
+
+def breach(spec: Spec, law: str, shows: str = "", **given: Any) -> None:
+    """`check` finds the law broken, and says by what."""
+    with pytest.raises(LawBroken) as caught:
+        hdet.testing.check(hdet.register(type(spec)) and spec, **given)
+    message = str(caught.value)
+    assert f"breaks the law {law!r}" in message
+    assert shows in message
+    assert type(spec).__name__ in message
+
+
+def unregistered(cls: S) -> S:
+    """Registered under a name of its own when it is checked."""
+    cls.kind = f"conformance_{cls.__name__.lower()}"
+    return cls
+
+
+@unregistered
+class OffCentre(hdet.Spread):
+    def _levels(self, n: int) -> NDArray[np.float64]:
+        return np.linspace(-self.width, 1.1 * self.width, n)
+
+
+@unregistered
+class Descending(hdet.Spread):
+    def _levels(self, n: int) -> NDArray[np.float64]:
+        return np.linspace(self.width, -self.width, n)
+
+
+@unregistered
+class Unbounded(hdet.Logit):
+    def _apply(self, value: float, shift: float) -> float:
+        return value + shift
+
+
+@unregistered
+class Lossy(hdet.Log):
+    def _difference(self, value: float, origin: float) -> float:
+        return round(super()._difference(value, origin), 3)
+
+
+@unregistered
+class Repeating(hdet.Design):
+    def _assign(self, levels: Any, seed: int, window: int, names: Any, two_level: Any) -> NDArray[np.float64]:
+        return np.column_stack([np.repeat(column[:1], len(column)) for column in levels])
+
+
+@unregistered
+class Drawing(hdet.Design):
+    def _assign(self, levels: Any, seed: int, window: int, names: Any, two_level: Any) -> NDArray[np.float64]:
+        np.random.seed(window)
+        return np.column_stack([np.random.permutation(column) for column in levels])
+
+
+@unregistered
+class Endless(hdet.Schedule):
+    total_steps: int = 50
+
+    def __call__(self, t: int) -> float:
+        return 1.0 + t
+
+
+@unregistered
+class Restless(hdet.Controller):
+    def start(self) -> NoState:
+        return NoState()
+
+    def step(self, state: NoState, estimate: Estimate, context: Context) -> tuple[float, NoState]:
+        return (0.1 if np.isnan(estimate.slope) else 0.0), state
+
+
+@unregistered
+class Counting(hdet.Controller):
+    def start(self) -> Steps:
+        return Steps()
+
+    def step(self, state: Steps, estimate: Estimate, context: Context) -> tuple[float, Steps]:
+        return 0.0, replace(state, made=state.made + 1)
+
+
+@unregistered
+class Exploding(hdet.Controller):
+    def start(self) -> NoState:
+        return NoState()
+
+    def step(self, state: NoState, estimate: Estimate, context: Context) -> tuple[float, NoState]:
+        return (-estimate.slope**5 if estimate.testable and abs(estimate.slope) < 1e300 else 0.0), state
+
+
+@unregistered
+class Leaking(hdet.LeastSquares):
+    def estimate(self, state: NoState, comparison: Comparison) -> tuple[list[Estimate], NoState]:
+        finite = np.nan_to_num(comparison.losses, nan=0.0, posinf=0.0, neginf=0.0)
+        heard = np.ones_like(comparison.valid)
+        return super().estimate(state, replace(comparison, losses=finite, valid=heard))
+
+
+@unregistered
+class Boastful(hdet.LeastSquares):
+    def estimate(self, state: NoState, comparison: Comparison) -> tuple[list[Estimate], NoState]:
+        found, state = super().estimate(state, comparison)
+        return [replace(e, stderr=e.stderr / 10) for e in found], state
+
+
+@unregistered
+class Lagging(hdet.Windows):
+    def length(self, step: int) -> int:
+        return step // 2
+
+
+@unregistered
+class First(hdet.Mean):
+    def __call__(self, replicas: Replicas, valid: Sequence[bool]) -> None:
+        super().__call__(replicas, [True] + [False] * (len(valid) - 1))
+
+
+@unregistered
+class Trusting(hdet.Mean):
+    def __call__(self, replicas: Replicas, valid: Sequence[bool]) -> None:
+        super().__call__(replicas, [True] * len(valid))
+
+
+@unregistered
+class Shared(Gain):
+    """Its value lives in the class, so that all replicas have the same."""
+
+    def bind(self, model: nn.Module, optimizer: Optimizer) -> Binding:
+        return ModelBinding([hdet.hparams.binding.Attribute(COMMON, "value")], self.bounds)
+
+
+COMMON = nn.Module()
+COMMON.value = 0.5  # type: ignore[assignment]
+
+
+@unregistered
+class Overshooting(Gain):
+    """Its float32 tensor holds the bound 0.1 as a little more than 0.1."""
+
+    bounds: tuple[float, float] = (0.001, 0.1)
+
+    def bind(self, model: nn.Module, optimizer: Optimizer) -> Binding:
+        if not isinstance(model.get_parameter("inner.bias"), nn.Parameter):  # pragma: no cover
+            raise AssertionError
+        if not isinstance(model.margin, torch.Tensor):
+            model.margin = torch.tensor(0.05)  # type: ignore[assignment]
+
+        def write(model: Any, value: float) -> None:
+            model.margin.fill_(value)
+
+        return hdet.hparams.binding.FunctionBinding(model, "margin", lambda model: float(model.margin), write)
+
+
+@unregistered
+class Blind(Ends):
+    def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> EndsCollector:
+        class Nothing(EndsCollector):
+            def close(self, harvest: Harvest) -> dict[str, Estimate]:
+                return {knob.name: Estimate.nothing() for knob in self.knobs}
+
+        return Nothing(scene, knobs)
+
+
+@unregistered
+class Certain(Ends):
+    def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> EndsCollector:
+        class Sure(EndsCollector):
+            def close(self, harvest: Harvest) -> dict[str, Estimate]:
+                return {name: replace(e, stderr=1e-6) for name, e in super().close(harvest).items()}
+
+        return Sure(scene, knobs)
+
+
+@unregistered
+class Forgetful(Ends):
+    """What it has seen of the window under way is not in its state."""
+
+    def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> EndsCollector:
+        class Counter(EndsCollector):
+            steps = 0
+
+            def after_update(self, window: hdet.evidence.Window, step: int) -> None:
+                self.steps += 1
+
+            def close(self, harvest: Harvest) -> dict[str, Estimate]:
+                found = super().close(harvest)
+                return {name: replace(e, slope=e.slope * self.steps) for name, e in found.items()}
+
+        return Counter(scene, knobs)
+
+
+BREACHES: list[tuple[Spec, str, str]] = [
+    (OffCentre(0.2), "levels_sum_to_zero", "levels(2) is [-0.2, 0.22"),
+    (Descending(0.2), "levels_ascend", ""),
+    (Unbounded(), "the_domain_is_never_left", "outside (0.0, 1.0)"),
+    (Lossy(), "difference_inverts_apply", ""),
+    (Repeating(), "columns_are_permutations_of_the_levels", "from the levels [-0.5, 0.5]"),
+    (Drawing(), "columns_are_permutations_of_the_levels", "NumPy's global generator"),
+    (Endless(), "the_end_is_held", "step 50"),
+    (Restless(), "nothing_learnt_moves_nothing", "it moves by 0.1 after Estimate(slope=nan"),
+    (Counting(), "nothing_learnt_moves_nothing", "{'made': 0} to {'made': 1}"),
+    (Exploding(), "moves_are_finite", "slope=-1e+100"),
+    (Leaking(), "a_failed_replica_is_not_heard", "loss nan"),
+    (Boastful(), "a_placebo_is_told_apart", "|t| above 4"),
+    (Lagging(), "a_window_has_a_step", "length(0) is 0"),
+    (First(), "the_order_of_replicas_does_not_matter", "weight"),
+    (Trusting(), "a_failed_replica_takes_no_part", "nan"),
+    (Apart(), "all_replicas_become_one", "replica 1"),
+    (Shared(), "replicas_are_independent", "share the targets"),
+    (Overshooting(), "what_is_written_is_read", "outside (0.001, 0.1)"),
+    (Blind(), "every_window_gives_an_estimate", "taught nothing about learning_rate"),
+    (Certain(), "a_placebo_is_told_apart", "without effect"),
+    (Forgetful(), "a_resume_in_mid_window_is_the_same_run", "estimates"),
+]
+
+
+@pytest.mark.parametrize(("spec", "law", "shows"), BREACHES, ids=[type(spec).__name__ for spec, _, _ in BREACHES])
+def test_what_breaks_a_law_is_caught(spec: Spec, law: str, shows: str) -> None:
+    breach(spec, law, shows)
+
+
+@unregistered
+class Nudging(Gain):
+    """To bind it is to change the model's value, so that training at spread 0 is another training."""
+
+    def bind(self, model: nn.Module, optimizer: Optimizer) -> Binding:
+        model.margin = 0.75  # type: ignore[assignment]
+        return super().bind(model, optimizer)
+
+
+def test_a_knob_that_changes_training_by_being_there_is_caught() -> None:
+    breach(Nudging(), "with_spread_zero_it_changes_nothing", "is not what plain training makes of it")
+
+
+def test_a_declaration_that_was_not_registered_cannot_be_read_back() -> None:
+    class Homeless(hdet.Spread):
+        def _levels(self, n: int) -> NDArray[np.float64]:
+            return np.linspace(-self.width, self.width, n)
+
+    with pytest.raises(LawBroken, match=r"'reads_back_equal'.*@hdet\.register"):
+        hdet.testing.check(Homeless(0.1))
+
+
+@unregistered
+class Loose(hdet.Spread):
+    width: float = Field(ge=0, kw_only=False, allow_inf_nan=True)
+    model_config = {"frozen": False}
+
+    def _levels(self, n: int) -> NDArray[np.float64]:
+        return np.linspace(-self.width, self.width, n)
+
+
+def test_a_declaration_that_can_be_changed_is_caught() -> None:
+    breach(Loose(0.1), "frozen")
+
+
+# -- the face ----------------------------------------------------------------------------------------
+
+
+def test_a_ground_of_ones_own() -> None:
+    """A tensor learning rate, whose float32 must not pass the bounds, in groups that keep a ratio."""
+
+    def make(capturable: Callable[[float], Any]) -> tuple[nn.Module, Optimizer]:
+        model, _ = ADAMW.make()
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vectors = [p for p in model.parameters() if p.dim() <= 1]
+        groups = [{"params": matrices, "lr": capturable(0.01)}, {"params": vectors, "lr": capturable(0.005)}]
+        return model, torch.optim.AdamW(groups, lr=capturable(0.01), foreach=False)
+
+    ground = Ground(partial(make, torch.tensor), ADAMW.loss)
+    hdet.testing.check(hdet.LearningRate(bounds=(1e-6, 0.1)), ground=ground)
+
+
+def test_a_knob_that_binds_to_nothing_says_what_to_give() -> None:
+    with pytest.raises(LawBroken, match=r"name a model that has it: ground="):
+        hdet.testing.check(hdet.Scalar("absent", path="absent", bounds=(0.1, 1.0)))
+
+
+def test_evidence_that_accepts_no_knob_says_what_to_give() -> None:
+    with pytest.raises(LawBroken, match=r"name a knob= that it can judge"):
+        breach(type("Deaf", (Ends,), {"sees": frozenset(), "diverges": False, "kind": "conformance_deaf"})(), "")
+
+
+def test_laws_are_for_instances() -> None:
+    with pytest.raises(hdet.ConfigError, match="make an instance of it"):
+        hdet.testing.laws(hdet.TwoLevel)  # type: ignore[arg-type]
+
+
+def test_laws_have_names_that_tell_them_apart() -> None:
+    for spec in OWN:
+        names = [str(law) for law in hdet.testing.laws(spec)]
+        assert len(set(names)) == len(names) > 3
+        assert all(law.statement for law in hdet.testing.laws(spec))
+
+
+def test_the_suite_needs_neither_pytest_nor_yaml() -> None:
+    code = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('pytest', '_pytest', 'hypothesis', 'yaml'):\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "import hdet.testing\n"
+        "hdet.testing.check(hdet.TwoLevel(0.1))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

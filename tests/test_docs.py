@@ -1,0 +1,339 @@
+"""What the documentation shows runs, what it refers to exists, and its tables say what the code does.
+
+A page's Python blocks are run from top to bottom in one namespace, in an empty folder. Two comments, which
+the rendered page does not show, steer this; each begins a line:
+
+    <!-- run               code until a line -->, run in its place: set-up, or a check of the block above
+    <!-- sketch: why -->   right before a block that cannot run here, as one that needs several processes
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+from hdet.evidence import Evidence
+from hdet.hparams.bound import BoundKnob
+from hdet.running.config import RunConfig
+from hdet.running.document import parse
+from hdet.spec import Spec, members
+
+ROOT = Path(hdet.__file__).parent.parent
+PAGES = sorted(path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
+
+BLOCK = re.compile(
+    r"(?P<sketch><!-- sketch: [^\n]*\S -->\n)?^```(?P<language>\w+)\n(?P<shown>.*?)^```$"
+    r"|^<!-- run\n(?P<hidden>.*?)^-->$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block, or a hidden one; `line` is where its text begins on the page."""
+
+    language: str
+    text: str
+    line: int
+    sketch: bool
+
+
+def blocks(page: str) -> list[Block]:
+    found = []
+    for match in BLOCK.finditer(page):
+        group = "hidden" if match["hidden"] is not None else "shown"
+        line = page.count("\n", 0, match.start(group)) + 1
+        found.append(Block(match["language"] or "python", match[group], line, match["sketch"] is not None))
+    return found
+
+
+def run(path: Path, name: str) -> dict[str, Any]:
+    """Run a page's Python; a failure's traceback names the page and its line."""
+    module = ModuleType(name)
+    sys.modules[name] = module
+    try:
+        for block in blocks(path.read_text(encoding="utf-8")):
+            if block.language == "python" and not block.sketch:
+                code = "\n" * (block.line - 1) + block.text
+                exec(compile(code, str(path), "exec"), vars(module))
+    finally:
+        del sys.modules[name]
+    return vars(module)
+
+
+def families(root: type[Spec] = Spec) -> Iterator[type[Spec]]:
+    for cls in root.__subclasses__():
+        if "_members" in cls.__dict__:
+            yield cls
+        yield from families(cls)
+
+
+@pytest.fixture
+def traceless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a page registers, imports, writes and draws stays its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loaded = set(sys.modules)
+    registered = {family: dict(family._members) for family in families()}
+    with torch.random.fork_rng(devices=[]):
+        yield
+    for family in list(families()):
+        family._members = registered.get(family, {})
+    for name in set(sys.modules) - loaded:
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("traceless")
+@pytest.mark.parametrize("name", NAMES)
+def test_every_python_block_runs(name: str) -> None:
+    run(ROOT / name, "page_" + re.sub(r"\W", "_", name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_run_declared_in_yaml_is_valid(name: str) -> None:
+    for block in blocks((ROOT / name).read_text(encoding="utf-8")):
+        if block.language == "yaml":
+            declared = parse(block.text, name=f"{name}, line {block.line}")
+            if (
+                isinstance(declared, dict)
+                and {"task", "steps"} <= declared.keys()
+                and "imports" not in declared
+            ):
+                config = RunConfig.from_dict(declared)
+                assert RunConfig.from_dict(config.to_dict()) == config
+
+
+def test_a_page_that_fails_says_where(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n<!-- run\nnumber = 0\n-->\n\n```python\none = 1\none / number\n```\n")
+    with pytest.raises(ZeroDivisionError) as raised:
+        run(page, "page")
+    last = raised.traceback[-1]
+    assert (str(last.path), last.lineno + 1) == (str(page), 9)
+
+
+def test_a_sketch_is_not_run(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- sketch: it cannot be run -->\n```python\n1 / 0\n```\n\n"
+        "```yaml\na: 1\n```\n\n```python\none = 1\n```\n"
+    )
+    assert run(page, "page")["one"] == 1
+
+
+LINK = re.compile(r"\]\((?!https?://|mailto:|#)(?P<target>[^)#\s]+)(?:#(?P<part>[^)\s]+))?\)")
+TEST = re.compile(r"`(?P<file>tests/[\w/]+\.py)(?:::(?P<test>test_\w+))?`")
+SOURCE = re.compile(r"`(?P<path>(?:hdet|tests|benchmarks|examples|studies)/[\w/.]+\.(?:py|yaml))`")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_linked_or_named_exists(name: str) -> None:
+    page = (ROOT / name).read_text(encoding="utf-8")
+    for link in LINK.finditer(page):
+        target = (ROOT / name).parent / link["target"]
+        assert target.exists(), f"{name} links to {link['target']}"
+        if link["part"]:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {
+                re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+            }
+            assert link["part"] in anchors, (
+                f"{name} links to {link['target']}#{link['part']}; there are {anchors}"
+            )
+    for source in SOURCE.finditer(page):
+        assert (ROOT / source["path"]).exists(), f"{name} names {source['path']}"
+    for named in TEST.finditer(page):
+        text = (ROOT / named["file"]).read_text(encoding="utf-8")
+        assert named["test"] is None or f"def {named['test']}(" in text, f"{name} names {named['test']}"
+
+
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(hdet.__path__, "hdet.")
+    if not module.name.endswith("__main__")
+)
+
+
+@pytest.mark.parametrize("name", ["hdet", *MODULES])
+def test_docstring_examples(name: str) -> None:
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        if not name.startswith("hdet.integrations"):
+            raise
+        pytest.skip(f"{name} needs a package that is not installed: {error}")
+    with torch.random.fork_rng(devices=[]):
+        outcome = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    assert outcome.failed == 0, "the output above shows where"
+
+
+def test_docstring_examples_are_found() -> None:
+    """A finder that found nothing would pass everything."""
+    found = doctest.DocTestFinder().find(importlib.import_module("hdet.hparams.space"))
+    assert sum(len(test.examples) for test in found) > 5
+
+
+KNOBS = (ROOT / "docs" / "knobs.md").read_text(encoding="utf-8")
+LISTED = [
+    "knob",
+    "space",
+    "spread",
+    "design",
+    "schedule",
+    "evidence",
+    "controller",
+    "estimator",
+    "window",
+    "merge",
+]
+
+
+@pytest.mark.parametrize("family", LISTED)
+def test_every_built_in_member_of_a_family_is_listed(family: str) -> None:
+    root = next(cls for cls in families() if cls.family == family)
+    for kind, member in members(root).items():
+        # What studies control with is theirs, and known only once they are imported.
+        if member.__module__.startswith("hdet.") and not member.__module__.startswith("hdet.study."):
+            assert re.search(rf"`{member.__name__}[`(]", KNOBS), (
+                f"docs/knobs.md does not list the {family} {kind}"
+            )
+
+
+def test_every_error_is_explained() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    for name, value in vars(hdet.errors).items():
+        if isinstance(value, type) and issubclass(value, hdet.HdetError):
+            assert f"`{name}`" in page, name
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    """What docs/errors.md quotes, between its ellipses, stands in the source in these words."""
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "hdet").rglob("*.py"))
+    joined = re.sub(r"[\"']\s*\n\s*f?[\"']", "", source)
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    quoted = [row["message (in part)"].split("`")[1::2] for row in tables(page) if "message (in part)" in row]
+    pieces = [piece.strip() for row in quoted for message in row for piece in message.split("...")]
+    assert len(pieces) > 30
+    assert [piece for piece in pieces if piece not in joined] == []
+
+
+def tables(page: str) -> list[dict[str, str]]:
+    """The rows of all tables."""
+    return [
+        row
+        for start in re.finditer(r"^(?<!\|\n)\|", page, re.MULTILINE)
+        for row in first_table(page[start.start() :])
+    ]
+
+
+def table_after(page: str, heading: str) -> list[dict[str, str]]:
+    """The first table below a heading."""
+    return first_table(page[page.index(heading) :])
+
+
+def first_table(text: str) -> list[dict[str, str]]:
+    """The rows of the first table in a text, each by the headings of its columns."""
+    lines = text.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[first:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
+
+
+class Judged(nn.Module):
+    """A model on which every knob finds something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 4)
+        self.dropout = hdet.nn.Dropout(0.1)
+        self.temperature = hdet.nn.Temperature(1.0)
+        self.criterion = hdet.nn.CrossEntropyLoss(label_smoothing=0.1)
+        self.margin = 0.5
+
+
+EVIDENCE: dict[str, tuple[Evidence, str]] = {
+    "`Line`": (hdet.Line(), "shared"),
+    "`Analytic`": (hdet.Analytic(), "shared"),
+    "`Contrast`": (hdet.Contrast(), "shared"),
+    "`Divergent`, shared gradients": (hdet.Divergent(), "shared"),
+    "`Divergent`, local gradients": (hdet.Divergent(), "local"),
+}
+KNOB: dict[str, Callable[[], hdet.Knob]] = {
+    "`LearningRate`": lambda: hdet.LearningRate(),
+    "`WeightDecay`": lambda: hdet.WeightDecay(),
+    "`Momentum`": lambda: hdet.Momentum(),
+    "`Beta1`": lambda: hdet.Beta1(),
+    "`Beta2`": lambda: hdet.Beta2(),
+    "`Dropout`": lambda: hdet.Dropout(),
+    "`AttentionTemperature`": lambda: hdet.AttentionTemperature(),
+    "`LabelSmoothing`": lambda: hdet.LabelSmoothing(),
+    '`Scalar(effect="update")`': lambda: hdet.Scalar(
+        "margin", path="margin", bounds=(0.1, 1), effect="update"
+    ),
+    '`Scalar(effect="forward")`': lambda: hdet.Scalar("margin", path="margin", bounds=(0.1, 1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_which_evidence_judges_which_knob_is_as_the_table_says() -> None:
+    rows = table_after(KNOBS, "## Which evidence can judge which knob")
+    assert {row["knob"] for row in rows} == set(KNOB)
+    for row in rows:
+        for column, (evidence, gradients) in EVIDENCE.items():
+            model = Judged()
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+            if row["knob"] == "`Momentum`":
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            probe = hdet.Probe(lambda model, batch: model.body(batch).square().mean(1), [torch.ones(2, 3)])
+            try:
+                hdet.Engine(
+                    hdet.replicate(model, optimizer, n=4),
+                    [KNOB[row["knob"]]()],
+                    signal=probe,
+                    evidence=evidence,
+                    gradients=gradients,  # type: ignore[arg-type]
+                )
+                answer, reason = "yes", "it is accepted"
+            except hdet.ConfigError as error:
+                answer, reason = "no", str(error)
+            assert row[column] == answer, f"{row['knob']} by {column}: {reason}"
+
+
+def test_built_in_knobs_are_as_the_table_says() -> None:
+    """Space, bounds, spread and authority, read off the classes."""
+    rows = {row["knob"]: row for row in table_after(KNOBS, "## The built-in knobs")}
+    for kind, member in members(hdet.Knob).items():
+        if not member.__module__.startswith("hdet.") or kind == "scalar":
+            continue
+        fields = {name: field.default for name, field in member.model_fields.items()}
+        row = rows[f"`{member.__name__}`"]
+        low, high = fields["bounds"]
+        assert row["space"] == f"`{type(fields['space']).__name__}`", kind
+        assert row["bounds"] == f"{low:g} to {high:g}", kind
+        assert row["spread"] == f"`{type(fields['spread']).__name__}({fields['spread'].width:g})`", kind
+        assert row["authority"] == f"{fields['authority']:g}", kind
+
+
+def test_the_value_of_a_replica_is_as_the_page_says() -> None:
+    """`BoundKnob` is where docs/knobs.md takes its formula from."""
+    assert "clip(apply(base(t), centre + levels[r]))" in (BoundKnob.__doc__ or "")
+    assert "clip(apply(base(t), centre + levels[r]))" in KNOBS

@@ -1,0 +1,197 @@
+"""Who may import whom, read off the source: arrows point down, and the control plane is NumPy's alone."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import hdet
+
+ROOT = Path(hdet.__file__).parent
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path): path for path in ROOT.rglob("*.py")}
+
+
+def imported(name: str, *, also_later: bool = True) -> set[str]:
+    """What a module imports: hdet's modules by their full name, others by their package.
+
+    What is imported for typing alone does not count; what only a running function imports, with `also_later`.
+    """
+    found: set[str] = set()
+    package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.orelse:
+                visit(child)
+            return
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not also_later:
+            return
+        if isinstance(node, ast.Import):
+            found.update(_resolved(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([node.module] if node.module else [])])
+            found.update(_resolved(f"{base}.{alias.name}") for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(FILES[name].read_text()))
+    return found - {name}
+
+
+def _resolved(dotted: str) -> str:
+    """The longest part of a dotted name that is a module of hdet; else the first."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        if ".".join(parts[:length]) in FILES:
+            return ".".join(parts[:length])
+    return parts[0]
+
+
+def reached(name: str) -> dict[str, str]:
+    """Everything a module imports, however indirectly, each with the module that imports it."""
+    seen: dict[str, str] = {}
+    ahead = [name]
+    while ahead:
+        current = ahead.pop()
+        for target in sorted(imported(current)):
+            if target not in seen:
+                seen[target] = current
+                if target in FILES:
+                    ahead.append(target)
+    return seen
+
+
+def path_to(target: str, seen: dict[str, str], start: str) -> str:
+    chain = [target]
+    while chain[-1] != start:
+        chain.append(seen[chain[-1]])
+    return " <- ".join(chain)
+
+
+def under(*rooms: str) -> list[str]:
+    return sorted(
+        name for name in FILES if any(name == room or name.startswith(room + ".") for room in rooms)
+    )
+
+
+CONTROL_PLANE = under(
+    "hdet.controllers",
+    "hdet.hparams.space",
+    "hdet.hparams.spread",
+    "hdet.hparams.design",
+    "hdet.hparams.hadamard",
+    "hdet.hparams.schedule",
+    "hdet.spec",
+    "hdet.errors",
+    "hdet.windows",
+    "hdet.history",
+)
+
+
+@pytest.mark.parametrize("name", CONTROL_PLANE)
+def test_the_control_plane_never_imports_torch(name: str) -> None:
+    """Neither itself nor through what it imports: another array framework could use it."""
+    seen = reached(name)
+    assert "torch" not in seen, path_to("torch", seen, name)
+
+
+ENGINE_AND_BELOW = {
+    "hdet.engine",
+    "hdet.checkpoint",
+    "hdet.admission",
+    "hdet.tally",
+    "hdet.history",
+    "hdet.windows",
+    "hdet.spec",
+    "hdet.errors",
+}
+ROOMS_BELOW = ["evidence", "replicas", "merging", "signals", "controllers", "hparams", "nn"]
+
+
+@pytest.mark.parametrize("room", [f"hdet.{room}" for room in ROOMS_BELOW])
+def test_nothing_below_the_engine_imports_it(room: str) -> None:
+    assert under(room)
+    for name in under(room):
+        for target in sorted(imported(name)):
+            allowed = target not in FILES or target in ENGINE_AND_BELOW - {"hdet.engine", "hdet.checkpoint"}
+            allowed = allowed or any(target in under(f"hdet.{other}") for other in ROOMS_BELOW)
+            assert allowed, f"{name} imports {target}"
+
+
+@pytest.mark.parametrize("name", sorted(ENGINE_AND_BELOW))
+def test_the_engine_imports_only_what_lies_below(name: str) -> None:
+    for target in sorted(imported(name)):
+        below = target in ENGINE_AND_BELOW or any(target in under(f"hdet.{room}") for room in ROOMS_BELOW)
+        assert below or target not in FILES, f"{name} imports {target}"
+
+
+LOWER = {
+    "hdet.controllers": {"hdet.controllers", "hdet.spec", "hdet.errors"},
+    "hdet.nn": {"hdet.nn", "hdet.spec", "hdet.errors"},
+    "hdet.hparams": {"hdet.hparams", "hdet.controllers", "hdet.nn", "hdet.spec", "hdet.errors"},
+    "hdet.replicas": {"hdet.replicas", "hdet.nn", "hdet.spec", "hdet.errors"},
+    "hdet.merging": {"hdet.merging", "hdet.replicas", "hdet.spec", "hdet.errors"},
+    "hdet.signals": {"hdet.signals", "hdet.replicas", "hdet.spec", "hdet.errors"},
+}
+
+
+@pytest.mark.parametrize("room", LOWER)
+def test_rooms_know_only_the_rooms_below_them(room: str) -> None:
+    for name in under(room):
+        for target in sorted(imported(name)):
+            known = target not in FILES or any(
+                target == low or target.startswith(low + ".") for low in LOWER[room]
+            )
+            assert known, f"{name} imports {target}"
+
+
+def test_the_core_needs_its_three_packages_only() -> None:
+    """Everything else is an extra, imported when it is asked for."""
+    allowed = {"torch", "pydantic", "pydantic_core", "numpy", "hdet"}
+    core = [
+        name
+        for name in FILES
+        if name in ENGINE_AND_BELOW or name in under(*[f"hdet.{r}" for r in ROOMS_BELOW])
+    ]
+    for name in [*core, "hdet"]:
+        others = {target for target in imported(name, also_later=False) if target not in FILES}
+        assert others - allowed <= set(sys.stdlib_module_names), name
+
+
+def test_imports_do_not_go_round() -> None:
+    """When modules load; what is imported for typing or inside a function may."""
+    state: dict[str, int] = {}
+
+    def visit(name: str, trail: list[str]) -> None:
+        if state.get(name) == 2 or name not in FILES or FILES[name].name == "__init__.py":
+            return
+        assert state.get(name) != 1, " -> ".join([*trail, name])
+        state[name] = 1
+        for target in sorted(imported(name, also_later=False)):
+            visit(target, [*trail, name])
+        state[name] = 2
+
+    for name in FILES:
+        visit(name, [])
+
+
+def test_the_graph_sees_what_it_should() -> None:
+    """A reader that found nothing would pass everything."""
+    assert "torch" in reached("hdet.engine")
+    assert "hdet.engine" in imported("hdet")
+    assert "torch" in imported("hdet.hparams.binding")
+    assert "hdet.engine" not in imported("hdet.checkpoint")  # for typing alone
+    assert imported("hdet.hparams.design") >= {"numpy", "hdet.hparams.hadamard", "hdet.spec"}
