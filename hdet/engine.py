@@ -331,7 +331,12 @@ class Engine:
             remaining = self._windows_left()
             for knob in self.knobs:
                 moves[knob.name] = knob.judge(
-                    estimates[knob.name], self.step_count, self.total_steps, window.index, remaining
+                    estimates[knob.name],
+                    self.step_count,
+                    self.total_steps,
+                    window.index,
+                    remaining,
+                    window.stop - window.start,
                 )
         else:
             self._restore(faults)

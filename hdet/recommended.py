@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
 from torch import nn
 from torch.optim import Optimizer
 
-from hdet.controllers import Calibrate, Gated
 from hdet.engine import Engine
 from hdet.errors import ConfigError, MatchError
-from hdet.evidence import Analytic, Contrast, Line
+from hdet.evidence.defaults import complete
 from hdet.history import History
 from hdet.hparams import Cosine, Dropout, Knob, LabelSmoothing, LearningRate, Schedule, WeightDecay
 from hdet.replicas import Replicas, in_process
@@ -19,6 +19,7 @@ from hdet.signals import Probe
 from hdet.windows import GrowingWindow
 
 WARMUP = 0.3
+CAUTION = 4.0
 
 
 @dataclass(frozen=True)
@@ -42,25 +43,24 @@ def choose(model: nn.Module, optimizer: Optimizer, total_steps: int, schedule: S
     choices = [
         Choice(
             "learning rate",
-            LearningRate(schedule=course, evidence=Line(), controller=Calibrate()),
-            f"starts from a peak of {peak:g}; read off the window's own update, raised on what the last weights "
-            f"prove and lowered on what averaged weights prove",
+            complete(LearningRate(schedule=course, initial_shift=-math.log(CAUTION)), None, diverge=False),
+            f"heads for a peak of {course_peak(course):g}, from {CAUTION:g} times below while it looks ahead; read off "
+            f"the window's own update, raised on what the last weights prove, lowered on what averaged weights prove",
         )
     ]
     if any(float(group.get("weight_decay", 0.0)) > 0.0 for group in optimizer.param_groups):
         choices.append(
             Choice(
                 "weight decay",
-                WeightDecay(evidence=Analytic(), controller=Gated(0.4)),
+                complete(WeightDecay(), None, diverge=False),
                 "its pull on the weights is known by its formula; the probe is read on both sides of it",
             )
         )
     else:
         choices.append(Choice("weight decay", None, "no parameter group decays (0 stays 0 in log space)"))
-    forward = Gated(0.06, gate=0.0, saturation=2.0, memory=0.7)
     for subject, knob in (
-        ("dropout", Dropout(evidence=Contrast(), controller=forward)),
-        ("label smoothing", LabelSmoothing(evidence=Contrast(), controller=forward)),
+        ("dropout", complete(Dropout(), None, diverge=False)),
+        ("label smoothing", complete(LabelSmoothing(), None, diverge=False)),
     ):
         try:
             knob.bind(model, optimizer).read()
@@ -78,6 +78,11 @@ def choose(model: nn.Module, optimizer: Optimizer, total_steps: int, schedule: S
                 )
             )
     return choices
+
+
+def course_peak(course: Schedule) -> float:
+    """The largest value of a schedule."""
+    return max(course(step) for step in range(course.total_steps or 1))
 
 
 def recommended(

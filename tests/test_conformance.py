@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 import subprocess
 import sys
@@ -15,14 +16,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from torch import nn
 from torch.optim import Optimizer
 
 import hdet
 import hdet.testing
 from hdet import Comparison, Context, Estimate
-from hdet.controllers import Momentum as MomentumRule
 from hdet.controllers.state import NoState
 from hdet.evidence import Collector, Harvest, Scene
 from hdet.hparams import schedule
@@ -33,7 +33,7 @@ from hdet.paper import HeldOneCycle
 from hdet.replicas import Replicas
 from hdet.spec import Spec
 from hdet.study.controls import Apart
-from hdet.testing import Ground, Law, LawBroken
+from hdet.testing import Ground, Law, LawError
 from hdet.testing.ground import ADAMW
 
 for found in pkgutil.walk_packages(hdet.__path__, "hdet."):
@@ -70,7 +70,11 @@ EXAMPLES: dict[type[Spec], list[Spec]] = {
     hdet.FromCallable: [hdet.FromCallable("math:sqrt"), hdet.FromCallable("math:exp", total_steps=9)],
     hdet.FixedWindow: [hdet.FixedWindow(7)],
     hdet.Marginal: [hdet.Marginal(), hdet.Marginal(replica_noise=True)],
-    hdet.LeastSquares: [hdet.LeastSquares(), hdet.LeastSquares(curvature=True), hdet.LeastSquares(replica_noise=True)],
+    hdet.LeastSquares: [
+        hdet.LeastSquares(),
+        hdet.LeastSquares(curvature=True),
+        hdet.LeastSquares(replica_noise=True),
+    ],
     hdet.Kalman: [hdet.Kalman(), hdet.Kalman(replica_noise=True)],
     hdet.Gated: [hdet.Gated(), hdet.Gated(0.06, gate=0, saturation=2, memory=0.7, settle=0.2)],
     hdet.Newton: [hdet.Newton(), hdet.Newton(limit=0.5)],
@@ -80,15 +84,20 @@ EXAMPLES: dict[type[Spec], list[Spec]] = {
         hdet.LearningRate(schedule=hdet.OneCycle(0.02, total_steps=6)),
         hdet.LearningRate(groups="taught", controller=hdet.Calibrate()),
     ],
-    hdet.Dropout: [hdet.Dropout(), hdet.Dropout(evidence=hdet.Contrast(refresh=3), spread=hdet.OneSided(0.1))],
+    hdet.Dropout: [
+        hdet.Dropout(),
+        hdet.Dropout(evidence=hdet.Contrast(refresh=3), spread=hdet.OneSided(0.1)),
+    ],
     hdet.Scalar: [hdet.Scalar("margin", path="margin", bounds=(0.01, 10.0))],
     hdet.Divergent: [hdet.Divergent(), hdet.Divergent(tilt=0.5), hdet.Divergent(estimator=hdet.Kalman())],
     hdet.Contrast: [hdet.Contrast(refresh=3)],
     hdet.Mean: [hdet.Mean(), hdet.Mean("keep"), hdet.Mean("reset")],
 }
-"""What is checked of a kind: of those with required fields one instance at least, of others the default too."""
+"""What is checked of a kind; of one that is not here, its instance by default."""
 
-EXEMPT: dict[type[Spec], str] = {Apart: "a control of the ablations that is meant to break the laws; see below"}
+EXEMPT: dict[type[Spec], str] = {
+    Apart: "a control of the ablations that is meant to break the laws; see below"
+}
 
 
 def members(root: type[Spec]) -> list[type[Spec]]:
@@ -106,7 +115,13 @@ def examples(member: type[Spec]) -> list[Spec]:
     return [] if needed else [member()]
 
 
-BUILT_IN = [law for root in FAMILIES for member in members(root) for spec in examples(member) for law in hdet.testing.laws(spec)]
+BUILT_IN = [
+    law
+    for root in FAMILIES
+    for member in members(root)
+    for spec in examples(member)
+    for law in hdet.testing.laws(spec)
+]
 
 
 @pytest.mark.parametrize("law", BUILT_IN, ids=str)
@@ -127,17 +142,17 @@ S = TypeVar("S", bound=type[Spec])
 
 
 @hdet.register
-class Square(hdet.Space):
-    """v^2 + s, under a root."""
+class Root(hdet.Space):
+    """(sqrt v + s)^2, never below 0."""
 
-    kind: ClassVar[str] = "conformance_square"
+    kind: ClassVar[str] = "conformance_root"
     domain: ClassVar[tuple[float, float]] = (0.0, float("inf"))
 
     def _apply(self, value: float, shift: float) -> float:
-        return float(np.sqrt(max(value * value + shift, 0.0)))
+        return max(math.sqrt(value) + shift, 0.0) ** 2
 
     def _difference(self, value: float, origin: float) -> float:
-        return (value - origin) * (value + origin)
+        return math.sqrt(value) - math.sqrt(origin)
 
 
 @hdet.register
@@ -295,7 +310,7 @@ class Twice(hdet.Merge):
 
 
 OWN: list[Spec] = [
-    Square(), Thirds(0.2), Turning(), Halving(0.1), Doubling(), Signs(), Shrinking(), Gain(), Ends(), Twice(),
+    Root(), Thirds(0.2), Turning(), Halving(0.1), Doubling(), Signs(), Shrinking(), Gain(), Ends(), Twice(),
 ]  # fmt: skip
 
 
@@ -313,7 +328,7 @@ def test_there_is_one_of_a_users_own_for_every_family() -> None:
 
 def breach(spec: Spec, law: str, shows: str = "", **given: Any) -> None:
     """`check` finds the law broken, and says by what."""
-    with pytest.raises(LawBroken) as caught:
+    with pytest.raises(LawError) as caught:
         hdet.testing.check(hdet.register(type(spec)) and spec, **given)
     message = str(caught.value)
     assert f"breaks the law {law!r}" in message
@@ -396,7 +411,7 @@ class Exploding(hdet.Controller):
         return NoState()
 
     def step(self, state: NoState, estimate: Estimate, context: Context) -> tuple[float, NoState]:
-        return (-estimate.slope**5 if estimate.testable and abs(estimate.slope) < 1e300 else 0.0), state
+        return (-1e300 * estimate.slope if estimate.testable else 0.0), state
 
 
 @unregistered
@@ -483,6 +498,12 @@ class Certain(Ends):
 
 
 @unregistered
+class Deaf(Ends):
+    diverges: ClassVar[bool] = False
+    sees: ClassVar[frozenset[str]] = frozenset()
+
+
+@unregistered
 class Forgetful(Ends):
     """What it has seen of the window under way is not in its state."""
 
@@ -495,7 +516,10 @@ class Forgetful(Ends):
 
             def close(self, harvest: Harvest) -> dict[str, Estimate]:
                 found = super().close(harvest)
-                return {name: replace(e, slope=e.slope * self.steps) for name, e in found.items()}
+                return {
+                    name: replace(e, slope=e.slope * self.steps, stderr=e.stderr * self.steps)
+                    for name, e in found.items()
+                }
 
         return Counter(scene, knobs)
 
@@ -515,7 +539,7 @@ BREACHES: list[tuple[Spec, str, str]] = [
     (Boastful(), "a_placebo_is_told_apart", "|t| above 4"),
     (Lagging(), "a_window_has_a_step", "length(0) is 0"),
     (First(), "the_order_of_replicas_does_not_matter", "weight"),
-    (Trusting(), "a_failed_replica_takes_no_part", "nan"),
+    (Trusting(), "a_failed_replica_takes_no_part", "weights nan"),
     (Apart(), "all_replicas_become_one", "replica 1"),
     (Shared(), "replicas_are_independent", "share the targets"),
     (Overshooting(), "what_is_written_is_read", "outside (0.001, 0.1)"),
@@ -525,7 +549,9 @@ BREACHES: list[tuple[Spec, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "law", "shows"), BREACHES, ids=[type(spec).__name__ for spec, _, _ in BREACHES])
+@pytest.mark.parametrize(
+    ("spec", "law", "shows"), BREACHES, ids=[type(spec).__name__ for spec, _, _ in BREACHES]
+)
 def test_what_breaks_a_law_is_caught(spec: Spec, law: str, shows: str) -> None:
     breach(spec, law, shows)
 
@@ -548,14 +574,14 @@ def test_a_declaration_that_was_not_registered_cannot_be_read_back() -> None:
         def _levels(self, n: int) -> NDArray[np.float64]:
             return np.linspace(-self.width, self.width, n)
 
-    with pytest.raises(LawBroken, match=r"'reads_back_equal'.*@hdet\.register"):
+    with pytest.raises(LawError, match=r"'reads_back_equal'.*@hdet\.register"):
         hdet.testing.check(Homeless(0.1))
 
 
 @unregistered
 class Loose(hdet.Spread):
     width: float = Field(ge=0, kw_only=False, allow_inf_nan=True)
-    model_config = {"frozen": False}
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=False)
 
     def _levels(self, n: int) -> NDArray[np.float64]:
         return np.linspace(-self.width, self.width, n)
@@ -583,13 +609,12 @@ def test_a_ground_of_ones_own() -> None:
 
 
 def test_a_knob_that_binds_to_nothing_says_what_to_give() -> None:
-    with pytest.raises(LawBroken, match=r"name a model that has it: ground="):
+    with pytest.raises(LawError, match=r"name a model that has it: ground="):
         hdet.testing.check(hdet.Scalar("absent", path="absent", bounds=(0.1, 1.0)))
 
 
 def test_evidence_that_accepts_no_knob_says_what_to_give() -> None:
-    with pytest.raises(LawBroken, match=r"name a knob= that it can judge"):
-        breach(type("Deaf", (Ends,), {"sees": frozenset(), "diverges": False, "kind": "conformance_deaf"})(), "")
+    breach(Deaf(), "every_window_gives_an_estimate", "name a knob= that it can judge")
 
 
 def test_laws_are_for_instances() -> None:

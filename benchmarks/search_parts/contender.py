@@ -46,7 +46,7 @@ class Contender(ABC):
         """Train from a setting, within `task.budget` example-passes on models that the meter watches."""
 
     def prepare(self, task: Task, setting: Setting) -> None:  # noqa: B027
-        """Whatever planning should not count among the run's seconds; it passes no example through a model."""
+        """Planning that is not to count among the run's seconds; no example goes through a model."""
 
     def canonical(self, task: Task, setting: Setting) -> Setting:
         """The setting with what is ignored here made equal, so that equal runs are made once."""

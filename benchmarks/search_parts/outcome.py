@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -98,6 +98,11 @@ class Findings:
             return {}
         reference = names.index(REFERENCE) if REFERENCE in names else 0
         return dict(zip(names, standings(table, reference), strict=True))
+
+    def within(self, cases: Sequence[Case]) -> Findings:
+        """The same, with nothing but the runs of some cases."""
+        runs = {key: runs for key, runs in self.runs.items() if key[:2] in set(cases)}
+        return replace(self, runs=runs)
 
     def costs(self, contender: str) -> list[float]:
         """Example-passes over the budget, of every run."""

@@ -18,18 +18,20 @@ def draw_task(findings: Findings, task: Task, path: Path) -> None:
     """Left by the learning rate's factor, right the other starting points; the oracle is the dashed line."""
     by_rate = [start for start in task.starts if start.decay == start.dropout == 1]
     others = [start for start in task.starts if start not in by_rate]
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    count = 2 if others else 1
+    figure = Figure(figsize=(6 * count, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
+    panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
     _panel(findings, task, by_rate, panels[0], [start.lr for start in by_rate])
     if by_rate:
         panels[0].set_xscale("log")
     panels[0].set_xlabel("starting learning rate over the best")
     panels[0].set_ylabel("test loss")
-    _panel(findings, task, others, panels[1], list(range(len(others))), joined=False)
-    panels[1].set_xticks(
-        range(len(others)), [start.name for start in others], rotation=40, ha="right", fontsize=8
-    )
+    if others:
+        _panel(findings, task, others, panels[1], list(range(len(others))), joined=False)
+        panels[1].set_xticks(
+            range(len(others)), [start.name for start in others], rotation=40, ha="right", fontsize=8
+        )
     oracle = findings.oracle_loss(task.name).mean
     if math.isfinite(oracle):
         for panel in panels:

@@ -92,10 +92,11 @@ def _ranks(findings: Findings) -> list[str]:
             _row(HEADER),
             _row(["---"] * len(HEADER)),
         ]
+        shown = findings.within(cases)
         for name, standing in sorted(standings.items(), key=lambda item: item[1].rank.mean):
             regret = float(np.mean([findings.regret(*case, name).mean for case in cases]))
             failures = sum(findings.failures(*case, name) for case in cases)
-            costs = findings.costs(name)
+            costs = shown.costs(name)
             row = [
                 findings.contenders[name].title,
                 _spanned(standing.rank),
@@ -104,8 +105,8 @@ def _ranks(findings: Findings) -> list[str]:
                 f"{regret:.3f}",
                 f"{failures} of {len(cases) * findings.seeds}",
                 f"{np.mean(costs):.3f} ({max(costs):.3f})",
-                f"{100 * findings.untrained(name):.1f} %",
-                f"{findings.seconds(name):.2f}x",
+                f"{100 * shown.untrained(name):.1f} %",
+                f"{shown.seconds(name):.2f}x",
             ]
             lines.append(_row(row))
         lines.append("")

@@ -79,7 +79,8 @@ def _attempts(
     jobs: int,
 ) -> Iterator[Attempt]:
     work = [(tasks[cell.task], contenders[cell.contender], cell, folder) for cell in missing]
-    if jobs == 1 or not work:
+    jobs = min(jobs, len(work))
+    if jobs <= 1:
         for parts in work:
             yield attempt(*parts)
         return

@@ -139,6 +139,7 @@ class Task(ABC):
         micro_batches: parts a batch is cut into by contenders that compare such parts.
         sub_batches: parts of a probe batch, whose scatter gives standard errors.
         clip: of the gradient's norm.
+        shorter: how many times shorter a quick version is.
         development: whether settings of the library were chosen on it.
     """
 
@@ -153,6 +154,7 @@ class Task(ABC):
     micro_batches: int = 1
     sub_batches: int = 8
     clip: float | None = None
+    shorter: int = 6
     development: bool = False
 
     betas: ClassVar[tuple[float, float]] = (0.9, 0.95)
@@ -173,11 +175,11 @@ class Task(ABC):
             return AdamW(list(groups), lr=setting.lr, betas=self.betas, weight_decay=setting.decay)
         return SGD(list(groups), lr=setting.lr, momentum=self.momentum, weight_decay=setting.decay)
 
-    def quickened(self, fraction: int = 6) -> Task:
+    def quickened(self) -> Task:
         """A short version: fewer steps, starts and swept settings."""
         return replace(
             self,
-            steps=max(1, self.steps // fraction),
+            steps=max(1, self.steps // self.shorter),
             grid=self.grid.thinned(),
             starts=tuple(start for start in self.starts if start.name in QUICK),
         )

@@ -27,22 +27,29 @@ class CalibrateState:
 class Calibrate(Controller):
     """Find the scale of a learning rate while the run goes on; for a knob in `Log` space.
 
-    Judged by the last iterate a smaller step always looks better than it is, since it quiets gradient
-    noise now and costs progress later; judged by window-averaged weights it looks worse. So "raise" is
-    believed from the former and "lower" from the latter (mu is the shift, s the schedule's share of its
-    peak, t and n the t-statistic and the Newton move of either judgement):
+    Judged by the last iterate a smaller step always looks better than it is, since it quiets gradient noise
+    now and costs progress later; judged by window-averaged weights it looks worse. So "raise" is believed from
+    the former and "lower" from the latter (mu is the shift, s the schedule's share of its peak, t and n the
+    t-statistic and the Newton move of either judgement):
 
-    - Raise: `t_last < -significance`, `t_avg <= significance`, and `s >= trusted_from` or the warm-up is
+    - Look ahead: an estimate taken ahead of the base (`Estimate.offset`, early in the warm-up) judges the peak
+      before it is reached: mu += n_last, up to `early_limit` either way, if `|t_last| > significance`; but not
+      above `ceiling`, because on the plateau many runs start from, larger steps look better than they are.
+    - Raise: `t_last < -significance`, `t_avg <= lower_significance`, and `s >= trusted_from` or the warm-up is
       over: mu += max(0, n_last). Earlier, small steps look too small only because the schedule is low.
-    - Lower: else if `t_avg > significance`: mu += min(0, n_avg).
+    - Lower: else if `t_avg > lower_significance`: mu += min(0, n_avg).
     - Cap: the first time that `t_last > significance` in `patience` consecutive warm-up windows, the peak may
       from then on be `headroom` times the present value at most: mu <= mu + log(headroom s). If mu is above
       that, it is brought down at once.
     - Hold otherwise.
 
     Args:
-        significance: the |t| that is believed.
+        significance: the |t| that is believed of the last iterate.
+        lower_significance: the t that is believed of averaged weights. A run that is lowered by mistake loses
+            more than one that is not lowered soon, since a schedule that decays lowers it anyway.
         limit: largest Newton move, in coordinates.
+        early_limit: the same while looking ahead.
+        ceiling: largest shift that looking ahead may raise to.
         trusted_from: share of the schedule's peak from which "raise" is believed during the warm-up.
         patience: consecutive warm-up windows that must call for less before the cap falls.
         headroom: how far above the value that called for less the peak may lie, as a factor.
@@ -60,10 +67,13 @@ class Calibrate(Controller):
     needs_averaged: ClassVar[bool] = True
 
     significance: float = Field(default=2.0, gt=0, le=100)
+    lower_significance: float = Field(default=2.5, gt=0, le=100)
     limit: float = Field(default=0.5, gt=0, le=10)
+    early_limit: float = Field(default=0.6, gt=0, le=10)
+    ceiling: float = 0.0
     trusted_from: float = Field(default=0.35, ge=0, le=1)
     patience: int = Field(default=2, ge=1, le=1000)
-    headroom: float = Field(default=1.5, gt=0, le=1000)
+    headroom: float = Field(default=2.0, gt=0, le=1000)
     settle: float = Field(default=0.0, ge=0, le=1)
 
     def start(self) -> CalibrateState:
@@ -82,14 +92,23 @@ class Calibrate(Controller):
             )
         if not averaged.testable:
             return 0.0, state
+        if estimate.offset > 0:
+            return self._ahead(estimate, context), state
         state = self._watch(state, estimate, context)
         move = settled(self._wish(estimate, averaged, context), self.settle, context)
         return min(move, state.cap - context.shift), state
 
+    def _ahead(self, last: Estimate, context: Context) -> float:
+        """The move that an estimate taken ahead of the base calls for."""
+        if abs(last.t) <= self.significance:
+            return 0.0
+        move = newton_move(last, self.early_limit)
+        return min(move, max(0.0, self.ceiling - context.shift))
+
     def _wish(self, last: Estimate, averaged: Estimate, context: Context) -> float:
         """Raise, lower or hold, before the cap."""
         trusted = not context.warming or context.fraction >= self.trusted_from
-        if averaged.t > self.significance:
+        if averaged.t > self.lower_significance:
             return min(0.0, newton_move(averaged, self.limit))
         if last.t < -self.significance and trusted:
             return max(0.0, newton_move(last, self.limit))

@@ -25,6 +25,7 @@ class Context:
         step: optimizer steps done.
         total_steps: optimizer steps in all; None when open-ended.
         window: windows done before this one.
+        length: optimizer steps in the window that has closed.
         windows_left: windows still to come; None when open-ended.
         shift: the learned shift, in coordinates.
         authority: how far the shift may go either way.
@@ -39,6 +40,7 @@ class Context:
     step: int = 0
     total_steps: int | None = None
     window: int = 0
+    length: int = 1
     windows_left: int | None = None
     shift: float = 0.0
     authority: float = math.inf

@@ -31,6 +31,9 @@ class Gated(Controller):
         Z <- memory Z + t,   n <- memory^2 n + 1,   tau = Z / sqrt(n)
         move = -rate clip(tau / saturation, -1, 1)  if |tau| > gate, else 0
 
+    A window of fewer than `full` steps moves by its share of that only, `rate length / full`: where windows grow,
+    the first ones are short, noisy, and about a phase that soon is over.
+
     With `memory=0` tau is this window's t. With memory, windows that each prove little add up; tau keeps unit
     variance for a knob without effect. Only the sign and the certainty of the slope matter, never its
     scale, so one setting serves many losses.
@@ -40,10 +43,11 @@ class Gated(Controller):
         gate: |tau| below which the base holds.
         saturation: |tau| at which a move is as large as it gets.
         memory: share of the accumulated evidence kept from window to window.
+        full: steps from which a window may move by the whole rate.
         settle: share of the run, at its end, over which moves fade to zero.
 
-    The defaults suit weight decay on a log coordinate; dropout on an arcsine coordinate takes
-    `Gated(0.06, gate=0, saturation=2, memory=0.7)`.
+    Weight decay on a log coordinate takes `Gated(0.4)`; dropout on an arcsine coordinate
+    `Gated(0.1, gate=0, saturation=2, memory=0.7, full=40)`.
 
     >>> gated = Gated(0.5)
     >>> gated.step(gated.start(), Estimate(slope=0.2, stderr=0.1), Context())
@@ -54,6 +58,7 @@ class Gated(Controller):
     gate: float = Field(default=1.0, ge=0, le=100)
     saturation: float = Field(default=4.0, gt=0, le=100)
     memory: float = Field(default=0.0, ge=0, lt=1)
+    full: int = Field(default=1, ge=1)
     settle: float = Field(default=0.0, ge=0, le=1)
 
     def start(self) -> GatedState:
@@ -67,5 +72,6 @@ class Gated(Controller):
         tau = state.total / math.sqrt(state.variance)
         if abs(tau) <= self.gate:
             return 0.0, state
-        move = -self.rate * max(-1.0, min(1.0, tau / self.saturation))
+        rate = self.rate * min(1.0, context.length / self.full)
+        move = -rate * max(-1.0, min(1.0, tau / self.saturation))
         return settled(move, self.settle, context), state

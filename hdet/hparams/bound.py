@@ -42,7 +42,7 @@ class BoundKnob:
         self.name = spec.label
         self.bindings = list(bindings)
         self.schedule = spec.schedule if spec.schedule is not None else Constant(self.bindings[0].read())
-        self.shift = 0.0
+        self.shift = spec.initial_shift
         self.state = self.controller.start()
         self.levels: NDArray[np.float64] = np.zeros(n)
         self.centre = 0.0
@@ -119,12 +119,19 @@ class BoundKnob:
         self.centre = centre
 
     def judge(
-        self, estimate: Estimate, step: int, total_steps: int | None, window: int, windows_left: int | None
+        self,
+        estimate: Estimate,
+        step: int,
+        total_steps: int | None,
+        window: int,
+        windows_left: int | None,
+        length: int = 1,
     ) -> float:
         """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units.
 
         Args:
             step: the step the next window opens at.
+            length: steps in the window that has closed.
         """
         now, following = self.schedule(max(step - 1, 0)), self.schedule(step)
         if self.schedule.total_steps is None:
@@ -138,6 +145,7 @@ class BoundKnob:
             total_steps=total_steps,
             window=window,
             windows_left=windows_left,
+            length=length,
             shift=self.shift,
             authority=self.spec.authority,
             spread=float(np.abs(self.levels).max(initial=0.0)),

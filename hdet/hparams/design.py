@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from hdet.errors import ConfigError
-from hdet.hparams.hadamard import hadamard
+from hdet.hparams.hadamard import entries, exists
 from hdet.spec import Spec, register
 
 Levels = Sequence[NDArray[np.float64]]
@@ -131,9 +131,9 @@ class Hadamard(Design):
                     f"use TwoLevel or OneSided for it, or the design Permutation or LatinHypercube"
                 )
         n, knobs = len(levels[0]), len(names)
-        matrix = hadamard(n // 2) if self.foldover else hadamard(n) if n > 2 else None
+        order = n // 2 if self.foldover else n
         if self.foldover:
-            if matrix is None or n % 2:
+            if n % 2 or not exists(order):
                 raise ConfigError(
                     f"a foldover takes 2, 4 or a multiple of 8 replicas (but not 104); got {n}; "
                     f"use foldover=False or another number of replicas"
@@ -143,12 +143,11 @@ class Hadamard(Design):
                     f"a foldover takes two replicas a knob; got {n} for {knobs} knobs ({list(names)}); "
                     f"use foldover=False or {2 * knobs} replicas"
                 )
-            candidates = np.vstack([matrix, -matrix])
-        elif matrix is None:
+        elif n <= 2 or not exists(order):
             return _least_correlated(levels, seed, window, names)
-        else:
-            candidates = matrix[:, 1:]
-        width = candidates.shape[1]
+        # The first column is constant: only a foldover, which negates it in the mirror images, can use it.
+        skipped = 0 if self.foldover else 1
+        width = order - skipped
         raw = _raw(n + width + 2 * knobs, seed, window, "hadamard", *names)
         row_keys, column_keys, knob_keys, sign_keys = np.split(raw, [n, n + width, n + width + knobs])
         rows, columns = _order(row_keys), _order(column_keys)
@@ -156,7 +155,9 @@ class Hadamard(Design):
         place = np.empty(knobs, dtype=np.int64)
         place[_order(knob_keys)] = np.arange(knobs) % width
         flips = np.where(sign_keys >> np.uint64(63), 1, -1)
-        signs = candidates[np.ix_(rows, columns[place])] * flips
+        signs = entries(order, rows % order, columns[place] + skipped) * flips
+        if self.foldover:
+            signs[rows >= order] *= -1
         design = np.empty((n, knobs))
         for k, column in enumerate(levels):
             design[signs[:, k] < 0, k] = column[: n // 2]

@@ -34,6 +34,48 @@ def hadamard(order: int) -> NDArray[np.int64] | None:
     return matrix
 
 
+def exists(order: int) -> bool:
+    """Whether `hadamard(order)` is known."""
+    return _undoubled(order) is not None
+
+
+def entries(order: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """hadamard(order)[rows][:, columns], in memory for these entries: thousands of replicas have few knobs.
+
+    A matrix doubled a times from one of order m has the entries (-1)^popcount(i // m & j // m) M[i % m, j % m].
+
+    >>> import numpy as np
+    >>> from hdet.hparams.hadamard import entries
+    >>> entries(65536, np.array([0, 3, 65535]), np.array([1, 65535])).tolist()
+    [[1, 1], [-1, 1], [-1, 1]]
+    """
+    base = _undoubled(order)
+    if base is None:
+        raise ValueError(f"no Hadamard matrix of order {order} is known here")
+    matrix = hadamard(base)
+    assert matrix is not None
+    high = (rows // base)[:, None] & (columns // base)
+    for shift in (32, 16, 8, 4, 2, 1):
+        high = high ^ (high >> shift)
+    found: NDArray[np.int64] = matrix[np.ix_(rows % base, columns % base)] * (1 - 2 * (high & 1))
+    return found
+
+
+def _undoubled(order: int) -> int | None:
+    """The order of the matrix that doubling starts from; None where there is none."""
+    while True:
+        if order == 1:
+            return 1
+        if order != 2 and (order < 4 or order % 4):
+            return None
+        power_of_two = order & (order - 1) == 0
+        first = (order - 1) % 4 == 3 and _is_prime(order - 1)
+        second = (order // 2 - 1) % 4 == 1 and _is_prime(order // 2 - 1)
+        if not power_of_two and (first or second):
+            return order
+        order //= 2
+
+
 def _construct(order: int) -> NDArray[np.int64] | None:
     if order == 1:
         return np.ones((1, 1), dtype=np.int64)

@@ -36,6 +36,7 @@ class Knob(Spec, family="knob"):
         controller: how estimates move the base; `None` takes the rule that suits knob and evidence.
         evidence: where its comparisons come from; `None` takes the engine's.
         authority: how far the learned shift may go from the schedule, in coordinate units.
+        initial_shift: the learned shift to begin from, in coordinate units, within the authority.
         accept_bias: let a knob that biases its own training loss be judged by it all the same.
     """
 
@@ -47,6 +48,7 @@ class Knob(Spec, family="knob"):
     controller: Controller | None = None
     evidence: Evidence | None = None
     authority: float = Field(default=3.0, ge=0)
+    initial_shift: float = 0.0
     accept_bias: bool = False
 
     @property
@@ -83,4 +85,6 @@ class Knob(Spec, family="knob"):
     @model_validator(mode="after")
     def _in_domain(self) -> Knob:
         self.space.check(self.bounds)
+        if abs(self.initial_shift) > self.authority:
+            raise ValueError(f"initial_shift={self.initial_shift:g} lies beyond the authority of {self.authority:g}")
         return self

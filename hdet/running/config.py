@@ -9,17 +9,19 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
+from torch import nn
 
 from hdet.errors import ConfigError
 from hdet.evidence import Divergent, Evidence
 from hdet.hparams import Knob, LearningRate, Schedule
 from hdet.merging import Mean, Merge
+from hdet.recommended import WARMUP, choose
 from hdet.running.document import override, read
 from hdet.running.optimizer import AdamW, Optimizer
 from hdet.running.signal import Probe, Signal
 from hdet.spec import Spec, lookup
 from hdet.tasks import Task
-from hdet.windows import FixedWindow, Windows
+from hdet.windows import GrowingWindow, Windows
 
 PEAKS = ("peak", "max_lr", "value")
 
@@ -33,12 +35,12 @@ class RunConfig(Spec):
         task: what is trained.
         steps: optimizer steps.
         batch_size: examples a replica sees in a step.
-        replicas: how many copies of the model train side by side.
+        replicas: N: micro-batches of one model, or copies of it side by side where the evidence has them diverge.
         gradients: whether the replicas apply the mean gradient or each its own.
         optimizer: with the learning rate at the schedule's peak.
         schedule: of the learning rate; `None` holds it. Its peak and length, where not given, are the
             optimizer's `lr` and `steps`. A `LearningRate` knob without a schedule of its own moves this one.
-        knobs: what is explored.
+        knobs: what is explored; "recommended" lets `hdet.recommended` choose.
         window: steps between two converges, or a rule for them.
         signal: what the replicas are compared by.
         evidence: where comparisons come from, for knobs that do not say.
@@ -63,8 +65,8 @@ class RunConfig(Spec):
     gradients: Literal["shared", "local"] = "shared"
     optimizer: Optimizer = AdamW()
     schedule: Schedule | None = None
-    knobs: tuple[Knob, ...] = ()
-    window: Windows = FixedWindow(50)
+    knobs: Literal["recommended"] | tuple[Knob, ...] = "recommended"
+    window: Windows = GrowingWindow()
     signal: Signal = Probe()
     evidence: Evidence = Divergent()
     merge: Merge = Mean()
@@ -89,7 +91,9 @@ class RunConfig(Spec):
                     f"imports: there is no module {error.name!r}; start hdet in the folder that holds it"
                 ) from None
         if isinstance(resolved.get("window"), int):
-            resolved["window"] = {"steps": resolved["window"]}
+            resolved["window"] = {"kind": "fixed", "steps": resolved["window"]}
+        if resolved.get("knobs", "recommended") == "recommended" and resolved.get("schedule") is None:
+            resolved["schedule"] = {"kind": "cosine", "warmup": WARMUP}
         for name, field in cls.model_fields.items():
             value = resolved.get(name)
             if isinstance(field.default, Spec) and isinstance(value, Mapping) and "kind" not in value:
@@ -120,12 +124,24 @@ class RunConfig(Spec):
     def _schedules(self) -> Iterable[tuple[str, Schedule]]:
         if self.schedule is not None:
             yield "schedule", self.schedule
-        for index, knob in enumerate(self.knobs):
+        for index, knob in enumerate(self._listed()):
             if knob.schedule is not None:
                 yield f"the schedule of knobs.{index} ({knob.label})", knob.schedule
 
-    def scheduled_knobs(self) -> list[Knob]:
-        """The knobs, learning rates without a schedule of their own given the run's."""
+    def _listed(self) -> tuple[Knob, ...]:
+        return () if self.knobs == "recommended" else self.knobs
+
+    @property
+    def copies(self) -> bool:
+        """Whether each replica is a copy of the model that may come apart from the others."""
+        listed = self._listed()
+        return self.gradients == "local" or any((knob.evidence or self.evidence).diverges for knob in listed)
+
+    def explored(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Knob]:
+        """The knobs, recommended ones chosen; learning rates without a schedule of their own given the run's."""
+        if self.knobs == "recommended":
+            choices = choose(model, optimizer, self.steps, self.schedule)
+            return [choice.knob for choice in choices if choice.knob is not None]
         return [
             knob.replace(schedule=self.schedule)
             if isinstance(knob, LearningRate) and knob.schedule is None and self.schedule is not None

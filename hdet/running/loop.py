@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from hdet.engine import Engine
 from hdet.errors import CheckpointError
 from hdet.history import History, WindowRecord
-from hdet.hparams import LearningRate
+from hdet.hparams import Knob, LearningRate
 from hdet.perturb import perturb
-from hdet.replicas import replicate
+from hdet.replicas import micro_batches, replicate
 from hdet.running.config import RunConfig
 from hdet.running.folder import RunFolder
 from hdet.tasks import Workload
@@ -51,12 +51,13 @@ class Training:
         self.seconds = 0.0
         model = workload.model()
         optimizer = config.optimizer.build(workload.groups(model))
-        self.unexplored = unexplored_groups(config, model, optimizer)
-        replicas = replicate(model, optimizer, n=config.replicas)
+        knobs = config.explored(model, optimizer)
+        self.unexplored = unexplored_groups(knobs, model, optimizer)
+        replicas = (replicate if config.copies else micro_batches)(model, optimizer, n=config.replicas)
         perturb(replicas, config.noise, seed=config.seed)
         self.engine = Engine(
             replicas,
-            config.scheduled_knobs(),
+            knobs,
             window=config.window,
             signal=config.signal.build(workload),
             evidence=config.evidence,
@@ -154,11 +155,11 @@ def update(config: RunConfig, optimizer: Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def unexplored_groups(config: RunConfig, model: torch.nn.Module, optimizer: Optimizer) -> list[int]:
+def unexplored_groups(knobs: Sequence[Knob], model: torch.nn.Module, optimizer: Optimizer) -> list[int]:
     """The parameter groups whose learning rate no knob writes, so that the loop must."""
     explored = {
         index
-        for knob in config.knobs
+        for knob in knobs
         if isinstance(knob, LearningRate)
         for index in knob.bind(model, optimizer).indices
     }

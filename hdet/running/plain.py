@@ -17,10 +17,11 @@ def train_plain(config: RunConfig, workload: Workload, watcher: Watcher) -> torc
     """
     model = workload.model()
     optimizer = config.optimizer.build(workload.groups(model))
-    groups = unexplored_groups(config, model, optimizer)
+    knobs = config.explored(model, optimizer)
+    groups = unexplored_groups(knobs, model, optimizer)
     scheduled = [
         (knob.bind(model, optimizer), knob.schedule)
-        for knob in config.scheduled_knobs()
+        for knob in knobs
         if knob.schedule is not None
     ]
     with seeded(config):

@@ -1,5 +1,5 @@
-"""The conformance suite: the laws that every knob, space, spread, design, schedule, estimator, controller, evidence
-and merge keeps, built in or your own.
+"""The conformance suite: laws that every knob, space, spread, design, schedule, window rule, estimator,
+controller, evidence and merge keeps, built in or your own.
 
 As a call, which raises at the first law that does not hold:
 
@@ -15,7 +15,7 @@ Needs numpy and torch only.
 """
 
 from hdet.testing.ground import Ground
-from hdet.testing.law import Law, LawBroken
+from hdet.testing.law import Law, LawError
 from hdet.testing.suite import check, laws
 
-__all__ = ["Ground", "Law", "LawBroken", "check", "laws"]
+__all__ = ["Ground", "Law", "LawError", "check", "laws"]

@@ -88,12 +88,20 @@ def nothing_learnt_moves_nothing(controller: Controller) -> None:
             given = replace(estimate, averaged=estimate)
             move, following = controller.step(state, given, context)
             require(move == 0.0, f"it moves by {move} after {given} in {context}")
-            require(to_plain(following) == before, f"its state went from {before} to {to_plain(following)} after {given}")
+            require(
+                to_plain(following) == before,
+                f"its state went from {before} to {to_plain(following)} after {given}",
+            )
 
 
 def moves_are_finite(controller: Controller) -> None:
     """Every estimate that says something gives a finite move, however extreme it is."""
-    extreme = [_estimate(slope, error, c) for slope in EXTREMES for error in (0.0, 1e-300, 1.0) for c in (None, 1e-300)]
+    extreme = [
+        _estimate(slope, error, c)
+        for slope in EXTREMES
+        for error in (0.0, 1e-300, 1.0)
+        for c in (None, 1e-300)
+    ]
     for state, context in _states(controller):
         for estimate in [*_lessons(), *extreme]:
             _step(controller, state, estimate, context)
@@ -104,13 +112,15 @@ def an_open_end_is_taken_or_refused(controller: Controller) -> None:
     state = controller.start()
     for context, estimate in zip(_course(), _lessons(), strict=False):
         try:
-            _, state = _step(controller, state, estimate, replace(context, total_steps=None, windows_left=None))
+            _, state = _step(
+                controller, state, estimate, replace(context, total_steps=None, windows_left=None)
+            )
         except ConfigError:
             return
 
 
 def steps_depend_on_arguments_alone(controller: Controller) -> None:
-    """The same state, estimate and context give the same move and state, and the state given is left alone."""
+    """The same state, estimate and context give the same move and state; the state given is left alone."""
     for (state, context), estimate in zip(_states(controller), _lessons(), strict=False):
         before = json.dumps(to_plain(state))
         one, two = _step(controller, state, estimate, context), _step(controller, state, estimate, context)

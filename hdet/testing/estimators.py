@@ -27,7 +27,7 @@ CLOSE = 1e-6
 
 
 def _comparison(window: int, batches: int | None, *, effect: float = 1.0, noise: float = 0.05) -> Comparison:
-    """Knob 0 costs `effect` a coordinate, knob 1 pays as much, knob 2 does nothing; J sub-batches, or one loss."""
+    """Knob 0 costs `effect` a coordinate, knob 1 pays it, knob 2 does nothing; J sub-batches, or one loss."""
     generator = np.random.Generator(np.random.Philox(key=[window, 17]))
     levels = Hadamard().assign(
         [TwoLevel(0.5).levels(REPLICAS)] * KNOBS,
@@ -50,7 +50,9 @@ def _run(estimator: Estimator, comparisons: Sequence[Comparison]) -> list[list[E
     found = []
     for comparison in comparisons:
         estimates, state = estimator.estimate(state, comparison)
-        require(len(estimates) == comparison.knobs, f"{len(estimates)} estimates for {comparison.knobs} knobs")
+        require(
+            len(estimates) == comparison.knobs, f"{len(estimates)} estimates for {comparison.knobs} knobs"
+        )
         found.append(list(estimates))
     return found
 
@@ -64,7 +66,9 @@ def _changed(comparison: Comparison, **fields: Any) -> Comparison:
     return Comparison(**{**own, **fields})
 
 
-def _require_same(one: list[list[Estimate]], other: list[list[Estimate]], when: str, tolerance: float = CLOSE) -> None:
+def _require_same(
+    one: list[list[Estimate]], other: list[list[Estimate]], when: str, tolerance: float = CLOSE
+) -> None:
     for window, (row, again) in enumerate(zip(one, other, strict=True)):
         for k, (a, b) in enumerate(zip(row, again, strict=True)):
             for name in ("slope", "stderr", "curvature", "curvature_stderr"):
@@ -97,7 +101,9 @@ def the_order_of_replicas_does_not_matter(estimator: Estimator) -> None:
     order = np.argsort(np.sin(np.arange(REPLICAS) * 7.0))
     for comparisons in _both():
         shuffled = [_changed(c, levels=c.levels[order], losses=c.losses[order]) for c in comparisons]
-        _require_same(_run(estimator, comparisons), _run(estimator, shuffled), f"for replicas in the order {order}")
+        _require_same(
+            _run(estimator, comparisons), _run(estimator, shuffled), f"for replicas in the order {order}"
+        )
 
 
 def the_order_of_knobs_does_not_matter(estimator: Estimator) -> None:
@@ -112,11 +118,15 @@ def the_order_of_knobs_does_not_matter(estimator: Estimator) -> None:
 def a_failed_replica_is_not_heard(estimator: Estimator) -> None:
     """A NaN, an infinite or an invalid replica changes estimates no more than its absence does."""
     for comparisons in _both():
-        absent = [
-            Comparison(c.levels[1:], c.losses[1:], c.shifts, c.valid[1:]) for c in comparisons
-        ]
+        absent = [Comparison(c.levels[1:], c.losses[1:], c.shifts, c.valid[1:]) for c in comparisons]
         expected = _run(estimator, absent)
-        for loss, valid in ((math.nan, True), (math.inf, True), (-math.inf, False), (1e30, False), (3.0, False)):
+        for loss, valid in (
+            (math.nan, True),
+            (math.inf, True),
+            (-math.inf, False),
+            (1e30, False),
+            (3.0, False),
+        ):
             given = []
             for c in comparisons:
                 losses, flags = c.losses.copy(), c.valid.copy()
@@ -133,7 +143,9 @@ def too_few_replicas_teach_nothing(estimator: Estimator) -> None:
         for heard in (0, 1):
             found = _run(estimator, [_changed(full, valid=np.arange(REPLICAS) < heard)])[0]
             for k, estimate in enumerate(found):
-                require(estimate.t == 0.0, f"with {heard} replicas heard, knob {k} has the estimate {estimate}")
+                require(
+                    estimate.t == 0.0, f"with {heard} replicas heard, knob {k} has the estimate {estimate}"
+                )
 
 
 def equal_losses_teach_nothing(estimator: Estimator) -> None:
@@ -182,7 +194,9 @@ def estimates_depend_on_arguments_alone(estimator: Estimator) -> None:
             one, following = estimator.estimate(state, c)
             two, _ = estimator.estimate(state, c)
             _require_same([list(one)], [list(two)], "when asked again", 0.0)
-            require(json.dumps(to_plain(state)) == before, f"the state it was given, {before}, became {state}")
+            require(
+                json.dumps(to_plain(state)) == before, f"the state it was given, {before}, became {state}"
+            )
             for name in ("levels", "losses", "shifts", "valid"):
                 same = np.array_equal(getattr(c, name), getattr(kept, name))
                 require(same, f"it wrote into the comparison's {name}")
@@ -198,7 +212,10 @@ def state_is_plain_numbers(estimator: Estimator) -> None:
             one, state = estimator.estimate(state, c)
             two, again = estimator.estimate(again, c)
             _require_same([list(one)], [list(two)], "from a state that was written and read", 0.0)
-            require(to_plain(state) == to_plain(again), f"the next state is {state}, and {again} from a state read back")
+            require(
+                to_plain(state) == to_plain(again),
+                f"the next state is {state}, and {again} from a state read back",
+            )
 
 
 LAWS = (

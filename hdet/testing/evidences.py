@@ -18,9 +18,9 @@ from hdet.replicas import replicate
 from hdet.testing.ground import ADAMW, Ground
 from hdet.testing.law import broken, require
 
-WINDOW = 6
+WINDOW = 4
 REPLICAS = 4
-PLACEBO_WINDOWS = 20
+PLACEBO_WINDOWS = 16
 SURE, CHANCE = 6.0, 0.12
 """A knob without effect may be surer than SURE standard errors in CHANCE of all windows (Student's t with 2
 degrees of freedom, the fewest that evidence has here: 2.7 %)."""
@@ -55,7 +55,10 @@ def _accepted(evidence: Evidence, knobs: Sequence[Knob], ground: Ground) -> Knob
             reasons.append(str(error))
         else:
             return knob
-    broken(f"it accepts none of {[knob.label for knob in knobs]}: {'; '.join(reasons)}; name a knob= that it can judge")
+    broken(
+        f"it accepts none of {[knob.label for knob in knobs]}: {'; '.join(reasons)}; "
+        f"name a knob= that it can judge"
+    )
 
 
 def _asked(evidence: Evidence, ground: Ground | None, knob: Knob | None) -> tuple[Ground, Knob]:
@@ -73,7 +76,10 @@ def every_window_gives_an_estimate(evidence: Evidence, ground: Ground | None, kn
         found = record.estimates.get(knob.label)
         require(found is not None, f"window {record.window} has no estimate of {knob.label}")
     told = [_estimate(record, knob) for record in records]
-    require(any(estimate.known for estimate in told), f"three windows have taught nothing about {knob.label}: {told}")
+    require(
+        any(estimate.known for estimate in told),
+        f"three windows have taught nothing about {knob.label}: {told}",
+    )
     if evidence.averages:
         missing = [record.window for record in records if "averaged" not in record.estimates[knob.label]]
         require(not missing, f"it `averages`, and windows {missing} have no estimate at averaged weights")
@@ -90,11 +96,15 @@ def a_placebo_is_told_apart(evidence: Evidence, ground: Ground | None, knob: Kno
         records = ground.train(engine, PLACEBO_WINDOWS * WINDOW)
     ts = np.abs([_estimate(record, placebo).t for record in records])
     share = float((ts > SURE).mean())
-    require(share <= CHANCE, f"{share:.0%} of {len(ts)} windows had |t| above {SURE} for a knob without effect")
+    require(
+        share <= CHANCE, f"{share:.0%} of {len(ts)} windows had |t| above {SURE:g} for a knob without effect"
+    )
 
 
-def a_resume_in_mid_window_is_the_same_run(evidence: Evidence, ground: Ground | None, knob: Knob | None) -> None:
-    """Saved in the middle of a window as plain numbers and tensors and taken up anew, it ends in the same bits."""
+def a_resume_in_mid_window_is_the_same_run(
+    evidence: Evidence, ground: Ground | None, knob: Knob | None
+) -> None:
+    """Saved in mid-window as plain numbers and tensors and taken up anew, a run ends in the same bits."""
     ground, knob = _asked(evidence, ground, knob)
     windows, middle = 3, WINDOW + WINDOW // 2
     with torch.random.fork_rng(devices=[]):

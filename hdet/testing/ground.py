@@ -1,4 +1,4 @@
-"""What knobs, evidence and merges are tried on: a model with its optimizer, a loss, and the documented loop."""
+"""What knobs, evidence and merges are tried on: a model, its optimizer, a loss, and the documented loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hdet.signals import Probe
 from hdet.testing.law import same_generators
 
 HELD_OUT = 1_000_000
-SUB_BATCHES = 5
+SUB_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class Ground:
 
     Args:
         make: gives a fresh model and its optimizer, the same at each call.
-        loss: `loss(model, step, replica)`, the scalar loss on the batch of a step and a replica; a pure function
-            of its arguments (and of the global generator, for dropout), for any whole number as the step.
+        loss: `loss(model, step, replica)`, the scalar loss on the batch of a step and a replica; a pure
+            function of its arguments (and of the global generator, for dropout), for any whole number as
+            the step.
 
     >>> import torch, hdet.testing
     >>> def make():
@@ -51,14 +52,18 @@ class Ground:
         return Probe(lambda model, batch: self.loss(model, HELD_OUT, batch), list(range(SUB_BATCHES)))
 
     def train(
-        self, engine: Engine, until: int, watch: Callable[[int], object] = lambda step: None, same_data: bool = False
+        self,
+        engine: Engine,
+        until: int,
+        watch: Callable[[int], object] = lambda step: None,
+        same_data: bool = False,
     ) -> list[WindowRecord]:
         """The documented loop up to step `until`; `watch` is called in each step before its forward passes.
 
         With `same_data` all replicas see the batches and the random numbers of replica 0.
 
         Raises:
-            Shown: the engine used the global generators.
+            BreachError: the engine used the global generators.
         """
         records = []
         for step in range(engine.step_count, until):
@@ -94,7 +99,7 @@ class Ground:
 
 
 class TinyNet(nn.Module):
-    """A classifier of short sequences that has all that the built-in knobs look for, and parts without effect."""
+    """A classifier of short sequences with all that the built-in knobs look for, and parts without effect."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -36,8 +36,10 @@ def _values(knob: Knob, held: float) -> list[float]:
 
 def _require_inside(knob: Knob, value: float, when: str) -> None:
     low, high = knob.bounds
-    # A ratio between groups is divided out again in double precision; float32 would be off by far more than this.
-    slack = 1e-14 * max(abs(low), abs(high), abs(value)) if math.isfinite(low) and math.isfinite(high) else 0.0
+    # A ratio between groups is divided out again in double precision; float32 would be off by far more.
+    slack = (
+        1e-14 * max(abs(low), abs(high), abs(value)) if math.isfinite(low) and math.isfinite(high) else 0.0
+    )
     require(low - slack <= value <= high + slack, f"{when} it reads {value!r}, outside {knob.bounds}")
 
 
@@ -49,7 +51,9 @@ def what_is_written_is_read(knob: Knob, ground: Ground | None) -> None:
     for value in _values(knob, held):
         binding.write(value)
         read = binding.read()
-        require(abs(read - value) <= SINGLE * abs(value) + 1e-30, f"{value!r} was written, and {read!r} is read")
+        require(
+            abs(read - value) <= SINGLE * abs(value) + 1e-30, f"{value!r} was written, and {read!r} is read"
+        )
         _require_inside(knob, read, f"after {value!r} was written")
 
 
@@ -62,8 +66,10 @@ def replicas_are_independent(knob: Knob, ground: Ground | None) -> None:
     before = other.read()
     for value in _values(knob, before):
         one.write(value)
-        require(other.read() == before, f"{value!r} was written in one replica, and the other went from {before!r} "
-                                        f"to {other.read()!r}")
+        require(
+            other.read() == before,
+            f"{value!r} was written in one replica, and the other went from {before!r} to {other.read()!r}",
+        )
 
 
 def binding_writes_nothing(knob: Knob, ground: Ground | None) -> None:
@@ -72,7 +78,10 @@ def binding_writes_nothing(knob: Knob, ground: Ground | None) -> None:
     first = knob.bind(model, optimizer)
     held = first.read()
     second = knob.bind(model, optimizer)
-    require(first.targets == second.targets, f"its targets are {set(first.targets)} and then {set(second.targets)}")
+    require(
+        first.targets == second.targets,
+        f"its targets are {set(first.targets)} and then {set(second.targets)}",
+    )
     require(second.read() == held, f"it reads {held!r}, and {second.read()!r} when bound again")
 
 
@@ -93,14 +102,19 @@ def with_spread_zero_it_changes_nothing(knob: Knob, ground: Ground | None) -> No
         ground.train(engine, steps, same_data=True)
     own = engine.replicas[0].model.state_dict()
     for name, value in plain.state_dict().items():
-        require(torch.equal(value, own[name]), f"after {steps} steps {name} is not what plain training makes of it")
+        require(
+            torch.equal(value, own[name]),
+            f"after {steps} steps {name} is not what plain training makes of it",
+        )
 
 
 def explored_it_stays_in_bounds(knob: Knob, ground: Ground | None) -> None:
-    """Two windows as declared: every value in force lies in the bounds, and at the end all replicas have one."""
+    """Two windows as declared: every value in force lies in the bounds, and all replicas end with one."""
     ground = ground_of(knob, ground)
     steps = WINDOW * WINDOWS
-    evidence: Evidence = knob.evidence or (Line() if knob.controller is not None and knob.controller.needs_averaged else Divergent())
+    evidence: Evidence = knob.evidence or (
+        Line() if knob.controller is not None and knob.controller.needs_averaged else Divergent()
+    )
     with torch.random.fork_rng(devices=[]):
         engine = Engine(
             replicate(*ground.make(), n=4),
@@ -124,7 +138,9 @@ def explored_it_stays_in_bounds(knob: Knob, ground: Ground | None) -> None:
     first = engine.replicas[0].model.state_dict()
     for replica in engine.replicas[1:]:
         for name, value in replica.model.state_dict().items():
-            require(torch.equal(value, first[name]), f"after the run replica {replica.index} has another {name}")
+            require(
+                torch.equal(value, first[name]), f"after the run replica {replica.index} has another {name}"
+            )
 
 
 LAWS = (

@@ -15,7 +15,7 @@ from hdet.errors import ConfigError, HdetError
 from hdet.spec import Spec
 
 
-class LawBroken(HdetError, AssertionError):
+class LawError(HdetError, AssertionError):
     """A declaration does not keep a law of its family; the message has both, and the input that shows it."""
 
 
@@ -44,25 +44,27 @@ class Law:
         """Put the law to the test.
 
         Raises:
-            LawBroken: it does not hold, or the test could not be finished.
+            LawError: it does not hold, or the test could not be finished.
         """
         try:
             self.test()
         except Exception as error:
-            detail = str(error) if isinstance(error, Shown) else f"{type(error).__name__}: {error}"
-            raise LawBroken(f"{self.spec!r} breaks the law {self.name!r} ({self.statement}): {detail}") from error
+            detail = str(error) if isinstance(error, BreachError) else f"{type(error).__name__}: {error}"
+            raise LawError(
+                f"{self.spec!r} breaks the law {self.name!r} ({self.statement}): {detail}"
+            ) from error
 
     def __str__(self) -> str:
         return f"{self.spec.kind or type(self.spec).__name__}-{self.name}"
 
 
-class Shown(Exception):
+class BreachError(Exception):
     """What shows that a law is broken: the input, what came out, what should have."""
 
 
 def broken(detail: str) -> NoReturn:
     """The law under test does not hold."""
-    raise Shown(detail)
+    raise BreachError(detail)
 
 
 def require(holds: bool | np.bool_, detail: str) -> None:

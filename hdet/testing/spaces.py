@@ -71,7 +71,7 @@ def difference_inverts_apply(space: Space) -> None:
                     slack += 16 * min(abs(space.difference(moved, nearby) - found), 1e-6)
             require(
                 abs(found - shift) <= slack,
-                f"apply({value!r}, {shift!r}) is {moved!r}, and difference({moved!r}, {value!r}) is {found!r}",
+                f"apply({value!r}, {shift!r}) is {moved!r}, and the difference back is {found!r}",
             )
 
 
@@ -108,8 +108,11 @@ def room_reaches_the_bounds(space: Space) -> None:
         for bound, shift in zip(bounds, (-down, up), strict=True):
             if math.isfinite(shift):
                 reached = space.apply(value, shift)
-                close = math.isclose(reached, bound, rel_tol=1e-6, abs_tol=1e-12 * abs(value))
-                require(close, f"room({value!r}, {bounds}) is {(down, up)}, but a shift by {shift!r} ends at {reached!r}")
+                close = math.isclose(reached, bound, rel_tol=1e-6, abs_tol=1e-9 * abs(value))
+                require(
+                    close,
+                    f"room({value!r}, {bounds}) is {(down, up)}, but {shift!r} leads to {reached!r}",
+                )
 
 
 def bounds_are_checked(space: Space) -> None:

@@ -60,8 +60,8 @@ def laws(spec: Spec, *, ground: Ground | None = None, knob: Knob | None = None) 
     """
     if not isinstance(spec, Spec):
         raise ConfigError(
-            f"laws are for declarations: instances of Knob, Space, Spread, Design, Schedule, Estimator, Controller, "
-            f"Evidence or Merge; got {spec!r}" + ("; make an instance of it" if isinstance(spec, type) else "")
+            f"laws are for instances of Knob, Spread, Controller and the other families; got {spec!r}"
+            + ("; make an instance of it" if isinstance(spec, type) else "")
         )
     found = [_law(spec, test) for test in declarations.LAWS]
     for root, tests in CALCULATORS.items():
@@ -80,7 +80,7 @@ def check(spec: Spec, *, ground: Ground | None = None, knob: Knob | None = None)
     """Keep a declaration to all its laws; the arguments are those of `laws`.
 
     Raises:
-        LawBroken: naming the first law that does not hold and the input that shows it.
+        LawError: naming the first law that does not hold and the input that shows it.
 
     >>> import hdet.testing
     >>> hdet.testing.check(hdet.TwoLevel(0.5))

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -57,14 +58,14 @@ def test_the_last_iterate_alone_never_lowers() -> None:
 
 
 def test_cap_by_hand() -> None:
-    # Two warnings in a row at s = 0.4: the peak may be 1.5 times the present value, so
-    # mu_max = mu + log(1.5 * 0.4) = mu - 0.5108, and mu is brought down to it at once.
+    # Two warnings in a row at s = 0.4: the peak may be 2 times the present value, so
+    # mu_max = mu + log(2 * 0.4) = mu - 0.2231, and mu is brought down to it at once.
     calibrate, context = Calibrate(), Context(schedule_now=0.4, shift=1.0, warming=True)
     first, state = calibrate.step(calibrate.start(), bracket(3, 0), context)
     assert (first, state) == (0, CalibrateState(math.inf, 1))
     second, state = calibrate.step(state, bracket(3, 0), context)
-    assert second == pytest.approx(math.log(0.6))
-    assert state.cap == pytest.approx(1.0 + math.log(0.6))
+    assert second == pytest.approx(math.log(0.8))
+    assert state.cap == pytest.approx(1.0 + math.log(0.8))
 
 
 def test_the_cap_needs_consecutive_warm_up_windows() -> None:
@@ -95,18 +96,18 @@ def test_the_cap_is_set_once_and_then_limits_every_raise() -> None:
 
 
 def test_a_late_cap_leaves_headroom() -> None:
-    # At s = 0.9 the cap lies above: mu may still grow by log(1.35).
+    # At s = 0.9 the cap lies above: mu may still grow by log(1.8).
     calibrate, context = Calibrate(), Context(schedule_now=0.9, warming=True)
     moved, state = calibrate.step(CalibrateState(warnings=1), bracket(3, 0), context)
     assert moved == 0
-    assert state.cap == pytest.approx(math.log(1.35))
+    assert state.cap == pytest.approx(math.log(1.8))
 
 
 def test_settling_does_not_fade_the_cap() -> None:
     calibrate = Calibrate(settle=1.0)
     end = Context(schedule_now=0.4, warming=True, step=100, total_steps=100)
     moved, _ = calibrate.step(CalibrateState(warnings=1), bracket(3, 0), end)
-    assert moved == pytest.approx(math.log(0.6))
+    assert moved == pytest.approx(math.log(0.8))
 
 
 def test_evidence_without_averaged_weights_is_refused() -> None:
@@ -115,8 +116,31 @@ def test_evidence_without_averaged_weights_is_refused() -> None:
 
 
 def test_constants_are_fields() -> None:
-    timid = Calibrate(significance=4, limit=0.1, trusted_from=0.2, patience=1, headroom=1.0)
+    timid = Calibrate(significance=4, lower_significance=4, limit=0.1, trusted_from=0.2, patience=1, headroom=1.0)
     assert timid.step(timid.start(), UP, LATE)[0] == 0
     assert timid.step(timid.start(), bracket(-5, 3), LOW)[0] == 0.1
     _, state = timid.step(timid.start(), bracket(5, 0), LOW)
     assert state.cap == pytest.approx(math.log(0.3))
+
+
+def ahead(t_last: float, n_last: float | None = None) -> Estimate:
+    return replace(bracket(t_last, 50, n_last=n_last), offset=0.7)
+
+
+def test_looking_ahead_moves_either_way_on_the_last_iterate_alone() -> None:
+    low = Context(schedule_now=0.1, shift=-2.0, warming=True)
+    assert move(ahead(-3, 0.2), low) == pytest.approx(0.2)
+    assert move(ahead(3, -0.2), low) == pytest.approx(-0.2)
+    assert move(ahead(-3), low) == 0.6, "no positive curvature: the early limit"
+    assert move(ahead(2), low) == 0
+
+
+def test_looking_ahead_raises_to_the_ceiling_only_and_lowers_from_above_it() -> None:
+    assert move(ahead(-3), Context(schedule_now=0.1, shift=-0.25, warming=True)) == 0.25
+    assert move(ahead(-3), Context(schedule_now=0.1, shift=0.5, warming=True)) == 0
+    assert move(ahead(3), Context(schedule_now=0.1, shift=0.5, warming=True)) == -0.6
+
+
+def test_looking_ahead_leaves_the_count_towards_the_cap_alone() -> None:
+    _, state = Calibrate().step(CalibrateState(warnings=1), ahead(9), Context(schedule_now=0.1, warming=True))
+    assert state == CalibrateState(warnings=1)

@@ -13,7 +13,7 @@ from launch import launch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from training import batch, difference, knobs, loss_of, network, optimizer_of, told, train, weights
+from training import batch, difference, loss_of, network, told, train, weights
 
 import hdet
 
@@ -162,7 +162,7 @@ def test_an_overlapped_merge_is_the_late_correction(ranks: list[Found]) -> None:
 
 def test_replicas_stay_apart_until_the_correction_comes(ranks: list[Found]) -> None:
     apart = ranks[0]["overlap"]["apart"]
-    assert apart[WINDOW + DELAY - 1] < 0.8 * apart[WINDOW - 1] < apart[WINDOW + DELAY - 2]
+    assert apart[WINDOW - 1] > 0.0  # where a merge that is waited for leaves nothing
     assert apart[-1] == 0.0
 
 
@@ -190,8 +190,3 @@ def test_shards_overlap_too(ranks: list[Found]) -> None:
 @pytest.mark.parametrize(("name", "words"), [("average", "hdet.Mean('keep')"), ("both", "goes with one"), ("precision", "bfloat16")])
 def test_options_that_do_not_go_together_are_refused(ranks: list[Found], name: str, words: str) -> None:
     assert words in ranks[0]["refused"][name]
-
-
-def test_the_knobs_of_these_tests_are_those_of_the_others() -> None:
-    assert [knob.label for knob in knobs()] == ["learning_rate", "weight_decay"]
-    assert isinstance(optimizer_of(network()), torch.optim.AdamW)

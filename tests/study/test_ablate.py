@@ -26,6 +26,7 @@ STUDY: dict[str, Any] = {
         "batch_size": 4,
         "window": 4,
         "signal": "training_loss",
+        "knobs": [],
         "optimizer": {"lr": 0.1},
     },
     "grid": {"optimizer.lr": [0.05, 0.1]},

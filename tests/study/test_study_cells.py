@@ -19,6 +19,7 @@ BASE: dict[str, Any] = {
     "batch_size": 4,
     "window": 4,
     "signal": "training_loss",
+    "knobs": [],
     "optimizer": {"lr": 0.1},
 }
 

@@ -13,7 +13,7 @@ from hdet.tasks import Digits
 from search_parts.task import DECAYS, DROPOUTS, LEARNING_RATES, NINE, Grid, Problem, Task, doubling
 
 Examples = tuple[Tensor, Tensor]
-PROBE_EXAMPLES = 32
+PROBE_EXAMPLES = 16  # times 8 sub-batches: as large as a training batch
 
 
 class DigitsProblem(Problem):
@@ -66,5 +66,6 @@ TASK = DigitsTask(
     grid=Grid(doubling(0.0125, 6), (1e-3, 3e-3, 1e-2, 3e-2), (0.0, 0.15, 0.3, 0.5)),
     starts=LEARNING_RATES + DECAYS + DROPOUTS + NINE,
     micro_batches=8,
+    shorter=2,
     development=True,
 )

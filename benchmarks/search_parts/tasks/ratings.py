@@ -125,4 +125,5 @@ TASK = RatingsTask(
     grid=Grid(doubling(0.016, 7), (0.03, 0.1, 0.3, 1.0), (0.0, 0.1, 0.3)),
     starts=LEARNING_RATES + DECAYS + DROPOUTS + ALL_OFF,
     micro_batches=4,
+    shorter=2,
 )

@@ -17,5 +17,5 @@ TASK = TextTask(
     width=48,
     depth=2,
     train_bytes=50_000,
-    probe_sequences=4,
+    probe_sequences=2,
 )
