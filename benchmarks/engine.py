@@ -2,15 +2,15 @@
 
     OMP_NUM_THREADS=1 python benchmarks/engine.py [--quick] [--device cuda]
 
-Trains the byte-level GPT of the `text` task (0.12 million parameters) by N replicas in this process with four
-knobs (learning rate on a schedule, weight decay, dropout, attention temperature) at window 50. Engine and plain
-loop take turns in one run, so that a busy machine slows both; every figure is a median over the turns. On a CPU
-time is this process's CPU time, on a GPU wall time up to the end of all kernels.
+Trains the byte-level GPT of the `text` task (0.12 million parameters) with four knobs (learning rate on a
+schedule, weight decay, dropout, attention temperature) at window 50. Engine and plain loop take turns in one
+run, so that a busy machine slows both; every figure is a median over the turns. On a CPU time is this process's
+CPU time, on a GPU wall time up to the end of all kernels.
 
 Prints
 
-- engine.step between window ends against the step it belongs to, both as one process hosting one replica would
-  have them (a rank), and as N replicas in this process;
+- engine.step between window ends against the step it belongs to, for a process that hosts one replica (a rank)
+  and for one that hosts N;
 - the closing of windows apart: seconds, and its share when spread over the window's steps;
 - a round of N replicas against N plain training steps of one model;
 - reads of device memory by the host (on a GPU: waits that the driver saw) between window ends, and at them.
@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 import hdet
 from hdet.tasks.text import Text, TextWorkload
@@ -143,9 +143,8 @@ def n_replicas(workload: TextWorkload, clock: Callable[[], float], steps: int, n
     taken, rounds = [], []
     for step in range(steps):
         batches = [workload.batch(step, replica) for replica in range(n)]
-        order = [False, True] if step % 2 else [True, False]
-        for engine_first in order:
-            if engine_first:
+        for explores in (False, True) if step % 2 else (True, False):
+            if explores:
                 rounds.append(explored.round(batches))
                 continue
             began = clock()
@@ -168,22 +167,19 @@ def summary(explored: Explored, step: float) -> dict[str, float]:
     }
 
 
-class Reads(TorchDispatchMode):
-    """Counts the operators that take a number from a tensor to the host, for which a GPU would be waited for."""
+class Reads(TorchFunctionMode):
+    """Counts the calls that take numbers from a tensor to the host, for which a GPU would be waited for."""
 
-    counted = (
-        torch.ops.aten._local_scalar_dense.default,
-        torch.ops.aten.is_nonzero.default,
-        torch.ops.aten.equal.default,
-        torch.ops.aten.nonzero.default,
+    counted = frozenset({"item", "tolist", "cpu", "numpy", "equal", "nonzero", "allclose"}) | frozenset(
+        f"__{name}__" for name in ("bool", "float", "int", "index", "array", "contains")
     )
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in self.counted
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") in self.counted
         return func(*args, **(kwargs or {}))
 
 
@@ -208,7 +204,7 @@ def waits(workload: TextWorkload, n: int, device: str) -> dict[str, float]:
         for optimizer in engine.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        seen = seen_by_driver(calls) if device == "cuda" else seen_by_dispatcher(calls)
+        seen = seen_by_driver(calls) if device == "cuda" else seen_by_torch(calls)
         if step < WINDOW - 1:
             between += seen
         else:
@@ -216,7 +212,7 @@ def waits(workload: TextWorkload, n: int, device: str) -> dict[str, float]:
     return {"waits_between_window_ends": between, "waits_at_a_window_end": at_end}
 
 
-def seen_by_dispatcher(calls: Callable[[], None]) -> int:
+def seen_by_torch(calls: Callable[[], None]) -> int:
     """On a CPU nothing waits: count what would, were the tensors on a GPU."""
     with Reads() as reads:
         calls()
@@ -269,15 +265,19 @@ def main() -> None:
     )
     for title, found in (("one replica", one), (f"{n} replicas in process", several)):
         print(
-            f"{title}: a plain step {'' if found is one else 'of each '}takes {1e3 * found['step']:.2f} ms, "
+            f"{title}: {'a plain step takes' if found is one else 'a plain step of each takes together'} {1e3 * found['step']:.2f} ms, "
             f"engine.step {1e3 * found['engine_step']:.3f} ms = {found['engine_step_share']:.2%} of it; "
             f"closing a window {1e3 * found['closing']:.1f} ms = {found['closing_share']:.2%} of its steps"
         )
-    print(f"a round of {n} replicas between window ends: {several['round_ratio']:.3f} x {n} plain steps")
+    ratio = several["round_ratio"]
+    print(
+        f"a round of {n} replicas between window ends: {ratio:.3f} x {n} plain steps; with the closing of windows "
+        f"{ratio + several['closing_share']:.3f} x"
+    )
     kind = "waits that the driver saw" if given.device == "cuda" else "reads of a tensor by the host"
     print(
-        f"{kind} in the engine's calls: {waited['waits_between_window_ends']} in the {WINDOW - 1} steps between "
-        f"window ends, {waited['waits_at_a_window_end']} at a window end"
+        f"{kind} in the engine's calls: {waited['waits_between_window_ends']} in the {WINDOW - 1} steps "
+        f"between window ends, {waited['waits_at_a_window_end']} at a window end"
     )
     if given.out:
         given.out.write_text(json.dumps({"one": one, "several": several, **waited}, indent=2) + "\n")

@@ -268,7 +268,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
     "micro-batches that should diverge": (
         lambda p: Engine(
             hdet.micro_batches(m := p.model(), torch.optim.SGD(m.parameters(), lr=0.1), n=4),
-            [hdet.LearningRate()],
+            [hdet.LearningRate(evidence=hdet.Divergent())],
         ),
         ConfigError,
         "learning_rate: micro-batches of one model cannot diverge; use hdet.replicate, or evidence",

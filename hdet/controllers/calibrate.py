@@ -67,13 +67,13 @@ class Calibrate(Controller):
     needs_averaged: ClassVar[bool] = True
 
     significance: float = Field(default=2.0, gt=0, le=100)
-    lower_significance: float = Field(default=2.5, gt=0, le=100)
+    lower_significance: float = Field(default=3.0, gt=0, le=100)
     limit: float = Field(default=0.5, gt=0, le=10)
     early_limit: float = Field(default=0.6, gt=0, le=10)
     ceiling: float = 0.0
     trusted_from: float = Field(default=0.35, ge=0, le=1)
     patience: int = Field(default=2, ge=1, le=1000)
-    headroom: float = Field(default=2.0, gt=0, le=1000)
+    headroom: float = Field(default=3.0, gt=0, le=1000)
     settle: float = Field(default=0.0, ge=0, le=1)
 
     def start(self) -> CalibrateState:
@@ -84,6 +84,8 @@ class Calibrate(Controller):
     ) -> tuple[float, CalibrateState]:
         if not estimate.testable:
             return 0.0, state
+        if estimate.offset > 0:
+            return self._ahead(estimate, context), state
         averaged = estimate.averaged
         if averaged is None:
             raise ConfigError(
@@ -92,8 +94,6 @@ class Calibrate(Controller):
             )
         if not averaged.testable:
             return 0.0, state
-        if estimate.offset > 0:
-            return self._ahead(estimate, context), state
         state = self._watch(state, estimate, context)
         move = settled(self._wish(estimate, averaged, context), self.settle, context)
         return min(move, state.cap - context.shift), state

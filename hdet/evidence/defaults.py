@@ -18,9 +18,11 @@ def complete(knob: Knob, evidence: Evidence | None, diverge: bool) -> Knob:
 
     Args:
         evidence: the engine's, for knobs that name none.
-        diverge: whether the replicas can come apart; if not, counterfactual evidence is the default.
+        diverge: whether the replicas can come apart; if not, counterfactual evidence is the default. (A knob
+            with a spread of 0 asks for no comparison: divergent evidence then measures nothing.)
     """
-    source = knob.evidence or evidence or (Divergent() if diverge else counterfactual(knob))
+    explored = knob.spread.width != 0.0
+    source = knob.evidence or evidence or (Divergent() if diverge or not explored else counterfactual(knob))
     return knob.replace(evidence=source, controller=knob.controller or controller(knob, source))
 
 

@@ -70,7 +70,7 @@ class DivergentCollector(Collector):
         n = scene.replicas.size
         self.ladders = [spread.levels(n) for spread in spreads]
         self.centres = [spread.centre(n) for spread in spreads]
-        self.shrink = np.zeros(len(knobs))
+        self.shrink = [0.0] * len(knobs)
         self.steps = 0
         probe = scene.signal
         self.averages = []
@@ -89,17 +89,18 @@ class DivergentCollector(Collector):
         )
         for column, knob in enumerate(self.knobs):
             knob.spread(drawn[:, column], self.centres[column])
-        self.shrink = np.zeros(len(self.knobs))
+        self.shrink = [0.0] * len(self.knobs)
         self.steps = 0
 
     def after_update(self, window: Window, step: int) -> None:
         # Near a bound the levels in force were narrower than those drawn; the regression uses what was in force.
-        self.shrink += [knob.reach(knob.base(step)) for knob in self.knobs]
+        for number, knob in enumerate(self.knobs):
+            self.shrink[number] += knob.placed(step)[1]
         self.steps += 1
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         offsets = np.stack([knob.centre + knob.levels for knob in self.knobs], axis=1)
-        levels = offsets * (self.shrink / max(1, self.steps))
+        levels = offsets * (np.array(self.shrink) / max(1, self.steps))
         if self.spec.tilt is not None:
             return self._tilted(self.spec.tilt, levels, harvest)
         comparison = Comparison(
@@ -169,7 +170,7 @@ class DivergentCollector(Collector):
     def state_dict(self) -> dict[str, Any]:
         return {
             "estimator": to_plain(self.state),
-            "shrink": self.shrink.tolist(),
+            "shrink": list(self.shrink),
             "steps": self.steps,
         }
 
@@ -177,7 +178,7 @@ class DivergentCollector(Collector):
         self.state = from_plain(type(self.state), state["estimator"])
         if window is None:
             return
-        self.shrink = np.asarray(state["shrink"], dtype=np.float64)
+        self.shrink = [float(factor) for factor in state["shrink"]]
         self.steps = int(state["steps"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -31,9 +32,9 @@ class Line(Evidence):
     with no replica and no spread. It is read twice: at the last weights, and along Ubar = mean_t(theta_t) -
     theta_0, the window-averaged weights, which `Estimate.averaged` carries.
 
-    While the schedule warms up and stands at a share s < `preview` of its peak, both lines are read where the
+    While the schedule warms up and stands at a share s < `preview` of its peak, the first line is read where the
     rate will be once the share is `preview`: at x about log(preview / s), which `Estimate.offset` tells. So a peak
-    that is far off shows in the first windows, before it does harm.
+    that is far off shows in the first windows, before it does harm. There is no second line then.
 
     Args:
         width: how far the points reach, in coordinate units.
@@ -47,9 +48,9 @@ class Line(Evidence):
     needs_probe: ClassVar[bool] = True
 
     width: float = Field(default=0.3, gt=0, le=3)
-    points: tuple[float, ...] = (-1.0, -0.4, 0.4, 1.0)
+    points: tuple[float, ...] = (-1.0, 0.0, 1.0)
     stride: int = Field(default=1, ge=1)
-    preview: float = Field(default=0.35, ge=0, le=1)
+    preview: float = Field(default=0.25, ge=0, le=1)
 
     @field_validator("points")
     @classmethod
@@ -72,36 +73,27 @@ class LineCollector(Collector):
         self.moved = [_moved(knob, scene) for knob in knobs]
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
-        around = [self.spec.width * point for point in self.spec.points]
-        centres = [self._centre(knob, harvest.window) for knob in self.knobs]
+        model = self.scene.replicas.hosts[0][0]
         start = [
             held.to(live.device)
-            for held, live in zip(
-                self.scene.anchor.parameters(), tensors.parameters(self.scene.replicas.hosts[0][0]), strict=True
-            )
+            for held, live in zip(self.scene.anchor.parameters(), tensors.parameters(model), strict=True)
         ]
-        ends = (self.scene.weights(harvest.valid), self.average.mean())
+        last, averaged = self.scene.weights(harvest.valid), self.average.mean()
+        around = [self.spec.width * point for point in self.spec.points]
+        centres = [self._centre(knob, harvest.window) for knob in self.knobs]
         points: list[Callable[[], list[Tensor]]] = []
         for moved, centre in zip(self.moved, centres, strict=True):
-            for end in ends:
-                for x in [centre + offset for offset in around]:
-                    points.append(partial(_stretched, start, end, math.exp(x), moved))
+            # Looking ahead is a matter of the last weights alone.
+            for end in (last,) if centre else (last, averaged):
+                points += [partial(_stretched, start, end, math.exp(centre + x), moved) for x in around]
         with self.scene.at_base():
             losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
+        lines = iter(losses.reshape(-1, len(around), losses.shape[1]))
         found = {}
-        count = len(around)
-        for number, knob in enumerate(self.knobs):
-            first = 2 * count * number
-            last = along(around, losses[first : first + count])
-            averaged = along(around, losses[first + count : first + 2 * count])
-            found[knob.name] = Estimate(
-                slope=last.slope,
-                stderr=last.stderr,
-                curvature=last.curvature,
-                curvature_stderr=last.curvature_stderr,
-                averaged=averaged,
-                offset=centres[number],
-            )
+        for knob, centre in zip(self.knobs, centres, strict=True):
+            at_last = along(around, next(lines))
+            at_average = None if centre else along(around, next(lines))
+            found[knob.name] = replace(at_last, averaged=at_average, offset=centre)
         return found
 
     def _centre(self, knob: BoundKnob, window: Window) -> float:

@@ -44,8 +44,8 @@ class BoundKnob:
         self.schedule = spec.schedule if spec.schedule is not None else Constant(self.bindings[0].read())
         self.shift = spec.initial_shift
         self.state = self.controller.start()
-        self.levels: NDArray[np.float64] = np.zeros(n)
-        self.centre = 0.0
+        self._placed: tuple[int, float, float, float]  # step, shift, base and reach, as last worked out
+        self.spread(np.zeros(n), 0.0)
         self._written: list[float | None] = [None] * len(self.bindings)
         total = self.schedule.total_steps
         stride = 1 if total is None else max(1, total // PEAK_SAMPLES)
@@ -77,11 +77,10 @@ class BoundKnob:
 
     def reach(self, base: float) -> float:
         """The factor in [0, 1] by which all levels shrink at a base, so that none leaves the bounds."""
-        if not self.levels.any():
+        if not self._explored:
             return 1.0
         down, up = self.spec.space.room(base, self.spec.bounds)
-        lowest = -(self.centre + float(self.levels.min()))
-        highest = self.centre + float(self.levels.max())
+        lowest, highest = -min(self._offsets), max(self._offsets)
         factor = 1.0
         if lowest > down:
             factor = min(factor, down / lowest)
@@ -89,18 +88,21 @@ class BoundKnob:
             factor = min(factor, up / highest)
         return factor
 
+    def placed(self, step: int) -> tuple[float, float]:
+        """`base` at a step and `reach` there; a step is asked about several times, and worked out once."""
+        if self._placed[:2] != (step, self.shift):
+            base = self.base(step)
+            self._placed = (step, self.shift, base, self.reach(base))
+        return self._placed[2:]
+
     def values(self, step: int, indices: Sequence[int]) -> list[float]:
         """The values of some replicas at a step, none outside the bounds."""
-        base = self.base(step)
-        if not self.levels.any() and self.centre == 0.0:
+        base, reach = self.placed(step)
+        if not self._explored and self.centre == 0.0:
             return [base] * len(indices)
         low, high = self.spec.bounds
-        reach = self.reach(base)
         apply = self.spec.space.apply
-        return [
-            min(max(apply(base, reach * (self.centre + float(self.levels[index]))), low), high)
-            for index in indices
-        ]
+        return [min(max(apply(base, reach * self._offsets[index]), low), high) for index in indices]
 
     def displaced(self, step: int, offset: float) -> float:
         """The base moved by an offset in coordinate units, within bounds."""
@@ -117,6 +119,10 @@ class BoundKnob:
         """Take up a window's levels."""
         self.levels = levels
         self.centre = centre
+        # What every step reads, as plain numbers.
+        self._explored = bool(levels.any())
+        self._offsets: list[float] = (centre + levels).tolist()
+        self._placed = (-1, 0.0, 0.0, 1.0)
 
     def judge(
         self,

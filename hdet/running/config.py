@@ -40,7 +40,7 @@ class RunConfig(Spec):
         optimizer: with the learning rate at the schedule's peak.
         schedule: of the learning rate; `None` holds it. Its peak and length, where not given, are the
             optimizer's `lr` and `steps`. A `LearningRate` knob without a schedule of its own moves this one.
-        knobs: what is explored; "recommended" lets `hdet.recommended` choose.
+        knobs: what is explored; `None`, or "recommended", lets `hdet.recommended` choose.
         window: steps between two converges, or a rule for them.
         signal: what the replicas are compared by.
         evidence: where comparisons come from, for knobs that do not say.
@@ -65,7 +65,7 @@ class RunConfig(Spec):
     gradients: Literal["shared", "local"] = "shared"
     optimizer: Optimizer = AdamW()
     schedule: Schedule | None = None
-    knobs: Literal["recommended"] | tuple[Knob, ...] = "recommended"
+    knobs: tuple[Knob, ...] | None = None
     window: Windows = GrowingWindow()
     signal: Signal = Probe()
     evidence: Evidence = Divergent()
@@ -92,8 +92,9 @@ class RunConfig(Spec):
                 ) from None
         if isinstance(resolved.get("window"), int):
             resolved["window"] = {"kind": "fixed", "steps": resolved["window"]}
-        if resolved.get("knobs", "recommended") == "recommended" and resolved.get("schedule") is None:
-            resolved["schedule"] = {"kind": "cosine", "warmup": WARMUP}
+        if resolved.get("knobs") in (None, "recommended"):
+            resolved["knobs"] = None
+            resolved["schedule"] = resolved.get("schedule") or {"kind": "cosine", "warmup": WARMUP}
         for name, field in cls.model_fields.items():
             value = resolved.get(name)
             if isinstance(field.default, Spec) and isinstance(value, Mapping) and "kind" not in value:
@@ -129,7 +130,7 @@ class RunConfig(Spec):
                 yield f"the schedule of knobs.{index} ({knob.label})", knob.schedule
 
     def _listed(self) -> tuple[Knob, ...]:
-        return () if self.knobs == "recommended" else self.knobs
+        return self.knobs or ()
 
     @property
     def copies(self) -> bool:
@@ -139,7 +140,7 @@ class RunConfig(Spec):
 
     def explored(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Knob]:
         """The knobs, recommended ones chosen; learning rates without a schedule of their own given the run's."""
-        if self.knobs == "recommended":
+        if self.knobs is None:
             choices = choose(model, optimizer, self.steps, self.schedule)
             return [choice.knob for choice in choices if choice.knob is not None]
         return [

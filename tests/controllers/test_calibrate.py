@@ -16,7 +16,7 @@ def bracket(t_last: float, t_avg: float, n_last: float = 0.0, n_avg: float = 0.0
     return one(t_last, n_last, one(t_avg, n_avg))
 
 
-UP, DOWN = bracket(-3, 0, n_last=0.2), bracket(0, 3, n_avg=-0.2)
+UP, DOWN = bracket(-3, 0, n_last=0.2), bracket(0, 4, n_avg=-0.2)
 LOW, LATE = Context(schedule_now=0.3, warming=True), Context(schedule_now=0.3, warming=False)
 
 
@@ -45,12 +45,12 @@ def test_no_raise_early_in_the_warm_up() -> None:
 def test_lower() -> None:
     assert move(DOWN) == pytest.approx(-0.2)
     assert move(DOWN, LOW) == pytest.approx(-0.2), "also in the warm-up"
-    assert move(bracket(0, 3)) == -0.5
-    assert move(bracket(0, 2)) == 0
+    assert move(bracket(0, 4)) == -0.5
+    assert move(bracket(0, 2.9)) == 0
 
 
 def test_a_raise_that_the_averaged_weights_contradict_is_a_lowering() -> None:
-    assert move(bracket(-3, 3, n_last=0.2, n_avg=-0.1)) == pytest.approx(-0.1)
+    assert move(bracket(-3, 4, n_last=0.2, n_avg=-0.1)) == pytest.approx(-0.1)
 
 
 def test_the_last_iterate_alone_never_lowers() -> None:
@@ -60,7 +60,7 @@ def test_the_last_iterate_alone_never_lowers() -> None:
 def test_cap_by_hand() -> None:
     # Two warnings in a row at s = 0.4: the peak may be 2 times the present value, so
     # mu_max = mu + log(2 * 0.4) = mu - 0.2231, and mu is brought down to it at once.
-    calibrate, context = Calibrate(), Context(schedule_now=0.4, shift=1.0, warming=True)
+    calibrate, context = Calibrate(headroom=2.0), Context(schedule_now=0.4, shift=1.0, warming=True)
     first, state = calibrate.step(calibrate.start(), bracket(3, 0), context)
     assert (first, state) == (0, CalibrateState(math.inf, 1))
     second, state = calibrate.step(state, bracket(3, 0), context)
@@ -97,14 +97,14 @@ def test_the_cap_is_set_once_and_then_limits_every_raise() -> None:
 
 def test_a_late_cap_leaves_headroom() -> None:
     # At s = 0.9 the cap lies above: mu may still grow by log(1.8).
-    calibrate, context = Calibrate(), Context(schedule_now=0.9, warming=True)
+    calibrate, context = Calibrate(headroom=2.0), Context(schedule_now=0.9, warming=True)
     moved, state = calibrate.step(CalibrateState(warnings=1), bracket(3, 0), context)
     assert moved == 0
     assert state.cap == pytest.approx(math.log(1.8))
 
 
 def test_settling_does_not_fade_the_cap() -> None:
-    calibrate = Calibrate(settle=1.0)
+    calibrate = Calibrate(settle=1.0, headroom=2.0)
     end = Context(schedule_now=0.4, warming=True, step=100, total_steps=100)
     moved, _ = calibrate.step(CalibrateState(warnings=1), bracket(3, 0), end)
     assert moved == pytest.approx(math.log(0.8))

@@ -15,6 +15,7 @@ import hdet
 from hdet import Arcsine, Context, Controller, Estimate, Linear, Log, Logit, Relative, TwoLevel
 from hdet.controllers.state import NoState
 from hdet.errors import CheckpointError, ConfigError
+from hdet.evidence.defaults import complete
 from hdet.hparams.bound import BoundKnob
 
 
@@ -52,7 +53,7 @@ class Shown:
 
 def bound(n: int = 4, value: float = 0.1, **fields: Any) -> BoundKnob:
     knob = hdet.LearningRate(**{"controller": Wish(), "bounds": (0.0, 1.0), **fields})
-    return BoundKnob(knob, [Cell(value) for _ in range(n)], n)
+    return BoundKnob(complete(knob, None, diverge=True), [Cell(value) for _ in range(n)], n)
 
 
 def wish(knob: BoundKnob, move: float, step: int = 1) -> float:

@@ -16,7 +16,7 @@ from hdet.running.signal import Probe, TrainingLoss
 from hdet.tasks import Digits, Text
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
-SMALL: dict[str, Any] = {"task": "digits", "steps": 40}
+SMALL: dict[str, Any] = {"task": "digits", "steps": 40, "knobs": []}
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,35 @@ def test_yaml_gives_an_equal_declaration(config: RunConfig) -> None:
 
 def test_the_quickstart_declares_what_it_promises() -> None:
     config = RunConfig.load(QUICKSTART)
+    assert not config.copies, "plain data parallel: nothing diverges"
+    assert config.knobs is not None
     assert [knob.kind for knob in config.knobs] == [
         "learning_rate",
         "weight_decay",
         "dropout",
         "attention_temperature",
     ]
+
+
+def explored(config: RunConfig) -> list[hdet.Knob]:
+    model = torch.nn.Linear(2, 1)
+    groups = [{"name": "decay", "params": [model.weight]}, {"name": "no_decay", "params": [model.bias]}]
+    return config.explored(model, config.optimizer.build(groups))
+
+
+@pytest.mark.parametrize("knobs", [{}, {"knobs": None}, {"knobs": "recommended"}])
+def test_without_knobs_the_recipe_chooses(knobs: dict[str, Any]) -> None:
+    config = RunConfig.from_dict({"task": "digits", "steps": 40, "optimizer": {"lr": 0.02}, **knobs})
+    assert config.schedule == hdet.Cosine(0.02, total_steps=40, warmup=0.3)
+    assert [knob.label for knob in explored(config)] == ["learning_rate", "weight_decay"]
+    assert not config.copies
+
+
+def test_divergent_evidence_and_local_gradients_take_copies() -> None:
+    knob = {"kind": "learning_rate", "evidence": "line"}
+    assert not RunConfig.from_dict({**SMALL, "knobs": [knob]}).copies
+    assert RunConfig.from_dict({**SMALL, "knobs": [knob], "gradients": "local"}).copies
+    assert RunConfig.from_dict({**SMALL, "knobs": ["learning_rate"]}).copies
 
 
 @pytest.mark.parametrize(
@@ -92,7 +115,7 @@ def test_the_runs_schedule_moves_with_learning_rates_that_have_none() -> None:
             hdet.WeightDecay(),
         ),
     )
-    schedules = [knob.schedule for knob in config.scheduled_knobs()]
+    schedules = [knob.schedule for knob in explored(config)]
     assert schedules == [config.schedule, own, None]
 
 

@@ -13,6 +13,9 @@ from hdet.replicas.distributed.layout import Layout
 CAPACITY = 2**22
 """Elements in a bucket: 16 MiB of float32. Two are kept, so that one is filled while the other travels."""
 
+FEW = 32
+"""Pieces in a bucket up to which one call for each is no matter."""
+
 _gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -57,15 +60,11 @@ class Exchange:
         under_way: list[tuple[dist.Work, Bucket]] = []
         for number, bucket in enumerate(self._buckets(sources, targets, narrow=self.exact)):
             flat = self._memory(bucket.dtype, number % 2, bucket.padded(self.layout.places))
-            bucket.pack(flat)
+            bucket.pack(flat, 1.0 if self.exact else own)
             if self.exact:
                 self._reduce_in_order(flat, self._memory(flat.dtype, 1 - number % 2, flat.numel()), weights, mean)
                 bucket.unpack(flat)
                 continue
-            if own == 0.0:
-                flat.zero_()
-            else:
-                flat.mul_(own)
             work = dist.all_reduce(flat, group=self.layout.peers, async_op=True)
             assert work is not None
             under_way.append((work, bucket.held(flat)))
@@ -154,11 +153,24 @@ class Bucket:
         """The size, rounded up so that it divides evenly."""
         return -(-self.size // multiple) * multiple
 
-    def pack(self, flat: Tensor) -> None:
-        if len(self._sources) == 1:
-            flat[: self.size].copy_(self._sources[0])
+    def pack(self, flat: Tensor, scale: float = 1.0) -> None:
+        """Write the pieces, scaled, into `flat`; zeros behind them, and everywhere at scale 0."""
+        if scale == 0.0:
+            flat.zero_()
+            return
+        filled = flat[: self.size]
+        if len(self._sources) <= FEW and all(t.dtype == flat.dtype and t.device == flat.device for t in self._sources):
+            # One pass over memory instead of two: what a merge of large tensors costs beside the network.
+            views = filled.split([piece.numel() for piece in self._sources])
+            for piece, view in zip(self._sources, views, strict=True):
+                if scale == 1.0:
+                    view.copy_(piece)
+                else:
+                    torch.mul(piece, scale, out=view)
         else:
-            torch.cat([piece.to(flat.device, flat.dtype) for piece in self._sources], out=flat[: self.size])
+            torch.cat([piece.to(flat.device, flat.dtype) for piece in self._sources], out=filled)
+            if scale != 1.0:
+                filled.mul_(scale)
         flat[self.size :].zero_()
 
     def held(self, flat: Tensor) -> Bucket:
