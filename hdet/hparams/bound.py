@@ -173,8 +173,9 @@ class BoundKnob:
         self.spread(np.zeros_like(self.levels), 0.0)
 
     def forget(self) -> None:
-        """Assume nothing about what values are in force: an optimizer was loaded or copied."""
+        """Assume nothing about the values in force, nor about the schedule: either may have been changed."""
         self._written = [None] * len(self.bindings)
+        self._placed = (-1, 0.0, 0.0, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Shift and controller state as plain numbers; levels follow from seed and window."""
