@@ -153,6 +153,7 @@ class Engine:
         self.history = history if isinstance(history, History) else History(history if replicas.is_leader else None)
         self.step_count = 0
         self.finished = False
+        self._shared = self._entered = False
         self.tally = Tally(replicas)
         self.restores = 0
         self._places = self._hosted_indices()
@@ -186,8 +187,13 @@ class Engine:
 
         Does nothing where gradients are local or where data parallelism has shared them already.
         """
+        self._shared = True
         if self.gradients == "shared" or not self._home.diverge:
             self._home.share_gradients()
+
+    def gradients_are_shared(self) -> None:
+        """Say that this step's gradients were given their mean by other means than `share_gradients`."""
+        self._shared = True
 
     def step(self, losses: Losses | None = None) -> WindowRecord | None:
         """Call after the optimizers' steps. Returns the window's record when this step ends one.
@@ -202,6 +208,7 @@ class Engine:
             DivergedError: all replicas became non-finite in several windows on end.
         """
         self._refuse_if_over()
+        self._refuse_unshared()
         if self.tally.steps == 0:
             self.history.expect(self.window.index)
         self.tally.add(losses)
@@ -418,8 +425,19 @@ class Engine:
                 f"its schedules more total_steps, or stop the loop"
             )
 
+    def _refuse_unshared(self) -> None:
+        needed = self.gradients == "shared" or not self._home.diverge
+        if needed and self._home.shares_on_call and self._entered and not self._shared:
+            raise StepError(
+                f"engine.share_gradients() was not called in step {self.step_count}: between the backward passes and "
+                f"the optimizers' steps it gives the {self.size} replicas their mean gradient; call it there, or "
+                f"declare gradients='local'"
+            )
+        self._shared = self._entered = False
+
     def _enter(self, replica: Replica) -> None:
         self._refuse_if_over()
+        self._entered = True
         if self._shared_host:
             for knob in self.knobs:
                 knob.write(replica.host, knob.values(self.step_count, [replica.index])[0])

@@ -115,6 +115,7 @@ class Exploration:
         step_scheduler()
         self._own = self._read()
         self._follow(self.engine.step_count + 1)
+        self.engine.gradients_are_shared()  # or not: the loop is the user's own, as with any scheduler
         record = self.engine.step(losses)
         if record is not None:
             for course in self.courses:

@@ -7,7 +7,7 @@ import math
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -95,9 +95,7 @@ EXAMPLES: dict[type[Spec], list[Spec]] = {
 }
 """What is checked of a kind; of one that is not here, its instance by default."""
 
-EXEMPT: dict[type[Spec], str] = {
-    Apart: "a control of the ablations that is meant to break the laws; see below"
-}
+EXEMPT: dict[type[Spec], str] = {Apart: "a control of the ablations that is meant to break the laws; see below"}
 
 
 def members(root: type[Spec]) -> list[type[Spec]]:
@@ -116,11 +114,7 @@ def examples(member: type[Spec]) -> list[Spec]:
 
 
 BUILT_IN = [
-    law
-    for root in FAMILIES
-    for member in members(root)
-    for spec in examples(member)
-    for law in hdet.testing.laws(spec)
+    law for root in FAMILIES for member in members(root) for spec in examples(member) for law in hdet.testing.laws(spec)
 ]
 
 
@@ -141,7 +135,6 @@ def test_every_registered_kind_is_checked(root: type[Spec]) -> None:
 S = TypeVar("S", bound=type[Spec])
 
 
-@hdet.register
 class Root(hdet.Space):
     """(sqrt v + s)^2, never below 0."""
 
@@ -155,7 +148,6 @@ class Root(hdet.Space):
         return math.sqrt(value) - math.sqrt(origin)
 
 
-@hdet.register
 class Thirds(hdet.Spread):
     """A third of the replicas on each side, the others at the base."""
 
@@ -166,7 +158,6 @@ class Thirds(hdet.Spread):
         return np.repeat([-self.width, 0.0, self.width], [side, n - 2 * side, side])
 
 
-@hdet.register
 class Turning(hdet.Design):
     """Level r + window + k for replica r."""
 
@@ -178,7 +169,6 @@ class Turning(hdet.Design):
         return np.column_stack([np.roll(column, window + k) for k, column in enumerate(levels)])
 
 
-@hdet.register
 class Halving(hdet.Schedule):
     """Half as much after every `every` steps."""
 
@@ -194,7 +184,6 @@ class Halving(hdet.Schedule):
         return self.start * 0.5 ** (t // self.every)
 
 
-@hdet.register
 class Doubling(hdet.Windows):
     """As long as all windows before it."""
 
@@ -204,7 +193,6 @@ class Doubling(hdet.Windows):
         return max(1, step)
 
 
-@hdet.register
 class Signs(hdet.Estimator):
     """The loss of the upper half less that of the lower; errors from the scatter within the halves."""
 
@@ -235,7 +223,6 @@ class Steps:
     made: int = 0
 
 
-@hdet.register
 class Shrinking(hdet.Controller):
     """Steps against the slope's sign, each smaller than the last."""
 
@@ -250,7 +237,6 @@ class Shrinking(hdet.Controller):
         return -float(np.sign(estimate.slope)) / (1 + state.made), Steps(state.made + 1)
 
 
-@hdet.register
 class Gain(hdet.Knob):
     """The scale of the tiny network's output."""
 
@@ -287,7 +273,6 @@ class EndsCollector(Collector):
         return found
 
 
-@hdet.register
 class Ends(hdet.Evidence):
     """Two-level replicas, compared by their training losses."""
 
@@ -298,7 +283,6 @@ class Ends(hdet.Evidence):
         return EndsCollector(scene, knobs)
 
 
-@hdet.register
 class Twice(hdet.Merge):
     """The mean, once more."""
 
@@ -312,6 +296,18 @@ class Twice(hdet.Merge):
 OWN: list[Spec] = [
     Root(), Thirds(0.2), Turning(), Halving(0.1), Doubling(), Signs(), Shrinking(), Gain(), Ends(), Twice(),
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def registry() -> Iterator[None]:
+    """What these tests register is gone after each: other tests look at all that is there."""
+    before = {root: dict(root._members) for root in FAMILIES}
+    for spec in OWN:
+        hdet.register(type(spec))
+    yield
+    for root, members_before in before.items():
+        root._members.clear()
+        root._members.update(members_before)
 
 
 @pytest.mark.parametrize("law", [law for spec in OWN for law in hdet.testing.laws(spec)], ids=str)
@@ -328,8 +324,9 @@ def test_there_is_one_of_a_users_own_for_every_family() -> None:
 
 def breach(spec: Spec, law: str, shows: str = "", **given: Any) -> None:
     """`check` finds the law broken, and says by what."""
+    hdet.register(type(spec))
     with pytest.raises(LawError) as caught:
-        hdet.testing.check(hdet.register(type(spec)) and spec, **given)
+        hdet.testing.check(spec, **given)
     message = str(caught.value)
     assert f"breaks the law {law!r}" in message
     assert shows in message
@@ -337,7 +334,7 @@ def breach(spec: Spec, law: str, shows: str = "", **given: Any) -> None:
 
 
 def unregistered(cls: S) -> S:
-    """Registered under a name of its own when it is checked."""
+    """A kind of its own, registered while it is checked."""
     cls.kind = f"conformance_{cls.__name__.lower()}"
     return cls
 
@@ -549,9 +546,7 @@ BREACHES: list[tuple[Spec, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("spec", "law", "shows"), BREACHES, ids=[type(spec).__name__ for spec, _, _ in BREACHES]
-)
+@pytest.mark.parametrize(("spec", "law", "shows"), BREACHES, ids=[type(spec).__name__ for spec, _, _ in BREACHES])
 def test_what_breaks_a_law_is_caught(spec: Spec, law: str, shows: str) -> None:
     breach(spec, law, shows)
 

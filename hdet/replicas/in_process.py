@@ -27,6 +27,7 @@ class Copies(Replicas):
     def __init__(self, hosts: Sequence[tuple[nn.Module, Optimizer]]) -> None:
         self.hosts = list(hosts)
         self.size = len(self.hosts)
+        self.shares_on_call = self.size > 1
         self.local = [Replica(model, optimizer, i, i) for i, (model, optimizer) in enumerate(self.hosts)]
 
     def gather(self, rows: Tensor) -> NDArray[np.float64]:
@@ -88,6 +89,7 @@ class Seats(Replicas):
     def __init__(self, model: nn.Module, optimizer: Optimizer, n: int) -> None:
         self.hosts = [(model, optimizer)]
         self.size = n
+        self.shares_on_call = n > 1
         self.local = [Replica(model, optimizer, i, 0) for i in range(n)]
 
     def gather(self, rows: Tensor) -> NDArray[np.float64]:

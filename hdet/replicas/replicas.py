@@ -45,12 +45,14 @@ class Replicas(ABC):
         local: the replicas this process hosts, by rising index.
         hosts: this process's distinct models with their optimizers; several seats may share one.
         diverge: whether each replica has a model of its own and so can come apart from the others.
+        shares_on_call: whether gradients are alike only once `share_gradients` was called.
     """
 
     size: int
     local: Sequence[Replica]
     hosts: Sequence[tuple[nn.Module, Optimizer]]
     diverge: bool
+    shares_on_call: bool = False
 
     def begin(self, terms: Terms) -> None:
         """Called once by the engine, before anything else, with what it was declared to do.

@@ -96,12 +96,7 @@ def nothing_learnt_moves_nothing(controller: Controller) -> None:
 
 def moves_are_finite(controller: Controller) -> None:
     """Every estimate that says something gives a finite move, however extreme it is."""
-    extreme = [
-        _estimate(slope, error, c)
-        for slope in EXTREMES
-        for error in (0.0, 1e-300, 1.0)
-        for c in (None, 1e-300)
-    ]
+    extreme = [_estimate(slope, error, c) for slope in EXTREMES for error in (0.0, 1e-300, 1.0) for c in (None, 1e-300)]
     for state, context in _states(controller):
         for estimate in [*_lessons(), *extreme]:
             _step(controller, state, estimate, context)
@@ -112,9 +107,7 @@ def an_open_end_is_taken_or_refused(controller: Controller) -> None:
     state = controller.start()
     for context, estimate in zip(_course(), _lessons(), strict=False):
         try:
-            _, state = _step(
-                controller, state, estimate, replace(context, total_steps=None, windows_left=None)
-            )
+            _, state = _step(controller, state, estimate, replace(context, total_steps=None, windows_left=None))
         except ConfigError:
             return
 

@@ -50,9 +50,7 @@ def _run(estimator: Estimator, comparisons: Sequence[Comparison]) -> list[list[E
     found = []
     for comparison in comparisons:
         estimates, state = estimator.estimate(state, comparison)
-        require(
-            len(estimates) == comparison.knobs, f"{len(estimates)} estimates for {comparison.knobs} knobs"
-        )
+        require(len(estimates) == comparison.knobs, f"{len(estimates)} estimates for {comparison.knobs} knobs")
         found.append(list(estimates))
     return found
 
@@ -66,9 +64,7 @@ def _changed(comparison: Comparison, **fields: Any) -> Comparison:
     return Comparison(**{**own, **fields})
 
 
-def _require_same(
-    one: list[list[Estimate]], other: list[list[Estimate]], when: str, tolerance: float = CLOSE
-) -> None:
+def _require_same(one: list[list[Estimate]], other: list[list[Estimate]], when: str, tolerance: float = CLOSE) -> None:
     for window, (row, again) in enumerate(zip(one, other, strict=True)):
         for k, (a, b) in enumerate(zip(row, again, strict=True)):
             for name in ("slope", "stderr", "curvature", "curvature_stderr"):
@@ -101,9 +97,7 @@ def the_order_of_replicas_does_not_matter(estimator: Estimator) -> None:
     order = np.argsort(np.sin(np.arange(REPLICAS) * 7.0))
     for comparisons in _both():
         shuffled = [_changed(c, levels=c.levels[order], losses=c.losses[order]) for c in comparisons]
-        _require_same(
-            _run(estimator, comparisons), _run(estimator, shuffled), f"for replicas in the order {order}"
-        )
+        _require_same(_run(estimator, comparisons), _run(estimator, shuffled), f"for replicas in the order {order}")
 
 
 def the_order_of_knobs_does_not_matter(estimator: Estimator) -> None:
@@ -143,9 +137,7 @@ def too_few_replicas_teach_nothing(estimator: Estimator) -> None:
         for heard in (0, 1):
             found = _run(estimator, [_changed(full, valid=np.arange(REPLICAS) < heard)])[0]
             for k, estimate in enumerate(found):
-                require(
-                    estimate.t == 0.0, f"with {heard} replicas heard, knob {k} has the estimate {estimate}"
-                )
+                require(estimate.t == 0.0, f"with {heard} replicas heard, knob {k} has the estimate {estimate}")
 
 
 def equal_losses_teach_nothing(estimator: Estimator) -> None:
@@ -194,9 +186,7 @@ def estimates_depend_on_arguments_alone(estimator: Estimator) -> None:
             one, following = estimator.estimate(state, c)
             two, _ = estimator.estimate(state, c)
             _require_same([list(one)], [list(two)], "when asked again", 0.0)
-            require(
-                json.dumps(to_plain(state)) == before, f"the state it was given, {before}, became {state}"
-            )
+            require(json.dumps(to_plain(state)) == before, f"the state it was given, {before}, became {state}")
             for name in ("levels", "losses", "shifts", "valid"):
                 same = np.array_equal(getattr(c, name), getattr(kept, name))
                 require(same, f"it wrote into the comparison's {name}")

@@ -55,10 +55,7 @@ def _accepted(evidence: Evidence, knobs: Sequence[Knob], ground: Ground) -> Knob
             reasons.append(str(error))
         else:
             return knob
-    broken(
-        f"it accepts none of {[knob.label for knob in knobs]}: {'; '.join(reasons)}; "
-        f"name a knob= that it can judge"
-    )
+    broken(f"it accepts none of {[knob.label for knob in knobs]}: {'; '.join(reasons)}; name a knob= that it can judge")
 
 
 def _asked(evidence: Evidence, ground: Ground | None, knob: Knob | None) -> tuple[Ground, Knob]:
@@ -96,14 +93,10 @@ def a_placebo_is_told_apart(evidence: Evidence, ground: Ground | None, knob: Kno
         records = ground.train(engine, PLACEBO_WINDOWS * WINDOW)
     ts = np.abs([_estimate(record, placebo).t for record in records])
     share = float((ts > SURE).mean())
-    require(
-        share <= CHANCE, f"{share:.0%} of {len(ts)} windows had |t| above {SURE:g} for a knob without effect"
-    )
+    require(share <= CHANCE, f"{share:.0%} of {len(ts)} windows had |t| above {SURE:g} for a knob without effect")
 
 
-def a_resume_in_mid_window_is_the_same_run(
-    evidence: Evidence, ground: Ground | None, knob: Knob | None
-) -> None:
+def a_resume_in_mid_window_is_the_same_run(evidence: Evidence, ground: Ground | None, knob: Knob | None) -> None:
     """Saved in mid-window as plain numbers and tensors and taken up anew, a run ends in the same bits."""
     ground, knob = _asked(evidence, ground, knob)
     windows, middle = 3, WINDOW + WINDOW // 2

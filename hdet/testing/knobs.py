@@ -37,9 +37,7 @@ def _values(knob: Knob, held: float) -> list[float]:
 def _require_inside(knob: Knob, value: float, when: str) -> None:
     low, high = knob.bounds
     # A ratio between groups is divided out again in double precision; float32 would be off by far more.
-    slack = (
-        1e-14 * max(abs(low), abs(high), abs(value)) if math.isfinite(low) and math.isfinite(high) else 0.0
-    )
+    slack = 1e-14 * max(abs(low), abs(high), abs(value)) if math.isfinite(low) and math.isfinite(high) else 0.0
     require(low - slack <= value <= high + slack, f"{when} it reads {value!r}, outside {knob.bounds}")
 
 
@@ -51,9 +49,7 @@ def what_is_written_is_read(knob: Knob, ground: Ground | None) -> None:
     for value in _values(knob, held):
         binding.write(value)
         read = binding.read()
-        require(
-            abs(read - value) <= SINGLE * abs(value) + 1e-30, f"{value!r} was written, and {read!r} is read"
-        )
+        require(abs(read - value) <= SINGLE * abs(value) + 1e-30, f"{value!r} was written, and {read!r} is read")
         _require_inside(knob, read, f"after {value!r} was written")
 
 
@@ -138,9 +134,7 @@ def explored_it_stays_in_bounds(knob: Knob, ground: Ground | None) -> None:
     first = engine.replicas[0].model.state_dict()
     for replica in engine.replicas[1:]:
         for name, value in replica.model.state_dict().items():
-            require(
-                torch.equal(value, first[name]), f"after the run replica {replica.index} has another {name}"
-            )
+            require(torch.equal(value, first[name]), f"after the run replica {replica.index} has another {name}")
 
 
 LAWS = (

@@ -50,9 +50,7 @@ class Law:
             self.test()
         except Exception as error:
             detail = str(error) if isinstance(error, BreachError) else f"{type(error).__name__}: {error}"
-            raise LawError(
-                f"{self.spec!r} breaks the law {self.name!r} ({self.statement}): {detail}"
-            ) from error
+            raise LawError(f"{self.spec!r} breaks the law {self.name!r} ({self.statement}): {detail}") from error
 
     def __str__(self) -> str:
         return f"{self.spec.kind or type(self.spec).__name__}-{self.name}"

@@ -77,9 +77,7 @@ def a_wider_spread_is_the_same_spread_scaled(spread: Spread) -> None:
     two = one.replace(width=2 * one.width)
     for n in SIZES:
         near = np.allclose(two.levels(n), 2 * one.levels(n), rtol=1e-9, atol=1e-12 * one.width)
-        require(
-            near, f"levels({n}) is {one.levels(n).tolist()}, and {two.levels(n).tolist()} at twice the width"
-        )
+        require(near, f"levels({n}) is {one.levels(n).tolist()}, and {two.levels(n).tolist()} at twice the width")
         require(abs(two.centre(n) - 2 * one.centre(n)) <= 1e-9 * one.width, f"centre({n}) does not scale")
 
 

@@ -34,9 +34,7 @@ CONTROLLERS = [
     Calibrate(),
 ]
 every_controller = pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
-CONTEXT = Context(
-    base=1.2, windows_left=5, shift=0.2, authority=2.0, spread=0.5, step=100, total_steps=1000, window=3
-)
+CONTEXT = Context(base=1.2, windows_left=5, shift=0.2, authority=2.0, spread=0.5, step=100, total_steps=1000, window=3)
 UNKNOWN = [
     Estimate.nothing(),
     Estimate(slope=math.nan, stderr=1.0),
@@ -52,7 +50,8 @@ def sure(slope: float, curvature: float | None = None) -> Estimate:
 
 
 def test_every_member_is_tested() -> None:
-    assert {type(each) for each in CONTROLLERS} >= set(members(Controller).values())
+    own = {member for member in members(Controller).values() if member.__module__.startswith("hdet.")}
+    assert {type(each) for each in CONTROLLERS} >= own
 
 
 @every_controller
@@ -62,9 +61,7 @@ def test_declarations_round_trip(controller: Controller) -> None:
 
 @every_controller
 @pytest.mark.parametrize("unknown", UNKNOWN, ids=str)
-def test_what_is_unknown_moves_nothing_and_is_not_remembered(
-    controller: Controller, unknown: Estimate
-) -> None:
+def test_what_is_unknown_moves_nothing_and_is_not_remembered(controller: Controller, unknown: Estimate) -> None:
     _, state = controller.step(controller.start(), sure(-0.1, 1.0), CONTEXT)
     assert controller.step(state, unknown, CONTEXT) == (0.0, state)
 
@@ -151,9 +148,7 @@ def test_settling_by_hand() -> None:
 @pytest.mark.parametrize("controller", [Gated(settle=0.5), Newton(settle=0.5), Calibrate(settle=0.5)])
 def test_controllers_that_settle(controller: Controller) -> None:
     full, _ = controller.step(controller.start(), sure(-0.1, 1.0), Context(spread=0.5))
-    half, _ = controller.step(
-        controller.start(), sure(-0.1, 1.0), Context(spread=0.5, step=75, total_steps=100)
-    )
+    half, _ = controller.step(controller.start(), sure(-0.1, 1.0), Context(spread=0.5, step=75, total_steps=100))
     assert full > 0
     assert half == pytest.approx(full / 2)
 

@@ -68,7 +68,8 @@ def same(left: list[Estimate], right: list[Estimate], tolerance: float = 1e-6) -
 
 
 def test_every_member_is_tested() -> None:
-    assert {type(each) for each in ESTIMATORS} >= set(members(Estimator).values())
+    own = {member for member in members(Estimator).values() if member.__module__.startswith("hdet.")}
+    assert {type(each) for each in ESTIMATORS} >= own
 
 
 @every_estimator
@@ -92,9 +93,7 @@ def test_a_constant_added_to_all_losses_changes_nothing(
 @pytest.mark.parametrize("batches", [0, 4])
 @given(seed=seeds)
 @brisk
-def test_the_order_of_replicas_and_sub_batches_does_not_matter(
-    estimator: Estimator, batches: int, seed: int
-) -> None:
+def test_the_order_of_replicas_and_sub_batches_does_not_matter(estimator: Estimator, batches: int, seed: int) -> None:
     draw = np.random.default_rng(seed)
     comparisons = windows(seed, batches=batches)
     shuffled = []
@@ -172,9 +171,7 @@ def test_fewer_than_two_replicas_teach_nothing(estimator: Estimator, heard: int)
     first, second, _ = windows(5)
     _, state = estimator.estimate(estimator.start(2), first)
     valid = np.arange(8) < heard
-    estimates, after = estimator.estimate(
-        state, Comparison(second.levels, second.losses, second.shifts, valid)
-    )
+    estimates, after = estimator.estimate(state, Comparison(second.levels, second.losses, second.shifts, valid))
     assert estimates == [Estimate.nothing()] * 2
     assert to_plain(after) == to_plain(state)
 
