@@ -2,7 +2,7 @@
 
     python benchmarks/overhead.py [--quick]
 
-A transformer of 4.8 M parameters by AdamW, learning rate and weight decay explored. Printed, medians:
+A transformer of 0.86 M parameters by AdamW, learning rate and weight decay explored. Printed, medians:
 
 - the share of a step that the engine's calls take between windows (`with replica`, `share_gradients`, `step`),
   timed around these calls, and a window's end (losses gathered, regression, merge, the next designs), which is
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 
-WIDTH, LAYERS, LENGTH, BATCH, VOCABULARY = 256, 6, 64, 8, 256
+WIDTH, LAYERS, LENGTH, BATCH, VOCABULARY = 128, 4, 64, 8, 256
 BLOCK = 10
 """Steps in a turn; a window's end is measured apart."""
 

@@ -79,6 +79,16 @@ def identifiable(knob: BoundKnob, evidence: Evidence, replicas: Replicas, signal
             f"{name} acts {place}, of which {evidence.kind} evidence sees nothing; give the knob other evidence "
             f"(evidence=hdet.Divergent(), or hdet.Line, Analytic or Contrast)"
         )
+    if evidence.spaces and not isinstance(spec.space, evidence.spaces):
+        raise ConfigError(
+            f"{name}: {evidence.kind} evidence measures factors and says nothing of a {type(spec.space).__name__} space; "
+            f"give the knob space=hdet.Log(), or other evidence"
+        )
+    if evidence.shared and gradients == "local" and replicas.diverge:
+        raise IdentifiabilityError(
+            f"{name}: {evidence.kind} evidence compares gradients at weights that all replicas have in common, and local "
+            f"gradients drive the weights apart; use gradients='shared', or evidence=hdet.Divergent()"
+        )
     if knob.controller.needs_averaged and not evidence.averages:
         raise ConfigError(
             f"{name}: the controller {knob.controller.kind} needs a judgement at window-averaged weights, which "

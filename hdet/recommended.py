@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hdet.engine import Engine
 from hdet.errors import ConfigError, MatchError
+from hdet.evidence import Line
 from hdet.evidence.defaults import complete
 from hdet.history import History
 from hdet.hparams import Cosine, Dropout, Knob, LabelSmoothing, LearningRate, Schedule, WeightDecay
@@ -40,12 +41,17 @@ def choose(model: nn.Module, optimizer: Optimizer, total_steps: int, schedule: S
     """
     peak = float(optimizer.param_groups[0]["lr"])
     course = schedule if schedule is not None else Cosine(peak, total_steps, warmup=WARMUP)
+    # Only a warm-up that is looked ahead of can be entered from below: nothing else makes up for it in time.
+    cautious = course(0) < Line().preview * course_peak(course)
+    shift = -math.log(CAUTION) if cautious else 0.0
     choices = [
         Choice(
             "learning rate",
-            complete(LearningRate(schedule=course, initial_shift=-math.log(CAUTION)), None, diverge=False),
-            f"heads for a peak of {course_peak(course):g}, from {CAUTION:g} times below while it looks ahead; read off "
-            f"the window's own update, raised on what the last weights prove, lowered on what averaged weights prove",
+            complete(LearningRate(schedule=course, initial_shift=shift), None, diverge=False),
+            f"heads for a peak of {course_peak(course):g}"
+            + (f", from {CAUTION:g} times below while it looks ahead" if cautious else "")
+            + "; read off the window's own update, raised on what the last weights prove, lowered on what averaged "
+            "weights prove",
         )
     ]
     if any(float(group.get("weight_decay", 0.0)) > 0.0 for group in optimizer.param_groups):

@@ -19,7 +19,7 @@ from hdet.evidence.preconditioner import decoupled, preconditioner
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.evidence import Evidence
-from hdet.replicas import tensors
+from hdet.hparams.space import Log, Relative, Space
 from hdet.spec import register
 
 
@@ -39,6 +39,7 @@ class Analytic(Evidence):
 
     sees: ClassVar[frozenset[str]] = frozenset({"update"})
     needs_probe: ClassVar[bool] = True
+    spaces: ClassVar[tuple[type[Space], ...]] = (Log, Relative)
 
     width: float = Field(default=1.0, gt=0, le=10)
     stride: int = Field(default=1, ge=1)
@@ -53,28 +54,29 @@ class AnalyticCollector(Collector):
     def __init__(self, spec: Analytic, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         super().__init__(scene, knobs)
         self.spec = spec
-        self.average = scene.averages.follow(0, spec.stride)
+        scene.follow(spec.stride)
         self.bindings = [_decay(knob) for knob in knobs]
         self.pulls = self._none()
 
-    def _none(self) -> list[list[float]]:
+    def _none(self) -> list[list[float | Tensor]]:
         return [[0.0] * len(binding.indices) for binding in self.bindings]
 
     def open(self, window: Window) -> None:
         self.pulls = self._none()
 
     def after_update(self, window: Window, step: int) -> None:
-        for pulls, binding in zip(self.pulls, self.bindings, strict=True):
-            for place, index in enumerate(binding.indices):
-                group = binding.optimizer.param_groups[index]
-                pulls[place] += _number(group["weight_decay"]) * _number(group["lr"])
+        for knob, pulls, binding in zip(self.knobs, self.pulls, self.bindings, strict=True):
+            base = knob.base(step)
+            for place, (index, ratio) in enumerate(zip(binding.indices, binding.ratios, strict=True)):
+                # A rate that is a tensor stays on its device.
+                pulls[place] = pulls[place] + base * ratio * binding.optimizer.param_groups[index]["lr"]
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
-        centre = self.average.mean()
+        centre = self.scene.averaged(harvest.valid, self.spec.stride)
         width = self.spec.width
         points: list[Any] = []
         for binding, pulls in zip(self.bindings, self.pulls, strict=True):
-            direction = self._direction(binding, pulls, centre)
+            direction = self._direction(binding, [float(pull) for pull in pulls], centre)
             for side in (-width, 0.0, width):
                 points.append(partial(_moved, centre, direction, side))
         with self.scene.at_base():
@@ -101,13 +103,13 @@ class AnalyticCollector(Collector):
                     direction[number] = centre[number] * -pull
                     continue
                 scale = preconditioner(binding.optimizer, group, parameter)
-                lr = _number(group["lr"])
+                lr = float(group["lr"])
                 if scale is not None and lr > 0.0:
                     direction[number] = centre[number] * scale * (-pull / lr)
         return direction
 
     def state_dict(self) -> dict[str, Any]:
-        return {"pulls": [list(pulls) for pulls in self.pulls]}
+        return {"pulls": [[float(pull) for pull in pulls] for pulls in self.pulls]}
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
         if window is not None:
@@ -117,10 +119,6 @@ class AnalyticCollector(Collector):
 @torch.no_grad()
 def _moved(centre: Sequence[Tensor], direction: Sequence[Tensor | None], factor: float) -> list[Tensor]:
     return [c if d is None or factor == 0.0 else c + d * factor for c, d in zip(centre, direction, strict=True)]
-
-
-def _number(entry: float | Tensor) -> float:
-    return float(entry)
 
 
 def _decay(knob: BoundKnob) -> GroupBinding:

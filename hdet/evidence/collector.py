@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,6 +50,21 @@ class Scene:
         if self.apart:
             return self.replicas.combine(valid / valid.sum())
         return tensors.clones(tensors.parameters(self.replicas.hosts[0][0]))
+
+    def follow(self, stride: int) -> None:
+        """Average the weights from now on: of one model, or of all this process hosts where they come apart."""
+        for host in range(len(self.replicas.hosts) if self.apart else 1):
+            self.averages.follow(host, stride)
+
+    def averaged(self, valid: NDArray[np.bool_], stride: int) -> list[Tensor]:
+        """The window-averaged parameters; the mean over valid replicas where these have come apart (a collective)."""
+        if not self.apart:
+            return self.averages.follow(0, stride).mean()
+        with ExitStack() as stack:
+            for host, (model, _) in enumerate(self.replicas.hosts):
+                means = self.averages.follow(host, stride).mean()
+                stack.enter_context(tensors.substituted(tensors.parameters(model), means))
+            return self.replicas.combine(valid / valid.sum())
 
     @property
     def probe(self) -> Probe:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +16,8 @@ from torch import Tensor
 from hdet.controllers import Estimate
 from hdet.errors import StepError
 from hdet.evidence.collector import Collector, Harvest, Scene, Window
+from hdet.evidence.fit import along
+from hdet.evidence.points import losses_at
 from hdet.evidence.preconditioner import preconditioner
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.design import Hadamard
@@ -25,6 +29,7 @@ from hdet.signals.probe import checked
 from hdet.spec import register
 
 SMALLEST_BLOCK = 4
+FEWEST_BLOCKS = 8
 
 
 @register
@@ -43,16 +48,24 @@ class Contrast(Evidence):
     steps form one block of the design.
 
     Near a bound both levels lie inside it, one of them on the bound. With the base on the bound, only every
-    `rest`-th step explores, so that a knob whose best value is the bound pays next to nothing.
+    `rest`-th block explores, so that a knob whose best value is the bound pays next to nothing.
+
+    A knob that also acts in eval mode (a temperature) changes the probe itself, besides what is learned: to the
+    slope of the window's T steps, T mean_t(h), is added that of the probe between the two levels at the window's
+    last weights. An estimate needs at least 8 blocks; windows with fewer save them up.
+
+    The standard error is that of the training gradients along a given v. The probe's own noise is in v: a probe
+    much smaller than a training batch gives a surer estimate than it should.
 
     Args:
         refresh: steps after which v is computed anew; each costs one gradient of the probe.
-        rest: with the base on a bound, explore every rest-th step only.
+        rest: with the base on a bound, explore in every rest-th block only.
 
-    The width d_k is the knob's `spread.width`.
+    The width d_k is the knob's `spread.width`. Under a GradScaler slopes are multiplied by its scale, t is not.
     """
 
     needs_probe: ClassVar[bool] = True
+    shared: ClassVar[bool] = True
     sees: ClassVar[frozenset[str]] = frozenset({"forward"})
 
     refresh: int = Field(default=25, ge=1)
@@ -63,7 +76,7 @@ class Contrast(Evidence):
 
 
 class ContrastCollector(Collector):
-    """Draws signs, measures each replica's gradient along v, and averages the contrasts over a window."""
+    """Draws signs, measures each replica's gradient along v, and averages the contrasts over blocks."""
 
     def __init__(self, spec: Contrast, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         super().__init__(scene, knobs)
@@ -71,35 +84,33 @@ class ContrastCollector(Collector):
         n = scene.replicas.size
         # Rows of one design block: N replicas times as many steps as it takes to tell the knobs apart.
         self.block_steps = -(-max(SMALLEST_BLOCK, len(knobs) + 1) // n)
-        rows = n * self.block_steps
-        self.signs = TwoLevel(1.0).levels(rows)
+        self.ladder = TwoLevel(1.0).levels(n * self.block_steps)
         self.refresh = -(-spec.refresh // self.block_steps) * self.block_steps
         self.design = Hadamard()
         self.half = np.zeros(len(knobs))
         self.centre = np.zeros(len(knobs))
-        self.stride = 1
+        self.stride = np.ones(len(knobs), dtype=np.int64)
+        self.saved: list[list[float]] = [[] for _ in knobs]  # slopes of blocks that no estimate has used yet
         self.direction: Tensor | None = None
         self.step = 0
         self._clear()
 
     def _clear(self) -> None:
         self.exploring = False
-        self.drawn: list[NDArray[np.float64]] = []  # [N, K] signs of each step that explored
+        self.drawn: list[NDArray[np.float64]] = []  # [N, K] signs of each step that explored, 0 for a knob that rested
         self.measured: list[Tensor] = []  # [local] <v, g_r> of the same steps
         self.shares: dict[int, Tensor] = {}
         self.totals: dict[int, Tensor] = {}
 
     def open(self, window: Window) -> None:
         self._clear()
-        at_bound = False
         for k, knob in enumerate(self.knobs):
             down, up = knob.spec.space.room(knob.base(window.start), knob.spec.bounds)
             width = min(knob.spec.spread.width, (down + up) / 2)
             self.half[k] = width
             # About the base where there is room on both sides, else with one of the levels on the bound.
             self.centre[k] = max(0.0, width - down) - max(0.0, width - up)
-            at_bound = at_bound or min(down, up) == 0.0
-        self.stride = self.spec.rest if at_bound else 1
+            self.stride[k] = self.spec.rest if min(down, up) == 0.0 else 1
         self._aim(window)
         self._spread(window, window.start)
 
@@ -129,49 +140,91 @@ class ContrastCollector(Collector):
             self._spread(window, step + 1)
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
-        found = {knob.name: Estimate.nothing() for knob in self.knobs}
         blocks = len(self.measured) // self.block_steps
-        if blocks < 2:
-            return found
+        if blocks:
+            self._save(blocks)
+        found = {knob.name: Estimate.nothing() for knob in self.knobs}
+        sure = [k for k, slopes in enumerate(self.saved) if len(slopes) >= FEWEST_BLOCKS]
+        direct = self._direct([k for k in sure if self.knobs[k].spec.acts_in_eval], harvest)
+        steps = harvest.window.stop - harvest.window.start
+        for k in sure:
+            slopes = np.array(self.saved[k])
+            slope, stderr = float(slopes.mean()), float(slopes.std(ddof=1) / np.sqrt(len(slopes)))
+            if k in direct:
+                slope, stderr = steps * slope + direct[k].slope, math.hypot(steps * stderr, direct[k].stderr)
+            found[self.knobs[k].name] = Estimate(slope=slope, stderr=stderr, offset=float(self.centre[k]))
+            self.saved[k] = []
+        return found
+
+    def _save(self, blocks: int) -> None:
+        """Work out each block's slope for each knob that explored in it."""
         used = blocks * self.block_steps
         along = self.scene.replicas.gather(torch.stack(self.measured[:used], dim=1))  # [N, steps]
         signs = np.stack(self.drawn[:used])  # [steps, N, K]
-        effects = -(signs * along.T[:, :, None]).mean(axis=1)  # [steps, K]
-        effects = effects.reshape(blocks, self.block_steps, -1).mean(axis=1)
-        effects = effects[np.isfinite(effects).all(axis=1)]
-        if len(effects) < 2:
-            return found
-        slopes = effects.mean(axis=0) / self.half
-        errors = effects.std(axis=0, ddof=1) / np.sqrt(len(effects)) / self.half
-        return {
-            knob.name: Estimate(slope=float(slope), stderr=float(error))
-            for knob, slope, error in zip(self.knobs, slopes, errors, strict=True)
-        }
+        products = (signs * along.T[:, :, None]).sum(axis=1).reshape(blocks, self.block_steps, -1).sum(axis=1)
+        squares = (signs**2).sum(axis=1).reshape(blocks, self.block_steps, -1).sum(axis=1)  # [blocks, K]
+        for k, half in enumerate(self.half):
+            heard = (squares[:, k] > 0.0) & np.isfinite(products[:, k])
+            if half > 0.0:
+                self.saved[k] += (-products[heard, k] / squares[heard, k] / half).tolist()
+
+    def _direct(self, numbers: Sequence[int], harvest: Harvest) -> dict[int, Estimate]:
+        """What some knobs do to the probe itself, between their two levels at the weights as they are."""
+        points: list[Callable[[], list[Tensor]]] = []
+        for k in numbers:
+            ends = (self.centre[k] - self.half[k], self.centre[k] + self.half[k])
+            points += [partial(self._displaced, k, float(end), harvest.window.stop - 1) for end in ends]
+        if not points:
+            return {}
+        with self.scene.at_base():
+            losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
+        pairs = losses.reshape(len(numbers), 2, -1)
+        return {k: along((-self.half[k], self.half[k]), pair) for k, pair in zip(numbers, pairs, strict=True)}
+
+    def _displaced(self, number: int, offset: float, step: int) -> list[Tensor]:
+        """The parameters as they are; as a side effect one knob is off its base and the others at theirs."""
+        for k, knob in enumerate(self.knobs):
+            value = knob.displaced(step, offset if k == number else 0.0)
+            for host in range(len(self.scene.replicas.hosts)):
+                knob.write(host, value)
+        return tensors.clones(tensors.parameters(self.scene.replicas.hosts[0][0]))
 
     def _signs(self, window: Window, step: int) -> NDArray[np.float64]:
-        """[N, K] signs of a step: its rows of the block it belongs to."""
+        """[N, K] signs of a step: its rows of the block it belongs to, 0 for knobs that rest in this block."""
+        active = self._active(window, step)
+        n = self.scene.replicas.size
+        if not active.any():
+            return np.zeros((n, len(self.knobs)))
         within = (step - window.start) % self.block_steps
-        block = self.design.assign(
-            [self.signs] * len(self.knobs),
+        drawn = self.design.assign(
+            [self.ladder] * len(self.knobs),
             seed=self.scene.seed,
             window=step - within,
             names=[knob.name for knob in self.knobs],
             two_level=[True] * len(self.knobs),
         )
-        n = self.scene.replicas.size
-        return block[within * n : (within + 1) * n]
+        signs: NDArray[np.float64] = drawn[within * n : (within + 1) * n] * active
+        return signs
+
+    def _active(self, window: Window, step: int) -> NDArray[np.bool_]:
+        """[K] which knobs explore in the block that a step belongs to."""
+        block = (step - window.start) // self.block_steps
+        active: NDArray[np.bool_] = (block % self.stride == 0) & (self.half > 0.0)
+        return active if self.direction is not None else np.zeros_like(active)
 
     def _spread(self, window: Window, step: int) -> None:
-        """Put the levels of a step in force, or the base in a step that rests."""
+        """Put the levels of a step in force; a knob that rests is at its base."""
         self.step = step
-        block = (step - window.start) // self.block_steps
-        self.exploring = self.direction is not None and block % self.stride == 0
-        signs = self._signs(window, step) if self.exploring else np.zeros((self.scene.replicas.size, len(self.knobs)))
+        active, signs = self._active(window, step), self._signs(window, step)
+        self.exploring = bool(active.any())
         for k, knob in enumerate(self.knobs):
-            knob.spread(signs[:, k] * self.half[k], float(self.centre[k]) if self.exploring else 0.0)
+            knob.spread(signs[:, k] * self.half[k], float(self.centre[k]) if active[k] else 0.0)
 
     def _aim(self, window: Window) -> None:
         """v = P g_p at the weights as they are; `None` before the optimizer has a state to read P from."""
+        if not self.half.any():
+            self.direction = None
+            return
         model, optimizer = self.scene.replicas.hosts[0]
         own = tensors.trained(model)
         scales: dict[int, Tensor | float] = {}
@@ -196,6 +249,7 @@ class ContrastCollector(Collector):
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "saved": [list(slopes) for slopes in self.saved],
             "step": self.step,
             "direction": self.direction,
             "measured": list(self.measured),
@@ -203,10 +257,13 @@ class ContrastCollector(Collector):
         }
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
+        self.saved = [list(slopes) for slopes in state["saved"]]
         if window is None:
             return
-        self.direction = state["direction"]
-        self.measured = list(state["measured"])
+        device = next(iter(tensors.trained(self.scene.replicas.hosts[0][0]))).device
+        direction = state["direction"]
+        self.direction = None if direction is None else direction.to(device, copy=True)
+        self.measured = [row.to(device, copy=True) for row in state["measured"]]
         self.drawn = [np.asarray(signs, dtype=np.float64) for signs in state["drawn"]]
         self._spread(window, state["step"])
 

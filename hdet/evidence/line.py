@@ -20,6 +20,7 @@ from hdet.evidence.points import losses_at
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.evidence import Evidence
+from hdet.hparams.space import Log, Relative, Space
 from hdet.replicas import tensors
 from hdet.spec import register
 
@@ -46,6 +47,7 @@ class Line(Evidence):
     sees: ClassVar[frozenset[str]] = frozenset({"update"})
     averages: ClassVar[bool] = True
     needs_probe: ClassVar[bool] = True
+    spaces: ClassVar[tuple[type[Space], ...]] = (Log, Relative)
 
     width: float = Field(default=0.3, gt=0, le=3)
     points: tuple[float, ...] = (-1.0, 0.0, 1.0)
@@ -69,7 +71,7 @@ class LineCollector(Collector):
     def __init__(self, spec: Line, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         super().__init__(scene, knobs)
         self.spec = spec
-        self.average = scene.averages.follow(0, spec.stride)
+        scene.follow(spec.stride)
         self.moved = [_moved(knob, scene) for knob in knobs]
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
@@ -78,7 +80,7 @@ class LineCollector(Collector):
             held.to(live.device)
             for held, live in zip(self.scene.anchor.parameters(), tensors.parameters(model), strict=True)
         ]
-        last, averaged = self.scene.weights(harvest.valid), self.average.mean()
+        last, averaged = self.scene.weights(harvest.valid), self.scene.averaged(harvest.valid, self.spec.stride)
         around = [self.spec.width * point for point in self.spec.points]
         centres = [self._centre(knob, harvest.window) for knob in self.knobs]
         points: list[Callable[[], list[Tensor]]] = []
@@ -99,7 +101,7 @@ class LineCollector(Collector):
     def _centre(self, knob: BoundKnob, window: Window) -> float:
         """How far ahead of the base to look: 0 but in the early warm-up."""
         first, last = knob.schedule(window.start), knob.schedule(window.stop - 1)
-        share = (first + last) / 2 / knob.peak
+        share = (first + last) / 2 / knob.peak if knob.peak > 0.0 else 1.0
         if last <= first or not 0.0 < share < self.spec.preview:
             return 0.0
         return math.log(self.spec.preview / share)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 Group = dict[str, Any]
 
-_warned: set[str] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 def preconditioner(optimizer: Optimizer, group: Group, parameter: nn.Parameter) -> Tensor | float | None:
@@ -19,18 +19,28 @@ def preconditioner(optimizer: Optimizer, group: Group, parameter: nn.Parameter) 
 
     | optimizer | P |
     |---|---|
-    | Adam, AdamW, NAdam, RAdam, Adamax-like with `exp_avg_sq` | lr / (sqrt(v / (1 - beta2^t)) + eps) |
+    | Adam, AdamW, NAdam and others with `exp_avg_sq` | lr / (sqrt(v / (1 - beta2^t)) + eps) |
+    | Adamax (`exp_inf`) | lr / exp_inf |
     | RMSprop (`square_avg`) | lr / (sqrt(v) + eps), / (1 - momentum) |
     | Adagrad (`sum`) | lr / (sqrt(sum) + eps) |
-    | SGD | lr / (1 - momentum): what a lasting gradient comes to |
+    | SGD | lr (1 - dampening) / (1 - momentum): what a lasting gradient comes to |
     | any other | lr, with a warning that names the optimizer |
+
+    With `maximize` P is negative. RAdam's rectification is left out: its first steps are read too large.
 
     Returns:
         A tensor like the parameter, a float, or `None` before the optimizer's first step.
     """
+    scale = _scale(optimizer, group, optimizer.state.get(parameter, {}), parameter)
+    return -scale if scale is not None and group.get("maximize") else scale
+
+
+def _scale(optimizer: Optimizer, group: Group, state: Group, parameter: nn.Parameter) -> Tensor | float | None:
     lr = float(group["lr"])
-    state = optimizer.state.get(parameter, {})
-    if "betas" in group and "momentum" not in group and not state:
+    if isinstance(optimizer, torch.optim.SGD):
+        momentum = float(group["momentum"])
+        return lr * (1.0 - float(group["dampening"]) if momentum else 1.0) / (1.0 - momentum)
+    if not state:
         return None
     second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
     if isinstance(second, Tensor) and second.shape == parameter.shape:
@@ -38,27 +48,34 @@ def preconditioner(optimizer: Optimizer, group: Group, parameter: nn.Parameter) 
         if "step" in state and "betas" in group:
             correction = 1.0 - float(group["betas"][1]) ** max(1.0, float(state["step"]))
         return lr / ((second / correction).sqrt() + float(group["eps"]))
-    for entry, smoothing in (("square_avg", True), ("sum", True)):
+    largest = state.get("exp_inf")
+    if isinstance(largest, Tensor) and largest.shape == parameter.shape:
+        return lr / largest.clamp_min(torch.finfo(largest.dtype).tiny)
+    for entry in ("square_avg", "sum"):
         held = state.get(entry)
-        if smoothing and isinstance(held, Tensor) and held.shape == parameter.shape:
+        if isinstance(held, Tensor) and held.shape == parameter.shape and "acc_delta" not in state:
             return lr / (held.sqrt() + float(group["eps"])) / (1.0 - float(group.get("momentum", 0.0)))
-    if isinstance(optimizer, torch.optim.SGD):
-        return lr / (1.0 - float(group["momentum"]))
-    name = type(optimizer).__name__
-    if name not in _warned:
-        _warned.add(name)
-        warnings.warn(
-            f"hdet does not know how {name} scales gradients and takes its update for lr * gradient; slopes keep their "
-            f"sign wherever the true scaling is positive, and lose some of their power",
-            stacklevel=2,
-        )
+    _warn(
+        optimizer,
+        "scales gradients, and takes its update for lr * gradient: slopes keep their sign wherever the true scaling is "
+        "positive, and lose some of their power",
+    )
     return lr
 
 
 def decoupled(optimizer: Optimizer, group: Group) -> bool:
     """Whether weight decay acts on the weights directly (AdamW) and not through the gradient (L2)."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        return True
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
-    return not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad))
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return type(optimizer).__name__ in ("AdamW", "Adafactor", "Muon")
+    if "AdamW" not in type(optimizer).__name__:
+        _warn(optimizer, "decays weights, and takes it for lr * decay * weight")
+    return True
+
+
+def _warn(optimizer: Optimizer, what: str) -> None:
+    name = type(optimizer).__name__
+    if (name, what) not in _warned:
+        _warned.add((name, what))
+        warnings.warn(f"hdet does not know how {name} {what}", stacklevel=3)

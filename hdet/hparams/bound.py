@@ -178,7 +178,7 @@ class BoundKnob:
         self._placed = (-1, 0.0, 0.0, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Shift and controller state as plain numbers; levels follow from seed and window."""
+        """Shift, controller state and a base that was read, as plain numbers; levels follow from seed and window."""
         return {"shift": self.shift, "peak": self.peak, "controller": to_plain(self.state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,5 +186,8 @@ class BoundKnob:
         self.shift = float(state["shift"])
         if self.schedule.total_steps is None:
             self.peak = float(state["peak"])
+        if self.spec.schedule is None:
+            # What was read this time may be an optimizer loaded in the middle of the run, already shifted.
+            self.schedule = Constant(self.peak)
         self.state = from_plain(type(self.state), state["controller"])
         self.forget()

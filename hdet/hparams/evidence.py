@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from hdet.hparams.space import Space
 from hdet.spec import Spec
 
 if TYPE_CHECKING:
@@ -22,12 +23,16 @@ class Evidence(Spec, family="evidence"):
         diverges: replicas are trained at different values and so come apart; they need a merge.
         sees: the kinds of knob whose effect it can tell apart under shared gradients.
         averages: its estimates carry the same comparison at window-averaged weights (`Estimate.averaged`).
+        shared: it takes replicas that share gradients and stay alike.
+        spaces: the spaces in which its slopes are slopes; empty for all.
         needs_probe: it measures a held-out loss and so needs `signal=hdet.Probe(...)`.
     """
 
     diverges: ClassVar[bool] = False
     sees: ClassVar[frozenset[str]] = frozenset({"update", "forward"})
     averages: ClassVar[bool] = False
+    shared: ClassVar[bool] = False
+    spaces: ClassVar[tuple[type[Space], ...]] = ()
     needs_probe: ClassVar[bool] = False
 
     @abstractmethod

@@ -107,6 +107,10 @@ class AttentionTemperature(ModuleKnob):
 
     role: ClassVar[str] = "temperature"
 
+    @property
+    def acts_in_eval(self) -> bool:
+        return True
+
     space: Space = Log()
     bounds: tuple[float, float] = (0.1, 10.0)
     spread: Spread = TwoLevel(0.15)

@@ -62,6 +62,11 @@ class Knob(Spec, family="knob"):
         return False
 
     @property
+    def acts_in_eval(self) -> bool:
+        """Whether its value also changes the model's output in eval mode, and so the probe itself."""
+        return False
+
+    @property
     def label(self) -> str:
         """The knob's name, or its kind where none was given."""
         return self.name or self.kind

@@ -48,6 +48,10 @@ class Scalar(Knob):
     def biases_loss(self) -> bool:
         return self.biased
 
+    @property
+    def acts_in_eval(self) -> bool:
+        return self.effect == "forward"
+
     def bind(self, model: nn.Module, optimizer: Optimizer) -> Binding:
         if self.get is not None and self.set is not None:
             return FunctionBinding(model, self.name, self.get, self.set)

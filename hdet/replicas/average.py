@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ class RunningMean:
     mean_k = mean_{k-1} + (theta_k - mean_{k-1}) / k, held in float32 at least.
 
     Args:
-        current: the tensors to follow; their memory is read at each `add`.
+        current: gives the tensors to follow, as they are now; an optimizer may put new memory in their place.
         stride: take every stride-th call only; the others cost nothing.
     """
 
-    def __init__(self, current: Sequence[Tensor], stride: int = 1) -> None:
-        self._current = list(current)
+    def __init__(self, current: Callable[[], Sequence[Tensor]], stride: int = 1) -> None:
+        self._current = current
         self._stride = stride
         self._calls = 0
         self.count = 0
@@ -41,19 +42,20 @@ class RunningMean:
         if self._calls % self._stride:
             return
         self.count += 1
+        current = list(self._current())
         if not self.values:
             self.values = [
-                torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in self._current
+                torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in current
             ]
         if self.count == 1:
-            tensors.copy_(self.values, self._current)
+            tensors.copy_(self.values, current)
         else:
-            wide = [t if t.dtype == v.dtype else t.to(v.dtype) for t, v in zip(self._current, self.values, strict=True)]
+            wide = [t if t.dtype == v.dtype else t.to(v.dtype) for t, v in zip(current, self.values, strict=True)]
             torch._foreach_lerp_(self.values, wide, 1.0 / self.count)
 
     def mean(self) -> list[Tensor]:
         """The mean so far; the current tensors where nothing was added."""
-        return self.values if self.count else list(self._current)
+        return self.values if self.count else list(self._current())
 
     def state_dict(self) -> dict[str, object]:
         values = tensors.clones(self.values) if self.count else []
@@ -64,7 +66,7 @@ class RunningMean:
         self.count = int(state["count"])  # type: ignore[call-overload]
         values = state["values"]
         assert isinstance(values, list)
-        self.values = [value.to(t.device, copy=True) for value, t in zip(values, self._current, strict=False)]
+        self.values = [value.to(t.device, copy=True) for value, t in zip(values, self._current(), strict=False)]
 
 
 class Averages:
@@ -77,7 +79,7 @@ class Averages:
     def follow(self, host: int, stride: int) -> RunningMean:
         """The mean of a host's parameters over the window under way."""
         if (host, stride) not in self._means:
-            self._means[host, stride] = RunningMean(tensors.parameters(self._hosts[host][0]), stride)
+            self._means[host, stride] = RunningMean(partial(tensors.parameters, self._hosts[host][0]), stride)
         return self._means[host, stride]
 
     def reset(self) -> None:

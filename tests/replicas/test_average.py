@@ -17,7 +17,7 @@ from hdet.replicas.average import Averages, RunningMean
 @given(values=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=30), stride=st.integers(1, 4))
 def test_it_is_the_mean_of_every_stride_th_step(values: list[float], stride: int) -> None:
     weight = torch.zeros(2)
-    mean = RunningMean([weight], stride)
+    mean = RunningMean(lambda: [weight], stride)
     for value in values:
         weight.fill_(value)
         mean.add()
@@ -30,7 +30,7 @@ def test_it_is_the_mean_of_every_stride_th_step(values: list[float], stride: int
 
 def test_reset_starts_anew_even_after_a_nan() -> None:
     weight = torch.tensor([float("nan")])
-    mean = RunningMean([weight])
+    mean = RunningMean(lambda: [weight])
     mean.add()
     mean.reset()
     assert mean.mean()[0] is weight
@@ -42,7 +42,7 @@ def test_reset_starts_anew_even_after_a_nan() -> None:
 def test_half_precision_is_averaged_in_single() -> None:
     """In bfloat16 a mean over 1000 steps would stand still."""
     weight = torch.ones(1, dtype=torch.bfloat16)
-    mean = RunningMean([weight])
+    mean = RunningMean(lambda: [weight])
     for step in range(1000):
         weight.fill_(float(step % 2))
         mean.add()
@@ -58,21 +58,21 @@ def test_its_state_goes_on_where_it_was_and_is_a_copy() -> None:
             weight.fill_(float(value))
             mean.add()
 
-    whole, first, second = RunningMean([weight], 2), RunningMean([weight], 2), RunningMean([weight], 2)
+    whole, first, second = RunningMean(lambda: [weight], 2), RunningMean(lambda: [weight], 2), RunningMean(lambda: [weight], 2)
     add(whole, range(9))
     add(first, range(5))
     state = first.state_dict()
     second.load_state_dict(state)
     add(second, range(5, 9))
     assert torch.equal(second.mean()[0], whole.mean()[0])
-    again = RunningMean([weight], 2)
+    again = RunningMean(lambda: [weight], 2)
     again.load_state_dict(state)
     assert torch.equal(again.mean()[0], first.mean()[0])
     assert first.count == 2
 
 
 def test_of_a_window_just_opened_no_weights_are_saved() -> None:
-    mean = RunningMean([torch.ones(1000)])
+    mean = RunningMean(lambda: [torch.ones(1000)])
     mean.add()
     mean.reset()
     assert mean.state_dict()["values"] == []

@@ -85,6 +85,11 @@ class Ranks(Replicas):
     def is_leader(self) -> bool:
         return bool(self.layout.table[self.layout.place, self.layout.part] == 0)
 
+    @property
+    def bytes_held(self) -> int:
+        """The memory of the persistent buckets."""
+        return self.exchange.bytes_held + (self._narrow.bytes_held if self._narrow is not None else 0)
+
     def begin(self, terms: Terms) -> None:
         own = terms.gradients == "local" or terms.observed or not self.diverge
         if self._reduces == "hsdp" and own:
