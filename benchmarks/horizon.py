@@ -55,9 +55,7 @@ class Quadratic:
             mean, variance = self.advance(mean, variance, peak * schedule(t))
         return mean, variance
 
-    def judged(
-        self, mean: Array, variance: Array, peak: float, first: int, window: int, signal: str
-    ) -> float:
+    def judged(self, mean: Array, variance: Array, peak: float, first: int, window: int, signal: str) -> float:
         """The signal after a window at a rate, from given moments."""
         total = 0.0
         positions, shrinks, variances = [], [], []
@@ -115,8 +113,7 @@ def main() -> None:
     for rate in RATES:
         moments = task.run(rate, first)
         above, below = (
-            task.judged(*moments, rate * math.exp(x), first, given.window, given.signal)
-            for x in (1e-3, -1e-3)
+            task.judged(*moments, rate * math.exp(x), first, given.window, given.signal) for x in (1e-3, -1e-3)
         )
         slopes.append((above - below) / 2e-3)
     turns = sign_change(np.array(slopes))

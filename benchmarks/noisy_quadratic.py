@@ -55,8 +55,7 @@ def truth(start: Array, steps: int, variance: float) -> Array:
     step = 1e-4
     moves = step * np.eye(GROUPS)
     slopes = [
-        expected_loss(start, move, steps, variance) - expected_loss(start, -move, steps, variance)
-        for move in moves
+        expected_loss(start, move, steps, variance) - expected_loss(start, -move, steps, variance) for move in moves
     ]
     return np.stack(slopes, axis=1) / (2 * step)
 
@@ -65,9 +64,7 @@ def main() -> None:
     """Simulate the windows of one setting and write its numbers."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument(
-        "--signal", choices=["training", "paired", "probe", "unpaired probe"], default="training"
-    )
+    parser.add_argument("--signal", choices=["training", "paired", "probe", "unpaired probe"], default="training")
     parser.add_argument("--design", choices=list(DESIGNS), default="permutation")
     parser.add_argument("--window", type=int, default=20)
     parser.add_argument("--averaging", choices=["shared", "local"], default="shared")
@@ -87,9 +84,7 @@ def main() -> None:
     design = DESIGNS[given.design]
     levels = np.stack(
         [
-            design.assign(
-                ladder, seed=given.seed, window=w, names=names, two_level=[spread.two_level] * GROUPS
-            )
+            design.assign(ladder, seed=given.seed, window=w, names=names, two_level=[spread.two_level] * GROUPS)
             for w in range(WINDOWS)
         ]
     )  # [W, N, K]

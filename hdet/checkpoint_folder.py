@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from hdet.errors import CheckpointError, ConfigError
+from hdet.replicas.distributed.layout import Group
 from hdet.replicas.distributed.lost import translated
 from hdet.stateful import Stateful
 
@@ -42,7 +43,7 @@ class CheckpointFolder:
         self.path = Path(path)
         self.keep = keep
         self._saving: Any = None
-        self._group: dist.ProcessGroup | None = None
+        self._group: Group | None = None
 
     def save(self, engine: Engine, *, wait: bool = True) -> Path:
         """Save the last converged point; without `wait`, copy it and write in the background.
@@ -121,8 +122,8 @@ class CheckpointFolder:
     def _background(self) -> dist.ProcessGroup | None:
         """A group for the writing thread alone: on training's own, its collectives and training's would mix."""
         if self._group is None and _distributed():
-            self._group = dist.new_group(backend="gloo")
-        return self._group
+            self._group = Group(dist.new_group(backend="gloo"))
+        return self._group() if self._group is not None else None
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint."""

@@ -12,6 +12,8 @@ from rich.console import Console
 import hdet
 from hdet.running.config import RunConfig
 from hdet.running.display import Display, show_result
+from hdet.running.folder import RunFolder
+from hdet.running.launching import launch, leads, ranks
 from hdet.running.runner import Run
 from hdet.study.command import ablate
 
@@ -50,12 +52,31 @@ def run(
     compare: Annotated[bool, typer.Option("--compare", help="Train again without hdet, beside it.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a run in the folder.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    replicas: Annotated[int | None, typer.Option(help="Override the number of replicas.")] = None,
+    processes: Annotated[
+        int, typer.Option(help="Share the replicas out over this many processes of this machine.")
+    ] = 1,
 ) -> None:
-    """Train a task with the engine."""
-    declared = RunConfig.load(config, assignments or (), seed=seed)
-    prepared = Run(
-        declared, out if out is not None else Path("runs") / config.stem, force=force, resume=resume
-    )
+    """Train a task with the engine; under torchrun, on all its ranks."""
+    changed = [*(assignments or ()), *([f"replicas={replicas}"] if replicas is not None else [])]
+    declared = RunConfig.load(config, changed, seed=seed)
+    folder = out if out is not None else Path("runs") / config.stem
+    if processes != 1:
+        RunFolder(folder).check(declared, force=force, resume=resume)
+        flags = {"--compare": compare, "--force": force, "--resume": resume}
+        arguments = ["run", str(config), "--out", str(folder), *(flag for flag, said in flags.items() if said)]
+        arguments += [part for assignment in changed for part in ("--set", assignment)]
+        arguments += ["--seed", str(seed)] if seed is not None else []
+        raise typer.Exit(launch(processes, arguments))
+    with ranks():
+        _run(declared, folder, compare=compare, force=force, resume=resume)
+
+
+def _run(declared: RunConfig, folder: Path, *, compare: bool, force: bool, resume: bool) -> None:
+    prepared = Run(declared, folder, force=force, resume=resume)
+    if not leads():
+        prepared(compare=compare)
+        return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
     for split, fact in prepared.workload.facts.items():
         console.print(f"{split}: {fact}", markup=False, soft_wrap=True)

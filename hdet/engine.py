@@ -301,7 +301,7 @@ class Engine:
         stop = start + self.windows.length(start)
         if self._last_step is not None:
             stop = min(stop, self._last_step)
-        self.window = Window(index, start, stop)
+        self.window = Window(index, start, stop, self._last_step)
         for knob in self.knobs:
             knob.rest()
         self._apply()  # so that the anchored optimizer holds the bases, not the first replica's levels
@@ -317,7 +317,7 @@ class Engine:
     def _close_window(self) -> WindowRecord:
         began = time.perf_counter()
         self._home.advance(now=True)
-        window = Window(self.window.index, self.window.start, self.step_count)
+        window = Window(self.window.index, self.window.start, self.step_count, self._last_step)
         table = self._home.gather(self.tally.rows())
         valid = np.isfinite(table[:, 0]) & (table[:, 2] == 1.0)
         losses = np.where(valid & (table[:, 3] > 0), table[:, 0], np.nan)

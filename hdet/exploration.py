@@ -42,9 +42,7 @@ class Course(Schedule):
         last = max(self._values, default=-1)
         if t > last >= 0:
             return self._values[last]
-        raise ConfigError(
-            f"the scheduler's value at step {t} is not remembered (only {sorted(self._values)})"
-        )
+        raise ConfigError(f"the scheduler's value at step {t} is not remembered (only {sorted(self._values)})")
 
     def tell(self, t: int, value: float) -> None:
         """The value at step t is this."""
@@ -198,10 +196,7 @@ def running_engine(exploration: Exploration | None) -> Engine:
 
 def rates(optimizer: Optimizer) -> list[float | Tensor]:
     """The learning rate of each parameter group; tensors are copied."""
-    return [
-        group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]
-        for group in optimizer.param_groups
-    ]
+    return [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in optimizer.param_groups]
 
 
 def surroundings(optimizer: Optimizer, model: nn.Module | None, replicas: Replicas | None) -> Replicas:

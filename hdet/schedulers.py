@@ -185,11 +185,7 @@ class OneCycleHDET(OneCycleLR):
         """torch's state, and while exploring under `"hdet"` everything a resume needs, the model included."""
         state = self._torch_state()
         exploration = self.__dict__.get("_exploration")
-        return (
-            state
-            if exploration is None
-            else {**state, KEY: {"began": self._began, **exploration.state_dict()}}
-        )
+        return state if exploration is None else {**state, KEY: {"began": self._began, **exploration.state_dict()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state of this class, of any number of replicas, or of OneCycleLR.
@@ -220,9 +216,7 @@ class OneCycleHDET(OneCycleLR):
 
     def __getstate__(self) -> dict[str, Any]:
         if self.__dict__.get("_exploration") is not None:
-            raise TypeError(
-                "an exploring scheduler holds live replicas and cannot be pickled; save its state_dict()"
-            )
+            raise TypeError("an exploring scheduler holds live replicas and cannot be pickled; save its state_dict()")
         return self.__dict__
 
     def _torch_state(self) -> dict[str, Any]:
@@ -244,9 +238,7 @@ class OneCycleHDET(OneCycleLR):
     def _check_knobs(self) -> None:
         """Refuse a declaration that cannot be even where this process is alone and will not use it."""
         if not isinstance(self._declared["warmup"], int) or self._declared["warmup"] < 0:
-            raise ConfigError(
-                f"auto_lr_warmup must be a number of steps, 0 or more; got {self._declared['warmup']!r}"
-            )
+            raise ConfigError(f"auto_lr_warmup must be a number of steps, 0 or more; got {self._declared['warmup']!r}")
         self._knobs(began=0)
 
     def _explore(self, began: int) -> Exploration:

@@ -66,9 +66,7 @@ def test_zeros_frozen_parameters_and_buffers_stay() -> None:
     for replica in home.local:
         assert torch.equal(replica.model.get_parameter("zeros"), start.zeros)
         assert torch.equal(replica.model.get_parameter("frozen"), start.frozen)
-        for (name, buffer), (_, own) in zip(
-            replica.model.named_buffers(), start.named_buffers(), strict=True
-        ):
+        for (name, buffer), (_, own) in zip(replica.model.named_buffers(), start.named_buffers(), strict=True):
             assert torch.equal(buffer, own), name
 
 
@@ -135,9 +133,7 @@ def test_it_starts_from_a_checkpoint(tmp_path: Path) -> None:
         home = replicas(2)
         hdet.perturb(home, noise=0.01, checkpoint=checkpoint)
         for replica in home.local:
-            assert relative(replica.model.get_parameter("large"), trained.large) == pytest.approx(
-                0.01, rel=0.03
-            )
+            assert relative(replica.model.get_parameter("large"), trained.large) == pytest.approx(0.01, rel=0.03)
             assert torch.equal(replica.model.norm.running_mean, trained.norm.running_mean)  # type: ignore[union-attr]
 
 

@@ -228,9 +228,7 @@ def test_tensor_rates_stay_the_same_objects(kind: str) -> None:
 
 
 def test_a_state_makes_the_round_trip_both_ways() -> None:
-    def run(
-        first: Callable[..., OneCycleLR], second: Callable[..., OneCycleLR]
-    ) -> tuple[list[Any], list[Any]]:
+    def run(first: Callable[..., OneCycleLR], second: Callable[..., OneCycleLR]) -> tuple[list[Any], list[Any]]:
         scheduler = first(optimizer(), 0.3, total_steps=20)
         course(scheduler, 8)
         other_optimizer = optimizer()
@@ -358,9 +356,7 @@ def test_a_declaration_that_cannot_be_is_refused_even_in_one_process() -> None:
     model = nn.Linear(2, 1)
     made = SGD(model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(ConfigError, match="not both"):
-        hdet.OneCycleHDET(
-            made, 0.3, total_steps=20, spread=0.1, model=model, replicas=hdet.replicate(model, made, n=2)
-        )
+        hdet.OneCycleHDET(made, 0.3, total_steps=20, spread=0.1, model=model, replicas=hdet.replicate(model, made, n=2))
     other = SGD(model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(ConfigError, match="same optimizer"):
         hdet.OneCycleHDET(other, 0.3, total_steps=20, spread=0.1, replicas=hdet.replicate(model, made, n=2))
@@ -374,9 +370,7 @@ TOTAL, WINDOW = 23, 4
 class Job:
     """A user's script with N replicas in one process: a perceptron with BatchNorm on random data."""
 
-    def __init__(
-        self, wrap: Callable[[Optimizer, hdet.replicas.Replicas], Any], n: int = 3, kind: str = "sgd"
-    ) -> None:
+    def __init__(self, wrap: Callable[[Optimizer, hdet.replicas.Replicas], Any], n: int = 3, kind: str = "sgd") -> None:
         generator = torch.Generator().manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
         with torch.no_grad():
@@ -435,9 +429,7 @@ def test_replicas_fan_out_from_the_first_step_and_converge_every_window() -> Non
         bases.append([group["lr"] for group in plain.optimizer.param_groups])
     rates = np.array(job.train(until=8))  # [step, replica, group]
     ratios = rates / np.array(bases)[:8, None, :]
-    np.testing.assert_allclose(
-        np.sort(ratios, axis=1), np.broadcast_to([[0.8], [1.0], [1.2]], (8, 3, 2)), rtol=1e-12
-    )
+    np.testing.assert_allclose(np.sort(ratios, axis=1), np.broadcast_to([[0.8], [1.0], [1.2]], (8, 3, 2)), rtol=1e-12)
     # constant within a window, redrawn for each, group by group
     assert (np.ptp(ratios[:4], axis=0) < 1e-12).all()
     assert (np.ptp(ratios[4:8], axis=0) < 1e-12).all()
@@ -493,9 +485,7 @@ def test_the_history_holds_what_was_in_force() -> None:
     job = Job(one_cycle)
     rates = np.array(job.train(until=TOTAL))
     for record in job.scheduler.engine.history:
-        np.testing.assert_allclose(
-            np.array(list(record.values.values())).T, rates[record.stop - 1], rtol=1e-12
-        )
+        np.testing.assert_allclose(np.array(list(record.values.values())).T, rates[record.stop - 1], rtol=1e-12)
 
 
 def test_without_a_loss_it_fans_out_and_converges_and_does_not_control() -> None:
@@ -678,9 +668,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "exponential": lambda made: ExponentialLR(made, 0.9),
     "lambda": lambda made: LambdaLR(made, lambda t: min(t / 5, 1.0)),
     "one cycle": lambda made: OneCycleLR(made, 0.3, total_steps=30),
-    "chained": lambda made: ChainedScheduler(
-        [ConstantLR(made, 0.5, total_iters=3), ExponentialLR(made, 0.9)]
-    ),
+    "chained": lambda made: ChainedScheduler([ConstantLR(made, 0.5, total_iters=3), ExponentialLR(made, 0.9)]),
     "sequential": lambda made: SequentialLR(
         made, [LinearLR(made, 0.1, total_iters=4), CosineAnnealingLR(made, 10)], milestones=[4]
     ),

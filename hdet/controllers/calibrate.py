@@ -53,6 +53,8 @@ class Calibrate(Controller):
         trusted_from: share of the schedule's peak from which "raise" is believed during the warm-up.
         patience: consecutive warm-up windows that must call for less before the cap falls.
         headroom: how far above the value that called for less the peak may lie, as a factor.
+        until: share of the run after which the base holds and nothing is gathered: what is left of a schedule that
+            decays cannot pay back a probe.
         settle: share of the run, at its end, over which raising and lowering fade to zero (the cap does not).
 
     Raises:
@@ -74,7 +76,11 @@ class Calibrate(Controller):
     trusted_from: float = Field(default=0.35, ge=0, le=1)
     patience: int = Field(default=2, ge=1, le=1000)
     headroom: float = Field(default=3.0, gt=0, le=1000)
+    until: float = Field(default=0.85, gt=0, le=1)
     settle: float = Field(default=0.0, ge=0, le=1)
+
+    def listens(self, step: int, total_steps: int | None) -> bool:
+        return total_steps is None or step < self.until * total_steps
 
     def start(self) -> CalibrateState:
         return CalibrateState()
@@ -82,7 +88,7 @@ class Calibrate(Controller):
     def step(
         self, state: CalibrateState, estimate: Estimate, context: Context
     ) -> tuple[float, CalibrateState]:
-        if not estimate.testable:
+        if not estimate.testable or not self.listens(context.step, context.total_steps):
             return 0.0, state
         if estimate.offset > 0:
             return self._ahead(estimate, context), state

@@ -68,6 +68,10 @@ class Controller(Spec, family="controller"):
 
     needs_averaged: ClassVar[bool] = False
 
+    def listens(self, step: int, total_steps: int | None) -> bool:
+        """Whether an estimate at a step of the run could move it; if not, evidence need not be gathered."""
+        return True
+
     @abstractmethod
     def start(self) -> Any:
         """The state before the first window: a frozen dataclass of numbers (see `hdet.controllers.state`)."""

@@ -44,10 +44,12 @@ class Gated(Controller):
         saturation: |tau| at which a move is as large as it gets.
         memory: share of the accumulated evidence kept from window to window.
         full: steps from which a window may move by the whole rate.
+        raise_after: share of the run before which the base is not raised. Weights that have learnt nothing yet are
+            best shrunk, which says nothing of the decay that suits them later; too much of it must go at once.
         settle: share of the run, at its end, over which moves fade to zero.
 
-    Weight decay on a log coordinate takes `Gated(0.4)`; dropout on an arcsine coordinate
-    `Gated(0.1, gate=0, saturation=2, memory=0.7, full=40)`.
+    Weight decay on a log coordinate takes `Gated(0.4, raise_after=0.3)`; dropout on an arcsine
+    coordinate `Gated(0.1, gate=0, saturation=2, memory=0.7, full=40)`.
 
     >>> gated = Gated(0.5)
     >>> gated.step(gated.start(), Estimate(slope=0.2, stderr=0.1), Context())
@@ -59,6 +61,7 @@ class Gated(Controller):
     saturation: float = Field(default=4.0, gt=0, le=100)
     memory: float = Field(default=0.0, ge=0, lt=1)
     full: int = Field(default=1, ge=1)
+    raise_after: float = Field(default=0.0, ge=0, le=1)
     settle: float = Field(default=0.0, ge=0, le=1)
 
     def start(self) -> GatedState:
@@ -73,5 +76,8 @@ class Gated(Controller):
         if abs(tau) <= self.gate:
             return 0.0, state
         rate = self.rate * min(1.0, context.length / self.full)
+        early = context.total_steps is not None and context.step < self.raise_after * context.total_steps
+        if early and tau < 0:
+            return 0.0, state
         move = -rate * max(-1.0, min(1.0, tau / self.saturation))
         return settled(move, self.settle, context), state

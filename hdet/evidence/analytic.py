@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, ClassVar
 
 import torch
@@ -72,19 +73,23 @@ class AnalyticCollector(Collector):
                 pulls[place] = pulls[place] + base * ratio * binding.optimizer.param_groups[index]["lr"]
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
-        centre = self.scene.averaged(harvest.valid, self.spec.stride)
         width = self.spec.width
+        window = harvest.window
+        heard = [knob.controller.listens(window.stop, window.total_steps) for knob in self.knobs]
+        found = {knob.name: Estimate.nothing() for knob in self.knobs}
+        if not any(heard):
+            return found
+        centre = self.scene.averaged(harvest.valid, self.spec.stride)
         points: list[Any] = []
-        for binding, pulls in zip(self.bindings, self.pulls, strict=True):
+        for binding, pulls in zip(compress(self.bindings, heard), compress(self.pulls, heard), strict=True):
             direction = self._direction(binding, [float(pull) for pull in pulls], centre)
             for side in (-width, 0.0, width):
                 points.append(partial(_moved, centre, direction, side))
         with self.scene.at_base():
             losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
-        return {
-            knob.name: along((-width, 0.0, width), losses[3 * number : 3 * number + 3])
-            for number, knob in enumerate(self.knobs)
-        }
+        for knob, line in zip(compress(self.knobs, heard), losses.reshape(sum(heard), 3, -1), strict=True):
+            found[knob.name] = along((-width, 0.0, width), line)
+        return found
 
     @torch.no_grad()
     def _direction(

@@ -75,11 +75,12 @@ class Scene:
 
 @dataclass(frozen=True)
 class Window:
-    """A window under way: its number and the steps `start <= t < stop` it covers."""
+    """A window under way: its number, the steps `start <= t < stop` it covers, and the run's length if known."""
 
     index: int
     start: int
     stop: int
+    total_steps: int | None = None
 
 
 @dataclass(frozen=True)

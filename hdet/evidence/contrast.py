@@ -68,7 +68,7 @@ class Contrast(Evidence):
     shared: ClassVar[bool] = True
     sees: ClassVar[frozenset[str]] = frozenset({"forward"})
 
-    refresh: int = Field(default=25, ge=1)
+    refresh: int = Field(default=50, ge=1)
     rest: int = Field(default=8, ge=1)
 
     def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> ContrastCollector:
@@ -106,7 +106,8 @@ class ContrastCollector(Collector):
         self._clear()
         for k, knob in enumerate(self.knobs):
             down, up = knob.spec.space.room(knob.base(window.start), knob.spec.bounds)
-            width = min(knob.spec.spread.width, (down + up) / 2)
+            heard = knob.controller.listens(window.stop, window.total_steps)
+            width = min(knob.spec.spread.width, (down + up) / 2) if heard else 0.0
             self.half[k] = width
             # About the base where there is room on both sides, else with one of the levels on the bound.
             self.centre[k] = max(0.0, width - down) - max(0.0, width - up)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import ClassVar
 
 import torch
@@ -75,6 +76,11 @@ class LineCollector(Collector):
         self.moved = [_moved(knob, scene) for knob in knobs]
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
+        window, found = harvest.window, {knob.name: Estimate.nothing() for knob in self.knobs}
+        heard = [knob.controller.listens(window.stop, window.total_steps) for knob in self.knobs]
+        if not any(heard):
+            return found
+        knobs = list(compress(self.knobs, heard))
         model = self.scene.replicas.hosts[0][0]
         start = [
             held.to(live.device)
@@ -82,17 +88,16 @@ class LineCollector(Collector):
         ]
         last, averaged = self.scene.weights(harvest.valid), self.scene.averaged(harvest.valid, self.spec.stride)
         around = [self.spec.width * point for point in self.spec.points]
-        centres = [self._centre(knob, harvest.window) for knob in self.knobs]
+        centres = [self._centre(knob, window) for knob in knobs]
         points: list[Callable[[], list[Tensor]]] = []
-        for moved, centre in zip(self.moved, centres, strict=True):
+        for moved, centre in zip(compress(self.moved, heard), centres, strict=True):
             # Looking ahead is a matter of the last weights alone.
             for end in (last,) if centre else (last, averaged):
                 points += [partial(_stretched, start, end, math.exp(centre + x), moved) for x in around]
         with self.scene.at_base():
             losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
         lines = iter(losses.reshape(-1, len(around), losses.shape[1]))
-        found = {}
-        for knob, centre in zip(self.knobs, centres, strict=True):
+        for knob, centre in zip(knobs, centres, strict=True):
             at_last = along(around, next(lines))
             at_average = None if centre else along(around, next(lines))
             found[knob.name] = replace(at_last, averaged=at_average, offset=centre)

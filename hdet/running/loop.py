@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.engine import Engine
-from hdet.errors import CheckpointError
+from hdet.errors import CheckpointError, ConfigError
 from hdet.history import History, WindowRecord
 from hdet.hparams import Knob, LearningRate
 from hdet.perturb import perturb
-from hdet.replicas import micro_batches, replicate
+from hdet.replicas import Replicas, micro_batches, replicate
+from hdet.replicas.distributed import distribute
 from hdet.running.config import RunConfig
 from hdet.running.folder import RunFolder
+from hdet.running.launching import leads, led, rank, world
 from hdet.tasks import Workload
 
 
@@ -53,7 +55,7 @@ class Training:
         optimizer = config.optimizer.build(workload.groups(model))
         knobs = config.explored(model, optimizer)
         self.unexplored = unexplored_groups(knobs, model, optimizer)
-        replicas = (replicate if config.copies else micro_batches)(model, optimizer, n=config.replicas)
+        replicas = _homed(config, model, optimizer)
         perturb(replicas, config.noise, seed=config.seed)
         self.engine = Engine(
             replicas,
@@ -100,7 +102,7 @@ class Training:
             watcher.step(step + 1, losses)
             if record is not None:
                 self.seconds = earlier + time.perf_counter() - began
-                folder.save_checkpoint(self._state())
+                led(lambda: folder.save_checkpoint(self._state()))
                 watcher.window(record, engine.bases)
 
     def _state(self) -> dict[str, Any]:
@@ -110,15 +112,19 @@ class Training:
         return {"engine": self.engine.state_dict(), "generators": generators, "seconds": self.seconds}
 
     def _resume(self, folder: RunFolder) -> None:
-        self.engine.history = History(folder.history)
+        if leads():
+            self.engine.history = History(folder.history)
         state = folder.load_checkpoint()
         if state is None:
             self.engine.history.truncate(0)  # a first window may have been written and its checkpoint not
             return
         try:
             self.engine.load_state_dict(state["engine"])
-            torch.set_rng_state(state["generators"]["cpu"])
-            if "cuda" in state["generators"]:
+            if not leads():
+                torch.manual_seed(_seed(self.config, self.engine.step_count))
+            else:
+                torch.set_rng_state(state["generators"]["cpu"])
+            if leads() and "cuda" in state["generators"]:
                 torch.cuda.set_rng_state(state["generators"]["cuda"], self._device)
             self.seconds = float(state["seconds"])
         except KeyError as error:
@@ -134,8 +140,30 @@ def seeded(config: RunConfig) -> Iterator[None]:
     """Dropout draws from torch's global generator: seed it for the run, and restore the caller's after it."""
     device = torch.device(config.device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(config.seed)
+        torch.manual_seed(_seed(config, 0))
         yield
+
+
+def _seed(config: RunConfig, step: int) -> int:
+    """Of torch's generator: the run's on the leading rank, another on each other, else their dropout were alike."""
+    return config.seed if leads() else hash((config.seed, rank(), step)) % 2**63
+
+
+def _homed(config: RunConfig, model: torch.nn.Module, optimizer: Optimizer) -> Replicas:
+    """The run's replicas: all here, or this rank's share of them."""
+    processes = world()
+    if processes == 1:
+        return (replicate if config.copies else micro_batches)(model, optimizer, n=config.replicas)
+    each, rest = divmod(config.replicas, processes)
+    if rest or each == 0:
+        raise ConfigError(
+            f"{config.replicas} replicas cannot be shared out evenly over {processes} processes; "
+            f"take a multiple of {processes}, by --replicas or in the file"
+        )
+    # In the order of the replicas: with one on each rank the numbers are those of a single process.
+    if config.copies:
+        return distribute(model, optimizer, copies=each, exact=True)
+    return distribute(model, optimizer, micro_batches=each, exact=True)
 
 
 def apply_schedule(config: RunConfig, optimizer: Optimizer, groups: Sequence[int], step: int) -> None:

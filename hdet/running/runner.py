@@ -18,6 +18,7 @@ from hdet.hparams.bound import BoundKnob
 from hdet.report import Verdict, draw_bases, verdicts
 from hdet.running.config import RunConfig
 from hdet.running.folder import RunFolder
+from hdet.running.launching import leads, led
 from hdet.running.loop import Training, Watcher
 from hdet.running.plain import train_plain
 from hdet.tasks import Workload
@@ -82,7 +83,7 @@ class Run:
             raise MissingExtraError("matplotlib", "cli")  # now, and not after hours of training
         self.config = config
         self.folder = RunFolder(out)
-        self.folder.check(config, force=force, resume=resume)
+        led(lambda: self.folder.check(config, force=force, resume=resume))
         self.workload: Workload = config.task.build(
             seed=config.seed, batch_size=config.batch_size, device=config.device
         )
@@ -107,9 +108,9 @@ class Run:
             )
         if result is None:
             if not self._resume:
-                self.folder.begin(self.config)
+                led(lambda: self.folder.begin(self.config))
             result = self._train(watcher)
-        if compare:
+        if compare and leads():
             began = time.perf_counter()
             model = train_plain(self.config, self.workload, watcher)
             seconds = time.perf_counter() - began
@@ -122,7 +123,7 @@ class Run:
         training, engine = self.training, self.training.engine
         training.run(self.folder, watcher)
         # Knob values such as an attention temperature are no part of a state dict, and the model needs them.
-        self.folder.save_model({"model": training.model.state_dict(), "bases": engine.bases})
+        led(lambda: self.folder.save_model({"model": training.model.state_dict(), "bases": engine.bases}))
         history = engine.history.windows
         result = Result(
             test_loss=_finite(self.workload.test_loss(training.model)),
@@ -138,10 +139,10 @@ class Run:
                 "numpy": np.__version__,
             },
         )
-        if result.knobs:
+        if result.knobs and leads():
             title = f"{self.config.task.kind}, {self.config.steps} steps"
             draw_bases(history, self.folder.picture, title=title)
-        self.folder.save_result(result.to_dict())  # last: it marks the run as over
+        led(lambda: self.folder.save_result(result.to_dict()))  # last: it marks the run as over
         return result
 
 

@@ -43,9 +43,7 @@ class Cell:
     @property
     def samples(self) -> int | None:
         """Examples seen over all replicas."""
-        return (
-            None if self.config is None else self.config.steps * self.config.replicas * self.config.batch_size
-        )
+        return None if self.config is None else self.config.steps * self.config.replicas * self.config.batch_size
 
     def __str__(self) -> str:
         return "  ".join([*(f"{name}={level}" for name, level in self.levels.items()), f"seed={self.seed}"])
@@ -115,9 +113,7 @@ def _resolved(study: Study, values: Mapping[str, Any], extra: Mapping[str, Any],
     # A field of another must come after it: optimizer before optimizer.lr.
     ordered = sorted(fields.items(), key=lambda item: item[0].count("."))
     # JSON is YAML, so a value passes through an assignment unharmed.
-    return RunConfig.from_dict(
-        override(study.base, [f"{path}={json.dumps(value)}" for path, value in ordered])
-    )
+    return RunConfig.from_dict(override(study.base, [f"{path}={json.dumps(value)}" for path, value in ordered]))
 
 
 def _matched(config: RunConfig, study: Study, timer: Timer | None) -> RunConfig:
@@ -151,9 +147,7 @@ def _filled(words: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
         command.append(word)
     unused = [name for name in known if not any("{" + name + "}" in word for word in words)]
     if unused:
-        raise ConfigError(
-            f"the script's command does not use {unused}; write them in braces: --seed {{seed}}"
-        )
+        raise ConfigError(f"the script's command does not use {unused}; write them in braces: --seed {{seed}}")
     if not any("{out}" in word for word in words):
         raise ConfigError("the script's command does not use {out}, the folder to write result.json to")
     return tuple(command)

@@ -28,17 +28,13 @@ from hdet.study.folder import StudyFolder, Timings
 
 def ablate(
     study: Annotated[Path, typer.Argument(help="YAML file that declares the study.")],
-    out: Annotated[
-        Path | None, typer.Option(help="Study folder; by default runs/ and the study's name.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Study folder; by default runs/ and the study's name.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Cells to run at a time.")] = 1,
     part: Annotated[
         str | None,
         typer.Option("--shard", metavar="I/N", help="Run the i-th of n parts only, for job arrays."),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the cells and their cost; run nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cells and their cost; run nothing.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="The study's quick version.")] = False,
 ) -> None:
     """Run an ablation study: a grid of runs over seeds, tables and pictures. Goes on where it was left."""
@@ -77,9 +73,7 @@ def summarise(folder: StudyFolder, study: Study, everything: list[Cell]) -> None
         groups = folder.groups(everything, metric)
         if not groups:
             continue
-        rows = statistics.rows(
-            groups, {key: label(value) for key, value in study.baseline.items()}, study.level
-        )
+        rows = statistics.rows(groups, {key: label(value) for key, value in study.baseline.items()}, study.level)
         folder.write(f"table_{metric}.txt", tables.as_text(rows, metric))
         folder.write(f"table_{metric}.csv", tables.as_csv(rows))
         folder.write(f"table_{metric}.md", tables.as_markdown(rows, metric))
@@ -111,9 +105,7 @@ def _run(console: Console, folder: StudyFolder, mine: list[Cell], jobs: int, met
             errors += error is not None
             said = f"failed: {error}" if error is not None else _outcome(folder, cell, metrics)
             elapsed = time.perf_counter() - began
-            console.print(
-                f"[{number}/{len(todo)}, {elapsed:.0f} s] {cell}: {said}", markup=False, soft_wrap=True
-            )
+            console.print(f"[{number}/{len(todo)}, {elapsed:.0f} s] {cell}: {said}", markup=False, soft_wrap=True)
     return errors
 
 

@@ -103,9 +103,7 @@ class Study(Spec):
             if not levels:
                 raise ValueError(f"grid: {factor} has no values")
             if isinstance(levels, list) and len({label(value) for value in levels}) < len(levels):
-                raise ValueError(
-                    f"grid: {factor} has a value twice, or two of one name; name them: {{a: ..., b: ...}}"
-                )
+                raise ValueError(f"grid: {factor} has a value twice, or two of one name; name them: {{a: ..., b: ...}}")
         if self.script is not None and (self.budget != Budget() or self.quick.budget is not None):
             raise ValueError("a script's budget is its own affair; hand it over as a factor")
         factors = self.factors
@@ -113,9 +111,7 @@ class Study(Spec):
             if factor not in factors:
                 raise ValueError(f"baseline: no factor is called {factor!r}; there are {sorted(factors)}")
             if label(level) not in factors[factor]:
-                raise ValueError(
-                    f"baseline: {factor} has no level {level!r}; there are {list(factors[factor])}"
-                )
+                raise ValueError(f"baseline: {factor} has no level {level!r}; there are {list(factors[factor])}")
         return self
 
     @property

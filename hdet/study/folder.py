@@ -128,15 +128,11 @@ class Timings:
     def __init__(self, path: Path | None, measure: Callable[[RunConfig], float]) -> None:
         self._path = path
         self._measure = measure
-        self._known: dict[str, float] = (
-            json.loads(path.read_text()) if path is not None and path.exists() else {}
-        )
+        self._known: dict[str, float] = json.loads(path.read_text()) if path is not None and path.exists() else {}
 
     def __call__(self, config: RunConfig) -> float:
         given: Mapping[str, Any] = config.to_dict()
-        text = json.dumps(
-            {key: value for key, value in given.items() if key not in ("seed", "steps")}, sort_keys=True
-        )
+        text = json.dumps({key: value for key, value in given.items() if key not in ("seed", "steps")}, sort_keys=True)
         if text not in self._known:
             self._known[text] = self._measure(config)
             if self._path is not None:

@@ -16,9 +16,7 @@ COLUMNS = 2
 MOST_PANELS = 12
 
 
-def draw_curves(
-    curves: Mapping[Levels, Sequence[Sequence[tuple[int, float]]]], path: Path, *, title: str
-) -> None:
+def draw_curves(curves: Mapping[Levels, Sequence[Sequence[tuple[int, float]]]], path: Path, *, title: str) -> None:
     """Mean training loss over seeds by step, with a band of one standard error.
 
     The last factor's levels share a panel, a panel for each combination of the others (the first 12 of them).
@@ -34,9 +32,7 @@ def draw_curves(
         for color, (name, seeds) in enumerate(lines.items()):
             steps, mean, error = _band(seeds)
             axis.plot(steps, mean, color=f"C{color % 10}", linewidth=1.4, label=name)
-            axis.fill_between(
-                steps, mean - error, mean + error, color=f"C{color % 10}", alpha=0.2, linewidth=0
-            )
+            axis.fill_between(steps, mean - error, mean + error, color=f"C{color % 10}", alpha=0.2, linewidth=0)
         axis.set_title(", ".join(f"{factor}={level}" for factor, level in levels), fontsize=9)
         axis.set_xlabel("step", fontsize=8)
         axis.set_ylabel("training loss", fontsize=8)
@@ -105,9 +101,7 @@ def _band(seeds: Sequence[Sequence[tuple[int, float]]]) -> tuple[Any, Any, Any]:
     tables = [{step: loss for step, loss in seed if math.isfinite(loss)} for seed in seeds]
     tables = [table for table in tables if table]
     shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
-    values = np.array([[table[step] for step in shared] for table in tables]).reshape(
-        len(tables), len(shared)
-    )
+    values = np.array([[table[step] for step in shared] for table in tables]).reshape(len(tables), len(shared))
     error = values.std(axis=0, ddof=1) / math.sqrt(len(tables)) if len(tables) > 1 else np.zeros(len(shared))
     return np.array(shared), values.mean(axis=0) if tables else np.zeros(0), error
 

@@ -47,9 +47,7 @@ def run(folder: StudyFolder, cells: Sequence[Cell], *, jobs: int = 1) -> Iterato
         return
     # Spawned, not forked: a forked child inherits torch's thread pool in whatever state it is.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         waiting = {pool.submit(run_cell, *_job(folder, cell)): cell for cell in todo}
         try:
             for future in as_completed(waiting):

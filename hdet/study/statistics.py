@@ -84,9 +84,7 @@ def holm(p: Sequence[float]) -> list[float]:
     [0.03, 0.06, 0.06, nan]
     """
     adjusted = [math.nan] * len(p)
-    order = sorted(
-        (index for index, value in enumerate(p) if not math.isnan(value)), key=lambda index: p[index]
-    )
+    order = sorted((index for index, value in enumerate(p) if not math.isnan(value)), key=lambda index: p[index])
     highest = 0.0
     for rank, index in enumerate(order):
         highest = max(highest, min(1.0, (len(order) - rank) * p[index]))
@@ -96,9 +94,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 def _compared(row: Row, values: Values, reference: Values, level: float) -> Row:
     seeds = [
-        seed
-        for seed in values
-        if seed in reference and math.isfinite(values[seed]) and math.isfinite(reference[seed])
+        seed for seed in values if seed in reference and math.isfinite(values[seed]) and math.isfinite(reference[seed])
     ]
     if not seeds:
         return row

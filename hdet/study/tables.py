@@ -26,14 +26,9 @@ def as_text(rows: Sequence[Row], metric: str) -> str:
     """Aligned columns; what the numbers mean stands below them."""
     header, body = _cells(rows, metric, plus_minus="+-")
     widths = [max(len(line[column]) for line in [header, *body]) for column in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        for line in [header, *body]
-    ]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *body]]
     rule = "  ".join("-" * width for width in widths)
-    return (
-        "\n".join([lines[0].rstrip(), rule, *(line.rstrip() for line in lines[1:]), "", _note(rows)]) + "\n"
-    )
+    return "\n".join([lines[0].rstrip(), rule, *(line.rstrip() for line in lines[1:]), "", _note(rows)]) + "\n"
 
 
 def as_markdown(rows: Sequence[Row], metric: str) -> str:

@@ -113,9 +113,7 @@ def test_a_finished_cell_is_never_run_again(ablate: Ablate, made: Callable[[], i
 def test_a_killed_study_goes_on_where_it_was(
     ablate: Ablate, made: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(
-        SystemExit
-    ):  # the second level's first cell is interrupted at step 9, in its third window
+    with pytest.raises(SystemExit):  # the second level's first cell is interrupted at step 9, in its third window
         ablate(grid={"task.options.crash": [None, 9]}, baseline={}, seeds=1)
     assert made() == 2
     (half,) = [f for f in (tmp_path / "out" / "cells").iterdir() if not (f / "result.json").exists()]
@@ -126,10 +124,7 @@ def test_a_killed_study_goes_on_where_it_was(
     assert made() == 3
     after = (half / "history.jsonl").read_text().splitlines()
     assert after[:2] == before  # resumed, not started again
-    losses = [
-        json.loads((f / "result.json").read_text())["test_loss"]
-        for f in (tmp_path / "out" / "cells").iterdir()
-    ]
+    losses = [json.loads((f / "result.json").read_text())["test_loss"] for f in (tmp_path / "out" / "cells").iterdir()]
     assert losses[0] == losses[1]
 
 
@@ -140,9 +135,7 @@ def test_shards_share_the_work(ablate: Ablate, made: Callable[[], int]) -> None:
     assert made() == 4
 
 
-def test_jobs_run_in_processes_and_give_the_same(
-    ablate: Ablate, made: Callable[[], int], tmp_path: Path
-) -> None:
+def test_jobs_run_in_processes_and_give_the_same(ablate: Ablate, made: Callable[[], int], tmp_path: Path) -> None:
     ablate("--jobs", "2")
     assert made() == 4
     parallel = (tmp_path / "out" / "table_test_loss.csv").read_text()
@@ -190,10 +183,7 @@ def test_an_error_ends_only_its_own_cell_and_is_tried_again(ablate: Ablate, tmp_
     assert ended.value.code == 1
     table = (tmp_path / "out" / "table_test_loss.txt").read_text()
     assert "0.1   2      0.6000" in table
-    log = (
-        next(f for f in (tmp_path / "out" / "cells").iterdir() if not (f / "result.json").exists())
-        / "log.txt"
-    )
+    log = next(f for f in (tmp_path / "out" / "cells").iterdir() if not (f / "result.json").exists()) / "log.txt"
     assert "no luck" in log.read_text()
     (tmp_path / "out" / "cells" / "healed").touch()
     printed = ablate(**fields)

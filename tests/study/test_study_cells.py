@@ -65,12 +65,8 @@ def test_budgets_hold_equal_what_they_say() -> None:
     grid = {"replicas": [1, 2, 4], "batch_size": [4, 8]}
     for cell in cells(study(grid=grid, budget={"hold": "samples", "total": 640})):
         assert cell.samples == 640
-    assert {
-        c.config.steps for c in cells(study(grid=grid, budget={"hold": "steps", "total": 7})) if c.config
-    } == {7}
-    timed = cells(
-        study(grid=grid, budget={"hold": "seconds", "total": 10}), timer=lambda config: 0.1 * config.replicas
-    )
+    assert {c.config.steps for c in cells(study(grid=grid, budget={"hold": "steps", "total": 7})) if c.config} == {7}
+    timed = cells(study(grid=grid, budget={"hold": "seconds", "total": 10}), timer=lambda config: 0.1 * config.replicas)
     assert [c.config.steps for c in timed[::4] if c.config] == [100, 50, 25]
     with pytest.raises(ConfigError, match="does not pay for a single step"):
         cells(study(budget={"hold": "samples", "total": 5}))

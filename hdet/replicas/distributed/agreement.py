@@ -37,7 +37,7 @@ def agree(exchange: Exchange, declaration: Mapping[str, str]) -> None:
     column = 1 + fields.index(differing[0])
     other = int((table[:, column] != table[0, column]).nonzero()[0])
     held: list[object] = [None] * table.shape[0]
-    dist.all_gather_object(held, declaration[differing[0]][:SHOWN], group=exchange.layout.everyone)
+    dist.all_gather_object(held, declaration[differing[0]][:SHOWN], group=exchange.layout.everyone())
     raise ConfigError(
         f"the ranks disagree on {', '.join(differing)}: {differing[0]} is {held[0]} on rank 0 and {held[other]} on "
         f"rank {other}; declare the same run on every rank"

@@ -14,7 +14,7 @@ from hdet.replicas import tensors
 from hdet.replicas.distributed import refusals
 from hdet.replicas.distributed.agreement import agree
 from hdet.replicas.distributed.exchange import Exchange
-from hdet.replicas.distributed.layout import Layout, of_group, of_mesh
+from hdet.replicas.distributed.layout import Group, Layout, of_group, of_mesh
 from hdet.replicas.distributed.lost import translated
 from hdet.replicas.distributed.ranks import Ranks
 from hdet.replicas.in_process import check_pair, twin
@@ -114,13 +114,13 @@ def distribute(
     return Ranks(hosts, trained, exchange, micro_batches or 0, reduces, precision, _travelling(overlap, layout))
 
 
-def _travelling(overlap: int, layout: Layout) -> tuple[int, dist.ProcessGroup] | None:
+def _travelling(overlap: int, layout: Layout) -> tuple[int, Group] | None:
     """The steps of an overlapped merge and a group for it alone."""
     if overlap == 0:
         return None
     group = dist.new_group(sorted(layout.global_peers), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
-    return overlap, group
+    return overlap, Group(group)
 
 
 def _described(model: nn.Module, optimizer: Optimizer, each: int, options: str) -> dict[str, str]:

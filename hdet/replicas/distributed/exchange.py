@@ -65,7 +65,7 @@ class Exchange:
                 self._reduce_in_order(flat, self._memory(flat.dtype, 1 - number % 2, flat.numel()), weights, mean)
                 bucket.unpack(flat)
                 continue
-            work = dist.all_reduce(flat, group=self.layout.peers, async_op=True)
+            work = dist.all_reduce(flat, group=self.layout.peers(), async_op=True)
             assert work is not None
             under_way.append((work, bucket.held(flat)))
             if len(under_way) == 2:
@@ -81,23 +81,23 @@ class Exchange:
             flat = self._memory(bucket.dtype, 0, bucket.size)
             if self.layout.place == place:
                 bucket.pack(flat)
-            dist.broadcast(flat, source, group=self.layout.peers)
+            dist.broadcast(flat, source, group=self.layout.peers())
             if self.layout.place != place:
                 bucket.unpack(flat)
 
     def gather(self, row: Tensor) -> Tensor:
         """[M] of each rank -> [ranks, M], over all ranks of the layout, in the order of their group."""
         row = row.to(self.device).contiguous()
-        ranks = dist.get_world_size(self.layout.everyone)
+        ranks = dist.get_world_size(self.layout.everyone())
         rows = torch.empty(ranks * row.numel(), dtype=row.dtype, device=self.device)
-        _gather_single(rows, row, group=self.layout.everyone)
+        _gather_single(rows, row, group=self.layout.everyone())
         return rows.view(ranks, row.numel())
 
     def _reduce_in_order(self, flat: Tensor, rows: Tensor, weights: Sequence[float], mean: bool) -> None:
         """Each rank receives its slice from all, adds them up, and sends the sum to all."""
-        dist.all_to_all_single(rows, flat, group=self.layout.peers)
+        dist.all_to_all_single(rows, flat, group=self.layout.peers())
         folded = fold(rows.view(self.layout.places, -1), weights, mean)
-        _gather_single(flat, folded.to(flat.dtype), group=self.layout.peers)
+        _gather_single(flat, folded.to(flat.dtype), group=self.layout.peers())
 
     def _memory(self, dtype: torch.dtype, which: int, size: int) -> Tensor:
         kept = self._kept.get((dtype, which))

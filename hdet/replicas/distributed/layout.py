@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,9 +11,26 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, StepError
 
 REPLICATE_NAMES = ("dp_replicate", "replicate", "dp")
+
+
+class Group:
+    """A process group, held weakly: `destroy_process_group` can then end its threads.
+
+    Held strongly by an engine it would outlive its destruction, and a thread of gloo that needs the interpreter while
+    that shuts down aborts the process ("terminate called without an active exception").
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._held = weakref.ref(group)
+
+    def __call__(self) -> dist.ProcessGroup:
+        group = self._held()
+        if group is None:
+            raise StepError("the process group has been destroyed; train inside its block, or before destroying it")
+        return group
 
 
 @dataclass(frozen=True)
@@ -27,8 +45,8 @@ class Layout:
         global_peers: the global ranks of `peers`, in the order of the places.
     """
 
-    everyone: dist.ProcessGroup
-    peers: dist.ProcessGroup
+    everyone: Group
+    peers: Group
     table: NDArray[np.int64]
     place: int
     part: int
@@ -50,7 +68,7 @@ def of_group(group: dist.ProcessGroup | None) -> Layout:
     size = dist.get_world_size(group)
     table = np.arange(size, dtype=np.int64).reshape(size, 1)
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Layout(group, group, table, dist.get_rank(group), 0, ranks)
+    return Layout(Group(group), Group(group), table, dist.get_rank(group), 0, ranks)
 
 
 def of_mesh(mesh: DeviceMesh, replicate: str | None) -> Layout:
@@ -73,7 +91,7 @@ def of_mesh(mesh: DeviceMesh, replicate: str | None) -> Layout:
     table = np.vectorize(within.__getitem__, otypes=[np.int64])(rows)
     peers = mesh.get_group(dimension)
     place, part = (int(axis[0]) for axis in np.nonzero(rows == dist.get_rank()))
-    return Layout(everyone, peers, table, place, part, tuple(rows[:, part].tolist()))
+    return Layout(Group(everyone), Group(peers), table, place, part, tuple(rows[:, part].tolist()))
 
 
 def _dimension(mesh: DeviceMesh, replicate: str | None) -> int:

@@ -99,7 +99,7 @@ def _agree_on(exchange: Exchange, optimizer: Optimizer, own: Structure, weights:
 
 def _union(exchange: Exchange, own: Structure) -> list[tuple[Entry, tuple[tuple[int, ...], str], list[bool]]]:
     held: list[Any] = [None] * exchange.layout.places
-    dist.all_gather_object(held, own, group=exchange.layout.peers)
+    dist.all_gather_object(held, own, group=exchange.layout.peers())
     every: Structure = {}
     for found in held:
         every.update(found)

@@ -8,7 +8,6 @@ from itertools import compress
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +20,7 @@ from hdet.replicas.distributed import optimizer_mean, refusals
 from hdet.replicas.distributed.agreement import agree
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
+from hdet.replicas.distributed.layout import Group
 from hdet.replicas.distributed.lost import translated
 from hdet.replicas.distributed.overlap import Flight
 from hdet.replicas.replica import Replica
@@ -50,7 +50,7 @@ class Ranks(Replicas):
         seats: int,
         reduces: DistributedDataParallel | str | None,
         precision: torch.dtype | None = None,
-        overlap: tuple[int, dist.ProcessGroup] | None = None,
+        overlap: tuple[int, Group] | None = None,
     ) -> None:
         self.hosts = list(hosts)
         self.exchange = exchange
@@ -203,7 +203,7 @@ class Ranks(Replicas):
 
     def _reduce_parameters(self, mine: Sequence[Tensor], counts: Sequence[float]) -> None:
         if self._overlap is not None and all(counts):
-            self._flight = Flight(mine, self.layout, self._overlap[1])
+            self._flight = Flight(mine, self.layout, self._overlap[1]())
         elif self._narrow is not None and self._met:
             # From the first merge on the last converged point is the same everywhere, and differences are small.
             start = [held.to(own.device) for held, own in zip(self._anchored(), mine, strict=True)]

@@ -1,0 +1,365 @@
+"""Line evidence against an update that is known by hand.
+
+Under loss c . w plain SGD at rate r makes U = theta_T - theta_0 = -T r c, and averaged over the window
+Ubar = -(T + 1) / 2 r c: every slope along the line is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hdet
+from hdet import Engine, Line, Probe, TwoLevel
+
+T, RATE, WIDTH = 6, 0.1, 0.3
+SLOPE = torch.tensor([1.0, -2.0, 0.5])
+START = torch.tensor([3.0, 1.0, -2.0])
+SQUARE = float(SLOPE @ SLOPE)
+
+
+class Vector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(START.clone())
+        self.other = nn.Parameter(START.clone())
+
+
+def slanted(model: Any) -> Tensor:
+    loss: Tensor = SLOPE @ (model.w + model.other)
+    return loss
+
+
+def linear(model: Any, batch: float) -> Tensor:
+    loss: Tensor = batch * (SLOPE @ model.w)
+    return loss
+
+
+def bowl(model: Any, batch: float) -> Tensor:
+    loss: Tensor = 0.5 * (model.w @ model.w) + batch
+    return loss
+
+
+def secant(width: float = WIDTH) -> float:
+    """What +-width on e^x measures of a function that is linear in e^x."""
+    return math.sinh(width) / width
+
+
+def lr_knob(evidence: Line | None = None, **options: Any) -> hdet.LearningRate:
+    return hdet.LearningRate(evidence=evidence or Line(), controller=hdet.Hold(), **options)
+
+
+def run(
+    knobs: list[hdet.Knob],
+    *,
+    n: int = 1,
+    copies: bool = False,
+    steps: int = T,
+    probe: Any = linear,
+    batches: tuple[float, ...] = (1.0, 1.0),
+    rates: tuple[float, float] = (RATE, RATE),
+    weight_decay: float = 0.0,
+    before_close: Callable[[Engine], object] = lambda engine: None,
+    **options: Any,
+) -> tuple[Engine, list[hdet.WindowRecord]]:
+    """Windows of T steps."""
+    model = Vector()
+    optimizer = torch.optim.SGD(
+        [
+            {"params": [model.w], "name": "first", "lr": rates[0]},
+            {"params": [model.other], "name": "second", "lr": rates[1]},
+        ],
+        weight_decay=weight_decay,
+    )
+    engine = Engine(
+        (hdet.replicate if copies else hdet.micro_batches)(model, optimizer, n=n),
+        knobs,
+        window=T,
+        signal=Probe(probe, batches),
+        total_steps=steps,
+        **options,
+    )
+    records = []
+    for step in range(steps):
+        losses = []
+        for replica in engine.replicas:
+            with replica:
+                loss = slanted(replica.model)
+                loss.backward()
+            losses.append(loss.detach())
+        engine.share_gradients()
+        for own in engine.optimizers:
+            own.step()
+            own.zero_grad()
+        if step == steps - 1:
+            before_close(engine)
+        record = engine.step(losses)
+        if record is not None:
+            records.append(record)
+    return engine, records
+
+
+@pytest.mark.parametrize(("copies", "n"), [(False, 1), (False, 3), (True, 1), (True, 4)])
+def test_the_slope_along_the_update_and_along_averaged_weights(copies: bool, n: int) -> None:
+    _, (record,) = run([lr_knob()], n=n, copies=copies)
+    estimate = record.estimates["learning_rate"]
+    assert estimate["offset"] == 0.0
+    assert estimate["slope"] == pytest.approx(-T * RATE * SQUARE * secant(), rel=1e-5)
+    averaged = estimate["averaged"]
+    assert averaged["slope"] == pytest.approx(-(T + 1) / 2 * RATE * SQUARE * secant(), rel=1e-5)
+
+
+def test_sub_batches_give_the_standard_error() -> None:
+    scales = (1.0, 1.3, 0.7, 1.2)
+    _, (record,) = run([lr_knob()], batches=scales)
+    estimate = record.estimates["learning_rate"]
+    each = -T * RATE * SQUARE * secant() * np.array(scales)
+    assert estimate["slope"] == pytest.approx(each.mean(), rel=1e-5)
+    assert estimate["stderr"] == pytest.approx(each.std(ddof=1) / 2, rel=1e-4)
+
+
+def test_what_sub_batches_have_in_common_is_no_noise() -> None:
+    """A constant that differs by sub-batch is in all points alike, and cancels."""
+    _, (record,) = run([lr_knob()], probe=bowl, batches=(0.0, 1.0, -0.5))
+    estimate = record.estimates["learning_rate"]
+    assert estimate["stderr"] < 1e-4 * abs(estimate["slope"])
+
+
+def test_slope_and_curvature_of_a_quadratic() -> None:
+    """Of |theta_0 + e^x U|^2 / 2 at three points, by hand."""
+    _, (record,) = run([lr_knob(Line(width=0.01))], probe=bowl, batches=(0.0, 0.0))
+    update = -T * RATE * SLOPE.double()
+    start = START.double()
+    estimate = record.estimates["learning_rate"]
+    # f(x) = s.U e^x + U.U e^2x / 2 + const: f' = s.U + U.U, f'' = s.U + 2 U.U at 0
+    across, along = float(start @ update), float(update @ update)
+    assert estimate["slope"] == pytest.approx(across + along, rel=2e-3)
+    assert estimate["curvature"] == pytest.approx(across + 2 * along, abs=0.1)
+
+
+def test_points_and_width_are_where_the_probe_is_read() -> None:
+    """Every point of the line is one evaluation; more points cost more, and the weights are put back."""
+    seen: list[float] = []
+
+    def watched(model: Any, batch: float) -> Tensor:
+        seen.append(float(model.w[0]))
+        return linear(model, batch)
+
+    engine, _ = run([lr_knob(Line(width=0.5, points=(-1.0, -0.4, 0.4, 1.0)))], probe=watched)
+    moved = -RATE * float(SLOPE[0])
+    want = [
+        float(START[0]) + math.exp(0.5 * point) * moved * steps
+        for steps in (T, (T + 1) / 2)
+        for point in (-1.0, -0.4, 0.4, 1.0)
+        for _ in range(2)
+    ]
+    assert seen == pytest.approx(want, rel=1e-5)
+    torch.testing.assert_close(engine.replicas[0].model.w.detach(), START - T * RATE * SLOPE)
+
+
+def test_fewer_than_three_distinct_points_are_refused() -> None:
+    with pytest.raises(hdet.ConfigError, match="3 distinct points"):
+        Line(points=(-1.0, 1.0, 1.0))
+
+
+def test_a_stride_takes_some_steps_only() -> None:
+    """Every third of T = 6 steps: the mean of 3 and 6 steps' weights."""
+    _, (record,) = run([lr_knob(Line(stride=3))])
+    averaged = record.estimates["learning_rate"]["averaged"]
+    assert averaged["slope"] == pytest.approx(-4.5 * RATE * SQUARE * secant(), rel=1e-5)
+
+
+def test_each_window_has_a_line_of_its_own() -> None:
+    _, records = run([lr_knob()], steps=3 * T)
+    slopes = [record.estimates["learning_rate"]["slope"] for record in records]
+    assert slopes == pytest.approx([-T * RATE * SQUARE * secant()] * 3, rel=1e-4)
+
+
+# -- looking ahead --------------------------------------------------------------------------------
+
+
+def warm_up(t: int) -> float:
+    return 0.01 * (t + 1)
+
+
+WARM = hdet.Replay([warm_up(t) for t in range(100)])  # to a peak of 1 in 100 steps
+
+
+def test_early_in_the_warm_up_the_line_is_read_ahead() -> None:
+    """At the share s of the window's middle, the offset is log(preview / s), and no second line is read."""
+    _, (record,) = run([lr_knob(schedule=WARM)], steps=T)
+    share = (warm_up(0) + warm_up(T - 1)) / 2
+    estimate = record.estimates["learning_rate"]
+    offset = math.log(0.25 / share)
+    assert offset > 1.9
+    assert estimate["offset"] == pytest.approx(offset)
+    assert "averaged" not in estimate
+    moved = sum(warm_up(t) for t in range(T)) * SQUARE
+    assert estimate["slope"] == pytest.approx(-moved * math.exp(offset) * secant(), rel=1e-4)
+
+
+def test_past_the_preview_two_lines_are_read_at_the_base() -> None:
+    _, records = run([lr_knob(schedule=WARM)], steps=6 * T)
+    told = [record.estimates["learning_rate"] for record in records]
+    shares = [(warm_up(r.start) + warm_up(r.stop - 1)) / 2 for r in records]
+    assert shares[3] < 0.25 < shares[4]
+    for share, estimate in zip(shares, told, strict=True):
+        ahead = share < 0.25
+        assert estimate["offset"] == pytest.approx(math.log(0.25 / share) if ahead else 0.0)
+        assert ("averaged" in estimate) == (not ahead)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "preview"),
+    [
+        (WARM, 0.0),
+        (hdet.Replay([0.01] * 50 + [1.0] * 50), 0.25),  # a plateau, not a warm-up
+        (hdet.Replay([1.0 - 0.009 * t for t in range(100)][::1]), 0.25),  # falling
+    ],
+)
+def test_elsewhere_it_never_looks_ahead(schedule: hdet.Schedule, preview: float) -> None:
+    _, (record,) = run([lr_knob(Line(preview=preview), schedule=schedule)], steps=T)
+    estimate = record.estimates["learning_rate"]
+    assert estimate["offset"] == 0.0
+    assert "averaged" in estimate
+
+
+def test_a_learned_shift_does_not_change_how_far_it_looks() -> None:
+    """The share is of the schedule; base and peak shift together."""
+    _, (record,) = run([lr_knob(schedule=WARM, initial_shift=-1.0)], steps=T)
+    share = (warm_up(0) + warm_up(T - 1)) / 2
+    assert record.estimates["learning_rate"]["offset"] == pytest.approx(math.log(0.25 / share))
+
+
+# -- parameter groups -----------------------------------------------------------------------------
+
+
+def test_a_group_is_moved_and_the_others_stay_where_they_ended() -> None:
+    seen: list[tuple[float, float]] = []
+
+    def watched(model: Any, batch: float) -> Tensor:
+        seen.append((float(model.w[0]), float(model.other[0])))
+        return linear(model, batch)
+
+    _, (record,) = run([lr_knob(groups="first")], probe=watched, rates=(RATE, 0.02))
+    last = float(START[0]) - T * 0.02 * float(SLOPE[0])
+    averaged = float(START[0]) - (T + 1) / 2 * 0.02 * float(SLOPE[0])
+    assert [other for _, other in seen] == pytest.approx([last] * 6 + [averaged] * 6, rel=1e-5)
+    assert len({w for w, _ in seen}) == 6
+    want = -T * RATE * SQUARE * secant()
+    assert record.estimates["learning_rate[first]"]["slope"] == pytest.approx(want, rel=1e-5)
+
+
+def test_each_group_has_its_own_slope() -> None:
+    """The probe sees the first group only, so the second has none."""
+    _, (record,) = run([lr_knob(groups="first"), lr_knob(groups="second")])
+    assert record.estimates["learning_rate[second]"]["slope"] == 0.0
+    assert record.estimates["learning_rate[first]"]["slope"] < -1.0
+
+
+def test_groups_of_one_knob_move_together() -> None:
+    def both(model: Any, batch: float) -> Tensor:
+        return linear(model, batch) + SLOPE @ model.other
+
+    _, (record,) = run([lr_knob()], probe=both, rates=(RATE, 0.02))
+    want = -T * (RATE + 0.02) * SQUARE * secant()
+    assert record.estimates["learning_rate"]["slope"] == pytest.approx(want, rel=1e-5)
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def test_other_knobs_are_refused() -> None:
+    knob = hdet.WeightDecay(schedule=0.1, evidence=Line(), controller=hdet.Hold())
+    with pytest.raises(hdet.ConfigError, match="Analytic"):
+        run([knob])
+
+
+def test_spaces_that_are_not_factors_are_refused() -> None:
+    with pytest.raises(hdet.ConfigError, match=r"space=hdet\.Log"):
+        run([lr_knob(space=hdet.Linear(0.1))])
+
+
+# -- next to evidence that diverges ---------------------------------------------------------------
+
+
+def mixed() -> list[hdet.Knob]:
+    """Decay so strong that replicas at other levels of it end elsewhere."""
+    decay = hdet.WeightDecay(evidence=hdet.Divergent(), controller=hdet.Hold(), spread=TwoLevel(0.7))
+    return [lr_knob(), decay]
+
+
+def decayed(valid: list[int], levels: list[float], count: int | None = None) -> Tensor:
+    """The mean of replicas after T steps of decay 0.5 e^level; averaged over the steps if `count`."""
+    total = torch.zeros(3, dtype=torch.float64)
+    for index in valid:
+        w, steps = START.double(), []
+        for _ in range(T):
+            w = w - RATE * (SLOPE.double() + levels[index] * w)
+            steps.append(w)
+        total += torch.stack(steps).mean(dim=0) if count else w
+    return total / len(valid)
+
+
+@pytest.mark.parametrize("failed", [None, 0, 2])
+def test_the_line_is_read_off_the_mean_of_replicas_that_come_apart(failed: int | None) -> None:
+    """A failed replica is left out, and mutes nobody."""
+
+    def spoil(engine: Engine) -> None:
+        if failed is not None:
+            with torch.no_grad():
+                engine.replicas[failed].model.w.fill_(math.nan)
+
+    _, (record,) = run(mixed(), n=4, copies=True, weight_decay=0.5, before_close=spoil)
+    valid = [index for index in range(4) if index != failed]
+    assert [fault["replica"] for fault in record.faults] == ([] if failed is None else [failed])
+    estimate = record.estimates["learning_rate"]
+    decays = record.values["weight_decay"]
+    assert max(decays) > 2 * min(decays)
+    for told, averaged in ((estimate, False), (estimate["averaged"], True)):
+        end = decayed(valid, decays, T if averaged else None)
+        want = float(SLOPE.double() @ (end - START.double())) * secant()
+        if averaged and failed is not None:
+            assert math.isfinite(told["slope"])
+        assert told["slope"] == pytest.approx(want, rel=1e-4)
+    assert math.isfinite(record.estimates["weight_decay"]["slope"])
+    assert abs(record.estimates["weight_decay"]["slope"]) > 0.1
+
+
+def test_one_replicas_failure_early_in_the_window_mutes_nothing() -> None:
+    """Its weights were NaN in every step that was averaged."""
+    model = Vector()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, weight_decay=0.5)
+    engine = Engine(
+        hdet.replicate(model, optimizer, n=4),
+        mixed(),
+        window=T,
+        signal=Probe(linear, (1.0, 1.1)),
+        gradients="local",
+        total_steps=T,
+    )
+    record = None
+    for step in range(T):
+        losses = []
+        for replica in engine.replicas:
+            with replica:
+                loss = slanted(replica.model) * (math.nan if replica.index == 1 and step == 0 else 1.0)
+                loss.backward()
+            losses.append(loss.detach())
+        engine.share_gradients()
+        for own in engine.optimizers:
+            own.step()
+            own.zero_grad()
+        record = engine.step(losses)
+    assert record is not None
+    estimate = record.estimates["learning_rate"]
+    for told, averaged in ((estimate, False), (estimate["averaged"], True)):
+        end = decayed([0, 2, 3], record.values["weight_decay"], T if averaged else None)
+        want = float(SLOPE.double() @ (end - START.double())) * secant() * 1.05
+        assert told["slope"] == pytest.approx(want, rel=1e-4)
