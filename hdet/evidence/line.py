@@ -76,7 +76,8 @@ class LineCollector(Collector):
         self.moved = [_moved(knob, scene) for knob in knobs]
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
-        window, found = harvest.window, {knob.name: Estimate.nothing() for knob in self.knobs}
+        window, nothing = harvest.window, replace(Estimate.nothing(), averaged=Estimate.nothing())
+        found = {knob.name: nothing for knob in self.knobs}
         heard = [knob.controller.listens(window.stop, window.total_steps) for knob in self.knobs]
         if not any(heard):
             return found

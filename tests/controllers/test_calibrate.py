@@ -104,8 +104,8 @@ def test_a_late_cap_leaves_headroom() -> None:
 
 
 def test_settling_does_not_fade_the_cap() -> None:
-    calibrate = Calibrate(settle=1.0, headroom=2.0)
-    end = Context(schedule_now=0.4, warming=True, step=100, total_steps=100)
+    calibrate = Calibrate(settle=1.0, headroom=2.0, until=1.0)
+    end = Context(schedule_now=0.4, warming=True, step=99, total_steps=100)
     moved, _ = calibrate.step(CalibrateState(warnings=1), bracket(3, 0), end)
     assert moved == pytest.approx(math.log(0.8))
 
@@ -144,3 +144,11 @@ def test_looking_ahead_raises_to_the_ceiling_only_and_lowers_from_above_it() -> 
 def test_looking_ahead_leaves_the_count_towards_the_cap_alone() -> None:
     _, state = Calibrate().step(CalibrateState(warnings=1), ahead(9), Context(schedule_now=0.1, warming=True))
     assert state == CalibrateState(warnings=1)
+
+
+def test_late_in_the_run_it_neither_listens_nor_moves() -> None:
+    late = Context(schedule_now=0.3, step=85, total_steps=100)
+    assert not Calibrate().listens(85, 100)
+    assert Calibrate().listens(84, 100)
+    assert Calibrate().listens(85, None)
+    assert move(UP, late) == 0

@@ -54,3 +54,20 @@ def test_scale_of_the_slope_is_irrelevant() -> None:
     small = Gated().step(GatedState(), Estimate(slope=3e-6, stderr=1e-6), Context())
     large = Gated().step(GatedState(), Estimate(slope=3e6, stderr=1e6), Context())
     assert small[0] == pytest.approx(large[0])
+
+
+def test_a_short_window_moves_by_its_share() -> None:
+    gated, estimate = Gated(0.4, full=40), Estimate(slope=9.0, stderr=1.0)
+    assert gated.step(gated.start(), estimate, Context(length=10))[0] == pytest.approx(-0.1)
+    assert gated.step(gated.start(), estimate, Context(length=40))[0] == pytest.approx(-0.4)
+    assert gated.step(gated.start(), estimate, Context(length=400))[0] == pytest.approx(-0.4)
+
+
+def test_early_in_the_run_the_base_is_lowered_and_not_raised() -> None:
+    gated = Gated(0.4, raise_after=0.3)
+    raising, lowering = Estimate(slope=-9.0, stderr=1.0), Estimate(slope=9.0, stderr=1.0)
+    early, later = Context(step=29, total_steps=100), Context(step=30, total_steps=100)
+    assert gated.step(gated.start(), raising, early)[0] == 0
+    assert gated.step(gated.start(), lowering, early)[0] == pytest.approx(-0.4)
+    assert gated.step(gated.start(), raising, later)[0] == pytest.approx(0.4)
+    assert gated.step(gated.start(), raising, Context(step=0))[0] == pytest.approx(0.4), "an open end has no share"
