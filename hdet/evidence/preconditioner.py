@@ -21,8 +21,8 @@ def preconditioner(optimizer: Optimizer, group: Group, parameter: nn.Parameter) 
     |---|---|
     | Adam, AdamW, NAdam and others with `exp_avg_sq` | lr / (sqrt(v / (1 - beta2^t)) + eps) |
     | Adamax (`exp_inf`) | lr / exp_inf |
-    | RMSprop (`square_avg`) | lr / (sqrt(v) + eps), / (1 - momentum) |
-    | Adagrad (`sum`) | lr / (sqrt(sum) + eps) |
+    | RMSprop (`square_avg`) | lr / (sqrt(v) + eps), / (1 - momentum); v less the mean's square if centered |
+    | Adagrad (`sum`) | lr / (sqrt(sum) + eps), lr with its decay |
     | SGD | lr (1 - dampening) / (1 - momentum): what a lasting gradient comes to |
     | any other | lr, with a warning that names the optimizer |
 
@@ -54,6 +54,10 @@ def _scale(optimizer: Optimizer, group: Group, state: Group, parameter: nn.Param
     for entry in ("square_avg", "sum"):
         held = state.get(entry)
         if isinstance(held, Tensor) and held.shape == parameter.shape and "acc_delta" not in state:
+            if group.get("centered"):
+                held = (held - state["grad_avg"].square()).clamp_min(0.0)
+            if "lr_decay" in group:
+                lr /= 1.0 + (float(state["step"]) - 1.0) * float(group["lr_decay"])
             return lr / (held.sqrt() + float(group["eps"])) / (1.0 - float(group.get("momentum", 0.0)))
     _warn(
         optimizer,
