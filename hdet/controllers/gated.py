@@ -48,8 +48,8 @@ class Gated(Controller):
             best shrunk, which says nothing of the decay that suits them later; too much of it must go at once.
         settle: share of the run, at its end, over which moves fade to zero.
 
-    Weight decay on a log coordinate takes `Gated(0.4, raise_after=0.3)`; dropout on an arcsine
-    coordinate `Gated(0.1, gate=0, saturation=2, memory=0.7, full=40)`.
+    Weight decay on a log coordinate takes `Gated(0.4, gate=2, raise_after=0.3)`; dropout on an arcsine
+    coordinate `Gated(0.1, gate=1, saturation=2, memory=0.7, full=40, raise_after=0.3)`.
 
     >>> gated = Gated(0.5)
     >>> gated.step(gated.start(), Estimate(slope=0.2, stderr=0.1), Context())

@@ -40,8 +40,8 @@ def controller(knob: Knob, evidence: Evidence) -> Controller:
     if isinstance(evidence, Line):
         return Calibrate()
     if isinstance(knob, WeightDecay):
-        return Gated(0.4, raise_after=0.3)
+        return Gated(0.4, gate=2.0, raise_after=0.3)
     if isinstance(knob, ModuleKnob):
         # Small steps on evidence that adds up: an angle of 0.0025 a step at most.
-        return Gated(0.1, gate=0.0, saturation=2.0, memory=0.7, full=40)
+        return Gated(0.1, gate=1.0, saturation=2.0, memory=0.7, full=40, raise_after=0.3)
     return Gated()

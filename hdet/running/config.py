@@ -136,7 +136,12 @@ class RunConfig(Spec):
     def copies(self) -> bool:
         """Whether each replica is a copy of the model that may come apart from the others."""
         listed = self._listed()
-        return self.gradients == "local" or any((knob.evidence or self.evidence).diverges for knob in listed)
+        # A warm noisy start sets replicas apart by itself.
+        return (
+            self.gradients == "local"
+            or self.noise > 0.0
+            or any((knob.evidence or self.evidence).diverges for knob in listed)
+        )
 
     def explored(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Knob]:
         """The knobs, recommended ones chosen; learning rates without a schedule of their own given the run's."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,12 @@ REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterator[dist.ProcessGroup]:
     """The group of all of torchrun's ranks, inside the block.
 
-    Like `torch.distributed.init_process_group`, with two differences. Each restart of torchrun uses keys of its own
+    Like `torch.distributed.init_process_group`, with three differences. Each restart of torchrun uses keys of its own
     in the store that all attempts share; without, gloo connects to addresses of the attempt before, and a restart
-    hangs or fails. And the group is destroyed when the block is left, else the exits of the ranks race.
+    hangs or fails. The group is destroyed when the block is left, else the exits of the ranks race. And nothing
+    holds it beyond that: modules of torch that keep every group alive which exists when they are first imported
+    (torch 2.13: those that `torch.optim` and `fully_shard` draw in) are imported before it is made. A group that
+    is kept alive keeps threads that may abort the process at its exit.
 
     Args:
         backend: "nccl" where there are GPUs, else "gloo".
@@ -35,6 +39,8 @@ def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterato
         raise ConfigError(
             f"{', '.join(missing)} not set; start the script by torchrun --nproc-per-node=4 script.py, or set them"
         )
+    for module in ("torch._dynamo", "torch.distributed.fsdp"):
+        import_module(module)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     limit = timedelta(seconds=timeout)

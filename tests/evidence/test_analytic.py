@@ -1,0 +1,259 @@
+"""Analytic evidence: the direction of weight decay against runs that were trained again with another decay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import hdet
+from hdet import Analytic, Engine, Probe
+
+T, RATE, DECAY = 40, 0.01, 0.2
+START = torch.tensor([3.0, 1.0, 4.0])
+TARGET = torch.tensor([1.0, -2.0, 0.5])
+
+Make = Callable[[nn.Module, float], Optimizer]
+
+
+class Vector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(START.clone())
+        self.other = nn.Parameter(START.clone())
+
+
+def noisy(model: Any, step: int) -> Tensor:
+    """Gradients that are mostly noise, as late in training."""
+    noise = torch.randn(3, generator=torch.Generator().manual_seed(step))
+    loss: Tensor = (0.1 * TARGET + noise) @ (model.w + model.other)
+    return loss
+
+
+def read_out(model: Any, batch: float) -> Tensor:
+    """Linear in the weights, so that its slope along D is D's component, wherever it is read."""
+    loss: Tensor = batch * (TARGET @ model.w)
+    return loss
+
+
+MAKES: dict[str, Make] = {
+    "adamw": lambda m, decay: AdamW(m.parameters(), lr=RATE, weight_decay=decay),
+    "sgd": lambda m, decay: SGD(m.parameters(), lr=RATE, weight_decay=decay),
+    "sgd with momentum": lambda m, decay: SGD(m.parameters(), lr=RATE / 3, momentum=0.5, weight_decay=decay),
+    "adam": lambda m, decay: Adam(m.parameters(), lr=RATE, weight_decay=decay),
+}
+
+
+def retrained(make: Make, decay: float, steps: int = T, rate: Callable[[int], float] | None = None) -> float:
+    """What the probe reads after training at another decay."""
+    model = Vector()
+    optimizer = make(model, decay)
+    for step in range(steps):
+        if rate is not None:
+            optimizer.param_groups[0]["lr"] = rate(step)
+        noisy(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return read_out(model, 1.0).item()
+
+
+def difference(make: Make, decay: float = DECAY, **options: Any) -> float:
+    """d probe / d log(decay), by training twice."""
+    h = 0.1
+    ends = [retrained(make, decay * math.exp(side * h), **options) for side in (1, -1)]
+    return (ends[0] - ends[1]) / (2 * h)
+
+
+def run(
+    optimizer: Callable[[nn.Module], Optimizer],
+    knobs: list[hdet.Knob] | None = None,
+    *,
+    windows: int = 1,
+    probe: Any = read_out,
+    batches: tuple[float, ...] = (1.0, 1.0),
+    replicas: Callable[[nn.Module, Optimizer], Any] = lambda m, o: hdet.micro_batches(m, o, n=1),
+    window: int = T,
+    loss: Any = noisy,
+) -> tuple[Engine, list[hdet.WindowRecord]]:
+    model = Vector()
+    engine = Engine(
+        replicas(model, optimizer(model)),
+        knobs if knobs is not None else [hdet.WeightDecay(evidence=Analytic(), controller=hdet.Hold())],
+        window=window,
+        signal=Probe(probe, batches),
+        total_steps=window * windows,
+    )
+    records = []
+    for step in range(window * windows):
+        for replica in engine.replicas:
+            with replica:
+                loss(replica.model, step).backward()
+        engine.share_gradients()
+        for own in engine.optimizers:
+            own.step()
+            own.zero_grad()
+        record = engine.step([0.0] * len(engine.replicas))
+        if record is not None:
+            records.append(record)
+    return engine, records
+
+
+@pytest.mark.parametrize(
+    ("name", "decay", "tolerance"),
+    [("adamw", 0.2, 0.05), ("sgd", 0.2, 0.08), ("sgd with momentum", 0.2, 0.08), ("adam", 0.02, 0.2)],
+)
+def test_the_slope_is_that_of_training_again(name: str, decay: float, tolerance: float) -> None:
+    """To first order in lr * decay * T (0.08), and for Adam where decay is a small part of its second moment."""
+    make = MAKES[name]
+    _, (record,) = run(lambda m: make(m, decay))
+    want = difference(make, decay)
+    assert abs(want) > 0.05 * decay
+    assert record.estimates["weight_decay"]["slope"] == pytest.approx(want, rel=tolerance)
+
+
+def test_a_rate_that_changes_in_the_window_counts_step_by_step() -> None:
+    rates = [RATE * (1 + step % 7) for step in range(T)]
+    knobs: list[hdet.Knob] = [
+        hdet.WeightDecay(evidence=Analytic(), controller=hdet.Hold()),
+        hdet.LearningRate(schedule=hdet.Replay(rates), evidence=hdet.Line(), controller=hdet.Hold()),
+    ]
+    _, (record,) = run(lambda m: SGD(m.parameters(), lr=RATE, weight_decay=DECAY), knobs)
+    want = difference(MAKES["sgd"], rate=lambda step: rates[step])
+    assert record.estimates["weight_decay"]["slope"] == pytest.approx(want, rel=0.25)
+    constant = difference(MAKES["sgd"])
+    assert abs(record.estimates["weight_decay"]["slope"]) > 2.5 * abs(constant)
+
+
+def pull(steps: int = T, decay: float = DECAY) -> Tensor:
+    """-lr decay T mean_t(w): what decay alone did to w, to first order, with no gradient."""
+    w, mean = START.double(), torch.zeros(3, dtype=torch.float64)
+    for _ in range(steps):
+        w = w * (1 - RATE * decay)
+        mean += w / steps
+    return -RATE * decay * steps * mean
+
+
+def silent(model: Any, step: int) -> Tensor:
+    loss: Tensor = 0.0 * (model.w.sum() + model.other.sum())
+    return loss
+
+
+@pytest.mark.parametrize("make", [AdamW, SGD])
+def test_the_direction_by_hand(make: Any) -> None:
+    """Without a gradient, decay alone moves the weights; slopes are d . D and curvatures |D|^2."""
+
+    def bowl(model: Any, batch: float) -> Tensor:
+        loss: Tensor = 0.5 * (model.w @ model.w) + batch
+        return loss
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        made: Optimizer = make(model.parameters(), lr=RATE, weight_decay=DECAY)
+        return made
+
+    _, (linear,) = run(optimizer, loss=silent)
+    moved = pull()
+    assert linear.estimates["weight_decay"]["slope"] == pytest.approx(float(TARGET.double() @ moved), rel=1e-4)
+    _, (curved,) = run(optimizer, loss=silent, probe=bowl, batches=(0.0, 0.0))
+    estimate = curved.estimates["weight_decay"]
+    # Both at the averaged weights, which are D / (-lr decay T).
+    centre = moved / (-RATE * DECAY * T)
+    assert estimate["slope"] == pytest.approx(float(centre @ moved), rel=1e-4)
+    assert estimate["curvature"] == pytest.approx(float(moved @ moved), rel=1e-2)
+
+
+def test_each_window_sums_anew() -> None:
+    """Weights shrink from window to window, by a factor that is known, and so does the slope."""
+    _, records = run(lambda m: AdamW(m.parameters(), lr=RATE, weight_decay=DECAY), windows=3, loss=silent)
+    slopes = [record.estimates["weight_decay"]["slope"] for record in records]
+    shrink = (1 - RATE * DECAY) ** T
+    assert slopes[1] == pytest.approx(slopes[0] * shrink, rel=1e-4)
+    assert slopes[2] == pytest.approx(slopes[1] * shrink, rel=1e-4)
+
+
+def test_sub_batches_give_the_standard_error() -> None:
+    scales = torch.tensor([1.0, 1.3, 0.7, 1.2], dtype=torch.float64)
+    _, (record,) = run(
+        lambda m: AdamW(m.parameters(), lr=RATE, weight_decay=DECAY), batches=tuple(scales.tolist()), loss=silent
+    )
+    each = scales * float(TARGET.double() @ pull())
+    estimate = record.estimates["weight_decay"]
+    assert estimate["slope"] == pytest.approx(float(each.mean()), rel=1e-4)
+    assert estimate["stderr"] == pytest.approx(float(each.std()) / 2, rel=1e-3)
+
+
+def test_only_groups_that_decay_are_pulled() -> None:
+    """And by their own rates and decays."""
+    seen: list[tuple[float, float]] = []
+
+    def watched(model: Any, batch: float) -> Tensor:
+        seen.append((float(model.w[0]), float(model.other[0])))
+        return read_out(model, batch)
+
+    def optimizer(model: Any) -> Optimizer:
+        return AdamW(
+            [
+                {"params": [model.w], "weight_decay": DECAY, "lr": RATE},
+                {"params": [model.other], "weight_decay": 0.0},
+            ],
+            lr=RATE,
+        )
+
+    _, (record,) = run(optimizer, probe=watched, loss=silent)
+    assert len({other for _, other in seen}) == 1
+    assert len({w for w, _ in seen}) == 3
+    slope = record.estimates["weight_decay"]["slope"]
+    assert slope == pytest.approx(float(TARGET.double() @ pull()), rel=1e-4)
+
+
+def test_groups_keep_their_ratios() -> None:
+    def both(model: Any, batch: float) -> Tensor:
+        return read_out(model, batch) + TARGET @ model.other
+
+    def optimizer(model: Any) -> Optimizer:
+        return AdamW(
+            [{"params": [model.w], "weight_decay": DECAY}, {"params": [model.other], "weight_decay": 3 * DECAY}],
+            lr=RATE,
+        )
+
+    _, (record,) = run(optimizer, probe=both, loss=silent)
+    want = float(TARGET.double() @ (pull() + pull(decay=3 * DECAY)))
+    assert record.estimates["weight_decay"]["slope"] == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_copies_agree_with_one_model(n: int) -> None:
+    def optimizer(model: nn.Module) -> Optimizer:
+        return AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+
+    _, (one,) = run(optimizer)
+    _, (many,) = run(optimizer, replicas=lambda m, o: hdet.replicate(m, o, n=n))
+    assert many.estimates["weight_decay"]["slope"] == pytest.approx(one.estimates["weight_decay"]["slope"], rel=1e-5)
+
+
+def test_the_weights_are_left_as_they_were() -> None:
+    model = Vector()
+    optimizer = AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+    for step in range(T):
+        noisy(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine, _ = run(lambda m: AdamW(m.parameters(), lr=RATE, weight_decay=DECAY))
+    assert torch.equal(engine.replicas[0].model.w, model.w)
+
+
+@pytest.mark.parametrize(
+    ("knob", "words"),
+    [
+        (hdet.LearningRate(evidence=Analytic(), controller=hdet.Hold()), "Line for learning rates"),
+        (hdet.WeightDecay(evidence=Analytic(), space=hdet.Linear(0.1)), r"space=hdet\.Log"),
+        (hdet.WeightDecay(evidence=Analytic(), groups="none of them"), "none of them"),
+    ],
+)
+def test_what_it_cannot_judge_is_refused(knob: hdet.Knob, words: str) -> None:
+    with pytest.raises(hdet.ConfigError, match=words):
+        run(lambda m: AdamW(m.parameters(), lr=RATE, weight_decay=DECAY), [knob])

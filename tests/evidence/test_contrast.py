@@ -1,0 +1,599 @@
+"""Contrast evidence against finite differences of training, and against knobs that do nothing.
+
+Under loss a (c . w) the gradient a c is the same wherever w is, so that one step of SGD at rate r does
+-r (g_p . c) a du to a probe with gradient g_p: slopes below are exact.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hdet
+from hdet import Contrast, Engine, Probe, TwoLevel
+from hdet.evidence.contrast import ContrastCollector
+from hdet.hparams.forward import ModuleKnob
+
+RATE, WIDTH, SCALE = 0.1, 0.2, 1.5
+SLOPE = torch.tensor([1.0, -2.0, 0.5])
+AIM = torch.tensor([2.0, 1.0, 3.0])
+
+
+class Vector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([3.0, 1.0, -2.0]))
+        self.a = SCALE
+        self.b = 0.7
+        self.idle = 0.5
+        self.rate = 0.0
+        self.norm = nn.Identity()
+
+
+def scaled(model: Any, step: int = 0, index: int = 0) -> Tensor:
+    loss: Tensor = model.a * (SLOPE @ model.w)
+    return loss
+
+
+def read_out(model: Any, batch: float) -> Tensor:
+    loss: Tensor = batch * (AIM @ model.w)
+    return loss
+
+
+def knob(name: str = "a", **options: Any) -> hdet.Scalar:
+    given = {"bounds": (0.01, 100.0), "spread": TwoLevel(WIDTH), "controller": hdet.Hold(), **options}
+    return hdet.Scalar(name, path=name, evidence=given.pop("evidence", Contrast()), **given)
+
+
+def on_bound(name: str = "rate", **options: Any) -> hdet.Scalar:
+    return knob(name, space=hdet.Arcsine(), bounds=(0.0, 0.9), spread=TwoLevel(0.15), **options)
+
+
+def make(
+    knobs: list[hdet.Knob],
+    *,
+    n: int = 4,
+    copies: bool = False,
+    window: int = 8,
+    windows: int = 1,
+    probe: Any = read_out,
+    batches: Any = (1.0, 1.0),
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda m: torch.optim.SGD(m.parameters(), lr=RATE),
+    **options: Any,
+) -> Engine:
+    model = Vector()
+    return Engine(
+        (hdet.replicate if copies else hdet.micro_batches)(model, optimizer(model), n=n),
+        knobs,
+        window=window,
+        signal=Probe(probe, batches),
+        total_steps=window * windows,
+        **options,
+    )
+
+
+def train(
+    engine: Engine,
+    until: int | None = None,
+    *,
+    loss: Callable[[Any, int, int], Tensor] = scaled,
+    watch: Callable[[Any], object] = lambda model: None,
+) -> list[hdet.WindowRecord]:
+    records = []
+    last = engine.total_steps if until is None else until
+    assert last is not None
+    for step in range(engine.step_count, last):
+        losses = []
+        for replica in engine.replicas:
+            with replica:
+                watch(replica.model)
+                own = loss(replica.model, step, replica.index)
+                own.backward()
+            losses.append(own.detach())
+        engine.share_gradients()
+        for optimizer in engine.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        record = engine.step(losses)
+        if record is not None:
+            records.append(record)
+    return records
+
+
+def secant(width: float = WIDTH) -> float:
+    return math.sinh(width) / width
+
+
+ONE_STEP = -RATE * float(AIM @ SLOPE) * SCALE  # d probe / d log a after one step
+
+
+# -- sign and size --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "copies"), [(4, False), (4, True), (8, True), (6, False), (3, False), (12, False)])
+def test_the_slope_is_what_one_step_does_to_the_probe(n: int, copies: bool) -> None:
+    """Times the steps of the window, since this knob also acts in eval mode (where it does nothing here)."""
+    engine = make([knob()], n=n, copies=copies, window=16)
+    (record,) = train(engine)
+    estimate = record.estimates["a"]
+    assert estimate["slope"] == pytest.approx(16 * ONE_STEP * secant(), rel=1e-4)
+    assert estimate["offset"] == 0.0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_with_few_replicas_several_steps_form_a_block(n: int) -> None:
+    """Of 4 rows at least; the gradient is the same in all steps, so nothing else differs between them."""
+    (record,) = train(make([knob()], n=n, window=32))
+    assert record.estimates["a"]["slope"] == pytest.approx(32 * ONE_STEP * secant(), rel=1e-4)
+
+
+def test_the_mean_probe_loss_is_what_counts() -> None:
+    (record,) = train(make([knob()], batches=(1.0, 3.0)))
+    assert record.estimates["a"]["slope"] == pytest.approx(2 * 8 * ONE_STEP * secant(), rel=1e-4)
+
+
+def retrained(a: float, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], steps: int) -> float:
+    """The probe after `steps` at SCALE (which warm the optimizer up) and one at `a`."""
+    model = Vector()
+    optimizer = make_optimizer(model)
+    for step in range(steps + 1):
+        model.a = a if step == steps else SCALE
+        curved(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return read_out(model, 1.0).item()
+
+
+def curved(model: Any, step: int = 0, index: int = 0) -> Tensor:
+    noise = torch.randn(3, generator=torch.Generator().manual_seed(step))
+    loss: Tensor = model.a * (SLOPE @ model.w) + 0.1 * (model.w @ model.w) + noise @ model.w
+    return loss
+
+
+def test_through_an_adaptive_optimizer_it_has_the_sign_of_training_again() -> None:
+    """Its first window has no second moments to read and tells nothing; then P is that of the state."""
+
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.0, 0.99), weight_decay=0.0)
+
+    engine = make([knob(spread=TwoLevel(0.02), evidence=Contrast(refresh=1))], window=16, windows=2, optimizer=adam)
+    first, second = train(engine, loss=curved)
+    assert second.estimates["a"]["t"] != 0.0
+    wants = [
+        (retrained(SCALE * 1.02, adam, steps) - retrained(SCALE / 1.02, adam, steps)) / (2 * math.log(1.02))
+        for steps in range(16, 32)
+    ]
+    # v follows the gradient a little (1 - beta2 of it), which P taken as it stands leaves out.
+    assert second.estimates["a"]["slope"] == pytest.approx(sum(wants), rel=0.15)
+    assert first.estimates["a"]["t"] != second.estimates["a"]["t"]
+
+
+def test_momentum_counts_a_gradient_for_all_it_will_do() -> None:
+    def momentum(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.75)
+
+    (record,) = train(make([knob()], optimizer=momentum))
+    assert record.estimates["a"]["slope"] == pytest.approx(8 * 4 * ONE_STEP * secant(), rel=1e-4)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_maximising_turns_the_sign(copies: bool) -> None:
+    def ascent(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=RATE, maximize=True)
+
+    (record,) = train(make([knob()], optimizer=ascent, copies=copies))
+    assert record.estimates["a"]["slope"] == pytest.approx(-8 * ONE_STEP * secant(), rel=1e-4)
+
+
+def two(model: Any, step: int = 0, index: int = 0) -> Tensor:
+    noise = 0.01 * torch.randn(3, generator=torch.Generator().manual_seed(100 * step + index))
+    loss: Tensor = (model.a * SLOPE + model.b * AIM + noise) @ model.w
+    return loss
+
+
+def test_knobs_are_told_apart() -> None:
+    engine = make([knob("a"), knob("b"), knob("idle")], n=4, window=16)
+    (record,) = train(engine, loss=two)
+    told = {name: record.estimates[name] for name in ("a", "b", "idle")}
+    assert told["a"]["slope"] == pytest.approx(16 * ONE_STEP * secant(), rel=0.05)
+    both = -RATE * float(AIM @ AIM) * 0.7
+    assert told["b"]["slope"] == pytest.approx(16 * both * secant(), rel=0.05)
+    assert abs(told["idle"]["slope"]) < 0.05 * abs(told["a"]["slope"])
+
+
+def test_seats_of_one_model_measure_what_copies_measure() -> None:
+    """The same batches at the same levels: a seat's gradient is what its own pass added."""
+    one = train(make([knob("a"), knob("b")], windows=2), loss=two)
+    many = train(make([knob("a"), knob("b")], windows=2, copies=True), loss=two)
+    for left, right in zip(one, many, strict=True):
+        for name in ("a", "b"):
+            for number in ("slope", "stderr"):
+                assert left.estimates[name][number] == pytest.approx(right.estimates[name][number], rel=1e-3)
+
+
+# -- the design -----------------------------------------------------------------------------------
+
+
+def test_signs_are_fresh_every_step_and_balanced() -> None:
+    engine = make([knob("a")], n=4, window=40)
+    rows = []
+    for step in range(40):
+        levels = engine.knobs[0].levels
+        assert sorted(levels) == pytest.approx([-WIDTH, -WIDTH, WIDTH, WIDTH])
+        rows.append(tuple(levels > 0))
+        if step < 39:
+            train(engine, step + 1)
+    assert len(set(rows)) == 6  # all ways to choose 2 of 4
+    assert any(a != b for a, b in zip(rows, rows[1:], strict=False))
+
+
+def test_a_pass_runs_at_its_level() -> None:
+    seen: list[float] = []
+    train(make([knob()], n=4, window=8), watch=lambda model: seen.append(model.a))
+    assert sorted(seen) == pytest.approx([SCALE * math.exp(-WIDTH)] * 16 + [SCALE * math.exp(WIDTH)] * 16)
+
+
+def test_without_a_spread_nothing_is_explored() -> None:
+    seen: list[float] = []
+    engine = make([knob(spread=TwoLevel(0.0))], window=16)
+    (record,) = train(engine, watch=lambda model: seen.append(model.a))
+    assert set(seen) == {SCALE}
+    assert record.estimates["a"]["t"] == 0.0
+
+
+def test_a_knob_without_a_spread_starves_no_other() -> None:
+    (record,) = train(make([knob("a"), knob("b", spread=TwoLevel(0.0))], window=16), loss=two)
+    assert record.estimates["b"]["t"] == 0.0
+    assert record.estimates["a"]["slope"] == pytest.approx(16 * ONE_STEP * secant(), rel=0.05)
+
+
+# -- few blocks -----------------------------------------------------------------------------------
+
+
+def noisy(model: Any, step: int, index: int) -> Tensor:
+    noise = torch.randn(3, generator=torch.Generator().manual_seed(97 * step + index))
+    loss: Tensor = (model.a * SLOPE + noise) @ model.w
+    return loss
+
+
+def test_an_estimate_needs_eight_blocks_and_windows_save_them_up() -> None:
+    """Three blocks a window: the third window has nine to judge by, and the count begins anew."""
+    records = train(make([knob()], window=3, windows=6), loss=noisy)
+    known = [record.estimates["a"]["t"] != 0.0 for record in records]
+    assert known == [False, False, True, False, False, True]
+    for record, ok in zip(records, known, strict=True):
+        assert (record.estimates["a"]["stderr"] is not None and math.isfinite(record.estimates["a"]["stderr"])) == ok
+
+
+def test_blocks_saved_are_all_counted() -> None:
+    """The standard error over nine blocks is that of one window which had them all."""
+    saved = train(make([knob()], window=3, windows=3), loss=noisy)[-1].estimates["a"]
+    whole = train(make([knob()], window=9, windows=1), loss=noisy)[-1].estimates["a"]
+    assert saved["slope"] / 3 == pytest.approx(whole["slope"] / 9, rel=1e-3)  # per step
+    assert saved["t"] == pytest.approx(whole["t"], rel=1e-3)
+
+
+def test_one_replica_is_compared_with_itself_over_steps() -> None:
+    """Blocks of four steps: two windows of 16 make eight."""
+    records = train(make([knob()], n=1, window=16, windows=4), loss=noisy)
+    assert [record.estimates["a"]["t"] != 0.0 for record in records] == [False, True, False, True]
+
+
+def test_a_block_cut_off_by_the_windows_end_is_dropped() -> None:
+    """17 steps of N = 1 are four blocks and a step."""
+    engine = make([knob()], n=1, window=17, windows=2)
+    train(engine, 17, loss=noisy)
+    (collector,) = engine.collectors
+    assert isinstance(collector, ContrastCollector)
+    assert [len(saved) for saved in collector.saved] == [4]
+
+
+# -- bounds ---------------------------------------------------------------------------------------
+
+
+def test_on_its_bound_a_knob_explores_inside_and_rests_mostly() -> None:
+    """At 0, every eighth block runs half of its passes at sin^2(2 * 0.15), and the others at 0 itself."""
+    seen: list[float] = []
+    train(make([on_bound()], n=4, window=32), watch=lambda model: seen.append(model.rate))
+    steps = np.array(seen).reshape(32, 4)
+    exploring = [step for step in range(32) if steps[step].any()]
+    assert exploring == [0, 8, 16, 24]
+    for step in exploring:
+        assert sorted(steps[step]) == pytest.approx([0.0, 0.0, math.sin(0.3) ** 2, math.sin(0.3) ** 2])
+
+
+def test_on_its_bound_the_estimate_is_taken_between_the_levels() -> None:
+    """And says so: half a width off the base on the inner side."""
+
+    def leaky(model: Any, step: int, index: int) -> Tensor:
+        return (1.0 - model.rate) * (SLOPE @ model.w)
+
+    (record,) = train(make([on_bound()], n=4, window=64), loss=leaky)
+    estimate = record.estimates["rate"]
+    assert estimate["offset"] == pytest.approx(0.15)
+    per_step = -RATE * float(AIM @ SLOPE) * -(math.sin(0.3) ** 2) / 0.3
+    assert estimate["slope"] == pytest.approx(64 * per_step, rel=1e-4)
+
+
+def test_near_a_bound_the_levels_lie_inside() -> None:
+    engine = make([knob(bounds=(0.01, SCALE * math.exp(0.1)))], window=8)
+    seen: list[float] = []
+    (record,) = train(engine, watch=lambda model: seen.append(model.a))
+    low, high = min(seen), max(seen)
+    assert high == pytest.approx(SCALE * math.exp(0.1))
+    assert low == pytest.approx(SCALE * math.exp(0.1 - 2 * WIDTH))
+    estimate = record.estimates["a"]
+    assert estimate["offset"] == pytest.approx(-0.1)
+    want = -RATE * float(AIM @ SLOPE) * (high - low) / (2 * WIDTH)
+    assert estimate["slope"] == pytest.approx(8 * want, rel=1e-4)
+
+
+def test_where_both_bounds_are_near_the_width_gives_way() -> None:
+    engine = make([knob(bounds=(SCALE * math.exp(-0.05), SCALE * math.exp(0.03)))])
+    seen: list[float] = []
+    (record,) = train(engine, watch=lambda model: seen.append(model.a))
+    assert (min(seen), max(seen)) == pytest.approx((SCALE * math.exp(-0.05), SCALE * math.exp(0.03)))
+    assert record.estimates["a"]["slope"] == pytest.approx(8 * ONE_STEP, rel=0.02)
+
+
+def test_a_knob_that_rests_starves_no_other() -> None:
+    """Eight blocks: `a` has explored in all of them, and the one on its bound saves its first."""
+    engine = make([knob(), on_bound()], n=4, window=8, windows=8)
+    records = train(engine, loss=noisy)
+    assert all(record.estimates["a"]["t"] != 0.0 for record in records)
+    assert [record.estimates["rate"]["t"] != 0.0 for record in records] == [False] * 7 + [True]
+    alone = train(make([knob()], n=4, window=8), loss=noisy)
+    assert records[0].estimates["a"]["slope"] == pytest.approx(alone[0].estimates["a"]["slope"], rel=0.5)
+
+
+# -- knobs that act in eval mode too --------------------------------------------------------------
+
+
+class Tempered(nn.Module):
+    """y = w x / T."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(1.0))
+        self.t = 2.0
+
+
+def miss(model: Any, target: float) -> Tensor:
+    loss: Tensor = (model.w / model.t - target).square()
+    return loss
+
+
+def tempered(steps: int, rate: float, target: float, probe_target: float) -> tuple[float, float]:
+    """The slope in log T, and what training again at T e^(+-h) and testing there makes of it."""
+    model = Tempered()
+    engine = Engine(
+        hdet.micro_batches(model, torch.optim.SGD(model.parameters(), lr=rate), n=4),
+        [
+            hdet.Scalar(
+                "t",
+                path="t",
+                bounds=(0.1, 10.0),
+                spread=TwoLevel(0.05),
+                evidence=Contrast(refresh=1),
+                controller=hdet.Hold(),
+            )
+        ],
+        window=steps,
+        signal=Probe(miss, [probe_target, probe_target]),
+        total_steps=steps,
+    )
+    (record,) = train(engine, loss=lambda m, step, index: miss(m, target))
+
+    def again(t: float) -> float:
+        twin = Tempered()
+        twin.t = t
+        optimizer = torch.optim.SGD(twin.parameters(), lr=rate)
+        for _ in range(steps):
+            miss(twin, target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return miss(twin, probe_target).item()
+
+    h = 0.05
+    want = (again(2.0 * math.exp(h)) - again(2.0 * math.exp(-h))) / (2 * h)
+    return record.estimates["t"]["slope"], want
+
+
+@pytest.mark.parametrize(
+    ("steps", "rate", "target", "probe_target"),
+    [(8, 0.01, 2.0, 2.0), (8, 0.05, 2.0, 2.0), (32, 0.01, 0.1, 0.1), (8, 0.01, 2.0, 0.2), (16, 0.02, 0.3, 1.0)],
+)
+def test_a_temperature_is_judged_by_what_it_does_and_by_what_is_learned(
+    steps: int, rate: float, target: float, probe_target: float
+) -> None:
+    slope, want = tempered(steps, rate, target, probe_target)
+    assert abs(want) > 0.05
+    assert slope == pytest.approx(want, rel=0.15)
+
+
+def test_the_direct_term_alone() -> None:
+    """With a learning rate of next to nothing, only the value itself counts."""
+    slope, want = tempered(8, 1e-9, 2.0, 2.0)
+    assert slope == pytest.approx(want, rel=1e-3)
+    assert slope == pytest.approx(2 * (0.5 - 2.0) * -0.5, rel=1e-2)
+
+
+@hdet.register
+class Quiet(ModuleKnob):
+    """`Vector.a`, said to act in training alone."""
+
+    kind = "quiet_for_tests"
+    role = "a"
+    bounds: tuple[float, float] = (0.01, 100.0)
+
+    def cells(self, model: nn.Module, pattern: str) -> Any:
+        from hdet.hparams.binding import Attribute
+
+        return {"a": Attribute(model, "a")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_quiet() -> Iterator[None]:
+    yield
+    hdet.Knob._members.pop("quiet_for_tests", None)
+
+
+def test_a_knob_of_training_alone_is_judged_by_one_step_and_read_once() -> None:
+    """No direct term: the probe is evaluated for its gradient, and never at the levels."""
+    seen: list[float] = []
+
+    def watched(model: Any, batch: float) -> Tensor:
+        seen.append(model.a)
+        return read_out(model, batch)
+
+    quiet = Quiet(spread=TwoLevel(WIDTH), evidence=Contrast(), controller=hdet.Hold())
+    (record,) = train(make([quiet], probe=watched))
+    assert record.estimates["quiet_for_tests"]["slope"] == pytest.approx(ONE_STEP * secant(), rel=1e-4)
+    assert seen == [SCALE] * 2
+
+
+def test_the_probe_is_read_at_the_base_and_in_eval_mode() -> None:
+    states: list[tuple[float, bool]] = []
+
+    def watched(model: Any, batch: float) -> Tensor:
+        states.append((model.a, model.training))
+        return read_out(model, batch)
+
+    engine = make([knob(evidence=Contrast(refresh=4))], window=12, probe=watched)
+    train(engine)
+    directed = states[: 3 * 2]
+    assert directed == [(SCALE, False)] * 6  # at steps 0, 4 and 8
+    levels = [SCALE * math.exp(-WIDTH)] * 2 + [SCALE * math.exp(WIDTH)] * 2
+    assert [a for a, _ in states[6:]] == pytest.approx(levels)
+    assert engine.replicas[0].model.training
+    assert engine.replicas[0].model.a == SCALE
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def test_local_gradients_are_refused() -> None:
+    with pytest.raises(hdet.IdentifiabilityError, match="shared"):
+        make([knob()], copies=True, gradients="local")
+
+
+def test_knobs_of_the_update_are_refused() -> None:
+    given = hdet.LearningRate(evidence=Contrast(), controller=hdet.Hold())
+    with pytest.raises(hdet.IdentifiabilityError, match="acts on the update"):
+        make([given])
+
+
+def test_a_replica_that_did_not_run_is_named() -> None:
+    engine = make([knob()], n=4)
+    with engine.replicas[0] as replica:
+        scaled(replica.model).backward()
+    engine.share_gradients()
+    engine.optimizers[0].step()
+    with pytest.raises(hdet.StepError, match="1 of 4 replicas"):
+        engine.step([0.0] * 4)
+
+
+# -- resume ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "copies", "window", "stop"), [(1, False, 10, 13), (4, True, 5, 7), (4, False, 5, 10)])
+def test_a_resume_is_the_same_run_bit_for_bit(n: int, copies: bool, window: int, stop: int) -> None:
+    """In mid-block, with blocks saved from the windows before."""
+
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def fresh() -> Engine:
+        knobs = [
+            knob(controller=hdet.Gated(0.1, gate=0.0, memory=0.7), evidence=Contrast(refresh=3)),
+            on_bound(evidence=Contrast(refresh=3)),
+        ]
+        return make(knobs, n=n, copies=copies, window=window, windows=10, optimizer=adam)
+
+    whole = fresh()
+    expected = train(whole, loss=noisy)
+    assert any(record.estimates["a"]["t"] for record in expected)
+    first = fresh()
+    train(first, stop, loss=noisy)
+    stored = io.BytesIO()
+    torch.save(first.state_dict(), stored)
+    stored.seek(0)
+    second = fresh()
+    second.load_state_dict(torch.load(stored, weights_only=True))
+    records = train(second, loss=noisy)
+    for one, other in zip(expected[-len(records) :], records, strict=True):
+        assert (one.estimates, one.moves, one.bases, one.values) == (
+            other.estimates,
+            other.moves,
+            other.bases,
+            other.values,
+        )
+    assert torch.equal(whole.replicas[0].model.w, second.replicas[0].model.w)
+
+
+# -- a knob without effect ------------------------------------------------------------------------
+
+
+class Flat(nn.Module):
+    """Sixteen weights whose gradients are whatever is put there, and a scalar nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(16))
+        self.idle = 0.5
+
+
+def placebo_ts(n: int, windows: int, shards: float = 0.0, drift: float = 0.0) -> np.ndarray:
+    """The t of a scalar nobody reads; replica r's gradients have a mean of their own, `shards` times their noise."""
+    blocks = 12
+    window = blocks * max(1, 4 // n)
+    model = Flat()
+    engine = Engine(
+        hdet.micro_batches(model, torch.optim.SGD(model.parameters(), lr=1e-3), n=n),
+        [
+            hdet.Scalar(
+                "idle",
+                path="idle",
+                bounds=(0.01, 10.0),
+                evidence=Contrast(refresh=10_000),
+                controller=hdet.Hold(),
+            )
+        ],
+        window=window,
+        signal=Probe(lambda m, batch: m.w.sum() + batch, [0.0, 0.5]),
+        total_steps=windows * window,
+    )
+    generator = torch.Generator().manual_seed(n)
+    own = torch.randn(n, 16, generator=generator) * shards
+    noise = torch.randn(windows * window, n, 16, generator=generator)
+    zeros = [0.0] * n
+    ts = []
+    for step in range(windows * window):
+        model.w.grad = torch.zeros(16)
+        for replica in engine.replicas:
+            with replica:
+                model.w.grad += noise[step, replica.index] + own[replica.index] + drift * step
+        engine.share_gradients()
+        record = engine.step(zeros)
+        if record is not None:
+            ts.append(record.estimates["idle"]["t"])
+    return np.array(ts)
+
+
+@pytest.mark.parametrize(
+    ("n", "shards"), [(1, 0.0), (2, 0.0), (4, 0.0), (8, 0.0), (4, 3.0), (2, 3.0), (8, 3.0)]
+)
+def test_a_knob_without_effect_has_a_t_of_unit_spread(n: int, shards: float) -> None:
+    """Student's t with 11 degrees of freedom: sd 1.11. Signs fixed over a window would give shards away."""
+    ts = placebo_ts(n, 200, shards)
+    assert len(ts) == 200
+    assert 0.8 < ts.std() < 1.3
+    assert abs(ts.mean()) < 0.3
+    assert 0.0 < (np.abs(ts) > 2.0).mean() < 0.15
