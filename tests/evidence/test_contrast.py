@@ -349,8 +349,10 @@ def test_a_knob_that_rests_starves_no_other() -> None:
     records = train(engine, loss=noisy)
     assert all(record.estimates["a"]["t"] != 0.0 for record in records)
     assert [record.estimates["rate"]["t"] != 0.0 for record in records] == [False] * 7 + [True]
-    alone = train(make([knob()], n=4, window=8), loss=noisy)
-    assert records[0].estimates["a"]["slope"] == pytest.approx(alone[0].estimates["a"]["slope"], rel=0.5)
+    alone = train(make([knob()], n=4, window=8, windows=8), loss=noisy)
+    # Of the same precision too: what rests adds no noise and takes no rows.
+    sizes = [np.median([record.estimates["a"]["stderr"] for record in run]) for run in (records, alone)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.25)
 
 
 # -- knobs that act in eval mode too --------------------------------------------------------------
@@ -470,8 +472,10 @@ def test_the_probe_is_read_at_the_base_and_in_eval_mode() -> None:
     train(engine)
     directed = states[: 3 * 2]
     assert directed == [(SCALE, False)] * 6  # at steps 0, 4 and 8
-    levels = [SCALE * math.exp(-WIDTH)] * 2 + [SCALE * math.exp(WIDTH)] * 2
-    assert [a for a, _ in states[6:]] == pytest.approx(levels)
+    low, high = SCALE * math.exp(-WIDTH), SCALE * math.exp(WIDTH)
+    # Two levels, evaluated by the first two seats; the others repeat one to learn how many sub-batches there are.
+    assert sorted({round(a, 6) for a, _ in states[6:]}) == [round(low, 6), round(high, 6)]
+    assert not any(training for _, training in states)
     assert engine.replicas[0].model.training
     assert engine.replicas[0].model.a == SCALE
 
@@ -550,7 +554,7 @@ class Flat(nn.Module):
         self.idle = 0.5
 
 
-def placebo_ts(n: int, windows: int, shards: float = 0.0, drift: float = 0.0) -> np.ndarray:
+def placebo_ts(n: int, windows: int, shards: float = 0.0, design: hdet.Design | None = None) -> np.ndarray:
     """The t of a scalar nobody reads; replica r's gradients have a mean of their own, `shards` times their noise."""
     blocks = 12
     window = blocks * max(1, 4 // n)
@@ -570,6 +574,9 @@ def placebo_ts(n: int, windows: int, shards: float = 0.0, drift: float = 0.0) ->
         signal=Probe(lambda m, batch: m.w.sum() + batch, [0.0, 0.5]),
         total_steps=windows * window,
     )
+    (collector,) = engine.collectors
+    assert isinstance(collector, ContrastCollector)
+    collector.design = design or collector.design  # type: ignore[assignment]
     generator = torch.Generator().manual_seed(n)
     own = torch.randn(n, 16, generator=generator) * shards
     noise = torch.randn(windows * window, n, 16, generator=generator)
@@ -579,7 +586,7 @@ def placebo_ts(n: int, windows: int, shards: float = 0.0, drift: float = 0.0) ->
         model.w.grad = torch.zeros(16)
         for replica in engine.replicas:
             with replica:
-                model.w.grad += noise[step, replica.index] + own[replica.index] + drift * step
+                model.w.grad += noise[step, replica.index] + own[replica.index]
         engine.share_gradients()
         record = engine.step(zeros)
         if record is not None:
@@ -588,12 +595,20 @@ def placebo_ts(n: int, windows: int, shards: float = 0.0, drift: float = 0.0) ->
 
 
 @pytest.mark.parametrize(
-    ("n", "shards"), [(1, 0.0), (2, 0.0), (4, 0.0), (8, 0.0), (4, 3.0), (2, 3.0), (8, 3.0)]
+    ("n", "shards", "windows"),
+    [(1, 0.0, 200), (2, 0.0, 200), (4, 0.0, 300), (8, 0.0, 300), (2, 3.0, 200), (4, 3.0, 400), (8, 3.0, 400)],
 )
-def test_a_knob_without_effect_has_a_t_of_unit_spread(n: int, shards: float) -> None:
-    """Student's t with 11 degrees of freedom: sd 1.11. Signs fixed over a window would give shards away."""
-    ts = placebo_ts(n, 200, shards)
-    assert len(ts) == 200
+def test_a_knob_without_effect_has_a_t_of_unit_spread(n: int, shards: float, windows: int) -> None:
+    """Student's t with 11 degrees of freedom: sd 1.11, and |t| > 2 in 7 % of windows."""
+    ts = placebo_ts(n, windows, shards)
+    assert len(ts) == windows
     assert 0.8 < ts.std() < 1.3
     assert abs(ts.mean()) < 0.3
-    assert 0.0 < (np.abs(ts) > 2.0).mean() < 0.15
+    assert 0.02 < (np.abs(ts) > 2.0).mean() < 0.13
+
+
+def test_signs_that_stay_the_same_would_take_shards_for_an_effect() -> None:
+    """The law above can fail: this is what it is there to see."""
+    assert placebo_ts(4, 100, 3.0, design=hdet.Fixed()).std() > 3.0 or (
+        np.abs(placebo_ts(4, 100, 3.0, design=hdet.Fixed())) > 2.0
+    ).mean() > 0.9

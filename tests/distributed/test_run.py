@@ -1,0 +1,72 @@
+"""`hdet run` on several ranks of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from training import difference
+
+import hdet
+from hdet.running import Run, RunConfig
+
+DECLARED = """
+task: {kind: digits, dropout: 0.0}
+steps: 12
+batch_size: 8
+replicas: 4
+optimizer: {kind: adamw, lr: 1.0e-3}
+window: 4
+knobs:
+  - {kind: learning_rate, evidence: divergent, controller: gated}
+  - {kind: weight_decay, evidence: divergent, controller: gated}
+"""
+
+
+def hdet_run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hdet", "run", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def declared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("declared") / "run.yaml"
+    path.write_text(DECLARED)
+    return path
+
+
+def test_processes_share_the_replicas_and_come_to_the_same_result(declared: Path, tmp_path: Path) -> None:
+    ended = hdet_run(str(declared), "--replicas", "2", "--processes", "2", "--out", str(tmp_path / "ranks"))
+    assert ended.returncode == 0, ended.stderr
+    assert "with hdet" in ended.stdout
+    assert ended.stdout.count("written to") == 1  # one rank speaks
+
+    torch.set_num_threads(1)
+    Run(RunConfig.load(declared, ["replicas=2"]), tmp_path / "one")()
+    ours, theirs = (hdet.History(tmp_path / name / "history.jsonl") for name in ("ranks", "one"))
+    assert len(ours) == len(theirs) == 3
+    for found, expected in zip(ours, theirs, strict=True):
+        assert (found.bases, found.values, found.losses) == (expected.bases, expected.values, expected.losses)
+        assert (found.estimates, found.moves) == (expected.estimates, expected.moves)
+    models = [torch.load(tmp_path / name / "model.pt", weights_only=True)["model"] for name in ("ranks", "one")]
+    assert difference(list(models[0].values()), list(models[1].values())) == 0.0
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("ranks", "one")]
+    assert results[0]["test_loss"] == results[1]["test_loss"]
+
+
+def test_replicas_that_cannot_be_shared_out_are_refused(declared: Path, tmp_path: Path) -> None:
+    ended = hdet_run(str(declared), "--replicas", "3", "--processes", "2", "--out", str(tmp_path / "odd"))
+    assert ended.returncode == 2
+    assert "3 replicas cannot be shared out evenly over 2 processes" in ended.stderr
+    assert not (tmp_path / "odd").exists()

@@ -1,0 +1,80 @@
+"""What a declaration that leaves evidence or controller open is completed by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+from hdet.evidence.defaults import complete, controller, counterfactual
+
+SCALAR = hdet.Scalar("margin", path="margin", bounds=(0.0, 1.0), space=hdet.Linear())
+PULL = hdet.Scalar("pull", path="pull", bounds=(0.1, 1.0), effect="update")
+
+FORWARD_RULE = hdet.Gated(0.1, gate=0.0, saturation=2.0, memory=0.7, full=40)
+
+
+@pytest.mark.parametrize(
+    ("knob", "evidence", "rule"),
+    [
+        (hdet.LearningRate(), hdet.Line(), hdet.Calibrate()),
+        (hdet.LearningRate(groups=0), hdet.Line(), hdet.Calibrate()),
+        (hdet.WeightDecay(), hdet.Analytic(), hdet.Gated(0.4)),
+        (hdet.Dropout(), hdet.Contrast(), FORWARD_RULE),
+        (hdet.LabelSmoothing(), hdet.Contrast(), FORWARD_RULE),
+        (hdet.AttentionTemperature(), hdet.Contrast(), FORWARD_RULE),
+        (SCALAR, hdet.Contrast(), hdet.Gated()),
+        (hdet.Momentum(), hdet.Divergent(), hdet.Gated()),
+        (hdet.Beta1(), hdet.Divergent(), hdet.Gated()),
+        (PULL, hdet.Divergent(), hdet.Gated()),
+    ],
+)
+def test_without_divergence_each_knob_gets_what_suits_it(knob: Any, evidence: Any, rule: Any) -> None:
+    assert counterfactual(knob) == evidence
+    done = complete(knob, None, diverge=False)
+    assert (done.evidence, done.controller) == (evidence, rule)
+    assert done.replace(evidence=None, controller=None) == knob
+
+
+@pytest.mark.parametrize("knob", [hdet.LearningRate(), hdet.WeightDecay(), hdet.Dropout(), hdet.Momentum()])
+def test_replicas_that_can_come_apart_are_compared(knob: Any) -> None:
+    done = complete(knob, None, diverge=True)
+    assert done.evidence == hdet.Divergent()
+    assert done.controller == controller(knob, hdet.Divergent())
+    assert not done.controller.needs_averaged
+
+
+def test_a_learning_rate_judged_by_divergence_is_not_calibrated() -> None:
+    """Calibrate needs a judgement at averaged weights, which divergent evidence has not."""
+    assert controller(hdet.LearningRate(), hdet.Divergent()) == hdet.Gated()
+    assert controller(hdet.LearningRate(), hdet.Line()) == hdet.Calibrate()
+
+
+def test_what_was_declared_is_kept() -> None:
+    own = hdet.LearningRate(evidence=hdet.Line(width=0.1), controller=hdet.Hold())
+    assert complete(own, hdet.Divergent(), diverge=True) == own
+
+
+def test_a_knobs_own_evidence_goes_before_the_engines_and_that_before_the_default() -> None:
+    engines = hdet.Divergent(estimator=hdet.Marginal())
+    assert complete(hdet.LearningRate(), engines, diverge=False).evidence == engines
+    assert complete(hdet.LearningRate(evidence=hdet.Line()), engines, diverge=True).evidence == hdet.Line()
+
+
+def test_the_controller_follows_the_evidence_that_was_chosen() -> None:
+    assert complete(hdet.LearningRate(), hdet.Line(), diverge=True).controller == hdet.Calibrate()
+    assert complete(hdet.LearningRate(evidence=hdet.Divergent()), None, diverge=False).controller == hdet.Gated()
+
+
+@pytest.mark.parametrize("diverge", [False, True])
+def test_a_knob_without_a_spread_asks_for_no_comparison(diverge: bool) -> None:
+    """So that it needs no probe."""
+    still = hdet.LearningRate(spread=hdet.TwoLevel(0.0))
+    assert complete(still, None, diverge=diverge).evidence == hdet.Divergent()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = hdet.Engine(hdet.micro_batches(model, optimizer, n=2), [still], window=2)
+    assert engine.bases == {"learning_rate": 0.1}
