@@ -103,7 +103,10 @@ def main() -> None:
         while n <= (4096 if quick else 65536):
             now = measure(n, knobs)
             growth = f"{now / before:.2f}x"
-            print(f"{n:>6} {knobs:>3} {now:>10.4f} {now / n / knobs * 1e6:>11.3f} {n * NUMBERS * 8:>10} {growth:>12}", flush=True)
+            print(
+                f"{n:>6} {knobs:>3} {now:>10.4f} {now / n / knobs * 1e6:>11.3f} {n * NUMBERS * 8:>10} {growth:>12}",
+                flush=True,
+            )
             before, n = now, n * 2
     print("growing no faster than N: a column of at most 2x (and noise)")
 

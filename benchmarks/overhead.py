@@ -57,9 +57,7 @@ def measure(turns: int) -> None:
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(dist.get_rank()))
     plain, plain_optimizer = trainee()
     model, optimizer = trainee()
-    engine = hdet.Engine(
-        hdet.distribute(model, optimizer), [hdet.LearningRate(), hdet.WeightDecay()], window=BLOCK + 1
-    )
+    engine = hdet.Engine(hdet.distribute(model, optimizer), [hdet.LearningRate(), hdet.WeightDecay()], window=BLOCK + 1)
     spent: list[float] = []
     ends: list[float] = []
 
@@ -106,10 +104,16 @@ def measure(turns: int) -> None:
     step, whole = statistics.median(times["alone"]), statistics.median(times["explored"])
     calls, end = statistics.median(spent), statistics.median(ends)
     ranks = dist.get_world_size()
-    print(f"{ranks} ranks: a step alone {step * 1e3:.1f} ms, hdet's calls {calls * 1e6:.0f} us, a window's end {end * 1e3:.1f} ms")
+    print(
+        f"{ranks} ranks: a step alone {step * 1e3:.1f} ms, hdet's calls {calls * 1e6:.0f} us, "
+        f"a window's end {end * 1e3:.1f} ms"
+    )
     for window in (100, 1000):
         print(f"{ranks} ranks: window {window:>4}  {1 + calls / step + end / (window * step):.4f}x")
-    print(f"{ranks} ranks: whole steps between windows, with over without {whole / step:.3f}x (noise included)", flush=True)
+    print(
+        f"{ranks} ranks: whole steps between windows, with over without {whole / step:.3f}x (noise included)",
+        flush=True,
+    )
 
 
 def main() -> None:

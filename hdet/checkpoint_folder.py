@@ -74,9 +74,10 @@ class CheckpointFolder:
         import torch.distributed.checkpoint as dcp
 
         if wait:
-            dcp.save({KEY: state}, checkpoint_id=target, no_dist=not _distributed())
+            dcp.save({KEY: state}, checkpoint_id=target, no_dist=not _distributed())  # type: ignore[attr-defined]
         else:
-            self._saving = dcp.async_save({KEY: state}, checkpoint_id=target, process_group=self._background())
+            group = self._background()
+            self._saving = dcp.async_save({KEY: state}, checkpoint_id=target, process_group=group)  # type: ignore[attr-defined]
 
     def wait(self) -> None:
         """Wait until a save in the background is done.
@@ -113,7 +114,7 @@ class CheckpointFolder:
         try:
             with translated("loading a checkpoint"), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load({KEY: Stateful(engine)}, checkpoint_id=newest, no_dist=not _distributed())
+                dcp.load({KEY: Stateful(engine)}, checkpoint_id=newest, no_dist=not _distributed())  # type: ignore[attr-defined]
         except dcp.api.CheckpointException as error:
             cause = next((pair[0] for pair in error.failures.values() if isinstance(pair[0], CheckpointError)), None)
             raise CheckpointError(f"{newest} cannot be loaded: {cause or _first(error)}") from None

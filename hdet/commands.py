@@ -13,7 +13,7 @@ import hdet
 from hdet.running.config import RunConfig
 from hdet.running.display import Display, show_result
 from hdet.running.folder import RunFolder
-from hdet.running.launching import launch, leads, ranks
+from hdet.running.launching import launch, leads, ranks, shared_out
 from hdet.running.runner import Run
 from hdet.study.command import ablate
 
@@ -54,14 +54,15 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
     replicas: Annotated[int | None, typer.Option(help="Override the number of replicas.")] = None,
     processes: Annotated[
-        int, typer.Option(help="Share the replicas out over this many processes of this machine.")
+        int, typer.Option(min=1, help="Share the replicas out over this many processes of this machine.")
     ] = 1,
 ) -> None:
     """Train a task with the engine; under torchrun, on all its ranks."""
     changed = [*(assignments or ()), *([f"replicas={replicas}"] if replicas is not None else [])]
     declared = RunConfig.load(config, changed, seed=seed)
     folder = out if out is not None else Path("runs") / config.stem
-    if processes != 1:
+    if processes > 1:
+        shared_out(declared.replicas, processes)
         RunFolder(folder).check(declared, force=force, resume=resume)
         flags = {"--compare": compare, "--force": force, "--resume": resume}
         arguments = ["run", str(config), "--out", str(folder), *(flag for flag, said in flags.items() if said)]

@@ -11,6 +11,8 @@ from torch import nn
 import hdet
 from hdet.errors import ConfigError
 from hdet.perturb import _normals
+from hdet.running.config import RunConfig
+from hdet.running.loop import Training
 
 
 class Net(nn.Module):
@@ -190,3 +192,14 @@ def test_what_cannot_be_is_refused(options: dict[str, object], message: str) -> 
 def test_a_single_model_needs_its_index() -> None:
     with pytest.raises(ConfigError, match="replica="):
         hdet.perturb(Net())
+
+
+def test_a_declared_run_with_noise_has_copies_and_merges_them_once() -> None:
+    declared = {"task": "digits", "steps": 9, "replicas": 2, "knobs": [], "signal": "training_loss", "window": 3}
+    config = RunConfig.from_dict({**declared, "noise": 0.1})
+    training = Training(config, config.task.build(seed=0, batch_size=4))
+    first, second = (next(model.parameters()) for model, _ in training.engine.hosts)
+    assert not torch.equal(first, second)
+    for _ in range(3):
+        training.engine.step()
+    assert torch.equal(first, second)

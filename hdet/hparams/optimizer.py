@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from hdet.errors import ConfigError, MatchError
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.knob import ActsOn, Knob
-from hdet.hparams.space import Log, Logit, Space
+from hdet.hparams.space import Logit, Space
 from hdet.hparams.spread import Spread, TwoLevel
 from hdet.spec import register
 

@@ -54,7 +54,7 @@ class Replicas(ABC):
     diverge: bool
     shares_on_call: bool = False
 
-    def begin(self, terms: Terms) -> None:
+    def begin(self, terms: Terms) -> None:  # noqa: B027
         """Called once by the engine, before anything else, with what it was declared to do.
 
         Raises:
@@ -66,10 +66,10 @@ class Replicas(ABC):
         """Whether a merge has begun that the models do not show yet."""
         return False
 
-    def advance(self, *, now: bool = False) -> None:
+    def advance(self, *, now: bool = False) -> None:  # noqa: B027
         """A step was made: apply a merge in flight if it is its time, or if it has to be `now`."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027
         """Let the anchor hold the merged point, though a merge in flight may not have reached the models."""
 
     @abstractmethod

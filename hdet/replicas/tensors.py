@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor sharded over ranks, sharing its memory; any other tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def reshard(model: nn.Module) -> None:

@@ -68,6 +68,21 @@ def led(act: Callable[[], T]) -> T | None:
     return found
 
 
+def shared_out(replicas: int, processes: int) -> int:
+    """How many of the replicas each process gets.
+
+    Raises:
+        ConfigError: they cannot be shared out evenly.
+    """
+    each, rest = divmod(replicas, processes)
+    if rest or each == 0:
+        raise ConfigError(
+            f"{replicas} replicas cannot be shared out evenly over {processes} processes; take a multiple of "
+            f"{processes}, by --replicas or in the file"
+        )
+    return each
+
+
 def launch(processes: int, arguments: Sequence[str]) -> int:
     """Run `hdet` with some arguments as several ranks on this machine; returns the exit code.
 
@@ -75,10 +90,8 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     rank that fails.
 
     Raises:
-        ConfigError: fewer than 1 process, or this process is itself a rank.
+        ConfigError: this process is itself a rank.
     """
-    if processes < 1:
-        raise ConfigError(f"--processes must be at least 1, got {processes}")
     if "RANK" in os.environ:
         raise ConfigError("--processes starts ranks, but torchrun has started this process as one; leave it out")
     with socket.socket() as probe:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.engine import Engine
-from hdet.errors import CheckpointError, ConfigError
+from hdet.errors import CheckpointError
 from hdet.history import History, WindowRecord
 from hdet.hparams import Knob, LearningRate
 from hdet.perturb import perturb
@@ -20,7 +20,7 @@ from hdet.replicas import Replicas, micro_batches, replicate
 from hdet.replicas.distributed import distribute
 from hdet.running.config import RunConfig
 from hdet.running.folder import RunFolder
-from hdet.running.launching import leads, led, rank, world
+from hdet.running.launching import leads, led, rank, shared_out, world
 from hdet.tasks import Workload
 
 
@@ -154,12 +154,7 @@ def _homed(config: RunConfig, model: torch.nn.Module, optimizer: Optimizer) -> R
     processes = world()
     if processes == 1:
         return (replicate if config.copies else micro_batches)(model, optimizer, n=config.replicas)
-    each, rest = divmod(config.replicas, processes)
-    if rest or each == 0:
-        raise ConfigError(
-            f"{config.replicas} replicas cannot be shared out evenly over {processes} processes; "
-            f"take a multiple of {processes}, by --replicas or in the file"
-        )
+    each = shared_out(config.replicas, processes)
     # In the order of the replicas: with one on each rank the numbers are those of a single process.
     if config.copies:
         return distribute(model, optimizer, copies=each, exact=True)

@@ -24,7 +24,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     rank = int(os.environ["RANK"])
-    with hdet.process_group("gloo", timeout=20):
+    with hdet.process_group("gloo", timeout=60):
         model = DistributedDataParallel(network())
         engine = engine_of(hdet.distribute(model, optimizer_of(model), exact=True), folder / "history.jsonl")
         checkpoints = hdet.CheckpointFolder(folder / "checkpoints")

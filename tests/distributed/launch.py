@@ -34,7 +34,9 @@ def start(target: Callable[..., None], ranks: int, *arguments: Any) -> list[Any]
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        processes = [CONTEXT.Process(target=target, args=(rank, ranks, *arguments), daemon=True) for rank in range(ranks)]
+        processes = [
+            CONTEXT.Process(target=target, args=(rank, ranks, *arguments), daemon=True) for rank in range(ranks)
+        ]
         for process in processes:
             process.start()
     finally:
@@ -45,7 +47,9 @@ def start(target: Callable[..., None], ranks: int, *arguments: Any) -> list[Any]
     return processes
 
 
-def launch(function: Callable[..., Any], ranks: int, *arguments: Any, limit: float = 90.0, timeout: float = 30.0) -> list[Any]:
+def launch(
+    function: Callable[..., Any], ranks: int, *arguments: Any, limit: float = 90.0, timeout: float = 30.0
+) -> list[Any]:
     """What `function(*arguments)` returned on each rank; its exception, as an AssertionError, if a rank raised."""
     results: Any = CONTEXT.Queue()
     processes = start(_rank, ranks, free_port(), timeout, results, function, arguments)

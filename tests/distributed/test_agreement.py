@@ -22,7 +22,9 @@ def ranks() -> list[Found]:
 
 
 @cache
-def reference(n: int, gradients: str = "shared", each: int = 1, signal: str | None = None, normed: bool = False) -> Found:
+def reference(
+    n: int, gradients: str = "shared", each: int = 1, signal: str | None = None, normed: bool = False
+) -> Found:
     torch.set_num_threads(1)
     return cases.one_process(
         n,

@@ -121,7 +121,7 @@ def two_ranks(folder: Path) -> Found:
     found: Found = {"at": hdet.CheckpointFolder(folder / "ddp").resume(engine), "before": cases.outcome(engine)}
     train(engine, cases.STEPS)
     found["ddp"] = cases.outcome(engine)
-    engine, part = hsdp_engine((2, 1))
+    engine, _ = hsdp_engine((2, 1))
     hdet.CheckpointFolder(folder / "hsdp").resume(engine)
     found["hsdp before"] = cases.outcome(engine)
     train(engine, cases.STEPS, parts=(0, 1), each=2)

@@ -32,7 +32,8 @@ def test_a_kill_a_restart_and_the_same_result(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
     # The kill came in step 6: the second attempt goes on from the opening of that window.
-    assert (tmp_path / "attempts").read_text().splitlines() == ["0 None", "1 4"]
+    attempts = (tmp_path / "attempts").read_text().splitlines()
+    assert attempts == ["0 None", "1 4"], ended.stderr[-6000:]
 
     torch.set_num_threads(1)
     model = network()

@@ -74,7 +74,9 @@ def exchanged() -> Found:
     found["broadcast"] = sent
     found["gathered"] = exchange.gather(torch.tensor([float(rank), float("nan") if rank == 1 else 0.5]))
     found["buckets"] = exchange.bytes_held
-    found.update(told=refused(), buffers=own_buffers(), micro=micro(), frozen=frozen(), failed=failed(), unused=unused())
+    found.update(
+        told=refused(), buffers=own_buffers(), micro=micro(), frozen=frozen(), failed=failed(), unused=unused()
+    )
     return found
 
 
@@ -211,7 +213,9 @@ def frozen() -> Found:
 
     model = Tied()
     before = model.still.weight.clone()
-    engine = hdet.Engine(hdet.distribute(model, optimizer_of(model)), knobs(), window=2, total_steps=4, gradients="local")
+    engine = hdet.Engine(
+        hdet.distribute(model, optimizer_of(model)), knobs(), window=2, total_steps=4, gradients="local"
+    )
     from training import train
 
     train(engine, 4)

@@ -35,7 +35,11 @@ def options(folder: Path) -> Found:
         found[name] = cases.many_ranks(DistributedDataParallel, home={"precision": precision}, gradients="local")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     part = mesh.get_local_rank("dp_shard")
-    for name, home in (("shards", {}), ("shards bfloat16", {"precision": torch.bfloat16}), ("shards overlap", {"overlap": 2})):
+    for name, home in (
+        ("shards", {}),
+        ("shards bfloat16", {"precision": torch.bfloat16}),
+        ("shards overlap", {"overlap": 2}),
+    ):
         found[name] = cases.many_ranks(
             cases.sharded_over(mesh),
             home={"mesh": mesh, **home},
@@ -74,7 +78,11 @@ def options(folder: Path) -> Found:
     )
     train(engine, WINDOW + 1)
     state = engine.state_dict()
-    found["saved"] = {"in flight": engine.in_flight, "open": state["open"], "model": list(state["converged"]["model"].values())}
+    found["saved"] = {
+        "in flight": engine.in_flight,
+        "open": state["open"],
+        "model": list(state["converged"]["model"].values()),
+    }
     hdet.CheckpointFolder(folder).save(engine)
     train(engine, STEPS)
     found["saved"]["end"] = weights(engine)[0]
@@ -125,7 +133,9 @@ def delayed() -> list[list[torch.Tensor]]:
     """The overlapped merge in one process and by hand, at the rates that hdet gave: weights of each replica."""
     torch.set_num_threads(1)
     probe = network()
-    plain = hdet.Engine(hdet.replicate(probe, descent(probe), n=RANKS), held(), window=WINDOW, total_steps=STEPS, gradients="local")
+    plain = hdet.Engine(
+        hdet.replicate(probe, descent(probe), n=RANKS), held(), window=WINDOW, total_steps=STEPS, gradients="local"
+    )
     models = [network() for _ in range(RANKS)]
     correction: list[list[torch.Tensor]] = []
     for step in range(STEPS):
@@ -187,6 +197,8 @@ def test_shards_overlap_too(ranks: list[Found]) -> None:
     assert 0.0 < difference(found["weights"], ranks[0]["shards"]["weights"]) < 0.05
 
 
-@pytest.mark.parametrize(("name", "words"), [("average", "hdet.Mean('keep')"), ("both", "goes with one"), ("precision", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("average", "hdet.Mean('keep')"), ("both", "goes with one"), ("precision", "bfloat16")]
+)
 def test_options_that_do_not_go_together_are_refused(ranks: list[Found], name: str, words: str) -> None:
     assert words in ranks[0]["refused"][name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from hdet.evidence.defaults import complete, controller, counterfactual
 SCALAR = hdet.Scalar("margin", path="margin", bounds=(0.0, 1.0), space=hdet.Linear())
 PULL = hdet.Scalar("pull", path="pull", bounds=(0.1, 1.0), effect="update")
 
-FORWARD_RULE = hdet.Gated(0.1, gate=0.0, saturation=2.0, memory=0.7, full=40)
+FORWARD_RULE = controller(hdet.Dropout(), hdet.Contrast())
+DECAY_RULE = controller(hdet.WeightDecay(), hdet.Analytic())
 
 
 @pytest.mark.parametrize(
@@ -22,7 +24,7 @@ FORWARD_RULE = hdet.Gated(0.1, gate=0.0, saturation=2.0, memory=0.7, full=40)
     [
         (hdet.LearningRate(), hdet.Line(), hdet.Calibrate()),
         (hdet.LearningRate(groups=0), hdet.Line(), hdet.Calibrate()),
-        (hdet.WeightDecay(), hdet.Analytic(), hdet.Gated(0.4)),
+        (hdet.WeightDecay(), hdet.Analytic(), DECAY_RULE),
         (hdet.Dropout(), hdet.Contrast(), FORWARD_RULE),
         (hdet.LabelSmoothing(), hdet.Contrast(), FORWARD_RULE),
         (hdet.AttentionTemperature(), hdet.Contrast(), FORWARD_RULE),
@@ -37,6 +39,26 @@ def test_without_divergence_each_knob_gets_what_suits_it(knob: Any, evidence: An
     done = complete(knob, None, diverge=False)
     assert (done.evidence, done.controller) == (evidence, rule)
     assert done.replace(evidence=None, controller=None) == knob
+
+
+def test_knobs_of_modules_move_in_small_steps_on_evidence_that_adds_up() -> None:
+    """However sure a window of 10 steps is, it moves dropout's angle by a hundredth or two."""
+    rule = FORWARD_RULE
+    assert isinstance(rule, hdet.Gated)
+    assert rule.memory > 0.0
+    sure = hdet.Estimate(slope=1.0, stderr=0.01)
+    move, _ = rule.step(rule.start(), sure, hdet.Context(length=10))
+    assert -0.03 <= move < 0.0
+
+
+def test_decay_moves_by_half_as_much_again_at_most_and_on_firm_evidence() -> None:
+    rule = DECAY_RULE
+    assert isinstance(rule, hdet.Gated)
+    late = hdet.Context(step=90, total_steps=100)
+    sure, unsure = (hdet.Estimate(slope=1.0, stderr=error) for error in (0.01, 1.01))
+    move, _ = rule.step(rule.start(), sure, late)
+    assert math.log(1 / 1.5) < move < -0.2
+    assert rule.step(rule.start(), unsure, late)[0] == 0.0
 
 
 @pytest.mark.parametrize("knob", [hdet.LearningRate(), hdet.WeightDecay(), hdet.Dropout(), hdet.Momentum()])

@@ -80,7 +80,9 @@ def distribute(
     if copies > 1 and micro_batches is not None:
         raise ConfigError("give copies= or micro_batches=, not both: copies come apart, micro-batches do not")
     if precision not in (None, torch.bfloat16, torch.float16):
-        raise ConfigError(f"precision is torch.bfloat16, torch.float16 or None (as the parameters are), got {precision}")
+        raise ConfigError(
+            f"precision is torch.bfloat16, torch.float16 or None (as the parameters are), got {precision}"
+        )
     if overlap < 0 or (overlap and (exact or precision or copies > 1 or micro_batches is not None)):
         raise ConfigError(
             f"overlap is a number of steps, got {overlap}, and goes with one diverging replica a rank only, without "
@@ -141,7 +143,7 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | No
         if isinstance(model, DistributedDataParallel):
             wrapper = model
             model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
         else:
             return model, wrapper

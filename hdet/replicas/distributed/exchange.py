@@ -105,9 +105,7 @@ class Exchange:
             kept = self._kept[dtype, which] = torch.empty(size, dtype=dtype, device=self.device)
         return kept[:size]
 
-    def _buckets(
-        self, sources: Sequence[Tensor], targets: Sequence[Tensor], narrow: bool
-    ) -> Iterator[Bucket]:
+    def _buckets(self, sources: Sequence[Tensor], targets: Sequence[Tensor], narrow: bool) -> Iterator[Bucket]:
         """The pieces of the tensors, dtype by dtype, in buckets of at most the capacity."""
         by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for source, target in zip(sources, targets, strict=True):
@@ -161,7 +159,7 @@ class Bucket:
         filled = flat[: self.size]
         if len(self._sources) <= FEW and all(t.dtype == flat.dtype and t.device == flat.device for t in self._sources):
             # One pass over memory instead of two: what a merge of large tensors costs beside the network.
-            views = filled.split([piece.numel() for piece in self._sources])
+            views = torch.split(filled, [piece.numel() for piece in self._sources])
             for piece, view in zip(self._sources, views, strict=True):
                 if scale == 1.0:
                     view.copy_(piece)
@@ -181,7 +179,7 @@ class Bucket:
     def unpack(self, flat: Tensor | None = None) -> None:
         flat = flat if flat is not None else self._flat
         assert flat is not None
-        pieces = flat[: self.size].split([target.numel() for target in self._targets])
+        pieces = torch.split(flat[: self.size], [target.numel() for target in self._targets])
         torch._foreach_copy_(self._targets, list(pieces))
         for target, copied in self.strided:
             target.copy_(copied.view(target.shape))

@@ -76,10 +76,7 @@ def structure(optimizer: Optimizer) -> Structure:
 def _agree_on(exchange: Exchange, optimizer: Optimizer, own: Structure, weights: Sequence[float]) -> bool:
     """Average the groups' numbers, and tell whether all peers hold the same tensors; one small collective."""
     numbers = [
-        (group, key)
-        for group in optimizer.param_groups
-        for key, value in group.items()
-        if isinstance(value, float)
+        (group, key) for group in optimizer.param_groups for key, value in group.items() if isinstance(value, float)
     ]
     digest = hashlib.blake2b(repr(list(own.items())).encode(), digest_size=8).digest()
     code = torch.tensor([int.from_bytes(digest, "big", signed=True)], dtype=torch.int64)
@@ -118,9 +115,7 @@ def _slot(optimizer: Optimizer, entry: Entry, shape: tuple[int, ...], dtype: tor
     state: dict[str, Any] = optimizer.state.setdefault(parameter, {})
     if state.get(key) is None:
         like = shape == tuple(local(parameter).shape)
-        state[key] = (
-            torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(shape, dtype=dtype, device="cpu")
-        )
+        state[key] = torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(shape, dtype=dtype, device="cpu")
     return local(state[key])
 
 

@@ -49,7 +49,7 @@ class Flight:
             found: dict[int, Tensor] = {}
             for (_, numbers), flat, work in zip(self._places, self._flats, self._works, strict=True):
                 work.wait()
-                pieces = flat.split([self._own[number].numel() for number in numbers])
+                pieces = torch.split(flat, [self._own[number].numel() for number in numbers])
                 for number, piece in zip(numbers, pieces, strict=True):
                     found[number] = piece.view(self._own[number].shape)
             self._merged = [found[number] for number in range(len(self._own))]

@@ -46,7 +46,7 @@ def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterato
     limit = timedelta(seconds=timeout)
     # torchrun's agent holds the store itself where it says so, else rank 0 does.
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         size,
@@ -56,9 +56,8 @@ def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterato
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(
-        backend, store=dist.PrefixStore(f"attempt_{attempt}", store), rank=rank, world_size=size, timeout=limit
-    )
+    own = dist.PrefixStore(f"attempt_{attempt}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
     assert dist.group.WORLD is not None
     try:
         yield dist.group.WORLD

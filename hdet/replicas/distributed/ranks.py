@@ -103,8 +103,8 @@ class Ranks(Replicas):
         own = own or (self.exchange.exact and self._wrapped is not None)
         if terms.observed and refusals.sharded(self.hosts[0][0]):
             raise ConfigError(
-                "Contrast evidence looks at a replica's whole gradient, and this model's lies in parts on several ranks; "
-                "use DistributedDataParallel or an unwrapped model, or other evidence"
+                "Contrast evidence looks at a replica's whole gradient, and this model's lies in parts on several "
+                "ranks; use DistributedDataParallel or an unwrapped model, or other evidence"
             )
         if self._wrapped is not None and own and terms.gradients == "shared" and self._wrapped._comm_hooks:
             raise ConfigError(
@@ -114,11 +114,12 @@ class Ranks(Replicas):
             )
         if self._overlap is not None and terms.merge != {"kind": "mean", "optimizer": "keep"}:
             raise ConfigError(
-                f"overlap= corrects parameters when their mean arrives; an optimizer's state, which has moved on, cannot "
-                f"be corrected so: give merge=hdet.Mean('keep'), not {dict(terms.merge)}"
+                f"overlap= corrects parameters when their mean arrives; an optimizer's state, which has moved on, "
+                f"cannot be corrected so: give merge=hdet.Mean('keep'), not {dict(terms.merge)}"
             )
         self._anchor = terms.anchor
         self._shares = own or self._reduces is None
+        self.shares_on_call = self._shares and self.size > 1
         self._apart = terms.apart
         if self._wrapped is not None and self.diverge:
             # Each replica's buffers are its own until the merge, as in one process. Otherwise those of rank 0 would
@@ -275,7 +276,9 @@ class Ranks(Replicas):
         """Whether all replicas hold the same bits, where nothing was to set them apart: they are then left alone."""
         if self._apart:
             return False
-        marks = self.exchange.gather(fingerprint(own, self.exchange.device)).cpu()[self.layout.table[:, self.layout.part]]
+        marks = self.exchange.gather(fingerprint(own, self.exchange.device)).cpu()[
+            self.layout.table[:, self.layout.part]
+        ]
         return bool((marks == marks[0]).all())
 
     @torch.no_grad()
