@@ -81,12 +81,12 @@ def identifiable(knob: BoundKnob, evidence: Evidence, replicas: Replicas, signal
         )
     if evidence.spaces and not isinstance(spec.space, evidence.spaces):
         raise ConfigError(
-            f"{name}: {evidence.kind} evidence measures factors and says nothing of a {type(spec.space).__name__} space; "
+            f"{name}: {evidence.kind} evidence measures factors, which a {type(spec.space).__name__} space has not; "
             f"give the knob space=hdet.Log(), or other evidence"
         )
     if evidence.shared and gradients == "local" and replicas.diverge:
         raise IdentifiabilityError(
-            f"{name}: {evidence.kind} evidence compares gradients at weights that all replicas have in common, and local "
+            f"{name}: {evidence.kind} evidence compares gradients at weights that all replicas share, and local "
             f"gradients drive the weights apart; use gradients='shared', or evidence=hdet.Divergent()"
         )
     if knob.controller.needs_averaged and not evidence.averages:

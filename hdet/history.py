@@ -90,7 +90,7 @@ class History:
         if self.windows and self.windows[-1].window >= window:
             raise HdetError(
                 f"the history {self.path or ''} already holds windows up to {self.windows[-1].window}, and window "
-                f"{window} is to be run: resume from a checkpoint, give another path, or drop them by truncate({window})"
+                f"{window} is to be run: resume a checkpoint, give another path, or drop them by truncate({window})"
             )
 
     def append(self, record: WindowRecord) -> None:

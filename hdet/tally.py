@@ -96,7 +96,8 @@ class Tally:
         return torch.stack([self.sums / max(1, self.heard), self.bad_steps, finite, heard], dim=1)
 
     def state_dict(self) -> dict[str, object]:
-        return {"sums": self.sums.clone(), "bad_steps": self.bad_steps.clone(), "steps": self.steps, "heard": self.heard}
+        sums, bad_steps = self.sums.clone(), self.bad_steps.clone()
+        return {"sums": sums, "bad_steps": bad_steps, "steps": self.steps, "heard": self.heard}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         for name in ("sums", "bad_steps"):

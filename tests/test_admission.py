@@ -191,7 +191,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
     "a tilt without a probe": (
         lambda p: make(p, [hdet.LearningRate()], evidence=hdet.Divergent(tilt=1.0)),
         ConfigError,
-        "learning_rate: divergent evidence with a tilt evaluates merged weights; give signal=hdet.Probe",
+        "learning_rate: a tilt evaluates merged weights; give signal=hdet.Probe",
     ),
     "a controller that needs more": (
         lambda p: make(p, [hdet.LearningRate(controller=hdet.Calibrate())], signal=p.probe()),

@@ -59,7 +59,7 @@ class DivergentCollector(Collector):
         self.spec = spec
         if spec.tilt is not None and not isinstance(scene.signal, Probe):
             raise ConfigError(
-                f"{', '.join(knob.name for knob in knobs)}: divergent evidence with a tilt evaluates merged weights; give "
+                f"{', '.join(knob.name for knob in knobs)}: a tilt evaluates merged weights; give "
                 f"signal=hdet.Probe(...), or tilt=None to compare the replicas' own losses"
             )
         self.estimator = spec.estimator or LeastSquares(replica_noise=scene.gradients == "local")

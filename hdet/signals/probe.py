@@ -75,6 +75,6 @@ def checked(losses: Sequence[Tensor]) -> list[Tensor]:
             raise StepError(f"the probe's loss must return one loss, or a 1-dim tensor of losses; got {shape}")
     if sum(value.numel() for value in losses) < 2:
         raise StepError(
-            "the probe has 1 sub-batch and needs at least 2 to know its standard error; split its batch, 8 parts do well"
+            "the probe has 1 sub-batch and needs at least 2 to know its standard error; split its batch, say in 8"
         )
     return [value.reshape(-1) for value in losses]

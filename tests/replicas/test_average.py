@@ -58,7 +58,7 @@ def test_its_state_goes_on_where_it_was_and_is_a_copy() -> None:
             weight.fill_(float(value))
             mean.add()
 
-    whole, first, second = RunningMean(lambda: [weight], 2), RunningMean(lambda: [weight], 2), RunningMean(lambda: [weight], 2)
+    whole, first, second = (RunningMean(lambda: [weight], 2) for _ in range(3))
     add(whole, range(9))
     add(first, range(5))
     state = first.state_dict()
