@@ -90,9 +90,7 @@ def benchmark(
     best = _best(tasks, swept, out)
     ready = {name: task for name, task in tasks.items() if name in best}
     places = {
-        (name, start.name, contender.name, seed): Cell.of(
-            task, contender, start.setting(best[name].setting), seed
-        )
+        (name, start.name, contender.name, seed): Cell.of(task, contender, start.setting(best[name].setting), seed)
         for seed in range(seeds)  # outermost, so that a stopped run has all cases with the first seeds
         for name, task in ready.items()
         for start in task.starts
@@ -173,13 +171,9 @@ def _command() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="short runs, three starting points, two seeds")
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)"
-    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
     parser.add_argument("--tasks", nargs="+", metavar="NAME", help=f"of {', '.join(all_tasks())}")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help=f"of {', '.join(all_contenders())}")
     parser.add_argument("--seeds", type=int, help=f"seeds of a case (default {SEEDS})")

@@ -46,9 +46,7 @@ def run(
         typer.Option("--set", metavar="PATH=VALUE", help="Override a field: --set knobs.0.spread.width=0.2"),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Override the seed.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Run folder; by default runs/ and the file's name.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; by default runs/ and the file's name.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Train again without hdet, beside it.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a run in the folder.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,

@@ -128,9 +128,7 @@ class Engine:
         explored = any(own.diverges and knob.spec.spread.width for knob, own in zip(self.knobs, chosen, strict=True))
         self._apart = replicas.diverge and (gradients == "local" or explored)
         self._shared_host = len(replicas.local) > len(replicas.hosts)
-        scene = Scene(
-            replicas, self.signal, gradients, seed, self.anchor, self.averages, self.at_base, self._apart
-        )
+        scene = Scene(replicas, self.signal, gradients, seed, self.anchor, self.averages, self.at_base, self._apart)
         self.collectors: list[Collector] = []
         self.evidence = list(dict.fromkeys(chosen))
         for source in self.evidence:

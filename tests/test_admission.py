@@ -79,9 +79,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
         r"learning_rate: its schedule reaches 0.1, outside the bounds \(0.2, 1.0\); give bounds=\(0.1, 1\)",
     ),
     "a schedule out of bounds": (
-        lambda p: make(
-            p, [hdet.LearningRate(schedule=hdet.OneCycle(5.0, total_steps=50), bounds=(0.0, 1.0))]
-        ),
+        lambda p: make(p, [hdet.LearningRate(schedule=hdet.OneCycle(5.0, total_steps=50), bounds=(0.0, 1.0))]),
         ConfigError,
         r"reaches 5, outside the bounds .* give bounds=\(0, 5\) or another base",
     ),
@@ -143,9 +141,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
         "different values",
     ),
     "two knobs on one scheduled module": (
-        lambda p: make(
-            p, [hdet.Dropout(schedule=0.1), hdet.Dropout(pattern="2")], gradients="local", signal=p.probe()
-        ),
+        lambda p: make(p, [hdet.Dropout(schedule=0.1), hdet.Dropout(pattern="2")], gradients="local", signal=p.probe()),
         ConfigError,
         r"'dropout' and 'dropout\[2\]' write the same scalar",
     ),
@@ -341,9 +337,7 @@ def test_a_step_too_many(problem: Any, train: Any) -> None:
     engine = make(problem, [hdet.LearningRate()], total_steps=5)
     train(engine)
     weights = engine.replicas[0].model[0].weight.clone()
-    message = (
-        r"over after 5 steps \(total_steps=5\); give the engine and its schedules more total_steps, or stop"
-    )
+    message = r"over after 5 steps \(total_steps=5\); give the engine and its schedules more total_steps, or stop"
     with pytest.raises(StepError, match=message):
         train(engine, 6)
     assert torch.equal(weights, engine.replicas[0].model[0].weight)
@@ -374,9 +368,7 @@ def test_a_history_of_another_run(problem: Any, train: Any, tmp_path: Any) -> No
     path = tmp_path / "history.jsonl"
     train(make(problem, [hdet.LearningRate()], window=2, total_steps=6, history=path))
     engine = make(problem, [hdet.LearningRate()], window=2, total_steps=6, history=path)
-    with pytest.raises(
-        HdetError, match=r"history.jsonl already holds windows up to 2, and window 0 is to be run"
-    ):
+    with pytest.raises(HdetError, match=r"history.jsonl already holds windows up to 2, and window 0 is to be run"):
         engine.step([0.0] * 4)
     assert len(hdet.History(path)) == 3
     engine.history.truncate(0)

@@ -247,9 +247,7 @@ def test_what_a_contender_ignores_is_run_once() -> None:
     one, other = (Cell.of(TASK, prodigy, replace(SETTING, lr=lr), 0) for lr in (0.1, 10.0))
     assert one == other
     searched = EVERYONE["random_search"]
-    assert Cell.of(TASK, searched, Setting(1.0, 1e-4, 0.8), 0) == Cell.of(
-        TASK, searched, Setting(9.0, 1e-4, 0.0), 0
-    )
+    assert Cell.of(TASK, searched, Setting(1.0, 1e-4, 0.8), 0) == Cell.of(TASK, searched, Setting(9.0, 1e-4, 0.0), 0)
     assert Cell.of(TASK, searched, Setting(1.0, 1e-3), 0) != Cell.of(TASK, searched, Setting(1.0, 1e-4), 0)
 
 
@@ -328,9 +326,7 @@ def test_it_leaves_tables_and_pictures(bench: Callable[..., int], tmp_path: Path
     assert len((docs / "cells.csv").read_text().splitlines()) == 1 + 3 * 3 * 2
 
 
-def test_the_regret_of_the_oracle_from_its_own_start_is_zero(
-    bench: Callable[..., int], tmp_path: Path
-) -> None:
+def test_the_regret_of_the_oracle_from_its_own_start_is_zero(bench: Callable[..., int], tmp_path: Path) -> None:
     bench()
     text = (tmp_path / "docs" / "report.md").read_text()
     regrets = text[text.index("Regret:") :].splitlines()
@@ -346,9 +342,7 @@ def test_processes_give_the_same_numbers(tmp_path: Path) -> None:
     for jobs in (1, 2):
         out = tmp_path / str(jobs)
         options: dict[str, Any] = {"seeds": 2, "sweep_seeds": 1, "jobs": jobs}
-        code = search.benchmark(
-            {"ratings": task}, {"cosine": cosine}, cosine, out=out, docs=out / "docs", **options
-        )
+        code = search.benchmark({"ratings": task}, {"cosine": cosine}, cosine, out=out, docs=out / "docs", **options)
         assert code == 0
         rows = (out / "docs" / "cells.csv").read_text().splitlines()
         tables.append([row.rsplit(",", 1)[0] for row in rows])  # all but the seconds

@@ -32,9 +32,7 @@ def build(
     model = problem.model(nn.BatchNorm1d(6))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     knobs = [
-        hdet.LearningRate(
-            schedule=hdet.OneCycle(0.02, total_steps=TOTAL), controller=hdet.Gated(gate=0.0, memory=0.5)
-        ),
+        hdet.LearningRate(schedule=hdet.OneCycle(0.02, total_steps=TOTAL), controller=hdet.Gated(gate=0.0, memory=0.5)),
         hdet.WeightDecay(spread=decay_spread, controller=hdet.Newton()),
     ]
     settings: dict[str, Any] = {
@@ -273,9 +271,7 @@ def test_every_controller_and_estimator_has_plain_state(
 
 @pytest.mark.parametrize("home", [hdet.replicate, hdet.micro_batches], ids=lambda f: str(f.__name__))
 @pytest.mark.parametrize("step", [3, 7, 8, 10, 13, 17])
-def test_counterfactual_evidence_resumes(
-    step: int, home: Any, problem: Any, train: Any, assert_same: Any
-) -> None:
+def test_counterfactual_evidence_resumes(step: int, home: Any, problem: Any, train: Any, assert_same: Any) -> None:
     """Its directions, contrasts, sums and averages in mid-window; dropout draws from torch's generator."""
 
     def build() -> Engine:
@@ -288,9 +284,7 @@ def test_counterfactual_evidence_resumes(
                 controller=hdet.Calibrate(),
             ),
             hdet.WeightDecay(evidence=hdet.Analytic()),
-            hdet.Dropout(
-                evidence=hdet.Contrast(refresh=3), controller=hdet.Gated(0.06, gate=0.0, memory=0.7)
-            ),
+            hdet.Dropout(evidence=hdet.Contrast(refresh=3), controller=hdet.Gated(0.06, gate=0.0, memory=0.7)),
         ]
         return Engine(home(model, optimizer, n=4), knobs, window=8, signal=problem.probe())
 
@@ -380,9 +374,7 @@ def test_other_knobs_are_refused(straight: Any, problem: Any, refused: Any) -> N
     # The same knobs in another order would take each other's memory.
     knobs = [hdet.WeightDecay(), hdet.LearningRate(schedule=hdet.OneCycle(0.02, total_steps=TOTAL))]
     engine = Engine(hdet.replicate(model, optimizer, n=4), knobs, evidence=evidence, gradients="local")
-    refused(
-        engine, straight[1][12], "knobs=.'learning_rate', 'weight_decay'., this engine has .'weight_decay'"
-    )
+    refused(engine, straight[1][12], "knobs=.'learning_rate', 'weight_decay'., this engine has .'weight_decay'")
 
 
 def test_another_controllers_state_is_refused(straight: Any, problem: Any, refused: Any) -> None:

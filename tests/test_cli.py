@@ -205,9 +205,7 @@ def test_a_process_killed_outright_is_resumed(declared: Path) -> None:
 
 def shown(terminal: bool, steps: int = 40) -> str:
     out = io.StringIO()
-    display = Display(
-        Console(file=out, force_terminal=terminal, width=100, highlight=False, color_system=None)
-    )
+    display = Display(Console(file=out, force_terminal=terminal, width=100, highlight=False, color_system=None))
     display.begin("hdet", 0, steps)
     record = WindowRecord(0, 0, 10, {"rate": 0.1}, {}, [2.0], {}, {}, True, faults=[{"kind": "non_finite"}])
     for step in range(1, steps + 1):

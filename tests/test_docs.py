@@ -109,11 +109,7 @@ def test_every_run_declared_in_yaml_is_valid(name: str) -> None:
     for block in blocks((ROOT / name).read_text(encoding="utf-8")):
         if block.language == "yaml":
             declared = parse(block.text, name=f"{name}, line {block.line}")
-            if (
-                isinstance(declared, dict)
-                and {"task", "steps"} <= declared.keys()
-                and "imports" not in declared
-            ):
+            if isinstance(declared, dict) and {"task", "steps"} <= declared.keys() and "imports" not in declared:
                 config = RunConfig.from_dict(declared)
                 assert RunConfig.from_dict(config.to_dict()) == config
 
@@ -130,8 +126,7 @@ def test_a_page_that_fails_says_where(tmp_path: Path) -> None:
 def test_a_sketch_is_not_run(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "<!-- sketch: it cannot be run -->\n```python\n1 / 0\n```\n\n"
-        "```yaml\na: 1\n```\n\n```python\none = 1\n```\n"
+        "<!-- sketch: it cannot be run -->\n```python\n1 / 0\n```\n\n```yaml\na: 1\n```\n\n```python\none = 1\n```\n"
     )
     assert run(page, "page")["one"] == 1
 
@@ -149,12 +144,8 @@ def test_what_is_linked_or_named_exists(name: str) -> None:
         assert target.exists(), f"{name} links to {link['target']}"
         if link["part"]:
             headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-            anchors = {
-                re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
-            }
-            assert link["part"] in anchors, (
-                f"{name} links to {link['target']}#{link['part']}; there are {anchors}"
-            )
+            anchors = {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+            assert link["part"] in anchors, f"{name} links to {link['target']}#{link['part']}; there are {anchors}"
     for source in SOURCE.finditer(page):
         assert (ROOT / source["path"]).exists(), f"{name} names {source['path']}"
     for named in TEST.finditer(page):
@@ -163,9 +154,7 @@ def test_what_is_linked_or_named_exists(name: str) -> None:
 
 
 MODULES = sorted(
-    module.name
-    for module in pkgutil.walk_packages(hdet.__path__, "hdet.")
-    if not module.name.endswith("__main__")
+    module.name for module in pkgutil.walk_packages(hdet.__path__, "hdet.") if not module.name.endswith("__main__")
 )
 
 
@@ -209,9 +198,7 @@ def test_every_built_in_member_of_a_family_is_listed(family: str) -> None:
     for kind, member in members(root).items():
         # What studies control with is theirs, and known only once they are imported.
         if member.__module__.startswith("hdet.") and not member.__module__.startswith("hdet.study."):
-            assert re.search(rf"`{member.__name__}[`(]", KNOBS), (
-                f"docs/knobs.md does not list the {family} {kind}"
-            )
+            assert re.search(rf"`{member.__name__}[`(]", KNOBS), f"docs/knobs.md does not list the {family} {kind}"
 
 
 def test_every_error_is_explained() -> None:
@@ -235,9 +222,7 @@ def test_quoted_messages_are_those_of_the_code() -> None:
 def tables(page: str) -> list[dict[str, str]]:
     """The rows of all tables."""
     return [
-        row
-        for start in re.finditer(r"^(?<!\|\n)\|", page, re.MULTILINE)
-        for row in first_table(page[start.start() :])
+        row for start in re.finditer(r"^(?<!\|\n)\|", page, re.MULTILINE) for row in first_table(page[start.start() :])
     ]
 
 
@@ -286,9 +271,7 @@ KNOB: dict[str, Callable[[], hdet.Knob]] = {
     "`Dropout`": lambda: hdet.Dropout(),
     "`AttentionTemperature`": lambda: hdet.AttentionTemperature(),
     "`LabelSmoothing`": lambda: hdet.LabelSmoothing(),
-    '`Scalar(effect="update")`': lambda: hdet.Scalar(
-        "margin", path="margin", bounds=(0.1, 1), effect="update"
-    ),
+    '`Scalar(effect="update")`': lambda: hdet.Scalar("margin", path="margin", bounds=(0.1, 1), effect="update"),
     '`Scalar(effect="forward")`': lambda: hdet.Scalar("margin", path="margin", bounds=(0.1, 1)),
 }
 

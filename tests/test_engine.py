@@ -66,9 +66,7 @@ def plain(
     """Training without hdet: mean gradients of n batches, torch's scheduler."""
     for group in optimizer.param_groups:
         group["weight_decay"] = 1e-3
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr, total_steps=STEPS, cycle_momentum=False
-    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr, total_steps=STEPS, cycle_momentum=False)
     parameters = list(model.parameters())
     for step in range(STEPS):
         own = []
@@ -114,9 +112,7 @@ def test_local_gradients_on_the_same_batches_are_plain_training(
 ) -> None:
     model = problem.model()
     reference = copy.deepcopy(model)
-    engine = Engine(
-        hdet.replicate(model, make(model.parameters()), n=n), still(), window=7, gradients="local"
-    )
+    engine = Engine(hdet.replicate(model, make(model.parameters()), n=n), still(), window=7, gradients="local")
     train(engine, batch=lambda step, index: problem.batch(step, 0))
     plain(problem, reference, make(reference.parameters()), 1)
     assert_same(model.state_dict(), reference.state_dict())
@@ -151,9 +147,7 @@ def test_spread_0_is_plain_training_with_dropout(problem: Any, train: Any, asser
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_counterfactual_evidence_looks_and_does_not_touch(
-    n: int, problem: Any, train: Any, assert_same: Any
-) -> None:
+def test_counterfactual_evidence_looks_and_does_not_touch(n: int, problem: Any, train: Any, assert_same: Any) -> None:
     """Lines and directions are probed in the model's own memory: it must come back exactly."""
     model = problem.model(nn.LayerNorm(6))
     reference = copy.deepcopy(model)
@@ -200,9 +194,7 @@ def test_levels_sum_to_zero_and_no_value_leaves_its_bounds(
     schedule = hdet.Replay(tuple(np.linspace(bounds[0], bounds[1], 4)) * 2)
     model = nn.Linear(1, 1)
     lr: Any = torch.tensor(base) if tensor else base
-    knob = hdet.LearningRate(
-        schedule=schedule, spread=spread(width), bounds=bounds, controller=Push(move=push)
-    )
+    knob = hdet.LearningRate(schedule=schedule, spread=spread(width), bounds=bounds, controller=Push(move=push))
     engine = Engine(hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=lr), n=n), [knob], window=3)
     space = knob.space
     for _ in range(8):
@@ -365,9 +357,7 @@ def test_merging_may_keep_or_reset_optimizer_state(problem: Any, train: Any) -> 
         return [optimizer.state_dict()["state"] for optimizer in engine.optimizers]
 
     average, keep, reset = momenta(None), momenta(hdet.Mean("keep")), momenta(hdet.Mean("reset"))
-    assert all(
-        torch.equal(state[0]["momentum_buffer"], average[0][0]["momentum_buffer"]) for state in average
-    )
+    assert all(torch.equal(state[0]["momentum_buffer"], average[0][0]["momentum_buffer"]) for state in average)
     # Shared gradients and momentum: the buffers are alike although the weights were not.
     assert all(torch.equal(state[0]["momentum_buffer"], keep[0][0]["momentum_buffer"]) for state in keep)
     assert reset == [{}] * 4
@@ -465,9 +455,7 @@ def test_losses_come_in_several_shapes(give: str, problem: Any) -> None:
     assert record.losses == values
 
 
-def test_without_losses_replicas_converge_and_no_base_moves(
-    problem: Any, train: Any, assert_alike: Any
-) -> None:
+def test_without_losses_replicas_converge_and_no_base_moves(problem: Any, train: Any, assert_alike: Any) -> None:
     engine = explored(problem, total_steps=10)
     records = train(engine, report=lambda step, losses: None)
     assert [record.losses for record in records] == [[None] * 4] * 2

@@ -44,9 +44,7 @@ def poison(engine: Engine, at: int, replicas: Any, value: float = math.nan) -> A
     return after
 
 
-def test_a_nan_loss_leaves_its_replica_out_of_merge_and_estimate(
-    problem: Any, train: Any, assert_alike: Any
-) -> None:
+def test_a_nan_loss_leaves_its_replica_out_of_merge_and_estimate(problem: Any, train: Any, assert_alike: Any) -> None:
     engine = build(problem)
     members: list[torch.Tensor] = []
 
@@ -76,9 +74,7 @@ def test_a_non_finite_parameter_restarts_its_replica_from_the_merged_model(
     """At the window's last update, so that no loss has shown it; in replica 0, the user's own model, too."""
     engine = build(problem)
     (record,) = train(engine, 5, after_update=poison(engine, 4, [index], value))
-    assert [(fault["kind"], fault["replica"], fault["step"]) for fault in record.faults] == [
-        ("non_finite", index, 4)
-    ]
+    assert [(fault["kind"], fault["replica"], fault["step"]) for fault in record.faults] == [("non_finite", index, 4)]
     assert record.losses[index] is None
     assert_alike(engine)
     for replica in engine.replicas:
@@ -137,9 +133,7 @@ def test_the_anchor_may_lie_on_the_host(problem: Any, train: Any, assert_same: A
     assert_same(engine.replicas[0].model.state_dict(), converged["model"])
 
 
-def test_under_shared_gradients_one_nan_gradient_fails_all_and_the_run_goes_on(
-    problem: Any, train: Any
-) -> None:
+def test_under_shared_gradients_one_nan_gradient_fails_all_and_the_run_goes_on(problem: Any, train: Any) -> None:
     engine = build(problem, gradients="shared")
 
     def batch(step: int, index: int) -> Any:
@@ -153,15 +147,11 @@ def test_under_shared_gradients_one_nan_gradient_fails_all_and_the_run_goes_on(
     assert all(record.faults == [] for record in records[1:])
 
 
-def test_failing_again_and_again_is_an_error_and_the_model_is_sound(
-    problem: Any, train: Any, tmp_path: Any
-) -> None:
+def test_failing_again_and_again_is_an_error_and_the_model_is_sound(problem: Any, train: Any, tmp_path: Any) -> None:
     engine = build(problem, window=2, history=tmp_path / "history.jsonl")
     train(engine, 2)
     good = {name: value.clone() for name, value in engine.replicas[0].model.state_dict().items()}
-    with pytest.raises(
-        DivergedError, match=r"4 windows on end.*step 8.*Start from lower values.*learning_rate"
-    ):
+    with pytest.raises(DivergedError, match=r"4 windows on end.*step 8.*Start from lower values.*learning_rate"):
         train(engine, report=lambda step, losses: [torch.tensor(math.nan)] * N)
     assert engine.step_count == 10
     for name, value in engine.replicas[0].model.state_dict().items():

@@ -192,9 +192,7 @@ def test_models_of_another_precision(dtype: Any, problem: Any, train: Any, asser
         hdet.replicate(model, TORCH.AdamW(model.parameters(), lr=0.01), n=3),
         [hdet.LearningRate()],
         window=5,
-        signal=hdet.Probe(
-            problem.loss, [[t.to(dtype) for t in problem.batch(-1, j)] for j in range(2)], at="average"
-        ),
+        signal=hdet.Probe(problem.loss, [[t.to(dtype) for t in problem.batch(-1, j)] for j in range(2)], at="average"),
         total_steps=15,
     )
     records = train(engine, batch=lambda s, i: [t.to(dtype) for t in problem.batch(s, i)])
@@ -350,9 +348,7 @@ def test_schedule_free_is_probed_at_its_own_average(
         optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.02)
         optimizer.train()
         knob = hdet.LearningRate(spread=TwoLevel(0), controller=hdet.Hold())
-        engine = Engine(
-            hdet.replicate(model, optimizer, n=2), [knob], window=5, signal=signal, total_steps=20
-        )
+        engine = Engine(hdet.replicate(model, optimizer, n=2), [knob], window=5, signal=signal, total_steps=20)
         train(engine)
         return model, optimizer
 

@@ -48,9 +48,7 @@ def build(device: str, **options: Any) -> Engine:
         hdet.Dropout(),
         hdet.AttentionTemperature(),
     ]
-    return Engine(
-        hdet.replicate(model, optimizer, n=4), knobs, window=10, signal=probe, gradients="local", **options
-    )
+    return Engine(hdet.replicate(model, optimizer, n=4), knobs, window=10, signal=probe, gradients="local", **options)
 
 
 def one_step(engine: Engine, device: str) -> Any:
@@ -133,9 +131,7 @@ class Calls(TorchFunctionMode):
         super().__init__()
         self.count = 0
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         return func(*args, **(kwargs or {}))
 

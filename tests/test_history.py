@@ -156,9 +156,7 @@ def test_a_history_in_memory_alone(tmp_path: Path) -> None:
 def test_an_unknown_knob_is_named_with_those_there_are() -> None:
     history = History()
     history.append(record(0))
-    with pytest.raises(
-        HdetError, match=r"no knob 'lr' in this history; there are \['größe', 'learning_rate'\]"
-    ):
+    with pytest.raises(HdetError, match=r"no knob 'lr' in this history; there are \['größe', 'learning_rate'\]"):
         history.bases("lr")
 
 
@@ -167,9 +165,7 @@ def test_a_window_that_is_there_already_is_not_expected() -> None:
     history.expect(0)
     history.append(record(3))
     history.expect(4)
-    with pytest.raises(
-        HdetError, match=r"holds windows up to 3, and window 3 is to be run: .* truncate\(3\)"
-    ):
+    with pytest.raises(HdetError, match=r"holds windows up to 3, and window 3 is to be run: .* truncate\(3\)"):
         history.expect(3)
 
 
@@ -189,9 +185,7 @@ def test_an_engine_given_a_history_writes_to_it(problem: Any, train: Any, tmp_pa
     model = problem.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     history = History(tmp_path / "history.jsonl")
-    engine = hdet.Engine(
-        hdet.replicate(model, optimizer, n=2), [hdet.LearningRate()], window=3, history=history
-    )
+    engine = hdet.Engine(hdet.replicate(model, optimizer, n=2), [hdet.LearningRate()], window=3, history=history)
     train(engine, 8)
     assert engine.history is history
     assert [one.window for one in History(tmp_path / "history.jsonl")] == [0, 1]

@@ -82,9 +82,7 @@ def path_to(target: str, seen: dict[str, str], start: str) -> str:
 
 
 def under(*rooms: str) -> list[str]:
-    return sorted(
-        name for name in FILES if any(name == room or name.startswith(room + ".") for room in rooms)
-    )
+    return sorted(name for name in FILES if any(name == room or name.startswith(room + ".") for room in rooms))
 
 
 CONTROL_PLANE = under(
@@ -152,20 +150,14 @@ LOWER = {
 def test_rooms_know_only_the_rooms_below_them(room: str) -> None:
     for name in under(room):
         for target in sorted(imported(name)):
-            known = target not in FILES or any(
-                target == low or target.startswith(low + ".") for low in LOWER[room]
-            )
+            known = target not in FILES or any(target == low or target.startswith(low + ".") for low in LOWER[room])
             assert known, f"{name} imports {target}"
 
 
 def test_the_core_needs_its_three_packages_only() -> None:
     """Everything else is an extra, imported when it is asked for."""
     allowed = {"torch", "pydantic", "pydantic_core", "numpy", "hdet"}
-    core = [
-        name
-        for name in FILES
-        if name in ENGINE_AND_BELOW or name in under(*[f"hdet.{r}" for r in ROOMS_BELOW])
-    ]
+    core = [name for name in FILES if name in ENGINE_AND_BELOW or name in under(*[f"hdet.{r}" for r in ROOMS_BELOW])]
     for name in [*core, "hdet"]:
         others = {target for target in imported(name, also_later=False) if target not in FILES}
         assert others - allowed <= set(sys.stdlib_module_names), name

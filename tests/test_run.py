@@ -48,15 +48,11 @@ def model_of(folder: Path) -> dict[str, Any]:
 def windows_of(folder: Path) -> list[dict[str, Any]]:
     """The history without what a clock decides."""
     lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if key not in ("seconds", "closing")} for line in lines
-    ]
+    return [{key: value for key, value in line.items() if key not in ("seconds", "closing")} for line in lines]
 
 
 def same(one: dict[str, Any], two: dict[str, Any]) -> bool:
-    return one["bases"] == two["bases"] and all(
-        torch.equal(one["model"][k], two["model"][k]) for k in one["model"]
-    )
+    return one["bases"] == two["bases"] and all(torch.equal(one["model"][k], two["model"][k]) for k in one["model"])
 
 
 @pytest.fixture(scope="module")
@@ -279,19 +275,14 @@ def test_groups_that_no_knob_explores_follow_the_schedule(tmp_path: Path) -> Non
     run = Run(config, tmp_path / "run")
     run(watcher=Look())
     assert config.schedule is not None
-    assert seen == [
-        (config.schedule(stop - 1), config.schedule(stop - 1)) for stop in (6, 12, 18, 24, 30, 33)
-    ]
+    assert seen == [(config.schedule(stop - 1), config.schedule(stop - 1)) for stop in (6, 12, 18, 24, 30, 33)]
 
 
 def test_plain_training_follows_a_knobs_own_schedule(tmp_path: Path) -> None:
     """`schedule: 0.7` on a dropout knob is where the knob starts, whatever the task says."""
     fixed = RunConfig.from_dict({**DIGITS, "knobs": [{"kind": "dropout", "schedule": 0.7}]})
     declared = RunConfig.from_dict({**DIGITS, "task": {**DIGITS["task"], "dropout": 0.7}, "knobs": []})
-    one, two = (
-        train_plain(config, config.task.build(seed=0, batch_size=8), Watcher())
-        for config in (fixed, declared)
-    )
+    one, two = (train_plain(config, config.task.build(seed=0, batch_size=8), Watcher()) for config in (fixed, declared))
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
 
 

@@ -157,9 +157,7 @@ def test_replacing_validates_anew() -> None:
 
 ERRORS: dict[str, tuple[Any, str]] = {
     "unknown field inside": (
-        lambda: hdet.Knob.from_dict(
-            {"kind": "beta1", "spread": {"kind": "two_level", "width": 1, "ratio": 2}}
-        ),
+        lambda: hdet.Knob.from_dict({"kind": "beta1", "spread": {"kind": "two_level", "width": 1, "ratio": 2}}),
         r"^beta1: spread: two_level: ratio: no such field; there are \['width'\] \(given: 2\)$",
     ),
     "several at once": (
@@ -230,18 +228,14 @@ def test_a_family_of_ones_own() -> None:
 def test_registering() -> None:
     with pytest.raises(ConfigError, match="Box belongs to no family; derive it from Knob"):
         register(Box)
-    with pytest.raises(
-        ConfigError, match=r"shape 'unit_square' is already .*UnitSquare; set another `kind` on .*Fake"
-    ):
+    with pytest.raises(ConfigError, match=r"shape 'unit_square' is already .*UnitSquare; set another `kind` on .*Fake"):
 
         @register
         class Fake(Shape):
             kind = "unit_square"
 
     # A notebook's cell that is run again defines the same class anew.
-    again = type(
-        "UnitSquare", (Shape,), {"__module__": __name__, "__qualname__": "UnitSquare", "kind": "unit_square"}
-    )
+    again = type("UnitSquare", (Shape,), {"__module__": __name__, "__qualname__": "UnitSquare", "kind": "unit_square"})
     try:
         register(again)
         assert lookup(Shape, "unit_square") is again

@@ -41,9 +41,7 @@ class Findings:
 
     def losses(self, task: str, start: str, contender: str) -> list[float]:
         """Test losses of the seeds there are, failures as having learnt nothing."""
-        return [
-            sweep.judged(self.tasks[task], run.test) for run in self.runs[task, start, contender].values()
-        ]
+        return [sweep.judged(self.tasks[task], run.test) for run in self.runs[task, start, contender].values()]
 
     def loss(self, task: str, start: str, contender: str) -> Interval:
         """Their mean."""
@@ -62,9 +60,7 @@ class Findings:
 
     def failures(self, task: str, start: str, contender: str) -> int:
         """Runs that were not finite or ended above knowing nothing."""
-        return sum(
-            sweep.failed(self.tasks[task], run.test) for run in self.runs[task, start, contender].values()
-        )
+        return sum(sweep.failed(self.tasks[task], run.test) for run in self.runs[task, start, contender].values())
 
     def cases(self) -> list[Case]:
         """Every (task, start)."""
@@ -87,10 +83,7 @@ class Findings:
             if tasks is None or task.name in tasks:
                 table[case] = np.array(
                     [
-                        [
-                            math.inf if sweep.failed(task, run.test) else run.test
-                            for _, run in sorted(runs.items())
-                        ]
+                        [math.inf if sweep.failed(task, run.test) else run.test for _, run in sorted(runs.items())]
                         for runs in (self.runs[(*case, name)] for name in names)
                     ]
                 )

@@ -29,9 +29,7 @@ def draw_task(findings: Findings, task: Task, path: Path) -> None:
     panels[0].set_ylabel("test loss")
     if others:
         _panel(findings, task, others, panels[1], list(range(len(others))), joined=False)
-        panels[1].set_xticks(
-            range(len(others)), [start.name for start in others], rotation=40, ha="right", fontsize=8
-        )
+        panels[1].set_xticks(range(len(others)), [start.name for start in others], rotation=40, ha="right", fontsize=8)
     oracle = findings.oracle_loss(task.name).mean
     if math.isfinite(oracle):
         for panel in panels:
@@ -81,11 +79,7 @@ def _panel(
 
 
 def _limits(findings: Findings, task: Task, oracle: float) -> tuple[float, float]:
-    means = [
-        findings.loss(task.name, start.name, name).mean
-        for start in task.starts
-        for name in findings.contenders
-    ]
+    means = [findings.loss(task.name, start.name, name).mean for start in task.starts for name in findings.contenders]
     finite = sorted(mean for mean in means if math.isfinite(mean))
     lowest = min([oracle, *finite])
     highest = finite[int(0.85 * (len(finite) - 1))] if finite else oracle

@@ -115,11 +115,7 @@ def _ranks(findings: Findings) -> list[str]:
 
 def _task(findings: Findings, task: Task) -> list[str]:
     best = findings.best[task.name]
-    chosen = (
-        "Settings of the library were chosen on this task."
-        if task.development
-        else "Nothing was chosen on it."
-    )
+    chosen = "Settings of the library were chosen on this task." if task.development else "Nothing was chosen on it."
     lines = [
         f"## {task.title}",
         "",

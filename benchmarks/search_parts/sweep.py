@@ -38,9 +38,7 @@ def cells(task: Task, fixed: Contender, seeds: int) -> list[Cell]:
     optimism in its loss.
     """
     return [
-        Cell.of(task, fixed, setting, FIRST_SEED + seed)
-        for setting in task.grid.settings()
-        for seed in range(seeds)
+        Cell.of(task, fixed, setting, FIRST_SEED + seed) for setting in task.grid.settings() for seed in range(seeds)
     ]
 
 

@@ -43,9 +43,7 @@ def draw(task: Task, given: Setting, seed: int, count: int) -> list[Setting]:
         lr = log_uniform(grid.lrs)
         decay = log_uniform(grid.decays) if len(grid.decays) > 1 else given.decay
         dropout = (
-            float(rng.uniform(min(grid.dropouts), max(grid.dropouts)))
-            if len(grid.dropouts) > 1
-            else given.dropout
+            float(rng.uniform(min(grid.dropouts), max(grid.dropouts))) if len(grid.dropouts) > 1 else given.dropout
         )
         drawn.append(Setting(lr, decay, dropout))
     return drawn
@@ -77,9 +75,7 @@ def best_trial(task: Task, given: Setting, seed: int, meter: Meter, *, trials: i
         if trained:
             model.eval()
             with torch.no_grad():
-                loss = float(
-                    torch.stack([problem.example_losses(model, batch).mean() for batch in probes]).mean()
-                )
+                loss = float(torch.stack([problem.example_losses(model, batch).mean() for batch in probes]).mean())
             loss = loss if math.isfinite(loss) else math.inf
         if best is None or loss < best.loss:
             best = Trial(setting, problem, model if math.isfinite(loss) else None, loss)

@@ -85,9 +85,7 @@ class Calibrate(Controller):
     def start(self) -> CalibrateState:
         return CalibrateState()
 
-    def step(
-        self, state: CalibrateState, estimate: Estimate, context: Context
-    ) -> tuple[float, CalibrateState]:
+    def step(self, state: CalibrateState, estimate: Estimate, context: Context) -> tuple[float, CalibrateState]:
         if not estimate.testable or not self.listens(context.step, context.total_steps):
             return 0.0, state
         if estimate.offset > 0:

@@ -75,9 +75,7 @@ class DivergentCollector(Collector):
         probe = scene.signal
         self.averages = []
         if isinstance(probe, Probe) and probe.at == "average" and spec.tilt is None:
-            self.averages = [
-                scene.averages.follow(host, probe.stride) for host in range(len(scene.replicas.hosts))
-            ]
+            self.averages = [scene.averages.follow(host, probe.stride) for host in range(len(scene.replicas.hosts))]
 
     def open(self, window: Window) -> None:
         drawn = self.design.assign(

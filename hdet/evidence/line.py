@@ -114,13 +114,9 @@ class LineCollector(Collector):
 
 
 @torch.no_grad()
-def _stretched(
-    start: Sequence[Tensor], end: Sequence[Tensor], factor: float, moved: Sequence[bool]
-) -> list[Tensor]:
+def _stretched(start: Sequence[Tensor], end: Sequence[Tensor], factor: float, moved: Sequence[bool]) -> list[Tensor]:
     """start + factor (end - start) where `moved`, else `end`."""
-    return [
-        torch.lerp(a, b.to(a.dtype), factor) if moves else b for a, b, moves in zip(start, end, moved, strict=True)
-    ]
+    return [torch.lerp(a, b.to(a.dtype), factor) if moves else b for a, b, moves in zip(start, end, moved, strict=True)]
 
 
 def _moved(knob: BoundKnob, scene: Scene) -> list[bool]:

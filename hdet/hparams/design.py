@@ -48,8 +48,7 @@ class Design(Spec, family="design"):
             raise ConfigError("a design needs at least one knob; got no levels")
         if not len(levels) == len(names) == len(two_level):
             raise ConfigError(
-                f"levels, names and two_level go knob by knob; "
-                f"got {len(levels)}, {len(names)} and {len(two_level)}"
+                f"levels, names and two_level go knob by knob; got {len(levels)}, {len(names)} and {len(two_level)}"
             )
         if len(set(names)) < len(names):
             raise ConfigError(f"knob names must differ, as designs are keyed by them; got {list(names)}")

@@ -84,9 +84,7 @@ class GroupKnob(Knob):
         count = len(optimizer.param_groups)
         if self.groups is None:
             return list(range(count))
-        names = {
-            group["name"]: index for index, group in enumerate(optimizer.param_groups) if "name" in group
-        }
+        names = {group["name"]: index for index, group in enumerate(optimizer.param_groups) if "name" in group}
         found = []
         for wanted in self.groups if isinstance(self.groups, tuple) else (self.groups,):
             index = names.get(wanted) if isinstance(wanted, str) else wanted

@@ -90,9 +90,7 @@ class OneCycle(Schedule):
     @model_validator(mode="after")
     def _rises_somewhere(self) -> OneCycle:
         if self.pct_start * self.total_steps == 1.0:
-            raise ValueError(
-                "pct_start * total_steps is 1, a rise of no steps; give a slightly larger pct_start"
-            )
+            raise ValueError("pct_start * total_steps is 1, a rise of no steps; give a slightly larger pct_start")
         return self
 
     def __call__(self, t: int) -> float:
@@ -263,9 +261,7 @@ class FromCallable(Schedule):
         t = _held(t, self.total_steps)
         value = _resolve(self.path)(t)
         if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ConfigError(
-                f"schedule {self.path!r} must return a finite number; it gave {value!r} at step {t}"
-            )
+            raise ConfigError(f"schedule {self.path!r} must return a finite number; it gave {value!r} at step {t}")
         return float(value)
 
 

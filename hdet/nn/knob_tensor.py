@@ -100,9 +100,7 @@ class KnobTensor:
     def _place(self, device: torch.device | None) -> None:
         # Never on "meta": the value is known, and a tensor without data could not be moved off it again.
         tensor = torch.tensor(self._value, dtype=torch.float32, device=device)
-        self.tensor = (
-            torch.tensor(self._value, dtype=torch.float32, device="cpu") if tensor.is_meta else tensor
-        )
+        self.tensor = torch.tensor(self._value, dtype=torch.float32, device="cpu") if tensor.is_meta else tensor
 
     def _checked(self, value: float) -> float:
         value = float(value)

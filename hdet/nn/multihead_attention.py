@@ -195,8 +195,7 @@ class MultiheadAttention(KnobModule, nn.MultiheadAttention):
                 else self.in_proj_weight.chunk(3)
             )
             q, k, v = (
-                F.linear(x, weight, bias)
-                for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
+                F.linear(x, weight, bias) for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
             )
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat((k, self.bias_k.expand(k.shape[0], -1, -1)), dim=1)

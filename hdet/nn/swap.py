@@ -66,9 +66,7 @@ def swap(
     }
     named = [(name, module) for name, module in named_modules(model) if fnmatchcase(name, pattern)]
     plain = [(name, module) for name, module in named if type(module) in table]
-    tempered = _outermost(
-        [(name, module) for name, module in named if attention and _to_temper(module, pattern)]
-    )
+    tempered = _outermost([(name, module) for name, module in named if attention and _to_temper(module, pattern)])
     present = [module for _, module in named if isinstance(module, KnobModule)]
     if not (plain or tempered or present):
         kinds = sorted({type(module).__name__ for _, module in named})

@@ -128,9 +128,7 @@ class _DivideLogits(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.called = True
             given.update(zip(_ARGUMENTS, args, strict=False))
-            given["query"], given["scale"] = divide_logits(
-                given["query"], given.get("scale"), self.temperature
-            )
+            given["query"], given["scale"] = divide_logits(given["query"], given.get("scale"), self.temperature)
             args = ()
         return func(*args, **given)
 

@@ -44,9 +44,7 @@ class RunningMean:
         self.count += 1
         current = list(self._current())
         if not self.values:
-            self.values = [
-                torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in current
-            ]
+            self.values = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in current]
         if self.count == 1:
             tensors.copy_(self.values, current)
         else:

@@ -53,9 +53,7 @@ class Copies(Replicas):
         for _, optimizer in failed:
             optimizer.load_state_dict(copy.deepcopy(source_optimizer.state_dict()))
         if optimizer_state == "average":
-            optimizer_states.average(
-                [optimizer for _, optimizer in sound], [optimizer for _, optimizer in self.hosts]
-            )
+            optimizer_states.average([optimizer for _, optimizer in sound], [optimizer for _, optimizer in self.hosts])
         elif optimizer_state == "reset":
             for _, optimizer in self.hosts:
                 optimizer.state.clear()

@@ -97,8 +97,7 @@ def listed(items: Mapping[str, object]) -> str:
     'learning_rate 0.001235  dropout 0.1'
     """
     return "  ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in items.items()
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in items.items()
     )
 
 

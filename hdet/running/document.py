@@ -99,8 +99,7 @@ def _placed(here: Any, path: list[str], value: Any, assignment: str) -> Any:
     if isinstance(here, list):
         if not key.isdigit() or int(key) >= len(here):
             raise ConfigError(
-                f"--set {assignment}: the list has {len(here)} entries, to be named 0 to {len(here) - 1}, "
-                f"not {key!r}"
+                f"--set {assignment}: the list has {len(here)} entries, to be named 0 to {len(here) - 1}, not {key!r}"
             )
         index = int(key)
         return [*here[:index], _placed(here[index], rest, value, assignment), *here[index + 1 :]]

@@ -171,9 +171,7 @@ def apply_schedule(config: RunConfig, optimizer: Optimizer, groups: Sequence[int
 def update(config: RunConfig, optimizer: Optimizer) -> None:
     """Clip, step and clear the gradients of one optimizer."""
     if config.clip is not None:
-        torch.nn.utils.clip_grad_norm_(
-            [p for group in optimizer.param_groups for p in group["params"]], config.clip
-        )
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], config.clip)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -181,9 +179,6 @@ def update(config: RunConfig, optimizer: Optimizer) -> None:
 def unexplored_groups(knobs: Sequence[Knob], model: torch.nn.Module, optimizer: Optimizer) -> list[int]:
     """The parameter groups whose learning rate no knob writes, so that the loop must."""
     explored = {
-        index
-        for knob in knobs
-        if isinstance(knob, LearningRate)
-        for index in knob.bind(model, optimizer).indices
+        index for knob in knobs if isinstance(knob, LearningRate) for index in knob.bind(model, optimizer).indices
     }
     return [index for index in range(len(optimizer.param_groups)) if index not in explored]

@@ -96,9 +96,7 @@ class TorchOptimizer(Optimizer):
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         found = getattr(torch.optim, self.name, None)
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-            raise ConfigError(
-                f"torch.optim has no optimizer {self.name!r}; give a class name, such as 'NAdam'"
-            )
+            raise ConfigError(f"torch.optim has no optimizer {self.name!r}; give a class name, such as 'NAdam'")
         make: Callable[..., torch.optim.Optimizer] = found
         try:
             return make(groups, lr=self.lr, **self.options)

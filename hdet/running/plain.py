@@ -19,11 +19,7 @@ def train_plain(config: RunConfig, workload: Workload, watcher: Watcher) -> torc
     optimizer = config.optimizer.build(workload.groups(model))
     knobs = config.explored(model, optimizer)
     groups = unexplored_groups(knobs, model, optimizer)
-    scheduled = [
-        (knob.bind(model, optimizer), knob.schedule)
-        for knob in knobs
-        if knob.schedule is not None
-    ]
+    scheduled = [(knob.bind(model, optimizer), knob.schedule) for knob in knobs if knob.schedule is not None]
     with seeded(config):
         watcher.begin("plain", 0, config.steps)
         try:

@@ -56,10 +56,7 @@ class Result:
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Result:
         """The inverse of `to_dict`."""
-        knobs = [
-            Verdict(**{key: value for key, value in knob.items() if key != "verdict"})
-            for knob in given["knobs"]
-        ]
+        knobs = [Verdict(**{key: value for key, value in knob.items() if key != "verdict"}) for knob in given["knobs"]]
         return cls(**{**given, "knobs": knobs})
 
 
@@ -76,9 +73,7 @@ class Run:
         HdetError: the declaration, the task, the model or the folder does not allow the run.
     """
 
-    def __init__(
-        self, config: RunConfig, out: Path | str, *, force: bool = False, resume: bool = False
-    ) -> None:
+    def __init__(self, config: RunConfig, out: Path | str, *, force: bool = False, resume: bool = False) -> None:
         if config.knobs and find_spec("matplotlib") is None:
             raise MissingExtraError("matplotlib", "cli")  # now, and not after hours of training
         self.config = config

@@ -8,9 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def draws(
-    count: int, *, below: int, seed: int, stream: str, step: int = 0, replica: int = 0
-) -> NDArray[np.int64]:
+def draws(count: int, *, below: int, seed: int, stream: str, step: int = 0, replica: int = 0) -> NDArray[np.int64]:
     """`count` integers in [0, below), a pure function of the other arguments.
 
     The raw 64-bit words of Philox keyed by (seed, stream) with (replica, step) as the counter's upper words,

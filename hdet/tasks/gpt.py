@@ -25,9 +25,7 @@ class CausalAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, time, width] to the same."""
         batch, time, width = x.shape
-        q, k, v = (
-            self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
-        )
+        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         y = attention(q, k, v, is_causal=True, temperature=self.temperature.temperature_knob)
         y = y.transpose(1, 2).reshape(batch, time, width)
         return self.out(y)  # type: ignore[no-any-return]

@@ -37,9 +37,7 @@ class Imported(Task):
                 f"it, or install it"
             ) from None
         except AttributeError:
-            raise ConfigError(
-                f"task {self.path!r}: module {module_name!r} has no {function_name!r}"
-            ) from None
+            raise ConfigError(f"task {self.path!r}: module {module_name!r} has no {function_name!r}") from None
         given = {"seed": seed, "batch_size": batch_size, "device": device, **self.options}
         try:
             signature(function).bind(**given)

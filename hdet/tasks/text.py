@@ -87,8 +87,7 @@ class TextWorkload:
                     f"lower the context or raise train_bytes"
                 )
         self.facts = {
-            name: f"{len(data):,} bytes, sha256 {sha256(data.data).hexdigest()}"
-            for name, data in self.splits.items()
+            name: f"{len(data):,} bytes, sha256 {sha256(data.data).hexdigest()}" for name, data in self.splits.items()
         }
 
     def model(self) -> GPT:
@@ -137,9 +136,7 @@ class TextWorkload:
     def _sequences(self, count: int, split: str, *, seed: int, step: int = 0, replica: int = 0) -> Tensor:
         data = self.splits[split]
         length = self.task.context + 1
-        starts = draws(
-            count, below=len(data) - length + 1, seed=seed, stream=split, step=step, replica=replica
-        )
+        starts = draws(count, below=len(data) - length + 1, seed=seed, stream=split, step=step, replica=replica)
         return torch.from_numpy(data[starts[:, None] + np.arange(length)].astype(np.int64)).to(self.device)
 
 

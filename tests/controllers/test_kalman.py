@@ -133,9 +133,7 @@ def test_a_strong_honest_signal_is_not_taken_for_an_outlier(clusters: float) -> 
         (4, 8, 0.1, 0.0005),
     ],
 )
-def test_errors_are_honest_once_the_noise_is_known(
-    knobs: int, batches: int, slopes: float, replicas: float
-) -> None:
+def test_errors_are_honest_once_the_noise_is_known(knobs: int, batches: int, slopes: float, replicas: float) -> None:
     """(slope - truth) / stderr has sd near 1, for a wandering base, placebo (curvature 0) included."""
     draw = np.random.default_rng(6)
     curvature = np.full(knobs, 0.1)
@@ -153,10 +151,7 @@ def test_errors_are_honest_once_the_noise_is_known(
             estimates, state = kalman.estimate(state, heard(levels, losses, shifts))
             if window >= 8:
                 scores.append(
-                    [
-                        (e.slope - c * (s - 1)) / e.stderr
-                        for e, c, s in zip(estimates, curvature, shifts, strict=True)
-                    ]
+                    [(e.slope - c * (s - 1)) / e.stderr for e, c, s in zip(estimates, curvature, shifts, strict=True)]
                 )
             shifts = shifts + draw.normal(0, 0.2, knobs)
     assert 0.7 < np.std(scores) < 1.3
@@ -175,9 +170,7 @@ def windows_to_arrive(estimator: Estimator, controller: Controller, seed: int) -
         losses = 0.1 * ((shifts + levels) ** 2).sum(axis=1) / 2 + draw.normal(0, 0.02, 8)
         estimates, state = estimator.estimate(state, heard(levels, losses, shifts))
         for k, estimate in enumerate(estimates):
-            move, states[k] = controller.step(
-                states[k], estimate, Context(spread=0.3, shift=float(shifts[k]))
-            )
+            move, states[k] = controller.step(states[k], estimate, Context(spread=0.3, shift=float(shifts[k])))
             shifts[k] += move
         if np.abs(shifts).max() > 0.3:
             arrived = window + 1

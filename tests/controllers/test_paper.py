@@ -6,9 +6,7 @@ from hdet.errors import ConfigError
 FLAT = Estimate(slope=1e-300)
 
 
-def bases(
-    paper: Paper, estimates: list[Estimate], schedule: list[float], authority: float = 10.0
-) -> list[float]:
+def bases(paper: Paper, estimates: list[Estimate], schedule: list[float], authority: float = 10.0) -> list[float]:
     """The base after each window, worked as the engine does: schedule (1 + shift) in `Relative` space.
 
     The schedule is given at window starts; when a window ends, it has gone half the way to the next.

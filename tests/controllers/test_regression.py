@@ -61,9 +61,7 @@ def test_a_column_that_stands_still_says_nothing_and_costs_nothing() -> None:
     assert fit.stderr == pytest.approx([math.sqrt(4 / 3), math.inf])
 
 
-def placebo_t(
-    draw: np.random.Generator, *, batches: int, slopes: float, replicas: float, each: float
-) -> Array:
+def placebo_t(draw: np.random.Generator, *, batches: int, slopes: float, replicas: float, each: float) -> Array:
     """t of a placebo knob in 1500 windows of N = 16, K = 3, its neighbours having effects.
 
     Noise: every sub-batch has slopes of its own (sd `slopes`), every replica an offset common to all
@@ -90,9 +88,7 @@ def placebo_t(
         (8, 0.0, 1e-9, 1.0, 9),  # nothing is counted twice; freedom in between
     ],
 )
-def test_the_t_of_a_placebo_is_a_t(
-    batches: int, slopes: float, replicas: float, each: float, freedom: int
-) -> None:
+def test_the_t_of_a_placebo_is_a_t(batches: int, slopes: float, replicas: float, each: float, freedom: int) -> None:
     t = placebo_t(np.random.default_rng(7), batches=batches, slopes=slopes, replicas=replicas, each=each)
     claimed = math.sqrt(freedom / (freedom - 2))
     assert t.std() == pytest.approx(claimed, rel=0.1)

@@ -92,9 +92,7 @@ def test_the_slope_in_a_learning_rate(at: Any, steps: float, gradients: Any) -> 
     assert estimates["learning_rate"]["slope"] == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "spread", [TwoLevel(0.4), hdet.OneSided(0.4), hdet.OneSided(0.4, "down"), hdet.Symmetric(0.4)]
-)
+@pytest.mark.parametrize("spread", [TwoLevel(0.4), hdet.OneSided(0.4), hdet.OneSided(0.4, "down"), hdet.Symmetric(0.4)])
 def test_a_slope_is_in_coordinate_units_whatever_the_spread(spread: Any) -> None:
     """In a linear coordinate the loss is linear in the rate, and every spread measures the same."""
     knob = hdet.LearningRate(spread=spread, space=hdet.Linear(0.1))
@@ -157,9 +155,7 @@ def test_sub_batches_give_the_standard_error() -> None:
     slope = -RATE * SQUARE * secant(WIDTH)
     estimate = record.estimates["learning_rate"]
     assert estimate["slope"] == pytest.approx(slope, rel=1e-4)
-    assert estimate["stderr"] == pytest.approx(
-        abs(slope) * np.std([1.0, 1.2, 0.8, 1.0], ddof=1) / 2, rel=1e-4
-    )
+    assert estimate["stderr"] == pytest.approx(abs(slope) * np.std([1.0, 1.2, 0.8, 1.0], ddof=1) / 2, rel=1e-4)
 
 
 def test_a_failed_replica_is_not_heard() -> None:
@@ -320,9 +316,7 @@ def test_levels_are_offsets_from_the_base() -> None:
 
 def test_replicas_with_gradients_of_their_own_are_noisier_than_sub_batches_show() -> None:
     assert collector([hdet.LearningRate()])[1].estimator == hdet.LeastSquares()
-    assert collector([hdet.LearningRate()], gradients="local")[1].estimator == hdet.LeastSquares(
-        replica_noise=True
-    )
+    assert collector([hdet.LearningRate()], gradients="local")[1].estimator == hdet.LeastSquares(replica_noise=True)
     chosen = Divergent(estimator=hdet.Kalman())
     assert collector([hdet.LearningRate()], gradients="local", evidence=chosen)[1].estimator == hdet.Kalman()
 

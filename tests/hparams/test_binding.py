@@ -22,9 +22,7 @@ positive = st.floats(1e-3, 300)
 
 @settings(max_examples=200, deadline=None)
 @given(low=positive, ratio=st.floats(1.05, 100), where=st.floats(0, 1), dtype=st.sampled_from(DTYPES))
-def test_a_fitted_value_is_held_exactly_and_within_bounds(
-    low: float, ratio: float, where: float, dtype: Any
-) -> None:
+def test_a_fitted_value_is_held_exactly_and_within_bounds(low: float, ratio: float, where: float, dtype: Any) -> None:
     """At the bounds themselves above all, which the format may round outwards."""
     bounds = (low, low * ratio)
     for value in (low, bounds[1], low + where * (bounds[1] - low)):
@@ -140,9 +138,7 @@ def test_attributes_tensors_and_knob_tensors_move_together() -> None:
 def test_values_that_differ_have_no_base() -> None:
     module = Holder()
     one = ModelBinding([Attribute(module, "number"), module.knob], (0.0, 10.0))
-    with pytest.raises(
-        ConfigError, match=r"different values: \[0.5, 3.0\]; declare one knob for each .* a schedule"
-    ):
+    with pytest.raises(ConfigError, match=r"different values: \[0.5, 3.0\]; declare one knob for each .* a schedule"):
         one.read()
 
 
@@ -151,9 +147,7 @@ def test_values_that_differ_have_no_base() -> None:
     [("text", "str"), ("flag", "bool"), ("vector", r"a tensor of shape \(2,\)"), ("training", "bool")],
 )
 def test_what_is_no_scalar(name: str, what: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"one scalar, a float, 0-dim tensor or KnobTensor; '{name}' holds {what}"
-    ):
+    with pytest.raises(ConfigError, match=f"one scalar, a float, 0-dim tensor or KnobTensor; '{name}' holds {what}"):
         ModelBinding([Attribute(Holder(), name)], (0.0, 1.0))
 
 

@@ -61,9 +61,7 @@ def wish(knob: BoundKnob, move: float, step: int = 1) -> float:
 
 
 SPACES = st.sampled_from([Log(), Logit(), Linear(0.3), Relative(), Arcsine()])
-SPREADS = st.sampled_from(
-    [TwoLevel, hdet.Symmetric, hdet.Geometric, hdet.OneSided, lambda w: hdet.OneSided(w, "down")]
-)
+SPREADS = st.sampled_from([TwoLevel, hdet.Symmetric, hdet.Geometric, hdet.OneSided, lambda w: hdet.OneSided(w, "down")])
 
 
 @settings(max_examples=300, deadline=None)
@@ -105,9 +103,7 @@ def test_levels_shrink_together() -> None:
     knob.spread(hdet.Symmetric(0.6).levels(4), 0.0)
     room = math.log(1 / 0.9)
     assert knob.reach(0.9) == pytest.approx(room / 0.6)
-    assert knob.values(0, range(4)) == pytest.approx(
-        [0.9 * math.exp(f * room) for f in (-1, -1 / 3, 1 / 3, 1)]
-    )
+    assert knob.values(0, range(4)) == pytest.approx([0.9 * math.exp(f * room) for f in (-1, -1 / 3, 1 / 3, 1)])
     assert knob.values(0, [3]) == [1.0]
 
 

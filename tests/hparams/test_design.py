@@ -57,9 +57,7 @@ def test_columns_are_permutations_of_the_levels(
 @settings(deadline=None, max_examples=40)
 def test_graded_levels_are_permuted_too(design: Design, n: int, knobs: int, window: int) -> None:
     assigned = draw(design, n, knobs, window=window, graded=True)
-    np.testing.assert_array_equal(
-        np.sort(assigned, axis=0), np.tile(Symmetric(0.5).levels(n)[:, None], (1, knobs))
-    )
+    np.testing.assert_array_equal(np.sort(assigned, axis=0), np.tile(Symmetric(0.5).levels(n)[:, None], (1, knobs)))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 7, 9, 10, 52])
@@ -98,9 +96,7 @@ def test_seed_window_and_name_each_matter(design: Design) -> None:
     n=st.integers(2, 12),
 )
 @settings(deadline=None, max_examples=60)
-def test_adding_a_knob_leaves_other_permutations_alone(
-    names: list[str], more: str, where: int, n: int
-) -> None:
+def test_adding_a_knob_leaves_other_permutations_alone(names: list[str], more: str, where: int, n: int) -> None:
     before = draw(Permutation(), n, names, seed=3, window=4, graded=True)
     longer = [*names[:where], more, *names[where:]]
     after = draw(Permutation(), n, longer, seed=3, window=4, graded=True)
@@ -154,9 +150,7 @@ def test_aliased_knobs_differ_by_window() -> None:
     n, knobs = 4, 6
     seen = set()
     for window in range(100):
-        gram = (2 * draw(Hadamard(), n, knobs, window=window)).T @ (
-            2 * draw(Hadamard(), n, knobs, window=window)
-        )
+        gram = (2 * draw(Hadamard(), n, knobs, window=window)).T @ (2 * draw(Hadamard(), n, knobs, window=window))
         aliased = [pair for pair in combinations(range(knobs), 2) if gram[pair] != 0]
         assert len(aliased) == 3, "six knobs share three columns two by two"
         seen.update(aliased)

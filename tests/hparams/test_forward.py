@@ -93,9 +93,7 @@ def test_different_values_need_a_schedule() -> None:
 
 
 def test_nothing_selected() -> None:
-    with pytest.raises(
-        MatchError, match=r"no module that matches 'tail' holds a dropout; there are \['blocks.0.att"
-    ):
+    with pytest.raises(MatchError, match=r"no module that matches 'tail' holds a dropout; there are \['blocks.0.att"):
         bind(hdet.Dropout(pattern="tail"), Net())
     with pytest.raises(MatchError, match=r"none does: build the model from hdet.nn, or hdet.nn.swap it"):
         bind(hdet.AttentionTemperature(), nn.Linear(1, 1))
@@ -105,9 +103,7 @@ def test_nothing_selected() -> None:
 
 def test_plain_dropout_in_a_compiled_model_is_refused() -> None:
     model = torch.compile(nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1)))
-    with pytest.raises(
-        ConfigError, match=r"\['1.p'\] are plain nn.Dropout, .* call hdet.nn.swap\(model\) before"
-    ):
+    with pytest.raises(ConfigError, match=r"\['1.p'\] are plain nn.Dropout, .* call hdet.nn.swap\(model\) before"):
         bind(hdet.Dropout(), model)
     own = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1))
     hdet.nn.swap(own)

@@ -50,9 +50,7 @@ RICH = [
     hdet.Dropout(pattern=("blocks.*", "head"), spread=hdet.OneSided(0.1, "down"), accept_bias=True),
     hdet.AttentionTemperature(schedule=hdet.Replay((1.0, 2.0))),
     hdet.LabelSmoothing(evidence=hdet.Divergent(estimator=hdet.Kalman())),
-    hdet.Scalar(
-        "margin", path="head.margin", space=hdet.Linear(0.5), bounds=(0, 1), effect="update", biased=False
-    ),
+    hdet.Scalar("margin", path="head.margin", space=hdet.Linear(0.5), bounds=(0, 1), effect="update", biased=False),
 ]
 
 
@@ -133,9 +131,7 @@ def test_a_knob_of_ones_own(epsilon: Any, problem: Any, train: Any) -> None:
 
 
 def test_two_of_one_kind_are_refused(epsilon: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"knob 'epsilon' is already .*Epsilon; set another `kind` on .*Other"
-    ):
+    with pytest.raises(ConfigError, match=r"knob 'epsilon' is already .*Epsilon; set another `kind` on .*Other"):
 
         @hdet.register
         class Other(Knob):

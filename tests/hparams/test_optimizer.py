@@ -51,9 +51,7 @@ def test_they_read_and_write_what_they_are_called(knob: Any, value: float) -> No
 def test_momentum_is_sgds() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     assert bind(hdet.Momentum(), optimizer).read() == 0.9
-    with pytest.raises(
-        MatchError, match="momentum: no parameter group of AdamW has 'momentum'; the groups hold"
-    ):
+    with pytest.raises(MatchError, match="momentum: no parameter group of AdamW has 'momentum'; the groups hold"):
         bind(hdet.Momentum(), adamw())
 
 
@@ -68,9 +66,7 @@ def test_groups_by_name_or_index(groups: Any, indices: Any) -> None:
 @pytest.mark.parametrize("groups", [3, -1, "d", ("a", "d")])
 def test_groups_that_are_not_there(groups: Any) -> None:
     optimizer = adamw({"name": "a"}, {"name": "b"}, {"name": "c"})
-    with pytest.raises(
-        MatchError, match=r"no parameter group .*; there are indices 0..2 and names \['a', 'b', 'c'\]"
-    ):
+    with pytest.raises(MatchError, match=r"no parameter group .*; there are indices 0..2 and names \['a', 'b', 'c'\]"):
         bind(hdet.LearningRate(groups=groups), optimizer)
 
 

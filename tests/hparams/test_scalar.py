@@ -110,13 +110,9 @@ def test_by_getter_and_setter(problem: Any, train: Any) -> None:
         written.append((id(model), value))
         model.head.margin = value
 
-    knob = Scalar(
-        "margin", get=lambda m: m.head.margin, set=put, bounds=(0.1, 1.0), effect="update", biased=False
-    )
+    knob = Scalar("margin", get=lambda m: m.head.margin, set=put, bounds=(0.1, 1.0), effect="update", biased=False)
     model = Net()
-    engine = Engine(
-        hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.01), n=4), [knob], window=3
-    )
+    engine = Engine(hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.01), n=4), [knob], window=3)
     assert engine.bases == {"margin": 0.5}
     assert [replica.model.head.margin for replica in engine.replicas] == engine.knobs[0].values(0, range(4))
     assert len({key for key, _ in written}) == 4

@@ -50,9 +50,7 @@ def test_one_cycle_is_torchs_bit_for_bit(arguments: dict[str, Any]) -> None:
     schedule = OneCycle(**arguments, cycle_momentum=True)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.5)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # "lr_scheduler.step() before optimizer.step()": nothing is trained here
+        warnings.simplefilter("ignore")  # "lr_scheduler.step() before optimizer.step()": nothing is trained here
         reference = torch.optim.lr_scheduler.OneCycleLR(optimizer, **arguments)
         for t in range(schedule.total_steps):
             assert schedule(t) == reference.get_last_lr()[0], t

@@ -36,9 +36,7 @@ def reference(
     """softmax(q k^T scale / tau + mask) v, written out."""
     logits = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale) / tau
     if attn_mask is not None:
-        logits = (
-            logits.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
-        )
+        logits = logits.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
     return logits.softmax(dim=-1) @ v
 
 

@@ -46,9 +46,7 @@ def test_knobs_differ_over_ranks_after_construction_and_training(tmp_path: Path)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     mp.spawn(train, (str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    assert (
-        first[0] == second[0] == ["2.p", "3.self_attn.dropout", "3.dropout.p", "3.dropout1.p", "3.dropout2.p"]
-    )
+    assert first[0] == second[0] == ["2.p", "3.self_attn.dropout", "3.dropout.p", "3.dropout1.p", "3.dropout2.p"]
     assert first[1:3] == ({0.2}, {0.2})
     assert second[1:3] == ({0.5}, {0.5})
     assert torch.equal(first[3], second[3])

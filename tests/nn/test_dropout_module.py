@@ -48,9 +48,7 @@ def test_eager_is_bitwise_pytorch(
 
 @pytest.mark.parametrize(("theirs", "ours", "shape"), KINDS)
 @pytest.mark.parametrize("inplace", [False, True])
-def test_compiled_drops_what_pytorch_drops(
-    theirs: type, ours: type, shape: tuple[int, ...], inplace: bool
-) -> None:
+def test_compiled_drops_what_pytorch_drops(theirs: type, ours: type, shape: tuple[int, ...], inplace: bool) -> None:
     """Whole channels or single elements, kept ones scaled by 1 / (1 - p), the gradient the same mask."""
     module = ours(0.75, inplace)
     module.p = 0.6

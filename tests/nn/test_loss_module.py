@@ -10,9 +10,7 @@ from hdet.nn import CrossEntropyLoss
 
 CLASSES = 5
 CASES = list(
-    itertools.product(
-        ["mean", "sum", "none"], [False, True], ["index", "ignored", "probability", "image", "unbatched"]
-    )
+    itertools.product(["mean", "sum", "none"], [False, True], ["index", "ignored", "probability", "image", "unbatched"])
 )
 
 
@@ -39,9 +37,7 @@ def value_and_gradient(loss: nn.Module, logits: Tensor, target: Tensor) -> tuple
 
 
 @pytest.mark.parametrize(("reduction", "weighted", "kind"), CASES)
-def test_agrees_with_pytorch_eager_bitwise_and_compiled_closely(
-    reduction: str, weighted: bool, kind: str
-) -> None:
+def test_agrees_with_pytorch_eager_bitwise_and_compiled_closely(reduction: str, weighted: bool, kind: str) -> None:
     logits, target = problem(kind)
     arguments = {
         "weight": torch.rand(CLASSES) + 0.1 if weighted else None,

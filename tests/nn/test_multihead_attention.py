@@ -86,9 +86,7 @@ def call(
         return out, given_weights, state
     target = (out * torch.arange(out.numel()).view_as(out).cos()).sum()
     if given_weights is not None:
-        target = (
-            target + (given_weights * torch.arange(given_weights.numel()).view_as(given_weights).sin()).sum()
-        )
+        target = target + (given_weights * torch.arange(given_weights.numel()).view_as(given_weights).sin()).sum()
     module.zero_grad()
     target.backward()
     gradients = [leaf.grad for leaf in leaves] + [parameter.grad for parameter in module.parameters()]
@@ -264,9 +262,7 @@ def encoder(ours: bool, *, norm_first: bool = False) -> nn.TransformerEncoder:
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_encoder_layer_does_not_bypass_the_temperature(
-    norm_first: bool, padded: bool, compiled: bool
-) -> None:
+def test_encoder_layer_does_not_bypass_the_temperature(norm_first: bool, padded: bool, compiled: bool) -> None:
     """In evaluation nn.TransformerEncoderLayer has a fused kernel that never calls self_attn."""
     theirs, ours = encoder(False, norm_first=norm_first).eval(), encoder(True, norm_first=norm_first).eval()
     x = torch.randn(BATCH, LENGTH, WIDTH)
@@ -286,9 +282,7 @@ def test_encoder_layer_does_not_bypass_the_temperature(
     assert not torch.allclose(encoder(False, norm_first=norm_first).eval()(x), got, atol=1e-2)
     torch.testing.assert_close(got[visible], expected[visible], rtol=1e-4, atol=1e-5)
     # With gradients enabled PyTorch takes its slow path; the same function again.
-    torch.testing.assert_close(
-        ours(x, **arguments).detach()[visible], expected[visible], rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(ours(x, **arguments).detach()[visible], expected[visible], rtol=1e-4, atol=1e-5)
 
 
 def test_decoder_layer_and_training_use_the_temperature() -> None:

@@ -182,9 +182,7 @@ def test_leaving_zero_recompiles_once_at_most(module: nn.Module) -> None:
     counter = CompileCounter()
     compiled = torch.compile(module, backend=counter, fullgraph=True)
     knob = next(
-        knob
-        for name, knob in vars(module).items()
-        if name in {"p_knob", "dropout_knob", "label_smoothing_knob"}
+        knob for name, knob in vars(module).items() if name in {"p_knob", "dropout_knob", "label_smoothing_knob"}
     )
     for step in range(6):
         knob.fill_(step / 10)

@@ -181,9 +181,7 @@ def test_leaves_subclasses_alone() -> None:
 def test_refuses_what_matches_nothing() -> None:
     with pytest.raises(MatchError, match=r"no module that 'heads\.\*' names .* it names none"):
         swap(Model(), pattern="heads.*")
-    with pytest.raises(
-        MatchError, match=r"modules of the types \['Linear'\]; swappable are \['CrossEntropyLoss'"
-    ):
+    with pytest.raises(MatchError, match=r"modules of the types \['Linear'\]; swappable are \['CrossEntropyLoss'"):
         swap(Model(), pattern="own.q")
     with pytest.raises(MatchError):
         swap(nn.Linear(1, 1))

@@ -22,9 +22,7 @@ def test_it_is_the_mean_of_every_stride_th_step(values: list[float], stride: int
         weight.fill_(value)
         mean.add()
     taken = values[stride - 1 :: stride] or values[-1:]
-    torch.testing.assert_close(
-        mean.mean()[0], torch.full((2,), sum(taken) / len(taken)), atol=1e-4, rtol=1e-5
-    )
+    torch.testing.assert_close(mean.mean()[0], torch.full((2,), sum(taken) / len(taken)), atol=1e-4, rtol=1e-5)
     assert mean.count == len(values) // stride
 
 

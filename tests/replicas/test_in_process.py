@@ -42,9 +42,7 @@ def test_the_first_replica_is_the_users_own_and_the_others_are_whole_copies(prob
         held = [p for group in replica.optimizer.param_groups for p in group["params"]]
         assert all(a is b for a, b in zip(own, held, strict=True))
         assert all(a is not b and torch.equal(a, b) for a, b in zip(own, model.parameters(), strict=True))
-        assert torch.equal(
-            replica.optimizer.state[own[0]]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"]
-        )
+        assert torch.equal(replica.optimizer.state[own[0]]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
 
 
 def test_what_an_optimizer_keeps_outside_its_groups_is_copied(problem: Any) -> None:
@@ -190,9 +188,7 @@ def test_seats_share_one_model_and_average_what_they_accumulate(problem: Any) ->
 def test_parameters_of_another_model_are_refused(problem: Any) -> None:
     model, other = problem.model(), problem.model()
     for make in (hdet.replicate, hdet.micro_batches):
-        with pytest.raises(
-            ConfigError, match=r"2 parameters that are not the model's.*from this model's parameters"
-        ):
+        with pytest.raises(ConfigError, match=r"2 parameters that are not the model's.*from this model's parameters"):
             make(model, torch.optim.SGD([*model.parameters(), *other[0].parameters()], lr=0.1), n=2)
         with pytest.raises(ConfigError, match="n must be at least 1, got -1"):
             make(model, torch.optim.SGD(model.parameters(), lr=0.1), n=-1)

@@ -21,9 +21,7 @@ def fresh(members: list[list[Tensor]]) -> list[list[Tensor]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    values=st.lists(st.lists(numbers, min_size=1, max_size=5), min_size=1, max_size=3), n=st.integers(1, 9)
-)
+@given(values=st.lists(st.lists(numbers, min_size=1, max_size=5), min_size=1, max_size=3), n=st.integers(1, 9))
 def test_the_mean_of_identical_members_is_that_member_bit_for_bit(values: list[list[float]], n: int) -> None:
     """Whatever their number, the sign of zeros included."""
     values[0][0] = -0.0

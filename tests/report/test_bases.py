@@ -24,10 +24,7 @@ def history(knobs: int, windows: int = 6) -> list[WindowRecord]:
             bases=dict.fromkeys(names, 0.1 * 3.0**w),
             values={name: [0.09 * 3.0**w, 0.11 * 3.0**w] for name in names},
             losses=[1.0, None],
-            estimates={
-                name: {"slope": (-1.0) ** w * w, "stderr": 0.1 if w % 3 else None, "t": None}
-                for name in names
-            },
+            estimates={name: {"slope": (-1.0) ** w * w, "stderr": 0.1 if w % 3 else None, "t": None} for name in names},
             moves=dict.fromkeys(names, 0.0),
             merged=True,
             faults=[{"kind": "non_finite", "replica": 1, "step": 3}] if w == 2 else [],
@@ -57,8 +54,7 @@ def test_the_picture_shows_bases_and_evidence(tmp_path: Path) -> None:
     moved = [record.__class__(**{**vars(record), "bases": {"knob_0": 0.1}}) for record in one]
     draw_bases(moved, tmp_path / "moved.png")
     surer = [
-        record.__class__(**{**vars(record), "estimates": {"knob_0": {"slope": -1.0, "stderr": 0.5}}})
-        for record in one
+        record.__class__(**{**vars(record), "estimates": {"knob_0": {"slope": -1.0, "stderr": 0.5}}}) for record in one
     ]
     draw_bases(surer, tmp_path / "surer.png")
     plain, other, third = (pixels(tmp_path / f"{name}.png") for name in ("one", "moved", "surer"))

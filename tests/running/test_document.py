@@ -91,9 +91,7 @@ GIVEN: dict[str, Any] = {
         ("device=a=b", ["device"], "a=b"),
     ],
 )
-def test_an_override_sets_one_entry_and_leaves_the_original(
-    assignment: str, path: list[Any], value: object
-) -> None:
+def test_an_override_sets_one_entry_and_leaves_the_original(assignment: str, path: list[Any], value: object) -> None:
     before = repr(GIVEN)
     result: Any = override(GIVEN, [assignment])
     assert repr(GIVEN) == before

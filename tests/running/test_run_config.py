@@ -95,9 +95,7 @@ def test_a_schedule_takes_its_peak_and_length_from_the_run(schedule: object, exp
 
 
 def test_a_kind_that_goes_without_saying_is_the_default() -> None:
-    config = RunConfig.from_dict(
-        {**SMALL, "optimizer": {"lr": 0.5}, "window": 7, "signal": {"at": "average"}}
-    )
+    config = RunConfig.from_dict({**SMALL, "optimizer": {"lr": 0.5}, "window": 7, "signal": {"at": "average"}})
     assert config.optimizer == AdamW(0.5)
     assert config.window == hdet.FixedWindow(7)
     assert config.signal == Probe(at="average")

@@ -50,9 +50,7 @@ def test_every_file_falls_into_exactly_one_split(tmp_path: Path, monkeypatch: py
     assert 0.01 < shares["test"] < 0.12
 
 
-def test_a_python_without_its_library_as_files_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_without_its_library_as_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     standard_library.cache_clear()
     try:
@@ -167,9 +165,7 @@ def test_the_test_loss_is_a_fixed_number_and_leaves_the_model_as_it_was(workload
     assert torch.equal(torch.get_rng_state(), state)
     assert first == workload.test_loss(model.eval())
     assert not model.training
-    assert first == SMALL.build(seed=99, batch_size=1).test_loss(model), (
-        "the test set must not follow the seed"
-    )
+    assert first == SMALL.build(seed=99, batch_size=1).test_loss(model), "the test set must not follow the seed"
     assert first == pytest.approx(math.log(256), abs=0.1), "an untrained model knows nothing"
 
 

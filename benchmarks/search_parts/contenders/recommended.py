@@ -33,9 +33,7 @@ class Recommended(Contender):
         def loss(model: nn.Module, batch: object) -> Tensor:
             return problem.example_losses(model, batch).view(task.sub_batches, -1).mean(dim=1)
 
-        engine = self.engine(
-            task, setting, problem, model, hdet.Probe(loss, lambda w: [problem.probe(w)]), steps, seed
-        )
+        engine = self.engine(task, setting, problem, model, hdet.Probe(loss, lambda w: [problem.probe(w)]), steps, seed)
         for step in range(steps):
             losses = []
             parts = split(problem.batch(step), task.micro_batches)

@@ -50,9 +50,7 @@ class DigitsTask(Task):
     """A perceptron on noisy digits."""
 
     def problem(self, seed: int, dropout: float) -> DigitsProblem:
-        digits = Digits(
-            label_noise=0.2, dropout=dropout, probe_batches=self.sub_batches, probe_examples=PROBE_EXAMPLES
-        )
+        digits = Digits(label_noise=0.2, dropout=dropout, probe_batches=self.sub_batches, probe_examples=PROBE_EXAMPLES)
         return DigitsProblem(digits, seed=seed, batch=self.batch)
 
 

@@ -110,9 +110,7 @@ class RatingsTask(Task):
     """Matrix factorisation."""
 
     def problem(self, seed: int, dropout: float) -> RatingsProblem:
-        return RatingsProblem(
-            seed=seed, batch=self.batch, probe=self.sub_batches * PROBE_EXAMPLES, dropout=dropout
-        )
+        return RatingsProblem(seed=seed, batch=self.batch, probe=self.sub_batches * PROBE_EXAMPLES, dropout=dropout)
 
 
 TASK = RatingsTask(
