@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import difference
+from launch import free_port, start
+from training import batch, difference, loss_of, network
 
 import hdet
 from hdet.running import Run, RunConfig
@@ -44,6 +45,26 @@ def declared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("declared") / "run.yaml"
     path.write_text(DECLARED)
     return path
+
+
+def as_on_the_page(rank: int, ranks: int, port: int, code: str) -> None:
+    """What torchrun does, around the page's script."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    batches = [batch(step, rank) for step in range(201)][:200]
+    names = {"build_model": network, "loss_fn": loss_of, "batches": batches, "__name__": "page"}
+    exec(compile(code, "docs/distributed.md", "exec"), names)
+    assert len(names["engine"].history) == 2  # type: ignore[attr-defined]
+
+
+def test_the_five_changed_lines_of_the_page_train_on_two_ranks() -> None:
+    page = (Path(hdet.__file__).parent.parent / "docs" / "distributed.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    assert sum(f"# {number}" in code for number in range(1, 6)) == 5
+    processes = start(as_on_the_page, 2, free_port(), code)
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0, 0]
 
 
 def test_processes_share_the_replicas_and_come_to_the_same_result(declared: Path, tmp_path: Path) -> None:
