@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 import hdet
+from hdet.recommended import choose, describe
 from hdet.running.config import RunConfig
 from hdet.running.display import Display, show_result
 from hdet.running.folder import RunFolder
@@ -79,6 +80,10 @@ def _run(declared: RunConfig, folder: Path, *, compare: bool, force: bool, resum
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
     for split, fact in prepared.workload.facts.items():
         console.print(f"{split}: {fact}", markup=False, soft_wrap=True)
+    if declared.knobs is None:
+        training = prepared.training
+        choices = choose(training.model, training.engine.optimizers[0], declared.steps, declared.schedule)
+        console.print(describe(choices), markup=False, soft_wrap=True)
     try:
         result = prepared(compare=compare, watcher=Display(console))
     except KeyboardInterrupt:

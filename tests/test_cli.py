@@ -71,6 +71,15 @@ def test_a_run_from_end_to_end(declared: Path, capsys: pytest.CaptureFixture[str
     assert (kept.steps, kept.seed, kept.window) == (18, 3, hdet.FixedWindow(9))
 
 
+def test_without_knobs_the_recipe_is_taken_and_told(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (declared / "bare.yaml").write_text("{task: {kind: digits, width: 16, dropout: 0.3}, steps: 24, replicas: 4}")
+    assert run("bare.yaml") == 0
+    said = capsys.readouterr().out
+    assert "hdet explores, without any replica diverging:" in said
+    assert "+ learning rate: heads for a peak of 0.001" in said
+    assert {record.merged for record in hdet.History(declared / "runs" / "bare" / "history.jsonl")} == {False}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
