@@ -50,7 +50,6 @@ class HeldOneCycle(OneCycle):
     """
 
     kind: ClassVar[str] = "held_one_cycle"
-    positional: ClassVar[tuple[str, ...]] = ("max_lr", "total_steps", "held_from")
 
     held_from: int = Field(ge=0)
 

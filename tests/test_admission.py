@@ -345,6 +345,38 @@ def test_a_step_too_many(problem: Any, train: Any) -> None:
         engine.step([0.0] * 4)
 
 
+@pytest.mark.parametrize("seats", [False, True])
+def test_gradients_that_were_not_shared(problem: Any, seats: bool) -> None:
+    model = problem.model()
+    home = (hdet.micro_batches if seats else hdet.replicate)(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
+    still = hdet.LearningRate(spread=hdet.TwoLevel(0.0))
+    engine = Engine(home, [still], window=4, total_steps=8)
+
+    def enter_all() -> None:
+        for replica in engine.replicas:
+            with replica:
+                pass
+
+    enter_all()
+    with pytest.raises(StepError, match=r"share_gradients\(\) was not called in step 0.*or declare gradients='local'"):
+        engine.step([1.0, 1.0])
+    for share in (engine.share_gradients, engine.gradients_are_shared):
+        enter_all()
+        share()
+        assert engine.step([1.0, 1.0]) is None
+    enter_all()
+    with pytest.raises(StepError, match="not called in step 2"):
+        engine.step([1.0, 1.0])
+
+
+def test_local_gradients_need_no_sharing(problem: Any) -> None:
+    engine = make(problem, [hdet.LearningRate()], gradients="local")
+    for replica in engine.replicas:
+        with replica:
+            pass
+    assert engine.step([1.0] * 4) is None
+
+
 def test_a_replica_inside_itself(problem: Any) -> None:
     engine = make(problem, [hdet.LearningRate()])
     with (
