@@ -13,7 +13,8 @@ around it, judged by
 
 and the slope's sign says whether it wants more or less. `log_ratio` in result.json is log(rate where the sign
 changes / best rate), 0 for an unbiased signal, below 0 for one that asks for too little; `bias` is its
-absolute value. The seed draws the spectrum h and the start.
+absolute value. A signal that asks for more (or less) at every rate at which SGD is stable has no such rate:
+`never` is then 1 and the two are null. The seed draws the spectrum h and the start.
 """
 
 from __future__ import annotations
@@ -28,36 +29,37 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 STEPS, COORDINATES, NOISE = 1000, 30, 0.3
-RATES = np.exp(np.linspace(math.log(3e-3), math.log(1.5), 60))
+# Up to where SGD is stable: at 2 / h, and the largest h is near 1.
+RATES = np.geomspace(3e-3, 1.95, 80)
 
 
 class Quadratic:
-    """Exact first and second moments of SGD."""
+    """Exact first and second moments of SGD, [C] or, at several rates at once, [R, C]."""
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         self.curvature = np.sort(np.exp(rng.uniform(math.log(1e-3), 0.0, COORDINATES)))
         self.start = rng.standard_normal(COORDINATES) * 2
 
-    def loss(self, mean: Array, variance: Array) -> float:
-        """E L."""
-        return float(0.5 * self.curvature @ (mean**2 + variance))
+    def loss(self, mean: Array, variance: Array) -> Array:
+        """E L, [R]."""
+        return 0.5 * (mean**2 + variance) @ self.curvature
 
-    def advance(self, mean: Array, variance: Array, rate: float) -> tuple[Array, Array]:
-        """One step at a rate."""
-        shrink = 1 - rate * self.curvature
-        return shrink * mean, shrink**2 * variance + (rate * NOISE) ** 2 * self.curvature
+    def advance(self, mean: Array, variance: Array, rate: Array) -> tuple[Array, Array]:
+        """One step at rates [R]."""
+        shrink = 1 - rate[:, None] * self.curvature
+        return shrink * mean, shrink**2 * variance + (rate[:, None] * NOISE) ** 2 * self.curvature
 
-    def run(self, peak: float, until: int) -> tuple[Array, Array]:
-        """Moments at a step of a whole run at a peak rate."""
+    def run(self, peak: Array, until: int) -> tuple[Array, Array]:
+        """Moments [R, C] at a step of whole runs at peak rates [R]."""
         mean, variance = self.start, np.zeros(COORDINATES)
         for t in range(until):
             mean, variance = self.advance(mean, variance, peak * schedule(t))
         return mean, variance
 
-    def judged(self, mean: Array, variance: Array, peak: float, first: int, window: int, signal: str) -> float:
-        """The signal after a window at a rate, from given moments."""
-        total = 0.0
+    def judged(self, mean: Array, variance: Array, peak: Array, first: int, window: int, signal: str) -> Array:
+        """The signal [R] after a window at peak rates [R], from given moments."""
+        total = np.zeros(len(peak))
         positions, shrinks, variances = [], [], []
         for t in range(first, first + window):
             rate = peak * schedule(t)
@@ -65,15 +67,15 @@ class Quadratic:
             mean, variance = self.advance(mean, variance, rate)
             positions.append(mean)
             variances.append(variance)
-            shrinks.append(1 - rate * self.curvature)
+            shrinks.append(1 - rate[:, None] * self.curvature)
         if signal == "last":
             return self.loss(mean, variance)
         if signal == "training":
             return total / window
         # Var of the mean of theta_1..theta_T: cov(theta_s, theta_t) = (product of shrinks s+1..t)
         # var(theta_s)
-        covariance = np.zeros(COORDINATES)
-        onward = np.zeros(COORDINATES)  # sum over t > s of the products, from the back
+        covariance = np.zeros((len(peak), COORDINATES))
+        onward = np.zeros((len(peak), COORDINATES))  # sum over t > s of the products, from the back
         for s in range(window - 1, -1, -1):
             covariance += variances[s] * (1 + 2 * onward)
             onward = shrinks[s] * (1 + onward)
@@ -85,16 +87,33 @@ def schedule(t: int) -> float:
     return math.sqrt(1 - t / STEPS)
 
 
-def sign_change(values: Array) -> float:
-    """The rate where slopes last turn from negative (more is better) to positive; an end if they never do."""
+def sign_change(values: Array) -> float | None:
+    """The rate where slopes last turn from negative (more is better) to positive; `None` if they never do."""
     negative = np.flatnonzero(values < 0)
-    if not len(negative):
-        return float(RATES[0])
+    if not len(negative) or negative[-1] + 1 == len(RATES):
+        return None
     index = int(negative[-1])
-    if index + 1 >= len(RATES):
-        return float(RATES[-1])
     share = values[index] / (values[index] - values[index + 1])
     return float(np.exp(np.log(RATES[index]) + share * np.log(RATES[index + 1] / RATES[index])))
+
+
+def best_rate(task: Quadratic) -> float:
+    """The peak rate with the least E L at the run's end, to 1e-4: the grid around the best is refined."""
+    rates = RATES
+    index = int(np.argmin(task.loss(*task.run(rates, STEPS))))
+    if index in (0, len(rates) - 1):
+        raise SystemExit(f"the best rate lies outside {RATES[0]:g} to {RATES[-1]:g}")
+    while rates[index + 1] / rates[index - 1] > 1 + 1e-4:
+        rates = np.geomspace(rates[index - 1], rates[index + 1], 21)
+        index = int(np.argmin(task.loss(*task.run(rates, STEPS))))
+    return float(rates[index])
+
+
+def slopes(task: Quadratic, first: int, window: int, signal: str) -> Array:
+    """d signal / d log rate of a window that opens at a step of the run, at each of RATES."""
+    moments = task.run(RATES, first)
+    above, below = (task.judged(*moments, RATES * math.exp(x), first, window, signal) for x in (1e-3, -1e-3))
+    return (above - below) / 2e-3
 
 
 def main() -> None:
@@ -107,19 +126,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     task = Quadratic(given.seed)
-    first = round(given.when * STEPS)
-    best = float(RATES[int(np.argmin([task.loss(*task.run(rate, STEPS)) for rate in RATES]))])
-    slopes = []
-    for rate in RATES:
-        moments = task.run(rate, first)
-        above, below = (
-            task.judged(*moments, rate * math.exp(x), first, given.window, given.signal) for x in (1e-3, -1e-3)
-        )
-        slopes.append((above - below) / 2e-3)
-    turns = sign_change(np.array(slopes))
-    ratio = math.log(turns / best)
+    best = best_rate(task)
+    turns = sign_change(slopes(task, round(given.when * STEPS), given.window, given.signal))
+    ratio = None if turns is None else math.log(turns / best)
+    result = {
+        "bias": None if ratio is None else abs(ratio),
+        "log_ratio": ratio,
+        "never": int(turns is None),
+        "turns_at": turns,
+        "best": best,
+    }
     given.out.mkdir(parents=True, exist_ok=True)
-    result = {"bias": abs(ratio), "log_ratio": ratio, "turns_at": turns, "best": best}
     (given.out / "result.json").write_text(json.dumps(result))
     print(result)
 

@@ -29,8 +29,9 @@ from hdet.errors import (
     MissingExtraError,
     StepError,
 )
-from hdet.evidence import Analytic, Contrast, Divergent, Evidence, Line
+from hdet.evidence import Analytic, Contrast, Divergent, Evidence, Line, Recursion
 from hdet.explored import explore
+from hdet.guard import Rewind
 from hdet.history import History, WindowRecord
 from hdet.hparams import (
     WSD,
@@ -142,8 +143,10 @@ __all__ = [
     "Paper",
     "Permutation",
     "Probe",
+    "Recursion",
     "Relative",
     "Replay",
+    "Rewind",
     "Scalar",
     "Schedule",
     "Softmax",

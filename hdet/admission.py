@@ -6,7 +6,10 @@ import json
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from hdet.errors import ConfigError, IdentifiabilityError
+from hdet.guard import Guard
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.evidence import Evidence
 from hdet.hparams.knob import Knob
@@ -125,7 +128,29 @@ def declaration(engine: Engine) -> dict[str, str]:
         "gradients": engine.gradients,
         "seed": str(engine.seed),
         "total_steps": str(engine.total_steps),
+        "guard": _told(_plain(engine.watch.spec) if engine.watch is not None else None),
+        "optimizer's groups": _told(_settings(engine)),
     }
+
+
+def _settings(engine: Engine) -> list[dict[str, object]]:
+    """What the optimizer's groups hold beside their parameters and the values that knobs write."""
+    optimizer = engine.hosts[0][1]
+    written = frozenset(target for knob in engine.knobs for target in knob.bindings[0].targets)
+
+    def told(index: int, key: str, value: object) -> object:
+        if (id(optimizer), index, key, None) in written:
+            return "a knob's"
+        if isinstance(value, (tuple, list)):
+            return ["a knob's" if (id(optimizer), index, key, i) in written else v for i, v in enumerate(value)]
+        if isinstance(value, Tensor):
+            return value.tolist() if value.numel() == 1 else list(value.shape)
+        return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+
+    return [
+        {key: told(index, key, value) for key, value in group.items() if key != "params"}
+        for index, group in enumerate(optimizer.param_groups)
+    ]
 
 
 def _plain(spec: Spec) -> object:
@@ -137,3 +162,13 @@ def _plain(spec: Spec) -> object:
 
 def _told(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=str)
+
+
+def guarded(guard: Guard | None, signal: Signal) -> None:
+    """A guard is one, and has a held-out loss to judge by."""
+    declared("guard", guard, Guard, type(None))
+    if guard is not None and not isinstance(signal, Probe):
+        raise ConfigError(
+            f"guard={type(guard).__name__}() compares the held-out loss at two points; give the engine "
+            f"signal=hdet.Probe(...)"
+        )

@@ -14,12 +14,11 @@ from hdet.recommended import choose, describe
 from hdet.running.config import RunConfig
 from hdet.running.display import Display, show_result
 from hdet.running.folder import RunFolder
-from hdet.running.launching import launch, leads, ranks, shared_out
+from hdet.running.launching import INTERRUPTED, launch, leads, led, ranks, restarted, shared_out
 from hdet.running.runner import Run
 from hdet.study.command import ablate
 
 WIDE = 110
-INTERRUPTED = 130
 
 application = typer.Typer(
     name="hdet", help="Online hyperparameter search inside one training run.", pretty_exceptions_enable=False
@@ -56,7 +55,7 @@ def run(
         int, typer.Option(min=1, help="Share the replicas out over this many processes of this machine.")
     ] = 1,
 ) -> None:
-    """Train a task with the engine; under torchrun, on all its ranks."""
+    """Train a task with the engine; under torchrun, on all its ranks. A restart by torchrun goes on with the run."""
     changed = [*(assignments or ()), *([f"replicas={replicas}"] if replicas is not None else [])]
     declared = RunConfig.load(config, changed, seed=seed)
     folder = out if out is not None else Path("runs") / config.stem
@@ -68,12 +67,16 @@ def run(
         arguments += [part for assignment in changed for part in ("--set", assignment)]
         arguments += ["--seed", str(seed)] if seed is not None else []
         raise typer.Exit(launch(processes, arguments))
-    with ranks():
-        _run(declared, folder, compare=compare, force=force, resume=resume)
+    with ranks(declared.device):
+        again = restarted() and led(RunFolder(folder).config.exists)
+        _run(declared, folder, compare=compare, force=force and not again, resume=resume or again, again=again)
 
 
-def _run(declared: RunConfig, folder: Path, *, compare: bool, force: bool, resume: bool) -> None:
+def _run(declared: RunConfig, folder: Path, *, compare: bool, force: bool, resume: bool, again: bool) -> None:
+    """Run, or go on with the run `again`, which torchrun has started anew; one that is over is left as it is."""
     prepared = Run(declared, folder, force=force, resume=resume)
+    if again and prepared.over(compare=compare):
+        return
     if not leads():
         prepared(compare=compare)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -18,13 +18,16 @@ from hdet.controllers import Estimate
 from hdet.errors import ConfigError, DivergedError, StepError
 from hdet.evidence import Collector, Evidence, Harvest, Scene, Window
 from hdet.evidence.defaults import complete
+from hdet.guard import Guard, Watch
 from hdet.history import History, WindowRecord
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.merging import Mean, Merge
+from hdet.probe_size import ProbeSize
 from hdet.replicas import Replica, Replicas, Terms
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.average import Averages
+from hdet.replicas.distributed.lost import translated
 from hdet.signals import Probe, Signal, TrainingLoss
 from hdet.tally import Losses, Tally
 from hdet.windows import FixedWindow, Windows
@@ -54,6 +57,8 @@ class Engine:
             `finish` must be called.
         history: a path for one JSON line a window, or a `History`.
         anchor: where the last converged point is kept: beside the model, or on the host.
+        averages: where window-averaged weights are kept; see `hdet.replicas.average`.
+        guard: goes back where training went wrong, such as `hdet.Rewind()`; needs a probe.
 
     Raises:
         ConfigError: the declaration cannot be; the message names the knob and the way out.
@@ -92,11 +97,15 @@ class Engine:
         total_steps: int | None = None,
         history: str | os.PathLike[str] | History | None = None,
         anchor: Literal["device", "host"] = "device",
+        averages: Literal["device", "host"] = "device",
+        guard: Guard | None = None,
     ) -> None:
         if gradients not in ("shared", "local"):
             raise ConfigError(f"gradients must be 'shared' or 'local', got {gradients!r}")
         if anchor not in ("device", "host"):
             raise ConfigError(f"anchor must be 'device' or 'host', got {anchor!r}")
+        if averages not in ("device", "host"):
+            raise ConfigError(f"averages must be 'device' or 'host', got {averages!r}")
         admission.declared("replicas", replicas, Replicas)
         admission.declared("window", window, int, Windows)
         admission.declared("signal", signal, TrainingLoss, Probe, type(None))
@@ -124,7 +133,7 @@ class Engine:
         self._last_step = self.total_steps
 
         self.anchor = Anchor(*replicas.hosts[0], device="cpu" if anchor == "host" else None)
-        self.averages = Averages(replicas.hosts)
+        self.averages = Averages(replicas.hosts, device="cpu" if averages == "host" else None)
         explored = any(own.diverges and knob.spec.spread.width for knob, own in zip(self.knobs, chosen, strict=True))
         self._apart = replicas.diverge and (gradients == "local" or explored)
         self._shared_host = len(replicas.local) > len(replicas.hosts)
@@ -134,9 +143,13 @@ class Engine:
         for source in self.evidence:
             judged = [knob for knob, own in zip(self.knobs, chosen, strict=True) if own == source]
             self.collectors.append(source.collect(scene, judged))
+        admission.guarded(guard, self.signal)
+        self.watch: Watch | None = guard.watch(scene) if guard is not None else None
+        self._probe_size = ProbeSize(self.knobs, self.signal, gradients)
         replicas.begin(
             Terms(
                 gradients=gradients,
+                explored=explored or not all(own.diverges for own in chosen),
                 apart=self._apart,
                 observed=any(type(collector).exit is not Collector.exit for collector in self.collectors),
                 anchor=self.anchor,
@@ -149,6 +162,7 @@ class Engine:
             replica.on_exit[:] = [self._exit]
 
         self.history = history if isinstance(history, History) else History(history if replicas.is_leader else None)
+        self.run: str | None = None  # a name that its checkpoints share, given by the first of them
         self.step_count = 0
         self.finished = False
         self._shared = self._entered = False
@@ -164,6 +178,11 @@ class Engine:
     def replicas(self) -> Sequence[Replica]:
         """The replicas this process hosts. Run forward and backward of each inside `with replica:`."""
         return self._home.local
+
+    @property
+    def home(self) -> Replicas:
+        """Where the replicas of all processes live."""
+        return self._home
 
     @property
     def size(self) -> int:
@@ -218,7 +237,8 @@ class Engine:
         if self.step_count < self.window.stop:
             self._apply()
             return None
-        return self._close_window()
+        with translated("closing a window"):
+            return self._close_window()
 
     def reapply(self) -> None:
         """Put the coming step's knob values in force again, after something else wrote or loaded an optimizer."""
@@ -269,6 +289,7 @@ class Engine:
     def resume(self, window: int, finished: bool) -> None:
         """Take up a run at `step_count`, where all replicas are alike: open a window, or be at the end."""
         self._last_step = self.total_steps
+        self._home.restored(merged=window > 0)
         self.finished = finished
         for knob in self.knobs:
             knob.forget()
@@ -343,8 +364,12 @@ class Engine:
                     remaining,
                     window.stop - window.start,
                 )
+            if self.watch is not None:
+                self._guard(self.watch, harvest, bases, faults, moves)
         else:
             self._restore(faults)
+            if self.watch is not None:
+                self._retreat(bases, moves)
         now = time.perf_counter()
         record = WindowRecord(
             window=window.index,
@@ -360,6 +385,7 @@ class Engine:
             seconds=now - self._clock,
             closing=now - began,
         )
+        record.faults.extend(self._probe_size.look(self.history.windows, record))
         self.history.append(record)
         if self.step_count == self._last_step:
             self._end()
@@ -381,6 +407,8 @@ class Engine:
             or not valid.all()
             or any(buffer.is_floating_point() for buffer in self._home.hosts[0][0].buffers())
         )
+        if not self._home.diverge:
+            self._home.mean_buffers(valid.tolist())
         if not (self._home.diverge and apart):
             return False
         self.merge(self._home, valid.tolist())
@@ -395,6 +423,29 @@ class Engine:
             knob.forget()
         self.restores += 1
         faults.append({"kind": "restored", "step": self.anchor.step})
+
+    def _guard(
+        self,
+        watch: Watch,
+        harvest: Harvest,
+        bases: Mapping[str, float],
+        faults: list[dict[str, Any]],
+        moves: dict[str, float],
+    ) -> None:
+        """Let the guard see the merged point; go back to an earlier one where it says so."""
+        self._home.advance(now=True)
+        if watch.look(harvest, bases):
+            watch.go_back(self.step_count)
+            for collector in self.collectors:
+                collector.forget()
+            faults.append({"kind": "rewound", "step": watch.held.step})
+            self._retreat(watch.bases, moves)
+
+    def _retreat(self, worked: Mapping[str, float], moves: dict[str, float]) -> None:
+        """Training went wrong after the bases were these: every controller may keep away from what did it."""
+        for knob in self.knobs:
+            knob.forget()
+            moves[knob.name] += knob.retreat(worked[knob.name], self.step_count, self.total_steps, self.window.index)
 
     def _faults(
         self, table: np.ndarray[Any, np.dtype[np.float64]], valid: np.ndarray[Any, np.dtype[np.bool_]]

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 
 from hdet.controllers import Paper
 from hdet.engine import Engine
-from hdet.errors import ConfigError, StepError
+from hdet.errors import CheckpointError, ConfigError
 from hdet.history import WindowRecord
 from hdet.hparams import LearningRate, Schedule
 from hdet.replicas import Replicas, replicate
+from hdet.sharing import Sharing, extremes
 from hdet.tally import Losses
 
 KEY = "hdet"
@@ -88,13 +89,13 @@ class Exploration:
                 "the scheduler's optimizer must be the first replica's; make both from the same optimizer"
             )
         self.optimizer = optimizer
+        self.replicas = replicas
         self._scheduler_state = scheduler_state
         self._own = self._read()
         self.courses = [Course() for _ in knobs]
         for course, group in zip(self.courses, optimizer.param_groups, strict=True):
             # A warm-up may start at 0, from which nothing can be read; the engine is shown the peak first.
-            known = [group[key] for key in ("lr", "initial_lr", "max_lr") if key in group]
-            course.tell(0, max(float(value) for value in known))
+            course.tell(0, peak(group))
         self.engine = Engine(
             replicas,
             [
@@ -106,14 +107,23 @@ class Exploration:
         self._follow(0)
         self.engine.reapply()
         self._opening = self._point()
+        alike = replicas.diverge and replicas.size > 1 and self.engine.gradients == "shared"
+        self._sharing = Sharing(replicas) if alike else None
 
     def advance(self, step_scheduler: Callable[[], None], losses: Losses | None) -> WindowRecord | None:
-        """After the optimizer's step: step the scheduler, take its rates as bases, let the engine go on."""
+        """After the optimizer's step: step the scheduler, take its rates as bases, let the engine go on.
+
+        Raises:
+            StepError: gradients were to be shared and were not; the run is over, or a loss is no scalar.
+        """
+        if self._sharing is not None and self._sharing.open:
+            self._sharing.check(self.engine.step_count)
+        if not self.replicas.shares_on_call:
+            self.engine.gradients_are_shared()
         self._write(self._own)
         step_scheduler()
         self._own = self._read()
         self._follow(self.engine.step_count + 1)
-        self.engine.gradients_are_shared()  # or not: the loop is the user's own, as with any scheduler
         record = self.engine.step(losses)
         if record is not None:
             for course in self.courses:
@@ -137,17 +147,72 @@ class Exploration:
 
         Returns:
             The scheduler's state to go back to, where the engine could only resume from the last converged
-            point (another number of replicas); else `None`.
+            point (another number of replicas, or another replica's state); else `None`.
+
+        Raises:
+            CheckpointError: the state is another exploration's, or of another moment than other processes'.
+                Nothing has changed then.
         """
-        for course, plain in zip(self.courses, state["courses"], strict=True):
-            course.restore(plain)
-        for knob, peak in zip(self.engine.knobs, state["peaks"], strict=True):
-            knob.peak = peak
-        self.engine.load_state_dict(state["engine"])
+        together = self._agreed(state)
+        before = [course.to_plain() for course in self.courses], [knob.peak for knob in self.engine.knobs]
+        try:
+            self._restore(state["courses"], state["peaks"])
+            self.engine.load_state_dict(state["engine"] if together else {**state["engine"], "open": None})
+        except Exception:
+            self._restore(*before)
+            raise
         self._opening = copy.deepcopy(state["opening"])
         back = self.engine.step_count != state["step"]
         self._own = list(self._opening["own"] if back else state["own"])
         return copy.deepcopy(self._opening["scheduler"]) if back else None
+
+    def alike(self, own: Sequence[float | Tensor]) -> None:
+        """Give all replicas of this process the first one's model and optimizer, and the scheduler's own rates."""
+        self._write(own)
+        (model, optimizer), *others = self.replicas.hosts
+        for other_model, other_optimizer in others:
+            other_model.load_state_dict(model.state_dict())
+            other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    def close(self) -> None:
+        """Another takes this one's place."""
+        if self._sharing is not None:
+            self._sharing.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if len(self.replicas.local) < self.replicas.size:
+            raise TypeError(
+                "a scheduler that explores over the ranks of a process group cannot be pickled or copied; save its "
+                "state_dict()"
+            )
+        return self.__dict__
+
+    def _agreed(self, state: dict[str, Any]) -> bool:
+        """Whether all processes load one moment's state; if not, only the converged point they share will do.
+
+        Raises:
+            CheckpointError: they do not even share that.
+        """
+        if len(self.replicas.local) == self.replicas.size:
+            return True
+        point, window = state["engine"]["converged"], state["engine"]["window"]
+        names = {name for name, _ in self.engine.hosts[0][0].named_parameters()}
+        # At the start replicas may lie apart, each with the noise of its warm start.
+        held = extremes(t for name, t in point["model"].items() if name in names) if window else [0.0, 0.0]
+        row = torch.tensor([[state["step"], point["step"], window, *held]], dtype=torch.float64)
+        table = self.replicas.gather(row.expand(len(self.replicas.local), -1))
+        if (table[:, 1:] != table[0, 1:]).any():
+            raise CheckpointError(
+                f"the processes load states of different runs or moments: their last converged points are those of "
+                f"the steps {table[:, 1].astype(int).tolist()} and must be one; load what was saved together"
+            )
+        return bool((table[:, 0] == table[0, 0]).all())
+
+    def _restore(self, courses: list[dict[str, list[Any]]], peaks: list[float]) -> None:
+        for course, plain in zip(self.courses, courses, strict=True):
+            course.restore(plain)
+        for knob, peak in zip(self.engine.knobs, peaks, strict=True):
+            knob.peak = peak
 
     def _point(self) -> dict[str, Any]:
         return {
@@ -170,28 +235,9 @@ class Exploration:
         return rates(self.optimizer)
 
     def _write(self, values: Sequence[float | Tensor]) -> None:
-        for group, rate in zip(self.optimizer.param_groups, values, strict=True):
-            if isinstance(group["lr"], Tensor):
-                with torch.no_grad():
-                    group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        write_rates(self.optimizer, values)
         for knob in self.engine.knobs:
             knob.forget()
-
-
-def running_engine(exploration: Exploration | None) -> Engine:
-    """Its engine.
-
-    Raises:
-        StepError: nothing is explored, and there is none.
-    """
-    if exploration is None:
-        raise StepError(
-            "this scheduler does not explore, so it has no engine: give it a spread and run it in several "
-            "processes, or pass replicas=hdet.replicate(...)"
-        )
-    return exploration.engine
 
 
 def rates(optimizer: Optimizer) -> list[float | Tensor]:
@@ -199,19 +245,45 @@ def rates(optimizer: Optimizer) -> list[float | Tensor]:
     return [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in optimizer.param_groups]
 
 
-def surroundings(optimizer: Optimizer, model: nn.Module | None, replicas: Replicas | None) -> Replicas:
-    """The replicas there are: those given, else those of `torch.distributed`, else this process alone.
+def write_rates(optimizer: Optimizer, values: Sequence[float | Tensor]) -> None:
+    """The learning rate of each parameter group; tensors are written in place."""
+    for group, rate in zip(optimizer.param_groups, values, strict=True):
+        if isinstance(group["lr"], Tensor):
+            with torch.no_grad():
+                group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def peak(group: dict[str, Any]) -> float:
+    """The largest rate that a parameter group is known to reach."""
+    return max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if key in group)
+
+
+def how_many(model: nn.Module | None, replicas: Replicas | None) -> int:
+    """How many replicas `surroundings` would find; it builds nothing, and takes any optimizer.
 
     Raises:
-        ConfigError: both `model` and `replicas` were given, or a parameter cannot be held by a module.
+        ConfigError: both `model` and `replicas` were given.
     """
     if replicas is not None:
         if model is not None:
             raise ConfigError("give model= or replicas=, not both: replicas hold their models")
+        return replicas.size
+    many = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if many else 1
+
+
+def surroundings(optimizer: Optimizer, model: nn.Module | None, replicas: Replicas | None) -> Replicas:
+    """The replicas there are: those given, else those of `torch.distributed`, else this process alone.
+
+    Raises:
+        ConfigError: a parameter cannot be held by a module.
+    """
+    if replicas is not None:
         return replicas
     held = model if model is not None else OptimizedParameters(optimizer)
-    many = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not many or torch.distributed.get_world_size() == 1:
+    if how_many(model, replicas) == 1:
         return replicate(held, optimizer, n=1)
     from hdet.replicas.distributed import distribute
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any, Literal
 
@@ -10,10 +11,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hdet import paper
 from hdet.controllers import Momentum
-from hdet.engine import Engine
-from hdet.errors import CheckpointError, ConfigError
+from hdet.errors import ConfigError
 from hdet.evidence import Evidence
-from hdet.exploration import KEY, Exploration, rates, running_engine, surroundings
+from hdet.exploration import KEY, Exploration, how_many, peak, rates, surroundings
+from hdet.exploring import Exploring
 from hdet.history import History
 from hdet.hparams import LearningRate, Relative, Symmetric
 from hdet.merging import Merge
@@ -26,33 +27,29 @@ Rate = float | Tensor
 HistoryPath = str | os.PathLike[str] | History | None
 
 
-class Explored(LRScheduler):
+class Explored(Exploring):
     """What `explore` returns: the face of a torch scheduler, another's rates as bases, an engine underneath.
+
+    What is not its own is the scheduler's: `base_lrs`, `_step_count`, `T_max` and so on are read from it.
 
     Attributes:
         scheduler: the one that was given; do not step it yourself.
         engine: the engine at work.
     """
 
-    def __init__(self, scheduler: LRScheduler, exploration: Exploration | None) -> None:
+    def __init__(self, scheduler: LRScheduler, declared: dict[str, Any]) -> None:
         # Not torch's constructor: it would make a second initial step.
         self.scheduler = scheduler
         self.optimizer = scheduler.optimizer
-        self._exploration = exploration
+        self._declared = declared
+        self._stepped = False
+        if how_many(declared["model"], declared["replicas"]) > 1:
+            self._start(0)
 
-    @property
-    def engine(self) -> Engine:
-        """The engine at work.
-
-        Raises:
-            StepError: there is one process only, so nothing is explored.
-        """
-        return running_engine(self._exploration)
-
-    @property
-    def bases(self) -> dict[str, float]:
-        """The base of each parameter group's rate at the coming step, by its knob's name."""
-        return self.engine.bases
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not there yet, as while unpickling
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
@@ -62,44 +59,70 @@ class Explored(LRScheduler):
     def step(self, loss: Losses | None = None, *arguments: Any, **keywords: Any) -> None:  # type: ignore[override]
         """Call after the optimizer's step with this process's training loss; the rest goes to the scheduler.
 
-        ReduceLROnPlateau, for instance, takes its metric as `step(loss, metric)`.
-        """
-        if self._exploration is None:
-            self.scheduler.step(*arguments, **keywords)
-        else:
-            self._exploration.advance(lambda: self.scheduler.step(*arguments, **keywords), loss)
+        ReduceLROnPlateau, for instance, takes its metric as `step(loss, metric)`, at every step.
 
-    def finish(self) -> None:
-        """End the run: merges the window under way; every replica then holds the result at the bases."""
-        if self._exploration is not None:
-            self._exploration.engine.finish()
+        Raises:
+            StepError: the run is over, a loss is no scalar, or gradients were not shared.
+        """
+        self._advance(lambda: self.scheduler.step(*arguments, **keywords), loss, may_warn=not self._stepped)
+        self._stepped = True
 
     def get_last_lr(self) -> list[Rate]:
         """The rates in force in this process."""
         return rates(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's state, and under `"hdet"` everything a resume needs, the model included."""
-        own = {"scheduler": self.scheduler.state_dict()}
-        return own if self._exploration is None else {**own, KEY: self._exploration.state_dict()}
+        """The scheduler's state, and under `"hdet"` everything a resume needs, the model included.
+
+        Every rank saves its own for a resume in mid-window; one rank's resumes all of them at the last converged
+        point.
+        """
+        return {"scheduler": self.scheduler.state_dict(), **self._explored_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state that `explore` wrote, of any number of replicas above one.
+        """Restore a state that `explore` wrote, of any number of replicas, or the scheduler's own.
+
+        One replica keeps the bases that several have learned. A state without exploration starts it at its step.
+        Where the state is of another number of replicas or of another rank, a warning says to which step, that of
+        the last converged point, the run has gone back; go on from `last_epoch`. Load the model's state first.
 
         Raises:
-            CheckpointError: the state explores and this process is alone, or the reverse.
+            CheckpointError: the state is of another declaration or model, or ranks load states of different
+                moments. The scheduler is as it was.
         """
-        explored = state_dict.get(KEY)
-        if (explored is None) != (self._exploration is None):
-            raise CheckpointError(
-                "the state was written by several replicas and this process is alone, or the reverse; resume "
-                "with two replicas or more, or load the scheduler's own state: state['scheduler']"
-            )
-        self.scheduler.load_state_dict(state_dict["scheduler"])
-        if self._exploration is not None and explored is not None:
-            back = self._exploration.load_state_dict(explored)
-            if back is not None:
-                self.scheduler.load_state_dict(back)
+        own = state_dict.get("scheduler", state_dict)
+        self._resume(copy.deepcopy(own), state_dict.get(KEY))
+
+    def _own_state(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+    def _load_own(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state)
+
+    def _own_rates(self) -> list[Rate]:
+        return self.scheduler.get_last_lr()
+
+    def _begin(self, began: int) -> Exploration:
+        declared = self._declared
+        home = surroundings(self.optimizer, declared["model"], declared["replicas"])
+        total = declared["total_steps"]
+        return Exploration(
+            self.optimizer,
+            home,
+            [self._knob(group, home.size == 1) for group in self.optimizer.param_groups],
+            self.scheduler.state_dict,
+            total_steps=None if total is None else total - began,
+            **declared["engine"],
+        )
+
+    def _knob(self, group: dict[str, Any], single: bool) -> LearningRate:
+        knob: LearningRate = self._declared["knob"]
+        fields: dict[str, Any] = {}
+        if knob.bounds == LearningRate.model_fields["bounds"].default:
+            fields["bounds"] = (0.0, max(knob.bounds[1], 10 * peak(group)))
+        if single:  # nothing to spread, but what was learned goes on
+            fields["spread"] = knob.spread.replace(width=0.0)
+        return knob.replace(**fields)
 
 
 def explore(
@@ -124,13 +147,14 @@ def explore(
         loss.backward(); optimizer.step(); scheduler.step(loss)
 
     Unlike `OneCycleHDET`, whose controller takes the base over, the scheduler stays in charge here and what
-    is learned is a factor on top of it. With one process it only steps the scheduler.
+    is learned is a factor on top of it. With one process it only steps the scheduler. Where gradients are not
+    shared by DistributedDataParallel, call `scheduler.engine.share_gradients()` after the last backward of a step.
 
     Args:
         scheduler: any of torch's, chains and ReduceLROnPlateau included; already made for its optimizer.
         knob: space, spread, controller and bounds of every parameter group's rate; by default the paper's
             spread with momentum on the softmax displacement. Its `schedule`, `groups` and `name` are filled
-            in.
+            in, and bounds that were left at their default are widened where a group starts above them.
         window, signal, evidence, merge, gradients, seed, history: as for `hdet.Engine`; the evidence is by
             default the paper's.
         total_steps: the run's length; without it call `finish()` after the last step.
@@ -152,24 +176,24 @@ def explore(
     given = knob if knob is not None else _FACTOR
     if given.schedule is not None or given.groups is not None or given.name is not None:
         raise ConfigError("explore fills in the knob's schedule, groups and name; leave them out")
-    home = surroundings(scheduler.optimizer, model, replicas)
-    if home.size == 1:
-        return Explored(scheduler, None)
-    exploration = Exploration(
-        scheduler.optimizer,
-        home,
-        [given] * len(scheduler.optimizer.param_groups),
-        scheduler.state_dict,
-        window=window,
-        signal=signal,
-        evidence=evidence if evidence is not None else paper.evidence(paper.SIGMA),
-        merge=merge if merge is not None else paper.merge(),
-        gradients=gradients,
-        seed=seed,
-        total_steps=total_steps,
-        history=history,
+    return Explored(
+        scheduler,
+        {
+            "knob": given,
+            "model": model,
+            "replicas": replicas,
+            "total_steps": total_steps,
+            "engine": {
+                "window": window,
+                "signal": signal,
+                "evidence": evidence if evidence is not None else paper.evidence(paper.SIGMA),
+                "merge": merge if merge is not None else paper.merge(),
+                "gradients": gradients,
+                "seed": seed,
+                "history": history,
+            },
+        },
     )
-    return Explored(scheduler, exploration)
 
 
 _FACTOR = LearningRate(space=Relative(), spread=Symmetric(paper.SPREAD), controller=Momentum())

@@ -99,9 +99,12 @@ class History:
             self.truncate(len(self.windows) and self.windows[-1].window + 1)
         self.windows.append(record)
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(record.to_json() + "\n")
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(record.to_json() + "\n")
+            except OSError as error:
+                raise HdetError(f"the history {self.path} could not be written: {error}") from error
 
     def truncate(self, windows: int) -> None:
         """Drop the windows from a number on (they are about to be run again), a torn line too; atomically."""

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hdet.errors import ConfigError
-from hdet.replicas import Replicas
+from hdet.replicas import Replicas, tensors
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -41,7 +42,8 @@ def perturb(
     parameters are moved once. Source: Cheng et al. 2026, arXiv 2604.24708.
 
     Args:
-        target: replicas, each moved by its own index's noise; or one model, with `replica=`.
+        target: replicas, each moved by its own index's noise; or one model, with `replica=`. What wraps it
+            (DistributedDataParallel, DataParallel, torch.compile) makes no difference.
         noise: nu, the noise's norm relative to the weights'.
         scale: what |theta_0|^2 / d is taken over: each "tensor" by itself, so that a tensor of zeros stays,
             or all trained parameters together ("global").
@@ -49,7 +51,7 @@ def perturb(
             touched.
         replica: the index of a single model.
         checkpoint: loaded into every replica first: a model's state dict, an `Engine.state_dict()` (its
-            converged model), or the path of either. Its parameters are theta_0.
+            converged model), or the path of either, of the model wrapped or bare. Its parameters are theta_0.
 
     Raises:
         ConfigError: a noise below 0, an unknown scale, a model without `replica=`, a checkpoint that does not
@@ -74,19 +76,45 @@ def perturb(
     elif replica is None:
         raise ConfigError("a single model needs replica=, the index that decides its noise")
     else:
-        members = {0: (replica, target)}
+        members = {0: (replica, _bare(target))}
     state = _model_state(checkpoint) if checkpoint is not None else None
     for index, model in members.values():
         if state is not None:
             try:
-                model.load_state_dict(state)
+                model.load_state_dict(_without_wrappers(state, model))
             except RuntimeError as error:
                 raise ConfigError(f"the checkpoint does not fit the model: {error}") from None
         _move(model, noise, scale, seed, index)
 
 
+PREFIXES = ("module.", "_orig_mod.")
+"""What data parallelism and torch.compile put before a parameter's name."""
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """The user's own module, whose names decide the noise."""
+    while True:
+        if isinstance(model, (DistributedDataParallel, DataParallel)):
+            model = model.module
+        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _without_wrappers(state: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+    """A wrapped model's state under the names of the bare one."""
+    own = list(model.state_dict())
+    for prefix in PREFIXES * 2:  # compiled and then wrapped, or the reverse
+        whole = bool(state) and all(name.startswith(prefix) for name in state)
+        if whole and not all(name.startswith(prefix) for name in own):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
+
+
 @torch.no_grad()
 def _move(model: nn.Module, noise: float, scale: str, seed: int, replica: int) -> None:
+    tensors.reshard(model)
     moved = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -94,7 +122,7 @@ def _move(model: nn.Module, noise: float, scale: str, seed: int, replica: int) -
     ]
     if noise == 0.0 or not moved:
         return
-    squares = [float(parameter.double().square().sum()) for _, parameter in moved]
+    squares = [float(_whole(parameter.double().square().sum())) for _, parameter in moved]
     sizes = [parameter.numel() for _, parameter in moved]
     common = (sum(squares) / sum(sizes)) ** 0.5
     for (name, parameter), square, size in zip(moved, squares, sizes, strict=True):
@@ -106,7 +134,27 @@ def _move(model: nn.Module, noise: float, scale: str, seed: int, replica: int) -
         for block in _normals(size, seed, replica, name):
             flat[start : start + len(block)] = torch.from_numpy(block)
             start += len(block)
-        parameter.add_((deviation * flat).reshape(parameter.shape).to(parameter.device, parameter.dtype))
+        moves = (deviation * flat).reshape(parameter.shape)
+        tensors.local(parameter).add_(_part(moves, parameter).to(parameter.device, parameter.dtype))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A number that the ranks of a sharded parameter hold parts of, summed up."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _part(whole: Tensor, like: Tensor) -> Tensor:
+    """What falls to this rank of a tensor that all ranks have drawn alike, if `like` is sharded."""
+    if not hasattr(like, "device_mesh"):
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    everywhere = DTensor.from_local(
+        whole.to(tensors.local(like.detach()).device), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+    cut: DTensor = everywhere.redistribute(placements=like.placements)  # type: ignore[attr-defined]
+    return cut.to_local()
 
 
 def _normals(count: int, seed: int, replica: int, name: str) -> Iterator[NDArray[np.float64]]:

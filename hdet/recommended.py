@@ -13,6 +13,7 @@ from hdet.engine import Engine
 from hdet.errors import ConfigError, MatchError
 from hdet.evidence import Line
 from hdet.evidence.defaults import complete
+from hdet.guard import Rewind
 from hdet.history import History
 from hdet.hparams import Cosine, Dropout, Knob, LabelSmoothing, LearningRate, Schedule, WeightDecay
 from hdet.replicas import Replicas, in_process
@@ -21,6 +22,7 @@ from hdet.windows import GrowingWindow
 
 WARMUP = 0.3
 CAUTION = 4.0
+LEAST = 0.02
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,18 @@ def choose(model: nn.Module, optimizer: Optimizer, total_steps: int, schedule: S
         ("label smoothing", complete(LabelSmoothing(), None, diverge=False)),
     ):
         try:
-            knob.bind(model, optimizer).read()
+            value = knob.bind(model, optimizer).read()
         except MatchError:
             choices.append(Choice(subject, None, "the model has none (plain nn.Dropout counts; see hdet.nn)"))
         except ConfigError as error:
             choices.append(Choice(subject, None, f"left alone: {error}"))
         else:
+            if value == 0.0 and subject == "label smoothing":
+                choices.append(Choice(subject, None, "is off; declare LabelSmoothing() to explore it"))
+                continue
+            if value > LEAST:
+                # A base at 0 can only be explored on one side and rarely; who set a rate wants one.
+                knob = knob.replace(bounds=(LEAST, knob.bounds[1]))
             choices.append(
                 Choice(
                     subject,
@@ -104,10 +112,11 @@ def recommended(
     history: str | os.PathLike[str] | History | None = None,
     quiet: bool = False,
 ) -> Engine:
-    """An engine with the recipe we stand behind: nothing diverges, no copies are made, one run is paid for.
+    """An engine with the recipe we stand behind: nothing diverges, no replicas are made, one run is paid for.
 
     Learning rate, weight decay, dropout and label smoothing are explored where the model and optimizer have
-    them, all by counterfactual evidence. What was chosen, and why, is printed.
+    them, all by counterfactual evidence. A guard (`hdet.Rewind`) goes back to the best point where training went
+    wrong; it keeps one copy of model and optimizer state in host memory. What was chosen, and why, is printed.
 
     Args:
         model, optimizer: the rates set in the optimizer are the starting point; the first group's is the peak of
@@ -146,6 +155,7 @@ def recommended(
         seed=seed,
         total_steps=total_steps,
         history=history,
+        guard=Rewind(),
     )
 
 
@@ -155,4 +165,8 @@ def describe(choices: list[Choice]) -> str:
     for choice in choices:
         mark = "+" if choice.knob is not None else "-"
         lines.append(f"  {mark} {choice.subject}: {choice.reason}")
+    lines.append(
+        "  a guard: where training stands still and the held-out loss got worse, it goes back to the best point and on "
+        "with a lower rate"
+    )
     return "\n".join(lines)

@@ -6,14 +6,14 @@ import os
 from numbers import Integral
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import paper
-from hdet.engine import Engine
 from hdet.errors import CheckpointError, ConfigError, StepError
-from hdet.exploration import KEY, Exploration, rates, running_engine, surroundings
+from hdet.exploration import KEY, Exploration, how_many, rates, surroundings
+from hdet.exploring import Exploring
 from hdet.history import History
 from hdet.hparams import LearningRate
 from hdet.replicas import Replicas
@@ -25,7 +25,7 @@ HistoryPath = str | os.PathLike[str] | History | None
 OWN = ("_exploration", "_declared", "_began")
 
 
-class OneCycleHDET(OneCycleLR):
+class OneCycleHDET(Exploring, OneCycleLR):
     """`torch.optim.lr_scheduler.OneCycleLR`, and the paper's exploration of it where there is a spread.
 
     With `spread` 0, or where there is one replica only, it *is* OneCycleLR: its arguments, defaults, errors,
@@ -37,8 +37,13 @@ class OneCycleHDET(OneCycleLR):
         loss.backward(); optimizer.step(); scheduler.step(loss)
 
     `step()` without a loss fans out and converges, and does not control. A state holds the model, the
-    optimizer and where replicas have come apart each of them, so that a resume in mid-window is the same run;
-    a plain OneCycleLR's state starts exploration at its step.
+    optimizer and where replicas have come apart each of them, so that a resume in mid-window is the same run:
+    every rank saves its own `state_dict()`. From one rank's state, or with another N, all go on from the last
+    converged point: drive the loop from `last_epoch`. A plain OneCycleLR's state starts exploration at its step.
+
+    Under DistributedDataParallel gradients are shared already. Otherwise (replicas in one process, ranks
+    without DDP) call `scheduler.engine.share_gradients()` between the backward passes and the optimizers' steps;
+    a loop that does not is refused with a StepError.
 
     Args:
         optimizer, max_lr, ..., last_epoch: torch's, in torch's order.
@@ -49,7 +54,7 @@ class OneCycleHDET(OneCycleLR):
         sigma, beta, rate: of the controller (`hdet.Softmax`, `hdet.Paper`).
         model: what is merged; without it the optimizer's parameters alone, and no buffers.
         replicas: where the replicas live, by default the processes of `torch.distributed`.
-        gradients: whether the replicas share gradients, as under DDP.
+        gradients: "shared", as under DDP, or "local": each replica trains on its own.
         seed: of the permutations.
         history: as for `hdet.Engine`.
 
@@ -66,9 +71,7 @@ class OneCycleHDET(OneCycleLR):
     [0.02, 0.022, 0.018]
     """
 
-    _exploration: Exploration | None
-    _declared: dict[str, Any]
-    _began: int
+    _declared: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -118,8 +121,10 @@ class OneCycleHDET(OneCycleLR):
         )
         if spread == 0.0:
             return
+        size = how_many(model, replicas)
         self._declared = {
-            "home": surroundings(optimizer, model, replicas),
+            "model": model,
+            "replicas": replicas,
             "knob": {"spread": spread, "auto_lr": auto_lr, "beta": beta, "rate": rate},
             "warmup": round(pct_start * self.total_steps) if auto_lr_warmup is None else auto_lr_warmup,
             "engine": {
@@ -131,24 +136,10 @@ class OneCycleHDET(OneCycleLR):
                 "history": history,
             },
         }
-        self._check_knobs()
-        if self._declared["home"].size > 1:
-            self._exploration = self._explore(self.last_epoch)
+        self._check()
+        if size > 1:
+            self._start(self.last_epoch)
             self._last_lr = rates(self.optimizer)
-
-    @property
-    def engine(self) -> Engine:
-        """The engine at work.
-
-        Raises:
-            StepError: nothing is explored, and there is none.
-        """
-        return running_engine(self.__dict__.get("_exploration"))
-
-    @property
-    def bases(self) -> dict[str, float]:
-        """The base of each parameter group's rate at the coming step, by its knob's name."""
-        return self.engine.bases
 
     def step(self, loss: Losses | None = None, epoch: int | None = None) -> None:  # type: ignore[override]
         """Call after the optimizer's step.
@@ -159,97 +150,92 @@ class OneCycleHDET(OneCycleLR):
 
         Raises:
             ValueError: more than `total_steps` steps, as OneCycleLR.
-            StepError: the run is over, a loss is no scalar, or a jump to an epoch while exploring.
+            StepError: the run is over, a loss is no scalar, gradients were not shared, or a jump to an epoch
+                while exploring.
         """
         if isinstance(loss, Integral):
             loss, epoch = None, int(loss)
-        # None yet while the constructor makes torch's initial step.
-        exploration = self.__dict__.get("_exploration")
-        if exploration is None:
-            super().step(epoch)
-            return
-        if epoch is not None:
+        if self._exploration is not None and epoch is not None:
             raise StepError(
                 f"step({epoch}) jumps, which an exploring scheduler cannot follow; inside a SequentialLR "
                 f"explore the whole chain: hdet.explore(sequential)"
             )
-        exploration.advance(super().step, loss)
-        self._last_lr = rates(self.optimizer)
-
-    def finish(self) -> None:
-        """End the run before `total_steps`: merges the window under way. At `total_steps` it has happened."""
-        if self.__dict__.get("_exploration") is not None:
-            self.engine.finish()
+        step = super().step
+        self._advance(lambda: step(epoch), loss, may_warn=self._step_count == 1 or epoch is not None)
+        if self._exploration is not None:
+            self._last_lr = rates(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state, and while exploring under `"hdet"` everything a resume needs, the model included."""
-        state = self._torch_state()
-        exploration = self.__dict__.get("_exploration")
-        return state if exploration is None else {**state, KEY: {"began": self._began, **exploration.state_dict()}}
+        """torch's state, and while exploring under `"hdet"` everything a resume needs, the model included.
+
+        Every rank saves its own for a resume in mid-window; one rank's resumes all of them at the last converged
+        point.
+        """
+        return {**self._own_state(), **self._explored_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state of this class, of any number of replicas, or of OneCycleLR.
+        """Restore a state of this class, of any number of replicas, or of OneCycleLR. Load the model's first.
+
+        Where the state is of another number of replicas or of another rank, a warning says to which step, that of
+        the last converged point, the run has gone back; go on from `last_epoch`.
 
         Raises:
-            CheckpointError: the state explores, and this scheduler was not told to.
+            CheckpointError: the state explores and this scheduler was not told to, was told to otherwise, or has
+                another model; or ranks load states of different moments. The scheduler is as it was.
         """
         own = {key: value for key, value in state_dict.items() if key != KEY}
         explored = state_dict.get(KEY)
-        super().load_state_dict(own)
-        if explored is None:
-            if self.__dict__.get("_exploration") is not None:
-                self._exploration = self._explore(self.last_epoch)
-            return
-        if "_declared" not in self.__dict__:
+        if explored is not None and self._declared is None:
             raise CheckpointError(
                 "the state is an exploring scheduler's, and this one has spread=0; declare the spread it was "
                 "written with to take its bases over"
             )
-        if self.__dict__.get("_exploration") is None or self._began != explored["began"]:
-            # With one replica there is nothing to spread, but what was learned goes on.
-            self._exploration = self._explore(explored["began"])
-        assert self._exploration is not None
-        back = self._exploration.load_state_dict(explored)
-        if back is not None:
-            super().load_state_dict(back)
-        self._last_lr = rates(self.optimizer)
+        self._resume(own, explored)
+        if self._exploration is not None:
+            self._last_lr = rates(self.optimizer)
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self.__dict__.get("_exploration") is not None:
-            raise TypeError("an exploring scheduler holds live replicas and cannot be pickled; save its state_dict()")
-        return self.__dict__
-
-    def _torch_state(self) -> dict[str, Any]:
+    def _own_state(self) -> dict[str, Any]:
         return {key: value for key, value in super().state_dict().items() if key not in OWN}
 
-    def _knobs(self, began: int, single: bool = False) -> list[LearningRate]:
-        declared = {**self._declared["knob"], **({"spread": 0.0} if single else {})}
-        return [
-            paper.knob(
-                index,
-                floor=float(group["min_lr"]),
-                highest=float(group["max_lr"]),
-                warmup=max(0, self._declared["warmup"] - began),
-                **declared,
-            )
-            for index, group in enumerate(self.optimizer.param_groups)
-        ]
+    def _load_own(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
 
-    def _check_knobs(self) -> None:
+    def _own_rates(self) -> list[float | Tensor]:
+        return self._last_lr
+
+    def _check(self) -> None:
         """Refuse a declaration that cannot be even where this process is alone and will not use it."""
-        if not isinstance(self._declared["warmup"], int) or self._declared["warmup"] < 0:
-            raise ConfigError(f"auto_lr_warmup must be a number of steps, 0 or more; got {self._declared['warmup']!r}")
-        self._knobs(began=0)
+        assert self._declared is not None
+        warmup = self._declared["warmup"]
+        if not isinstance(warmup, int) or warmup < 0:
+            raise ConfigError(f"auto_lr_warmup must be a number of steps, 0 or more; got {warmup!r}")
+        paper.knob(0, floor=1.0, highest=1.0, warmup=warmup, **self._declared["knob"])
 
-    def _explore(self, began: int) -> Exploration:
-        """An exploration whose first step is the cycle's step `began`."""
-        self._began = began
-        home = self._declared["home"]
+    def _knob(self, index: int, warmup: int, single: bool) -> LearningRate:
+        assert self._declared is not None
+        group, declared = self.optimizer.param_groups[index], self._declared["knob"]
+        highest, floor = float(group["max_lr"]), float(group["min_lr"])
+        if highest == 0.0:  # a group at rest: no factor moves it
+            declared = {**declared, "spread": 0.0, "auto_lr": False}
+        elif single:
+            declared = {**declared, "spread": 0.0}
+        if declared["auto_lr"] and floor == 0.0:
+            raise ConfigError(
+                "the cycle ends at a rate of 0, to which the controller cannot decay by factors; give a finite "
+                "final_div_factor, or auto_lr=False"
+            )
+        return paper.knob(index, floor=floor, highest=highest, warmup=warmup, **declared)
+
+    def _begin(self, began: int) -> Exploration:
+        assert self._declared is not None
+        home = surroundings(self.optimizer, self._declared["model"], self._declared["replicas"])
+        warmup = max(0, self._declared["warmup"] - began)
         return Exploration(
             self.optimizer,
             home,
-            self._knobs(began, single=home.size == 1),
-            self._torch_state,
+            # With one replica there is nothing to spread, but what was learned goes on.
+            [self._knob(index, warmup, home.size == 1) for index in range(len(self.optimizer.param_groups))],
+            self._own_state,
             total_steps=self.total_steps - began,
             **self._declared["engine"],
         )

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet import checkpoint
 from hdet.errors import CheckpointError
 from hdet.replicas import tensors
+from hdet.replicas.distributed import Ranks
+from hdet.replicas.distributed.fingerprint import fingerprint
+from hdet.replicas.distributed.lost import translated
 
 if TYPE_CHECKING:
     from hdet.engine import Engine
@@ -26,96 +31,259 @@ class Stateful:
         dcp.save({"hdet": hdet.Stateful(engine)}, checkpoint_id="checkpoints/step_1000")
         dcp.load({"hdet": hdet.Stateful(engine)}, checkpoint_id="checkpoints/step_1000")
 
-    `dcp.async_save` works too: it copies before it returns. Sharded tensors are stored as shards, each once, and
-    are cut anew for the ranks that load them; the number of ranks, of shards and of replicas may differ. A window
-    under way is run again from its opening. (torch.distributed.checkpoint takes the replicas of a sharded tensor
-    for identical. Given a model whose replicas have come apart it would store a mix of them.)
+    Sharded tensors are stored as shards, each once, and are cut anew for the ranks that load them; the number of
+    ranks, of shards and of replicas may differ. A window under way is run again from its opening.
+
+    Replicas may differ even there: in their optimizers' state under `Mean("keep")`, in their weights before the first
+    merge after `hdet.perturb`. The point is then that of the first place (torch.distributed.checkpoint takes what
+    several ranks hold under one name for identical, and would store a mix). `hdet.CheckpointFolder` stores each
+    replica's beside it.
 
     The structure is fixed, whatever the moment: it is the template that loading fills.
 
     - `model`: parameters and buffers by name, as in the model's own state dict.
     - `optimizer`: by parameter name, its state's tensors.
     - `control`: bytes by `torch.save` of plain numbers: window, step, bases, controllers, parameter groups.
+
+    What a guard would go back to is not in it: after a load it looks for the best point anew.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def state_dict(self) -> dict[str, Any]:
-        """References to the point, not copies; valid until the next window closes."""
-        model, optimizer = self.engine.hosts[0]
-        self.engine.settle()
-        if self.engine.finished:
-            tensors.reshard(model)
-            step, state = self.engine.step_count, optimizer.state_dict()
-            held = [tensors.local(t.detach()) for t in (*model.parameters(), *model.buffers())]
-        else:
-            anchor = self.engine.anchor
-            step, state, held = anchor.step, anchor.optimizer_state, anchor.held
-        named_state, stateless = _optimizer_by_name(model, optimizer, state)
-        return {
-            "model": _model_by_name(model, held),
-            "optimizer": named_state,
-            "control": _packed(self._control(step, state, stateless)),
-        }
+        """A copy of the point, so that loading into it changes no engine. All ranks of the run call it together."""
+        return _copied(self.point())  # type: ignore[no-any-return]
+
+    def point(self, *, each: bool = False) -> dict[str, Any]:
+        """References to the point, valid until the next window closes. All ranks of the run call it together.
+
+        Args:
+            each: with `replicas`, by index the optimizer and where they differ the models of this process's
+                replicas, if those of the run are not alike. (Of several in one process they are known only while no
+                step of the window has been made.)
+        """
+        engine = self.engine
+        engine.settle()
+        starts = self._starts()
+        first = starts[0]
+        with translated("comparing replicas before a checkpoint"):
+            models_alike, optimizers_alike = self._alike(starts)
+            apart = not (models_alike and optimizers_alike)
+            found = first.named()
+            differing = ["optimizer", *(["model"] if not models_alike else [])] if each and apart else []
+            whole = len(starts) == len(engine.hosts) and not engine.finished
+            control = self._control(first, found.pop("stateless"), differing if whole else [])
+            found["control"] = self._first_places(_packed(control))
+            if apart:
+                found = _copied(found)
+                self._take_first_places([*_tensors(found["model"]), *_tensors(found["optimizer"])])
+        if differing and whole:
+            found["replicas"] = {str(start.index): start.packed(differing) for start in starts}
+        return found
+
+    def template(self, control: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint of this control is loaded into: a copy, with this process's replicas if it has all."""
+        found = self.state_dict()
+        if control["replicas"] and control["size"] == self.engine.size and self.engine.home.diverge:
+            found["replicas"] = {
+                str(index): {"control": b"", **{key: _copied(found[key]) for key in control["replicas"]}}
+                for index in _first_indices(self.engine)
+            }
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from the point.
 
         Raises:
-            CheckpointError: it is another engine's.
+            CheckpointError: it is another engine's, which is left as it was.
         """
-        control = torch.load(io.BytesIO(state["control"]), weights_only=True)
+        control = unpacked(state["control"])
+        self.check(control)
         model, optimizer = self.engine.hosts[0]
-        own = optimizer.state_dict()["param_groups"]
-        if [len(group["params"]) for group in own] != control["sizes"]:
-            raise CheckpointError(
-                f"the checkpoint's optimizer has parameter groups of {control['sizes']} parameters, this one of "
-                f"{[len(group['params']) for group in own]}; make the optimizer alike to resume"
-            )
-        states: dict[int, Any] = {}
-        groups = []
-        numbered = iter(_names(model, optimizer))
-        for group, saved in zip(own, control["groups"], strict=True):
-            for index in group["params"]:
-                name = next(numbered)
-                if name in state["optimizer"] and name not in control["stateless"]:
-                    states[index] = state["optimizer"][name]
-            kept = {key: group[key] for key in group if key not in saved}
-            groups.append({**saved, **kept, "params": group["params"]})
+        shared = {
+            "model": state["model"],
+            "optimizer": _optimizer_of(model, optimizer, state["optimizer"], control),
+        }
+        opening = {
+            index: {
+                "model": own.get("model", state["model"]),
+                "optimizer": _optimizer_of(model, optimizer, own["optimizer"], unpacked(own["control"])),
+            }
+            for index, own in state.get("replicas", {}).items()
+        }
         checkpoint.load_state_dict(
             self.engine,
             {
                 **{key: control[key] for key in ("format", "config", "size", "window", "finished", "restores")},
                 "knobs": control["knobs"],
                 "collectors": control["collectors"],
+                "watch": {"held": None} if self.engine.watch is not None else None,
                 "open": None,
-                "converged": {
-                    "step": control["step"],
-                    "model": state["model"],
-                    "optimizer": {"state": states, "param_groups": groups},
-                },
+                "opening": opening or None,
+                "converged": {"step": control["step"], **shared},
             },
         )
+        self.engine.run = control["run"]
 
-    def _control(self, step: int, state: Mapping[str, Any], stateless: list[str]) -> dict[str, Any]:
+    def check(self, control: Mapping[str, Any]) -> None:
+        """Whether a checkpoint's control is of this engine's declaration.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        checkpoint.check(self.engine, control)
+        groups = [len(group["params"]) for group in self.engine.hosts[0][1].param_groups]
+        if groups != control["sizes"]:
+            raise CheckpointError(
+                f"the checkpoint's optimizer has parameter groups of {control['sizes']} parameters, this one of "
+                f"{groups}; make the optimizer alike to resume"
+            )
+
+    def _starts(self) -> list[Start]:
+        """This process's replicas as the window found them, as far as that is known; the first always is."""
         engine = self.engine
-        groups = state["param_groups"]
+        indices = _first_indices(engine)
+        live = engine.finished or (engine.tally.steps == 0 and not engine.in_flight and len(engine.hosts) > 1)
+        if not live:
+            anchor = engine.anchor
+            return [Start(indices[0], *engine.hosts[0], anchor.held, anchor.optimizer_state)]
+        found = []
+        for index, (model, optimizer) in zip(indices, engine.hosts, strict=True):
+            tensors.reshard(model)
+            held = [tensors.local(t.detach()) for t in (*model.parameters(), *model.buffers())]
+            found.append(Start(index, model, optimizer, held, optimizer.state_dict()))
+        return found
+
+    def _alike(self, starts: Sequence[Start]) -> tuple[bool, bool]:
+        """Whether all replicas of the run hold the same weights and buffers, and the same optimizer state."""
+        marks = torch.stack([start.marks() for start in starts])  # [local, 4]
+        home = self.engine.home
+        if isinstance(home, Ranks):
+            rows = home.exchange.gather(marks.flatten()).cpu()
+            table = rows.view(len(rows), len(starts), -1)[torch.from_numpy(home.layout.table)]
+            marks = table.transpose(1, 2).flatten(0, 1)  # [replicas, parts, 4]
+        same = (marks == marks[0]).flatten(0, -2).all(dim=0)
+        return bool(same[:2].all()), bool(same[2:].all())
+
+    def _first_places(self, control: bytes) -> bytes:
+        home = self.engine.home
+        if not isinstance(home, Ranks):
+            return control
+        box = [control]
+        group = home.layout.everyone()
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+        return box[0]
+
+    def _take_first_places(self, held: list[Tensor]) -> None:
+        home = self.engine.home
+        if isinstance(home, Ranks):
+            home.exchange.broadcast([tensors.local(tensor) for tensor in held], 0)
+
+    def _control(self, first: Start, stateless: list[str], replicas: list[str]) -> dict[str, Any]:
+        engine = self.engine
         return {
             "format": checkpoint.FORMAT,
             "config": checkpoint.config(engine),
+            "run": engine.run,
             "size": engine.size,
             "window": engine.window.index,
             "finished": engine.finished,
             "restores": engine.restores,
-            "step": step,
+            "step": engine.step_count if engine.finished else engine.anchor.step,
             "knobs": {knob.name: knob.state_dict() for knob in engine.knobs},
             # Tensors in there belong to the window under way, which is run again.
             "collectors": [_without_tensors(collector.state_dict()) for collector in engine.collectors],
-            "sizes": [len(group["params"]) for group in groups],
-            "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+            "sizes": [len(group["params"]) for group in first.state["param_groups"]],
+            "groups": first.groups(),
             "stateless": stateless,
+            "replicas": replicas,
         }
+
+
+@dataclass(frozen=True)
+class Start:
+    """One replica as a window found it.
+
+    Attributes:
+        held: its parameters and buffers, in the model's order; of sharded ones this rank's part.
+        state: its optimizer's state dict.
+    """
+
+    index: int
+    model: nn.Module
+    optimizer: Optimizer
+    held: list[Tensor]
+    state: Mapping[str, Any]
+
+    def marks(self) -> Tensor:
+        """[4] fingerprints, of the held tensors and of the optimizer's."""
+        device = torch.device("cpu")
+        numbers = [i for group in self.state["param_groups"] for i in group["params"]]
+        states = [tensors.local(t) for i in numbers for t in _tensors(self.state["state"].get(i, {}))]
+        return torch.cat([fingerprint(self.held, device), fingerprint(states, device)])
+
+    def named(self) -> dict[str, Any]:
+        """Model and optimizer by names, and the names of the parameters that have no state yet."""
+        named, stateless = _optimizer_by_name(self.model, self.optimizer, self.state)
+        return {"model": _model_by_name(self.model, self.held), "optimizer": named, "stateless": stateless}
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.state["param_groups"]]
+
+    def packed(self, keys: Sequence[str]) -> dict[str, Any]:
+        """What is stored of a replica that is not like the others."""
+        found = self.named()
+        control = {"groups": self.groups(), "stateless": found["stateless"]}
+        return {"control": _packed(control), **{key: found[key] for key in keys}}
+
+
+def _optimizer_of(
+    model: nn.Module, optimizer: Optimizer, named: Mapping[str, Named], control: Mapping[str, Any]
+) -> dict[str, Any]:
+    """An optimizer's state dict from its state by parameter name."""
+    states: dict[int, Any] = {}
+    groups = []
+    numbered = iter(_names(model, optimizer))
+    for group, saved in zip(optimizer.state_dict()["param_groups"], control["groups"], strict=True):
+        for index in group["params"]:
+            name = next(numbered)
+            if name in named and name not in control["stateless"]:
+                states[index] = named[name]
+        kept = {key: group[key] for key in group if key not in saved}
+        groups.append({**saved, **kept, "params": group["params"]})
+    return {"state": states, "param_groups": groups}
+
+
+def _first_indices(engine: Engine) -> list[int]:
+    """The first replica of each model here."""
+    first: dict[int, int] = {}
+    for replica in engine.replicas:
+        first.setdefault(replica.host, replica.index)
+    return [first[host] for host in range(len(engine.hosts))]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested dictionaries, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def unpacked(control: bytes) -> dict[str, Any]:
+    """The plain numbers of a `control`."""
+    found: dict[str, Any] = torch.load(io.BytesIO(control), weights_only=True)
+    return found
 
 
 def _packed(control: dict[str, Any]) -> bytes:
@@ -172,7 +340,9 @@ def _optimizer_by_name(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     held = state["state"]
     sample = next(((held[i], parameters[n]) for n, i in enumerate(indices) if held.get(i)), None)
-    if sample is None and not optimizer.state:
+    if sample is None:  # the point is from before the first step
+        sample = next(((dict(optimizer.state[p]), p) for p in parameters if optimizer.state.get(p)), None)
+    if sample is None:
         sample = _sample(optimizer)
     for name, index, parameter in zip(names, indices, parameters, strict=True):
         if held.get(index):

@@ -13,11 +13,14 @@ from hdet.replicas import Replicas, tensors
 Losses = Tensor | float | Sequence[Tensor | float]
 
 
-class Tally:
-    """Sums each local replica's losses without waiting for the device.
+CHUNK = 64
+"""Steps between two additions: to note a loss is one operator, to add it up are several."""
 
-    A non-finite loss makes the sum non-finite for good, so counting the steps since then tells, at the window's
-    end, when it came.
+
+class Tally:
+    """Notes each local replica's losses without waiting for the device, and adds them up now and then.
+
+    A non-finite loss is counted from then on in every step, which tells, at the window's end, when it came.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -25,10 +28,13 @@ class Tally:
         self._local = len(replicas.local)
         first = next(iter(replicas.hosts[0][0].parameters()), None)
         device = first.device if first is not None else torch.device("cpu")
-        self.sums = torch.zeros(self._local, dtype=torch.float32, device=device)
-        self.bad_steps = torch.zeros(self._local, dtype=torch.float32, device=device)
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        self.sums = torch.zeros(self._local, dtype=wide, device=device)
+        self.bad_steps = torch.zeros(self._local, dtype=wide, device=device)
         self.steps = 0
         self.heard = 0
+        self.noted = torch.zeros(CHUNK, self._local, dtype=torch.float32, device=device)
+        self._rows = list(self.noted)
 
     def reset(self) -> None:
         """Start a window."""
@@ -37,7 +43,6 @@ class Tally:
         self.steps = 0
         self.heard = 0
 
-    @torch.no_grad()
     def add(self, losses: Losses | None) -> None:
         """Take one step's losses, one for each local replica; `None` for a step whose losses are not told.
 
@@ -45,15 +50,22 @@ class Tally:
             StepError: another number of losses, or a loss that is not a scalar.
         """
         if losses is not None:
-            self.sums.add_(self._row(losses))
-            # 0 for a finite sum, else NaN, of which only the latter differs from 0; `isfinite` is four operators.
-            self.bad_steps.add_((self.sums - self.sums).ne_(0.0))
+            self._note(self._rows[self.heard % CHUNK], losses)
             self.heard += 1
+            if self.heard % CHUNK == 0:
+                self.sums, self.bad_steps = self._totals(CHUNK)
         self.steps += 1
 
-    def _row(self, losses: Losses) -> Tensor:
+    def _totals(self, rows: int) -> tuple[Tensor, Tensor]:
+        """The sums and bad steps with those of the last rows noted."""
+        noted = self.noted[:rows].to(self.sums.dtype)
+        bad = (~noted.isfinite()).cumsum(0) + self.bad_steps > 0
+        return self.sums + noted.sum(0), self.bad_steps + bad.sum(0)
+
+    def _note(self, row: Tensor, losses: Losses) -> None:
         if isinstance(losses, Tensor) and losses.dim() == 1 and losses.numel() == self._local:
-            return losses.detach()
+            row.copy_(losses.detach())
+            return
         if isinstance(losses, Tensor) and losses.dim() > 0 and self._local > 1:
             raise StepError(
                 f"engine.step was given a tensor of shape {tuple(losses.shape)}; it takes one scalar loss for each "
@@ -65,8 +77,12 @@ class Tally:
                 f"engine.step takes one loss for each replica this process hosts ({self._local}), got {len(given)}"
             )
         if all(isinstance(loss, Tensor) and self._ready(loss) for loss in given):
-            # The way it mostly goes, at every step. (No gradient is recorded here: nothing needs detaching.)
-            return given[0] if self._local == 1 else torch.stack(given)  # type: ignore[arg-type, return-value]
+            # The way it mostly goes, at every step.
+            if self._local == 1:
+                row.copy_(given[0].detach())  # type: ignore[union-attr]
+            else:
+                torch.stack([loss.detach() for loss in given], out=row)  # type: ignore[union-attr]
+            return
         rows = []
         for index, loss in zip((replica.index for replica in self._replicas.local), given, strict=True):
             if isinstance(loss, Tensor):
@@ -79,28 +95,33 @@ class Tally:
                 rows.append(torch.tensor(float(loss)))
             else:
                 raise StepError(f"the loss of replica {index} is a {type(loss).__name__}; give a 0-dim tensor")
-        return torch.stack([row.to(self.sums.device, torch.float32) for row in rows])
+        row.copy_(torch.stack([found.to(row.device, row.dtype) for found in rows]))
 
     def _ready(self, loss: Tensor) -> bool:
-        return loss.dim() == 0 and loss.dtype == self.sums.dtype and loss.device == self.sums.device
+        return loss.dim() == 0 and loss.dtype == self.noted.dtype and loss.device == self.noted.device
 
     @torch.no_grad()
     def rows(self) -> Tensor:
         """[local, 4]: mean loss, steps since it became non-finite, 1 where all parameters are finite, losses told."""
         sound = {
-            host: tensors.all_finite(tensors.parameters(model)).to(self.sums.device, torch.float32)
+            host: tensors.all_finite(tensors.parameters(model)).to(self.sums.device, self.sums.dtype)
             for host, (model, _) in enumerate(self._replicas.hosts)
         }
         finite = torch.stack([sound[replica.host] for replica in self._replicas.local])
-        heard = torch.full_like(self.sums, self.heard)
-        return torch.stack([self.sums / max(1, self.heard), self.bad_steps, finite, heard], dim=1)
+        sums, bad_steps = self._totals(self.heard % CHUNK)
+        heard = torch.full_like(sums, self.heard)
+        return torch.stack([sums / max(1, self.heard), bad_steps, finite, heard], dim=1)
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._rows = list(self.noted)  # views, which pickling has made tensors of their own
 
     def state_dict(self) -> dict[str, object]:
-        sums, bad_steps = self.sums.clone(), self.bad_steps.clone()
-        return {"sums": sums, "bad_steps": bad_steps, "steps": self.steps, "heard": self.heard}
+        held = {name: getattr(self, name).clone() for name in ("sums", "bad_steps", "noted")}
+        return {**held, "steps": self.steps, "heard": self.heard}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        for name in ("sums", "bad_steps"):
+        for name in ("sums", "bad_steps", "noted"):
             saved = state[name]
             assert isinstance(saved, Tensor)
             getattr(self, name).copy_(saved)

@@ -340,6 +340,69 @@ def test_micro_batches_resume(problem: Any, train: Any, assert_same: Any) -> Non
     assert other.step_count == 4
 
 
+@pytest.mark.parametrize("step", [0, 3, 10, 13, 20])
+def test_replicas_that_differ_at_an_opening_resume_each_from_its_own(
+    step: int, problem: Any, train: Any, assert_same: Any
+) -> None:
+    """Noise before the first merge, and moments that no merge makes alike."""
+
+    def start() -> Engine:
+        engine = build(problem, merge=hdet.Mean("keep"))
+        hdet.perturb(engine.home, noise=0.1)
+        return engine
+
+    whole = start()
+    train(whole, step)
+    state = through_a_file(whole.state_dict())
+    assert (state["opening"] is not None) == (step % WINDOW == 0)
+    train(whole)
+    engine = build(problem, merge=hdet.Mean("keep"))
+    engine.load_state_dict(state)
+    train(engine)
+    assert_same(outcome(engine), outcome(whole))
+    other = build(problem, n=2, merge=hdet.Mean("keep"))
+    other.load_state_dict(state)
+    assert_same(other.optimizers[1].state_dict()["state"], state["converged"]["optimizer"]["state"])
+
+
+@pytest.mark.parametrize("step", [0, 4, 9, 13, 16])
+def test_a_guard_resumes_with_the_point_it_holds(step: int, problem: Any, train: Any, assert_same: Any) -> None:
+    """The run is wrecked after step 8, and the guard goes back later to what it kept before."""
+
+    def wreck(at: int, losses: Any) -> Any:
+        return [loss + at for loss in losses] if at >= 8 else losses
+
+    def start(**options: Any) -> Engine:
+        settings = {"window": 4, "guard": hdet.Rewind(patience=1.5, significance=0.01), **options}
+        return build(problem, **settings)
+
+    def spoil(engine: Engine) -> None:
+        if engine.step_count == 8:
+            for replica in engine.replicas:
+                torch.nn.init.constant_(replica.model[0].weight, 3.0)
+
+    def go(engine: Engine, until: int) -> None:
+        for stop in range(engine.step_count + 1, until + 1):
+            spoil(engine)
+            train(engine, stop, report=wreck)
+
+    whole = start()
+    go(whole, step)
+    state = through_a_file(whole.state_dict())
+    go(whole, 24)
+    assert any(fault["kind"] == "rewound" for record in whole.history for fault in record.faults)
+    engine = start()
+    go(engine, 2)
+    engine.load_state_dict(state)
+    go(engine, 24)
+    assert_same(outcome(engine), outcome(whole))
+    assert engine.watch is not None
+    assert whole.watch is not None
+    assert_same(engine.watch.state_dict(), whole.watch.state_dict())
+    with pytest.raises(CheckpointError, match="guard="):
+        start(guard=None).load_state_dict(state)
+
+
 # -- what is refused ------------------------------------------------------------------------------
 
 
@@ -359,7 +422,7 @@ def refused(assert_same: Any) -> Callable[[Engine, Any, str], None]:
 def test_foreign_states_are_refused(straight: Any, problem: Any, refused: Any) -> None:
     state = straight[1][12]
     engine = build(problem)
-    refused(engine, {}, "format None; this version reads format 1")
+    refused(engine, {}, "format None; this version reads format 2")
     refused(engine, {**state, "format": 99}, "format 99")
     refused(build(problem, seed=1), state, "seed=0, this engine has 1; declare the same")
     refused(build(problem, gradients="shared"), state, "gradients='local', this engine has 'shared'")

@@ -258,6 +258,7 @@ class Judged(nn.Module):
 EVIDENCE: dict[str, tuple[Evidence, str]] = {
     "`Line`": (hdet.Line(), "shared"),
     "`Analytic`": (hdet.Analytic(), "shared"),
+    "`Recursion`": (hdet.Recursion(), "shared"),
     "`Contrast`": (hdet.Contrast(), "shared"),
     "`Divergent`, shared gradients": (hdet.Divergent(), "shared"),
     "`Divergent`, local gradients": (hdet.Divergent(), "local"),

@@ -110,6 +110,8 @@ ENGINE_AND_BELOW = {
     "hdet.engine",
     "hdet.checkpoint",
     "hdet.admission",
+    "hdet.guard",
+    "hdet.probe_size",
     "hdet.tally",
     "hdet.history",
     "hdet.windows",

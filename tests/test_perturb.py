@@ -1,6 +1,7 @@
 """The warm noisy start: who is moved, by how much, and by whose numbers."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,43 @@ def test_a_replica_s_noise_does_not_depend_on_how_many_there_are_or_where_it_liv
     hdet.perturb(home, seed=3)
     hdet.perturb(alone, seed=3, replica=2)
     assert torch.equal(home.local[2].model.get_parameter("large"), alone.large)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "data parallel": nn.DataParallel,
+    "compiled": torch.compile,
+    "compiled, then wrapped": lambda model: nn.DataParallel(torch.compile(model)),
+    "wrapped, then compiled": lambda model: torch.compile(nn.DataParallel(model)),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_changes_neither_the_noise_nor_the_checkpoint(wrapper: str) -> None:
+    wrap, trained = WRAPPERS[wrapper], Net()
+    with torch.no_grad():
+        trained.large.mul_(3.0)
+    bare = Net()
+    hdet.perturb(bare, seed=3, replica=2, checkpoint=trained.state_dict())
+    for checkpoint in (trained.state_dict(), wrap(trained).state_dict()):
+        model = Net()
+        hdet.perturb(wrap(model), seed=3, replica=2, checkpoint=checkpoint)
+        assert torch.equal(model.large, bare.large)
+        own = Net()
+        hdet.perturb(own, seed=3, replica=2, checkpoint=checkpoint)
+        assert torch.equal(own.large, bare.large)
+
+
+def test_a_submodule_of_a_wrapper_s_name_is_no_wrapper() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(30, 30)
+
+    first, second = Own(), Own()
+    second.load_state_dict(first.state_dict())
+    hdet.perturb(first, replica=1, checkpoint=first.state_dict())
+    hdet.perturb(second.module, replica=1)
+    assert not torch.equal(first.module.weight, second.module.weight)  # "module.weight" is its name
 
 
 def test_the_global_generators_are_not_touched() -> None:

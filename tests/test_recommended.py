@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hdet
 from hdet import Engine, Probe
-from hdet.recommended import CAUTION, choose, describe
+from hdet.recommended import CAUTION, LEAST, choose, describe
 
 STEPS = 100
 
@@ -69,6 +69,27 @@ def test_one_group_that_decays_is_enough() -> None:
     knob = chosen(model, torch.optim.AdamW(groups, lr=1e-2))["weight decay"]
     assert knob is not None
     assert knob.bind(model, torch.optim.AdamW(groups, lr=1e-2)).read() == pytest.approx(0.1)
+
+
+def test_label_smoothing_that_is_off_is_left_alone_and_it_says_so() -> None:
+    model = network(smoothing=0.0)
+    (choice,) = [each for each in choose(model, adamw(model), STEPS) if each.subject == "label smoothing"]
+    assert choice.knob is None
+    assert "is off" in choice.reason
+    engine = hdet.recommended(model, adamw(model), total_steps=STEPS, probe=probe(), quiet=True)
+    assert [knob.name for knob in engine.knobs] == ["learning_rate"]
+
+
+@pytest.mark.parametrize(("rate", "floor"), [(0.0, 0.0), (0.01, 0.0), (0.02, 0.0), (0.03, 0.02), (0.3, 0.02)])
+def test_a_dropout_that_was_set_keeps_a_little(rate: float, floor: float) -> None:
+    model = network(dropout=hdet.nn.Dropout(rate))
+    knob = chosen(model, adamw(model))["dropout"]
+    assert knob.bounds == (floor, hdet.Dropout().bounds[1])
+
+
+def test_label_smoothing_that_is_on_keeps_a_little_too() -> None:
+    model = network(smoothing=0.1)
+    assert chosen(model, adamw(model))["label smoothing"].bounds[0] == LEAST
 
 
 def test_dropouts_of_different_rates_are_left_alone_and_it_says_so() -> None:
@@ -134,6 +155,9 @@ def test_it_prints_what_it_chose_and_why(capsys: pytest.CaptureFixture[str]) -> 
     assert "- weight decay: no parameter group decays" in said
     assert "+ dropout:" in said
     assert "- label smoothing: the model has none" in said
+    assert (
+        "a guard: where training stands still and the held-out loss got worse, it goes back to the best point" in said
+    )
     model = network(dropout=nn.Dropout(0.1))
     assert said.strip() == describe(choose(model, adamw(model, lr=0.02), STEPS))
 
@@ -166,6 +190,13 @@ def test_one_run_is_paid_for() -> None:
     assert isinstance(engine, Engine)
     assert (engine.size, len(engine.hosts), engine.total_steps) == (4, 1, STEPS)
     assert engine.hosts[0][0] is model
+
+
+def test_a_guard_watches_over_it() -> None:
+    model = network()
+    engine = hdet.recommended(model, adamw(model), total_steps=STEPS, probe=probe(), quiet=True)
+    assert engine.watch is not None
+    assert engine.watch.spec == hdet.Rewind()
 
 
 def test_replicas_may_be_given() -> None:

@@ -25,6 +25,7 @@ from hdet.spec import Spec, lookup, members, register
 from hdet.tasks.task import Task
 
 EXAMPLES: list[Spec] = [
+    hdet.Rewind(patience=2.0),
     # estimators
     hdet.Marginal(),
     hdet.LeastSquares(curvature=True, replica_noise=True),
@@ -47,6 +48,7 @@ EXAMPLES: list[Spec] = [
     hdet.Contrast(refresh=5),
     hdet.Divergent(estimator=hdet.Kalman(), design=hdet.Hadamard(), tilt=0.5),
     hdet.Line(width=0.2),
+    hdet.Recursion(width=0.2),
     # schedules
     hdet.Constant(0.1),
     hdet.Cosine(1e-3, total_steps=100, warmup=0.1, floor=1e-5),

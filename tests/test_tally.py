@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hdet
-from hdet.tally import Tally
+from hdet.tally import CHUNK, Tally
 
 
 @pytest.fixture
@@ -45,6 +45,42 @@ def test_steps_without_losses_do_not_dilute_the_mean(tally: Tally) -> None:
     tally.add([4.0] * 3)
     assert tally.steps == 3
     assert tally.rows()[0].tolist() == [3.0, 0.0, 1.0, 2.0]
+
+
+def test_many_steps_are_added_up_in_double_precision(tally: Tally) -> None:
+    """More than are noted at a time; in single precision a sum of 16777216 takes no 1 any more."""
+    for step in range(3 * CHUNK + 5):
+        loss = 2.0**24 if step == 0 else 1.0
+        tally.add([loss, math.nan if step in (CHUNK + 3, 2 * CHUNK + 1) else 1.0, 1.0])
+    steps = 3 * CHUNK + 5
+    rows = tally.rows()
+    assert rows[0].tolist() == [(2.0**24 + steps - 1) / steps, 0.0, 1.0, steps]
+    assert rows[1, 1] == steps - (CHUNK + 3)
+    assert rows[2].tolist() == [1.0, 0.0, 1.0, steps]
+
+
+@pytest.mark.parametrize("at", [CHUNK - 1, CHUNK, CHUNK + 2])
+def test_a_restored_tally_goes_on_to_the_same_numbers(tally: Tally, problem: Any, at: int) -> None:
+    given = torch.rand(2 * CHUNK, 3, generator=torch.Generator().manual_seed(0))
+    model = problem.model()
+    other = Tally(hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=3))
+    other.add([math.nan] * 3)
+    for step, losses in enumerate(given):
+        if step == at:
+            other.load_state_dict(tally.state_dict())
+        tally.add(losses)
+        if step >= at:
+            other.add(losses)
+    assert torch.equal(tally.rows(), other.rows())
+
+
+def test_a_loss_that_is_changed_later_was_noted_as_it_was(tally: Tally) -> None:
+    """A captured graph writes every step's loss to the same place."""
+    losses = [torch.ones((), requires_grad=True).clone() for _ in range(3)]
+    tally.add(losses)
+    with torch.no_grad():
+        losses[0].fill_(7.0)
+    assert tally.rows()[:, 0].tolist() == [1.0] * 3
 
 
 def test_reset_forgets_all(tally: Tally) -> None:

@@ -34,14 +34,16 @@ class Calibrate(Controller):
 
     - Look ahead: an estimate taken ahead of the base (`Estimate.offset`, early in the warm-up) judges the peak
       before it is reached: mu += n_last, up to `early_limit` either way, if `|t_last| > significance`; but not
-      above `ceiling`, because on the plateau many runs start from, larger steps look better than they are.
+      above `ceiling`.
     - Raise: `t_last < -significance`, `t_avg <= lower_significance`, and `s >= trusted_from` or the warm-up is
       over: mu += max(0, n_last). Earlier, small steps look too small only because the schedule is low.
     - Lower: else if `t_avg > lower_significance`: mu += min(0, n_avg).
     - Cap: the first time that `t_last > significance` in `patience` consecutive warm-up windows, the peak may
       from then on be `headroom` times the present value at most: mu <= mu + log(headroom s). If mu is above
       that, it is brought down at once.
-    - Hold otherwise.
+    - Hold otherwise. Averaged weights that were not read (`Estimate.nothing()`) lower nothing.
+    - Retreat, after a rewind to a point where the value was b: mu is capped where the coming value would be b, and
+      brought down to `slower` times below it, unless it is there already.
 
     Args:
         significance: the |t| that is believed of the last iterate.
@@ -49,16 +51,20 @@ class Calibrate(Controller):
             more than one that is not lowered soon, since a schedule that decays lowers it anyway.
         limit: largest Newton move, in coordinates.
         early_limit: the same while looking ahead.
-        ceiling: largest shift that looking ahead may raise to.
+        ceiling: largest shift that looking ahead may raise to. The default, a factor of e^5, limits next to nothing:
+            on the plateau many runs start from, larger steps look better than they are, but a guard (`hdet.Rewind`)
+            undoes what goes wrong. Without one, 0 is the cautious choice: not above the schedule as given.
         trusted_from: share of the schedule's peak from which "raise" is believed during the warm-up.
         patience: consecutive warm-up windows that must call for less before the cap falls.
         headroom: how far above the value that called for less the peak may lie, as a factor.
         until: share of the run after which the base holds and nothing is gathered: what is left of a schedule that
             decays cannot pay back a probe.
+        slower: factor below what had worked at which the value goes on after a rewind; what is proved later may
+            raise it again, up to what had worked.
         settle: share of the run, at its end, over which raising and lowering fade to zero (the cap does not).
 
     Raises:
-        ConfigError: the evidence has no judgement at averaged weights.
+        ConfigError: the evidence has no judgement at averaged weights, not even one that says nothing.
 
     >>> calibrate = Calibrate()
     >>> raising = Estimate(slope=-0.3, curvature=1.0, stderr=0.1, averaged=Estimate(slope=0.1, stderr=0.1))
@@ -72,11 +78,12 @@ class Calibrate(Controller):
     lower_significance: float = Field(default=3.0, gt=0, le=100)
     limit: float = Field(default=0.5, gt=0, le=10)
     early_limit: float = Field(default=0.6, gt=0, le=10)
-    ceiling: float = 0.0
+    ceiling: float = 5.0
     trusted_from: float = Field(default=0.35, ge=0, le=1)
     patience: int = Field(default=2, ge=1, le=1000)
     headroom: float = Field(default=3.0, gt=0, le=1000)
     until: float = Field(default=0.85, gt=0, le=1)
+    slower: float = Field(default=3.0, ge=1, le=100)
     settle: float = Field(default=0.0, ge=0, le=1)
 
     def listens(self, step: int, total_steps: int | None) -> bool:
@@ -96,11 +103,17 @@ class Calibrate(Controller):
                 "Calibrate was given an estimate without its counterpart at window-averaged weights; "
                 "use evidence that has one (Line), or another controller, such as Gated or Newton"
             )
-        if not averaged.testable:
-            return 0.0, state
         state = self._watch(state, estimate, context)
         move = settled(self._wish(estimate, averaged, context), self.settle, context)
         return min(move, state.cap - context.shift), state
+
+    def retreat(self, state: CalibrateState, context: Context, worked: float) -> tuple[float, CalibrateState]:
+        """Go on `slower` times below the value that worked, and never again above it."""
+        if worked <= 0.0 or context.schedule_next <= 0.0:
+            return 0.0, state
+        worked_shift = math.log(worked / context.schedule_next)
+        cap = min(state.cap, worked_shift)
+        return min(0.0, cap - math.log(self.slower) - context.shift), CalibrateState(cap, 0)
 
     def _ahead(self, last: Estimate, context: Context) -> float:
         """The move that an estimate taken ahead of the base calls for."""
@@ -112,7 +125,7 @@ class Calibrate(Controller):
     def _wish(self, last: Estimate, averaged: Estimate, context: Context) -> float:
         """Raise, lower or hold, before the cap."""
         trusted = not context.warming or context.fraction >= self.trusted_from
-        if averaged.t > self.lower_significance:
+        if averaged.testable and averaged.t > self.lower_significance:
             return min(0.0, newton_move(averaged, self.limit))
         if last.t < -self.significance and trusted:
             return max(0.0, newton_move(last, self.limit))

@@ -80,6 +80,19 @@ class Controller(Spec, family="controller"):
     def step(self, state: Any, estimate: Estimate, context: Context) -> tuple[float, Any]:
         """The move of the base for the next window, and the state that goes with it."""
 
+    def retreat(self, state: Any, context: Context, worked: float) -> tuple[float, Any]:
+        """The move and state with which to go on after the run went back to an earlier point.
+
+        That is when a guard went back (`hdet.Rewind`), or when all replicas became non-finite. By default what was
+        gathered on the way that led astray is forgotten, and the base stays.
+
+        Args:
+            context: as for `step`, at the step the run goes on from.
+            worked: the base's value when the run was at the earlier point; where all replicas became non-finite, that
+                of the window in which they did.
+        """
+        return 0.0, self.start()
+
 
 def settled(move: float, settle: float, context: Context) -> float:
     """The move, faded linearly to zero over the last `settle` share of the run (0: not at all).

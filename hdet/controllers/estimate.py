@@ -32,6 +32,7 @@ class Estimate:
         averaged: the same comparison judged at window-averaged weights, where the evidence has it. The last
             iterate flatters small steps (short-horizon bias, Wu et al. 2018, arXiv:1803.02021); averaged
             weights do not, so the two bracket the truth.
+        level: the signal itself, where the evidence tells; what a slope is large or small against.
         offset: where it was taken, relative to the base in coordinate units; 0 is at the base.
 
     >>> Estimate(slope=-0.5, stderr=0.25).t
@@ -43,6 +44,7 @@ class Estimate:
     stderr: float = math.inf
     curvature_stderr: float | None = None
     averaged: Estimate | None = None
+    level: float | None = None
     offset: float = 0.0
 
     @classmethod
@@ -65,6 +67,7 @@ class Estimate:
             "t": self.t,
             "curvature": self.curvature,
             "curvature_stderr": self.curvature_stderr,
+            "level": self.level,
             "offset": self.offset,
         }
         return numbers if self.averaged is None else {**numbers, "averaged": self.averaged.to_dict()}

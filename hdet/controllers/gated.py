@@ -31,8 +31,9 @@ class Gated(Controller):
         Z <- memory Z + t,   n <- memory^2 n + 1,   tau = Z / sqrt(n)
         move = -rate clip(tau / saturation, -1, 1)  if |tau| > gate, else 0
 
-    A window of fewer than `full` steps moves by its share of that only, `rate length / full`: where windows grow,
-    the first ones are short, noisy, and about a phase that soon is over.
+    With `full`, `rate` and `memory` are for windows of that many steps, and others have their share: they move by
+    `rate length / full`, but not by more than `most` rates, and forget to `memory ** (length / full)`. Where windows
+    grow, the first ones are short, noisy, and about a phase that soon is over, and the last ones are few.
 
     With `memory=0` tau is this window's t. With memory, windows that each prove little add up; tau keeps unit
     variance for a knob without effect. Only the sign and the certainty of the slope matter, never its
@@ -43,13 +44,17 @@ class Gated(Controller):
         gate: |tau| below which the base holds.
         saturation: |tau| at which a move is as large as it gets.
         memory: share of the accumulated evidence kept from window to window.
-        full: steps from which a window may move by the whole rate.
+        full: steps of a window that `rate` is meant for; None for any window.
+        most: rates that a longer window may move by.
         raise_after: share of the run before which the base is not raised. Weights that have learnt nothing yet are
             best shrunk, which says nothing of the decay that suits them later; too much of it must go at once.
+        until: share of the run after which the base holds and nothing is gathered: what is left cannot pay it back.
+        worthwhile: the least |slope|, as a share of `Estimate.level`, that is worth following. Below it the knob is too
+            weak to be felt, which no smaller value changes: where less is called for the base holds, where more is, it
+            goes up by `most` rates at once. Without effect where the evidence tells no level.
         settle: share of the run, at its end, over which moves fade to zero.
 
-    Weight decay on a log coordinate takes `Gated(0.4, gate=2, raise_after=0.3)`; dropout on an arcsine
-    coordinate `Gated(0.1, gate=1, saturation=2, memory=0.7, full=40, raise_after=0.3)`.
+    What weight decay and the knobs of the forward pass take by default is in `hdet.evidence.defaults`.
 
     >>> gated = Gated(0.5)
     >>> gated.step(gated.start(), Estimate(slope=0.2, stderr=0.1), Context())
@@ -60,24 +65,34 @@ class Gated(Controller):
     gate: float = Field(default=1.0, ge=0, le=100)
     saturation: float = Field(default=4.0, gt=0, le=100)
     memory: float = Field(default=0.0, ge=0, lt=1)
-    full: int = Field(default=1, ge=1)
+    full: int | None = Field(default=None, ge=1)
+    most: float = Field(default=3.0, gt=0, le=100)
     raise_after: float = Field(default=0.0, ge=0, le=1)
+    until: float = Field(default=1.0, gt=0, le=1)
+    worthwhile: float = Field(default=0.0, ge=0)
     settle: float = Field(default=0.0, ge=0, le=1)
+
+    def listens(self, step: int, total_steps: int | None) -> bool:
+        return total_steps is None or step < self.until * total_steps
 
     def start(self) -> GatedState:
         return GatedState()
 
     def step(self, state: GatedState, estimate: Estimate, context: Context) -> tuple[float, GatedState]:
-        if not estimate.testable:
+        if not estimate.testable or not self.listens(context.step, context.total_steps):
             return 0.0, state
         t = max(-_BELIEVABLE, min(_BELIEVABLE, estimate.t))
-        state = GatedState(self.memory * state.total + t, self.memory**2 * state.variance + 1)
+        share = 1.0 if self.full is None else context.length / self.full
+        kept = self.memory**share
+        state = GatedState(kept * state.total + t, kept**2 * state.variance + 1)
         tau = state.total / math.sqrt(state.variance)
         if abs(tau) <= self.gate:
             return 0.0, state
-        rate = self.rate * min(1.0, context.length / self.full)
+        rate = self.rate * min(share, self.most)
         early = context.total_steps is not None and context.step < self.raise_after * context.total_steps
         if early and tau < 0:
             return 0.0, state
+        if estimate.level is not None and abs(estimate.slope) < self.worthwhile * abs(estimate.level):
+            return (0.0 if tau > 0 else settled(self.rate * self.most, self.settle, context)), state
         move = -rate * max(-1.0, min(1.0, tau / self.saturation))
         return settled(move, self.settle, context), state

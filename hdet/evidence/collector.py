@@ -120,6 +120,9 @@ class Collector:
         """The window's last step is done, nothing is merged yet: an estimate for each knob by name."""
         raise NotImplementedError
 
+    def forget(self) -> None:
+        """The run went back to an earlier point: what outlives windows came from where it led astray."""
+
     def state_dict(self) -> dict[str, Any]:
         """What a resume in mid-window needs, as plain numbers and tensors."""
         return {}

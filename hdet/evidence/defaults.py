@@ -7,10 +7,13 @@ from hdet.evidence.analytic import Analytic
 from hdet.evidence.contrast import Contrast
 from hdet.evidence.divergent import Divergent
 from hdet.evidence.line import Line
+from hdet.evidence.recursion import Recursion
 from hdet.hparams.evidence import Evidence
 from hdet.hparams.forward import ModuleKnob
 from hdet.hparams.knob import Knob
-from hdet.hparams.optimizer import LearningRate, WeightDecay
+from hdet.hparams.optimizer import Beta1, Beta2, LearningRate, Momentum, WeightDecay
+
+HORIZON = 400
 
 
 def complete(knob: Knob, evidence: Evidence | None, diverge: bool) -> Knob:
@@ -27,12 +30,14 @@ def complete(knob: Knob, evidence: Evidence | None, diverge: bool) -> Knob:
 
 
 def counterfactual(knob: Knob) -> Evidence:
-    """The evidence that judges a knob on one trajectory: by its update's line, its formula, or its gradients."""
+    """The evidence that judges a knob on one trajectory: by its line, formula, recursion or gradients."""
     if isinstance(knob, LearningRate):
         return Line()
     if isinstance(knob, WeightDecay):
         return Analytic()
-    return Contrast() if knob.acts_on == "forward" else Divergent()
+    if isinstance(knob, (Momentum, Beta1, Beta2)):
+        return Recursion()
+    return Contrast(horizon=HORIZON) if knob.acts_on == "forward" else Divergent()
 
 
 def controller(knob: Knob, evidence: Evidence) -> Controller:
@@ -40,8 +45,8 @@ def controller(knob: Knob, evidence: Evidence) -> Controller:
     if isinstance(evidence, Line):
         return Calibrate()
     if isinstance(knob, WeightDecay):
-        return Gated(0.4, gate=2.0, raise_after=0.3)
+        return Gated(0.6, gate=1.0, full=30, most=4.0, worthwhile=1e-3, raise_after=0.3, until=0.85)
     if isinstance(knob, ModuleKnob):
-        # Small steps on evidence that adds up: an angle of 0.0025 a step at most.
-        return Gated(0.1, gate=1.0, saturation=2.0, memory=0.7, full=40, raise_after=0.3)
+        # Small steps on evidence that adds up: an angle of 0.0032 a step at most.
+        return Gated(0.08, gate=1.0, saturation=3.0, full=25, most=3.0, until=0.85)
     return Gated()

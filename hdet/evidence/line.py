@@ -40,8 +40,9 @@ class Line(Evidence):
 
     Args:
         width: how far the points reach, in coordinate units.
-        points: where the probe is evaluated, in units of `width`; P of them cost 2 P probes a window.
+        points: where the probe is evaluated, in units of `width`; P of them cost P or 2 P probes a window.
         stride: of the average, take every stride-th step's weights.
+        doubt: the averaged weights are read only if t at the last weights is above; `None` reads them always.
         preview: share of the schedule's peak that is looked ahead to during the warm-up; 0 never looks ahead.
     """
 
@@ -53,6 +54,7 @@ class Line(Evidence):
     width: float = Field(default=0.3, gt=0, le=3)
     points: tuple[float, ...] = (-1.0, 0.0, 1.0)
     stride: int = Field(default=1, ge=1)
+    doubt: float | None = 2.0
     preview: float = Field(default=0.25, ge=0, le=1)
 
     @field_validator("points")
@@ -87,21 +89,29 @@ class LineCollector(Collector):
             held.to(live.device)
             for held, live in zip(self.scene.anchor.parameters(), tensors.parameters(model), strict=True)
         ]
-        last, averaged = self.scene.weights(harvest.valid), self.scene.averaged(harvest.valid, self.spec.stride)
+        last = self.scene.weights(harvest.valid)
         around = [self.spec.width * point for point in self.spec.points]
         centres = [self._centre(knob, window) for knob in knobs]
-        points: list[Callable[[], list[Tensor]]] = []
-        for moved, centre in zip(compress(self.moved, heard), centres, strict=True):
-            # Looking ahead is a matter of the last weights alone.
-            for end in (last,) if centre else (last, averaged):
-                points += [partial(_stretched, start, end, math.exp(centre + x), moved) for x in around]
-        with self.scene.at_base():
-            losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
-        lines = iter(losses.reshape(-1, len(around), losses.shape[1]))
-        for knob, centre in zip(knobs, centres, strict=True):
-            at_last = along(around, next(lines))
-            at_average = None if centre else along(around, next(lines))
-            found[knob.name] = replace(at_last, averaged=at_average, offset=centre)
+        moves = list(compress(self.moved, heard))
+
+        def read(end: Sequence[Tensor], chosen: Sequence[int]) -> list[Estimate]:
+            points: list[Callable[[], list[Tensor]]] = [
+                partial(_stretched, start, end, math.exp(centres[k] + x), moves[k]) for k in chosen for x in around
+            ]
+            with self.scene.at_base():
+                losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
+            return [along(around, line) for line in losses.reshape(len(chosen), len(around), -1)]
+
+        at_last = read(last, range(len(knobs)))
+        # Averaged weights never ask for less where the last do not. Looking ahead is a matter of the last alone.
+        doubt = self.spec.doubt
+        doubted = [k for k, told in enumerate(at_last) if (doubt is None or told.t > doubt) and not centres[k]]
+        at_average = dict.fromkeys(range(len(knobs)), Estimate.nothing())
+        if doubted:
+            averaged = self.scene.averaged(harvest.valid, self.spec.stride)
+            at_average.update(zip(doubted, read(averaged, doubted), strict=True))
+        for k, knob in enumerate(knobs):
+            found[knob.name] = replace(at_last[k], averaged=at_average[k], offset=centres[k])
         return found
 
     def _centre(self, knob: BoundKnob, window: Window) -> float:
@@ -124,8 +134,8 @@ def _moved(knob: BoundKnob, scene: Scene) -> list[bool]:
     binding = knob.bindings[0]
     if not isinstance(binding, GroupBinding) or binding.key != "lr":
         raise ConfigError(
-            f"{knob.name}: Line evidence reads learning rates off the update; use Analytic for decay and momentum, "
-            f"Contrast for knobs of the forward pass"
+            f"{knob.name}: Line evidence reads learning rates off the update; use Analytic for decay, Recursion for "
+            f"momentum and betas, Contrast for knobs of the forward pass"
         )
     own = {id(parameter) for parameter in binding.parameters()}
     return [id(p) in own for p in scene.replicas.hosts[0][0].parameters() if p.numel()]

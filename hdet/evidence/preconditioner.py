@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.replicas.tensors import local
+
 Group = dict[str, Any]
 
 _warned: set[tuple[str, str]] = set()
@@ -32,6 +34,8 @@ def preconditioner(optimizer: Optimizer, group: Group, parameter: nn.Parameter) 
         A tensor like the parameter, a float, or `None` before the optimizer's first step.
     """
     scale = _scale(optimizer, group, optimizer.state.get(parameter, {}), parameter)
+    if isinstance(scale, Tensor):
+        scale = local(scale)  # of a sharded parameter this rank's part, as everywhere in hdet
     return -scale if scale is not None and group.get("maximize") else scale
 
 

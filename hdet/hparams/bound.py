@@ -139,10 +139,23 @@ class BoundKnob:
             step: the step the next window opens at.
             length: steps in the window that has closed.
         """
+        context = self._context(step, total_steps, window, windows_left, length)
+        move, self.state = self.controller.step(self.state, estimate, context)
+        return self._move(float(move))
+
+    def retreat(self, worked: float, step: int, total_steps: int | None, window: int) -> float:
+        """The run went back to a point at which the base was `worked`. Returns the move made, as `judge` does."""
+        context = self._context(step, total_steps, window, None, 0)
+        move, self.state = self.controller.retreat(self.state, context, worked)
+        return self._move(float(move))
+
+    def _context(
+        self, step: int, total_steps: int | None, window: int, windows_left: int | None, length: int
+    ) -> Context:
         now, following = self.schedule(max(step - 1, 0)), self.schedule(step)
         if self.schedule.total_steps is None:
             self.peak = max(self.peak, now, following)
-        context = Context(
+        return Context(
             base=self.base(max(step - 1, 0)),
             schedule_now=now,
             schedule_next=following,
@@ -157,8 +170,8 @@ class BoundKnob:
             spread=float(np.abs(self.levels).max(initial=0.0)),
             warming=following > now,
         )
-        move, self.state = self.controller.step(self.state, estimate, context)
-        move = float(move)
+
+    def _move(self, move: float) -> float:
         if not math.isfinite(move):
             raise ConfigError(f"{self.name}: {type(self.controller).__name__} moved by {move}")
         before = self.shift

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,8 +38,10 @@ class Anchor:
             tensors.copy_(self._held, live)
         else:
             self._held = tensors.clones(live, self._device)
-        state = self._optimizer.state_dict()
-        self._optimizer_state = {
+        self._optimizer_state = self._kept(self._optimizer.state_dict())
+
+    def _kept(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {
             key: _copied(value, self._device) if key == "state" else copy.deepcopy(value)
             for key, value in state.items()
         }
@@ -64,11 +67,23 @@ class Anchor:
         tensors.copy_(_everything(model), self._held)
         optimizer.load_state_dict(copy.deepcopy(self._optimizer_state))
 
+    def substituted(self) -> AbstractContextManager[None]:
+        """The anchored parameters and buffers in place of the model's, inside a block."""
+        return tensors.substituted(_everything(self._model), self._held)
+
     def state_dict(self) -> dict[str, Any]:
         """The point as a model's and an optimizer's state dict."""
-        with tensors.substituted(_everything(self._model), self._held):
+        with self.substituted():
             model = copy.deepcopy(self._model.state_dict())
         return {"step": self.step, "model": model, "optimizer": copy.deepcopy(self._optimizer_state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hold the point of a `state_dict`. Buffers that it does not name (not persistent) are held as they are now."""
+        self.take(state["step"])
+        with self.substituted():
+            self._model.load_state_dict(state["model"])
+            tensors.copy_(self._held, _everything(self._model))
+        self._optimizer_state = self._kept(state["optimizer"])
 
 
 def _copied(value: Any, device: str | None) -> Any:

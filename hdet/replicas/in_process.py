@@ -40,7 +40,7 @@ class Copies(Replicas):
         owned = [tensors.trained(model) for model, _ in self.hosts]
         # A parameter unused in some replica's forward has no gradient there: it counts as zero, as in DDP.
         used = [i for i in range(len(owned[0])) if any(own[i].grad is not None for own in owned)]
-        gradients = [[_gradient(own[i]) for i in used] for own in owned]
+        gradients = [[tensors.gradient(own[i]) for i in used] for own in owned]
         tensors.mean_(gradients, gradients)
 
     def mean(self, valid: Sequence[bool], optimizer_state: str) -> None:
@@ -163,9 +163,3 @@ def twin(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         if name not in vars(other) and not callable(value):
             setattr(other, name, copy.deepcopy(value, memo))
     return copied, other
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad

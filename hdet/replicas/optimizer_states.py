@@ -49,12 +49,13 @@ def _average_groups(sound: Sequence[Optimizer], every: Sequence[Optimizer]) -> N
     for index, group in enumerate(sound[0].param_groups):
         for key in [key for key in group if key != "params"]:
             values = [optimizer.param_groups[index][key] for optimizer in sound]
-            if any(isinstance(value, Tensor) for value in values) or all(value == values[0] for value in values):
+            if any(isinstance(optimizer.param_groups[index][key], Tensor) for optimizer in (*sound, *every)):
                 continue
-            number = isinstance(values[0], float)
-            merged = sum(values) / len(values) if number else values[0]
+            apart = any(value != values[0] for value in values)
+            merged = sum(values) / len(values) if apart and isinstance(values[0], float) else values[0]
             for optimizer in every:
-                optimizer.param_groups[index][key] = copy.deepcopy(merged)
+                if optimizer.param_groups[index][key] != merged:
+                    optimizer.param_groups[index][key] = copy.deepcopy(merged)
 
 
 def _state(optimizer: Optimizer, index: int, place: int) -> dict[str, Any]:

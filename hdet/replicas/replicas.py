@@ -22,6 +22,7 @@ class Terms:
 
     Attributes:
         gradients: "shared" or "local".
+        explored: whether any knob is explored, in whatever way.
         apart: whether replicas are expected to come apart in a window.
         observed: whether evidence looks at each replica's own gradient before it is shared.
         anchor: the last converged point, the same in all processes from the first merge on.
@@ -30,6 +31,7 @@ class Terms:
     """
 
     gradients: str
+    explored: bool
     apart: bool
     observed: bool
     anchor: Anchor
@@ -71,6 +73,13 @@ class Replicas(ABC):
 
     def settle(self) -> None:  # noqa: B027
         """Let the anchor hold the merged point, though a merge in flight may not have reached the models."""
+
+    def restored(self, *, merged: bool) -> None:  # noqa: B027
+        """Models are about to be put back to an earlier point: forget a merge in flight, which is of another.
+
+        Args:
+            merged: whether that point is the same in all processes, as from the first merge on.
+        """
 
     @abstractmethod
     def gather(self, rows: Tensor) -> NDArray[np.float64]:

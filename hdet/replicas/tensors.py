@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.errors import ConfigError
+
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor sharded over ranks, sharing its memory; any other tensor as it is."""
@@ -38,6 +40,22 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that receive gradients."""
     reshard(model)
     return [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
+
+
+def gradient(parameter: nn.Parameter) -> Tensor:
+    """A parameter's gradient, zeros where it has none; of a sharded one this rank's part.
+
+    Raises:
+        ConfigError: it is sparse.
+    """
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    if parameter.grad.layout != torch.strided:
+        raise ConfigError(
+            f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout {parameter.grad.layout}, and "
+            f"replicas share dense gradients only; use torch.nn.Embedding(sparse=False), or gradients='local'"
+        )
+    return local(parameter.grad)
 
 
 def with_mean(model: nn.Module) -> list[bool]:
@@ -86,19 +104,20 @@ def mean_(members: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor
     """
     if not members or not members[0]:
         return
-    first = [_wide(t) for t in members[0]]
+    first = [wide(t) for t in members[0]]
     merged: Sequence[Tensor] = first
     if len(members) > 1:
         total = [torch.zeros_like(t) for t in first]
         for member in members[1:]:
-            torch._foreach_add_(total, torch._foreach_sub(first, [_wide(t) for t in member]))
+            torch._foreach_add_(total, torch._foreach_sub(first, [wide(t) for t in member]))
         torch._foreach_mul_(total, 1.0 / len(members))
         merged = torch._foreach_sub(first, total)
     for target in targets:
         copy_(target, merged)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def wide(tensor: Tensor) -> Tensor:
+    """In float32 at least."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 

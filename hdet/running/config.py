@@ -46,6 +46,8 @@ class RunConfig(Spec):
         evidence: where comparisons come from, for knobs that do not say.
         merge: how the replicas become one.
         clip: the largest norm of a replica's gradient; `None` leaves gradients as they are.
+        start: the path of a checkpoint, such as another run's `model.pt`, whose model the run sets out from.
+            `{task}` and `{seed}` in it stand for the task's kind and the run's seed.
         noise: of a warm noisy start, relative to the weights' norms; see `hdet.perturb`.
         seed: decides initial weights, batches, designs and the random numbers of dropout.
         device: where the replicas live, as torch names it.
@@ -71,6 +73,7 @@ class RunConfig(Spec):
     evidence: Evidence = Divergent()
     merge: Merge = Mean()
     clip: float | None = Field(default=None, gt=0.0)
+    start: str | None = None
     noise: float = Field(default=0.0, ge=0.0, le=1.0)
     seed: int = Field(default=0, ge=0, lt=2**63)
     device: str = "cpu"
@@ -131,6 +134,13 @@ class RunConfig(Spec):
 
     def _listed(self) -> tuple[Knob, ...]:
         return self.knobs or ()
+
+    @property
+    def start_path(self) -> str | None:
+        """`start` with its placeholders filled in."""
+        if self.start is None:
+            return None
+        return self.start.replace("{task}", self.task.kind).replace("{seed}", str(self.seed))
 
     @property
     def copies(self) -> bool:

@@ -97,7 +97,10 @@ class RunFolder:
 
     def _save(self, path: Path, state: dict[str, Any]) -> None:
         aside = path.with_name(path.name + ".part")
-        torch.save(state, aside)
+        try:
+            torch.save(state, aside)
+        except RuntimeError as error:  # how torch tells of a full disk
+            raise CheckpointError(f"{path} could not be written ({error}); the one before it is whole") from None
         os.replace(aside, path)
 
     def _replace(self, path: Path, content: bytes) -> None:

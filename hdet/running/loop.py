@@ -56,7 +56,7 @@ class Training:
         knobs = config.explored(model, optimizer)
         self.unexplored = unexplored_groups(knobs, model, optimizer)
         replicas = _homed(config, model, optimizer)
-        perturb(replicas, config.noise, seed=config.seed)
+        perturb(replicas, config.noise, seed=config.seed, checkpoint=config.start_path)
         self.engine = Engine(
             replicas,
             knobs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hdet.perturb import perturb
 from hdet.running.config import RunConfig
 from hdet.running.loop import Watcher, apply_schedule, seeded, unexplored_groups, update
 from hdet.tasks import Workload
@@ -16,6 +17,7 @@ def train_plain(config: RunConfig, workload: Workload, watcher: Watcher) -> torc
     schedule, or stays where it starts. Returns the trained model.
     """
     model = workload.model()
+    perturb(model, 0.0, replica=0, checkpoint=config.start_path)
     optimizer = config.optimizer.build(workload.groups(model))
     knobs = config.explored(model, optimizer)
     groups = unexplored_groups(knobs, model, optimizer)

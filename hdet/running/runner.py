@@ -96,7 +96,7 @@ class Run:
         """
         watcher = watcher if watcher is not None else Watcher()
         result = self._finished
-        if result is not None and (not compare or result.plain is not None):
+        if result is not None and self.over(compare=compare):
             raise ConfigError(
                 f"the run in {self.folder.path} is over (held-out loss {result.test_loss}); "
                 f"start anew by --force, or choose another --out"
@@ -113,6 +113,10 @@ class Run:
             result = Result(**{**vars(result), "plain": plain})
             self.folder.save_result(result.to_dict())
         return result
+
+    def over(self, *, compare: bool = False) -> bool:
+        """Whether the run that is to be resumed has nothing left to do."""
+        return self._finished is not None and (not compare or self._finished.plain is not None)
 
     def _train(self, watcher: Watcher) -> Result:
         training, engine = self.training, self.training.engine

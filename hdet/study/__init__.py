@@ -4,7 +4,8 @@
 |---|---|
 | what is varied | `declaration.py` |
 | the runs that come of it | `cells.py` |
-| running them, once each | `runner.py`, `folder.py` |
+| what they cost | `timing.py` |
+| running them, once each | `runner.py`, `turn.py`, `folder.py` |
 | what the numbers say | `statistics.py`, `tables.py`, `pictures.py` |
 | `hdet ablate` | `command.py` |
 | controls that nobody should train with | `controls.py` |
@@ -15,6 +16,20 @@ from __future__ import annotations
 from hdet.study.cells import Cell, cells, shard
 from hdet.study.declaration import Budget, Quick, Study
 from hdet.study.folder import StudyFolder
-from hdet.study.statistics import Row, holm, rows
+from hdet.study.statistics import Comparison, Contrast, Row, contrasts, holm, rows
 
-__all__ = ["Budget", "Cell", "Quick", "Row", "Study", "StudyFolder", "cells", "holm", "rows", "shard"]
+__all__ = [
+    "Budget",
+    "Cell",
+    "Comparison",
+    "Contrast",
+    "Quick",
+    "Row",
+    "Study",
+    "StudyFolder",
+    "cells",
+    "contrasts",
+    "holm",
+    "rows",
+    "shard",
+]

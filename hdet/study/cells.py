@@ -5,16 +5,25 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hdet.errors import ConfigError
 from hdet.running.config import RunConfig
 from hdet.running.document import override
-from hdet.study.declaration import SEED, VARIANT, Study
+from hdet.study.declaration import OUT, PYTHON, SEED, VARIANT, Study
 
 Timer = Callable[[RunConfig], float]
+
+# A script and its configuration, yes; an interpreter or a data set, no.
+LARGEST_HASHED = 2**20
+
+# A path of a run's field may be a factor of a script too: {optimizer.lr}.
+BRACES = re.compile(r"\{([\w.-][\w. -]*)\}")
 
 
 @dataclass(frozen=True)
@@ -26,23 +35,26 @@ class Cell:
         seed: of the run.
         config: the run, resolved; `None` for a script's.
         command: the script's command, its `{out}` not yet filled in; `None` for a run.
+        files: hashes of the files that the command names, its script above all.
     """
 
     levels: Mapping[str, str]
     seed: int
     config: RunConfig | None = field(default=None, compare=False)
     command: tuple[str, ...] | None = None
+    files: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
         """The name of its folder: a hash of what is run, so that equal cells share one and run once."""
-        content = self.config.to_dict() if self.config is not None else {"command": self.command}
+        script = {"command": self.command, "files": self.files}
+        content = self.config.to_dict() if self.config is not None else script
         text = json.dumps({**content, SEED: None}, sort_keys=True)
         return f"{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}-seed{self.seed}"
 
     @property
     def samples(self) -> int | None:
-        """Examples seen over all replicas."""
+        """Examples trained on over all replicas; what probes and counterfactual evidence evaluate is not counted."""
         return None if self.config is None else self.config.steps * self.config.replicas * self.config.batch_size
 
     def __str__(self) -> str:
@@ -63,11 +75,12 @@ def cells(study: Study, *, quick: bool = False, timer: Timer | None = None) -> l
     extra = study.quick.set if quick else {}
     declared = study.quickened() if quick else study
     found = []
+    hashed: dict[str, str] = {}
     for levels, values in _combinations(declared):
         for seed in declared.seed_list:
             if declared.script is not None:
                 command = _filled(declared.script, {**_flat(values), **extra, SEED: seed})
-                found.append(Cell(levels, seed, command=command))
+                found.append(Cell(levels, seed, command=command, files=_hashes(command, hashed)))
                 continue
             try:
                 config = _matched(_resolved(declared, values, extra, seed), declared, timer)
@@ -139,15 +152,24 @@ def _matched(config: RunConfig, study: Study, timer: Timer | None) -> RunConfig:
 
 
 def _filled(words: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
-    known = {name: str(value) for name, value in values.items()}
-    command = []
-    for word in words:
-        for name, value in known.items():
-            word = word.replace("{" + name + "}", value)
-        command.append(word)
-    unused = [name for name in known if not any("{" + name + "}" in word for word in words)]
+    """The command with its factors and the seed filled in, all at once: a value may hold braces of its own."""
+    asked = {name for word in words for name in BRACES.findall(word)}
+    unused = [name for name in values if name not in asked]
     if unused:
         raise ConfigError(f"the script's command does not use {unused}; write them in braces: --seed {{seed}}")
-    if not any("{out}" in word for word in words):
+    if OUT not in asked:
         raise ConfigError("the script's command does not use {out}, the folder to write result.json to")
-    return tuple(command)
+    unknown = sorted(asked - {*values, OUT, PYTHON})
+    if unknown:
+        raise ConfigError(f"the script's command asks for {unknown}, and there are {[*values, OUT, PYTHON]}")
+    kept = {OUT: "{" + OUT + "}", PYTHON: "{" + PYTHON + "}"}
+    known = {**{name: str(value) for name, value in values.items()}, **kept}
+    return tuple(BRACES.sub(lambda found: known[found[1]], word) for word in words)
+
+
+def _hashes(command: Sequence[str], known: dict[str, str]) -> tuple[str, ...]:
+    """Of the small files among a command's words, so that an edited script is not taken for the one that was run."""
+    for word in command:
+        if word not in known and os.path.isfile(word) and os.path.getsize(word) <= LARGEST_HASHED:
+            known[word] = hashlib.blake2b(Path(word).read_bytes(), digest_size=6).hexdigest()
+    return tuple(known[word] for word in command if word in known)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from statistics import mean, median
 from typing import Annotated
 
 import typer
@@ -19,11 +21,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from hdet import __version__
 from hdet.errors import ConfigError, HdetError
 from hdet.study import pictures, runner, statistics, tables
 from hdet.study.cells import Cell, Timer, cells, shard
 from hdet.study.declaration import Study, label
-from hdet.study.folder import StudyFolder, Timings
+from hdet.study.folder import StudyFolder, tolerated
+from hdet.study.statistics import Levels
+from hdet.study.timing import Timings, seconds_per_step
 
 
 def ablate(
@@ -41,48 +46,104 @@ def ablate(
     declared = Study.load(study)
     shown = declared.quickened() if quick else declared
     folder = StudyFolder(out if out is not None else Path("runs") / shown.name)
-    # A dry run leaves no trace.
-    timings = Timings(None if dry_run else folder.path / "timings.json", runner.seconds_per_step)
-    everything = cells(declared, quick=quick, timer=timings)
+    everything, timings = _planned(declared, folder, quick=quick, jobs=jobs, dry_run=dry_run, part=part)
     mine = everything if part is None else shard(everything, part)
     console = Console(highlight=False)
     if dry_run:
         _show_cost(console, folder, mine, jobs, timings)
+        _print(console, *_spent(shown, everything))
         return
-    folder.begin(shown)
+    began_by = folder.begin(shown)
+    if began_by != __version__:
+        _print(console, f"warning: {folder.path} was begun by hdet {began_by}, and this is {__version__}")
     errors = _run(console, folder, mine, jobs, shown.metrics)
-    summarise(folder, shown, everything)
+    problems = summarise(folder, shown, everything)
     for metric in shown.metrics:
         text = folder.path / f"table_{metric}.txt"
         if text.exists():
-            console.print(text.read_text(encoding="utf-8"), markup=False, soft_wrap=True)
+            _print(console, text.read_text(encoding="utf-8"))
     left = len(runner.pending(folder, everything))
-    console.print(
-        f"written to {folder.path}" + (f"; {left} cells are still to run" if left else ""),
-        markup=False,
-        soft_wrap=True,
-    )
+    _print(console, f"written to {folder.path}" + (f"; {left} cells are still to run" if left else ""))
+    if problems:
+        _print(console, *problems)
+        raise HdetError(
+            f"{len(problems)} results cannot be read (see above), such as: {problems[0]}; a cell whose folder is "
+            f"removed is run again"
+        )
     if errors:
         raise HdetError(f"{errors} cells failed (see above); run the study again to try them again")
 
 
-def summarise(folder: StudyFolder, study: Study, everything: list[Cell]) -> None:
-    """Write `cells.csv`, the tables of every metric and the pictures, from the cells that are finished."""
-    folder.write_cells(everything, study.metrics)
+def summarise(folder: StudyFolder, study: Study, everything: list[Cell]) -> list[str]:
+    """Write `cells.csv`, the tables of every metric and the pictures, from the cells that are finished.
+
+    Returns a line for each result or history that cannot be read; the others are shown all the same.
+    """
+    problems: list[str] = []
+    folder.write_cells(everything, study.metrics, problems)
+    baseline = {key: label(value) for key, value in study.baseline.items()}
+    seconds = _mean_seconds(folder, everything, problems) if study.budget.hold == "seconds" else None
     for metric in study.metrics:
-        groups = folder.groups(everything, metric)
-        if not groups:
+        groups = folder.groups(everything, metric, problems)
+        if all(value is None for values in groups.values() for value in values.values()):
             continue
-        rows = statistics.rows(groups, {key: label(value) for key, value in study.baseline.items()}, study.level)
-        folder.write(f"table_{metric}.txt", tables.as_text(rows, metric))
-        folder.write(f"table_{metric}.csv", tables.as_csv(rows))
-        folder.write(f"table_{metric}.md", tables.as_markdown(rows, metric))
-        folder.write(f"table_{metric}.tex", tables.as_latex(rows, metric))
+        rows = statistics.rows(groups, baseline, study.level, tested=not study.contrasts, seconds=seconds)
+        contrasts = statistics.contrasts(groups, study.pairs, study.level)
+        table = tables.Table(metric, rows, contrasts, study.level, _spent(study, everything))
+        folder.write(f"table_{metric}.txt", tables.as_text(table))
+        folder.write(f"table_{metric}.csv", tables.rows_as_csv(rows))
+        if contrasts:
+            folder.write(f"contrasts_{metric}.csv", tables.contrasts_as_csv(contrasts))
+        folder.write(f"table_{metric}.md", tables.as_markdown(table))
+        folder.write(f"table_{metric}.tex", tables.as_latex(table))
         for factor, levels in study.factors.items():
             if len(levels) > 1:
                 name = factor.replace(".", "_")
                 pictures.draw_factor(rows, factor, folder.path / f"{metric}_by_{name}.png", metric=metric)
-    pictures.draw_curves(folder.curves(everything), folder.path / "curves.png", title=study.name)
+    pictures.draw_curves(folder.curves(everything, problems), folder.path / "curves.png", title=study.name)
+    return problems
+
+
+def _planned(
+    declared: Study, folder: StudyFolder, *, quick: bool, jobs: int, dry_run: bool, part: str | None
+) -> tuple[list[Cell], Timings]:
+    """The cells, and what times a step of each under the settings it will be run with."""
+    measure = partial(seconds_per_step, threads=None if jobs == 1 else runner.THREADS)
+    path = folder.path / "timings.json"
+    holds_seconds = (declared.quickened() if quick else declared).budget.hold == "seconds"
+    if holds_seconds and part is not None:
+        timings = Timings(path, None)
+    elif holds_seconds or not dry_run:
+        timings = Timings(path, measure)
+    else:
+        timings = Timings(None, measure)  # a dry run that plans nothing by its timings leaves no trace
+    return cells(declared, quick=quick, timer=timings), timings
+
+
+def _spent(study: Study, everything: Sequence[Cell]) -> list[str]:
+    """How equal the budget was held, where that wants to be said."""
+    if study.budget.hold == "seconds":
+        return ["Held equal: wall time, by steps timed before; the seconds are those the runs then took."]
+    if study.budget.hold != "samples":
+        return []
+    spent = [cell.samples for cell in everything if cell.samples is not None]
+    remark = (
+        "Held equal: examples trained on. Those that only probes and counterfactual evidence evaluate are not counted; "
+        "the seconds in cells.csv have them."
+    )
+    total = study.budget.total
+    if total is not None and min(spent) < total:
+        remark += f" Steps are whole: of {total:g} the cells spend {min(spent)} to {max(spent)}."
+    return [remark]
+
+
+def _mean_seconds(folder: StudyFolder, everything: Sequence[Cell], problems: list[str]) -> dict[Levels, float]:
+    found: dict[Levels, list[float]] = {}
+    for cell in everything:
+        seconds = tolerated(partial(folder.seconds, cell), problems)
+        if seconds is not None:
+            found.setdefault(tuple(cell.levels.items()), []).append(seconds)
+    return {levels: mean(values) for levels, values in found.items()}
 
 
 def _run(console: Console, folder: StudyFolder, mine: list[Cell], jobs: int, metrics: Sequence[str]) -> int:
@@ -102,43 +163,53 @@ def _run(console: Console, folder: StudyFolder, mine: list[Cell], jobs: int, met
         bar = progress.add_task("cells", total=len(todo))
         for number, (cell, error) in enumerate(runner.run(folder, mine, jobs=jobs), start=1):
             progress.advance(bar)
-            errors += error is not None
-            said = f"failed: {error}" if error is not None else _outcome(folder, cell, metrics)
+            errors += error is not None and error != runner.ELSEWHERE
             elapsed = time.perf_counter() - began
-            console.print(f"[{number}/{len(todo)}, {elapsed:.0f} s] {cell}: {said}", markup=False, soft_wrap=True)
+            said = _outcome(folder, cell, error, metrics)
+            _print(console, f"[{number}/{len(todo)}, {elapsed:.0f} s] {cell}: {said}")
     return errors
 
 
-def _outcome(folder: StudyFolder, cell: Cell, metrics: Sequence[str]) -> str:
-    values = {name: folder.metric(cell, name) for name in metrics}
-    return "  ".join(
-        f"{name} {value:.4f}" if value is not None and math.isfinite(value) else f"{name} diverged"
+def _outcome(folder: StudyFolder, cell: Cell, error: str | None, metrics: Sequence[str]) -> str:
+    if error is not None:
+        return error if error == runner.ELSEWHERE else f"failed: {error}"
+    problems: list[str] = []
+    values = {name: tolerated(partial(folder.metric, cell, name), problems) for name in metrics}
+    said = [
+        f"{name} {value:.4f}" if math.isfinite(value) else f"{name} diverged"
         for name, value in values.items()
-    )
+        if value is not None
+    ]
+    return "  ".join([*said, *problems])
 
 
 def _show_cost(console: Console, folder: StudyFolder, mine: list[Cell], jobs: int, timer: Timer) -> None:
     """Every cell with its steps, samples and estimated seconds, and the sum of those still to run."""
     if not mine:
         raise ConfigError("there is nothing to run: this shard is empty")
-    total = 0.0
+    total: float | None = 0.0
     todo = {cell.key for cell in runner.pending(folder, mine)}
+    of_scripts = [folder.seconds(cell) for cell in mine if cell.config is None and cell.key not in todo]
+    of_a_script = median([seconds for seconds in of_scripts if seconds is not None]) if of_scripts else None
     seen: set[str] = set()
     for cell in mine:
-        if cell.config is None:
-            cost = ""
-        else:
-            seconds = timer(cell.config) * cell.config.steps
-            cost = f"  {cell.config.steps} steps  {cell.samples} samples  {seconds:.0f} s"
-            if cell.key in todo and cell.key not in seen:
-                total += seconds
+        seconds = timer(cell.config) * cell.config.steps if cell.config is not None else of_a_script
+        if cell.key in todo and cell.key not in seen:
+            total = None if total is None or seconds is None else total + seconds
+        cost = "" if cell.config is None else f"  {cell.config.steps} steps  {cell.samples} samples  {seconds:.0f} s"
         state = "" if cell.key in todo else "  (finished)"
         same = "  (the same run as one above)" if cell.key in seen else ""
         seen.add(cell.key)
-        console.print(f"{cell}{cost}{state}{same}", markup=False, soft_wrap=True)
-    console.print(
-        f"{len(mine)} cells, {len(seen)} different runs, {len(todo)} to run: about "
-        f"{total / jobs / 60:.1f} minutes with --jobs {jobs}",
-        markup=False,
-        soft_wrap=True,
+        _print(console, f"{cell}{cost}{state}{same}")
+    about = (
+        "for how long is unknown until one is finished" if total is None else f"about {total / jobs / 60:.1f} minutes"
     )
+    _print(
+        console,
+        f"{len(mine)} cells, {len(seen)} different runs, {len(todo)} to run: {about} with --jobs {jobs}",
+    )
+
+
+def _print(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +16,17 @@ from hdet.spec import Spec
 
 VARIANT = "variant"
 SEED = "seed"
+OUT = "out"
+PYTHON = "python"
 
 
 class Budget(Spec):
     """What every cell of a study may spend, so that cells are compared at equal cost.
 
     Attributes:
-        hold: "steps", the optimizer steps; "samples", the examples over all replicas; "seconds", wall time,
-            by steps timed before the cell is run.
+        hold: "steps", the optimizer steps; "samples", the examples trained on over all replicas (those that only
+            probes and counterfactual evidence evaluate are not counted); "seconds", wall time, by steps timed
+            before the cell is run.
         total: how much of it; for steps, `None` takes the run's own.
     """
 
@@ -58,14 +63,17 @@ class Study(Spec):
             (relative to the study's).
         script: instead of `base`, a user's own command as a list of words; `{seed}`, `{out}` and each
             factor's name in braces are filled in. It writes `{out}/result.json`: `{"test_loss": 1.5, ...}`.
+            Paths in it are relative to the folder that hdet is started in.
         grid: for each path of a run's field (or name of a script's factor), its values; as a mapping, the
             values by the names they go by in tables.
         variants: named bundles of fields, one more factor called "variant"; laid over the grid's.
         seeds: as a number, 0 to seeds - 1.
         budget: what is held equal over cells.
         baseline: the levels that others are compared with, for some factors; by default none are compared.
+        contrasts: pairs of levels of one factor, such as `[[full, control], ...]`: the questions the study asks,
+            each put within every combination of the other factors. They are then all that is tested.
         metrics: of `result.json`; tables and plots of factors take them in this order, smaller is better.
-        level: of significance for the family of comparisons of one metric.
+        level: 1 - level is the confidence of each interval by itself; nothing corrects it for how many there are.
         quick: what `--quick` changes.
 
     >>> study = Study(name="width", base={"task": "digits", "steps": 10}, grid={"optimizer.lr": [0.1, 0.2]})
@@ -81,9 +89,18 @@ class Study(Spec):
     seeds: int | tuple[int, ...] = 5
     budget: Budget = Budget()
     baseline: dict[str, Any] = Field(default_factory=dict)
+    contrasts: tuple[tuple[Any, Any], ...] = ()
     metrics: tuple[str, ...] = Field(default=("test_loss",), min_length=1)
     level: float = Field(default=0.05, gt=0, lt=1)
     quick: Quick = Quick()
+
+    @field_validator("grid", "variants", mode="before")
+    @classmethod
+    def _names_are_words(cls, given: Any) -> Any:
+        """YAML reads the name in `{1: ...}` as a number."""
+        if not isinstance(given, Mapping):
+            return given
+        return {label(name): _named(levels) for name, levels in given.items()}
 
     @field_validator("seeds")
     @classmethod
@@ -99,6 +116,13 @@ class Study(Spec):
             raise ValueError("give either base (a run) or script (a command)")
         if VARIANT in self.grid or SEED in self.grid:
             raise ValueError("'variant' and 'seed' are factors already; use variants: and seeds:")
+        for name, fields in {**self.variants, "quick.set": self.quick.set}.items():
+            if SEED in fields:
+                raise ValueError(f"{name} sets the seed, which is a factor already; use seeds:")
+        if self.script is not None:
+            taken = {OUT, PYTHON} & {*self.grid, *self.quick.set, *itertools.chain(*self.variants.values())}
+            if taken:
+                raise ValueError(f"a script's factor cannot be called {sorted(taken)}: hdet fills these in itself")
         for factor, levels in self.grid.items():
             if not levels:
                 raise ValueError(f"grid: {factor} has no values")
@@ -112,6 +136,8 @@ class Study(Spec):
                 raise ValueError(f"baseline: no factor is called {factor!r}; there are {sorted(factors)}")
             if label(level) not in factors[factor]:
                 raise ValueError(f"baseline: {factor} has no level {level!r}; there are {list(factors[factor])}")
+        if len({frozenset(contrast) for contrast in self.pairs}) < len(self.pairs):
+            raise ValueError("contrasts: a pair is there twice; each is one test of the family")
         return self
 
     @property
@@ -123,6 +149,20 @@ class Study(Spec):
         }
         if self.variants:
             found[VARIANT] = dict(self.variants)
+        return found
+
+    @property
+    def pairs(self) -> list[tuple[str, str, str]]:
+        """The contrasts, each as a factor and the names of two of its levels."""
+        found = []
+        for first, second in ((label(one), label(other)) for one, other in self.contrasts):
+            holders = [name for name, levels in self.factors.items() if first in levels and second in levels]
+            if first == second or len(holders) != 1:
+                raise ValueError(
+                    f"contrasts: [{first}, {second}] must be two levels of one factor, and of one only; there are "
+                    f"{ {name: list(levels) for name, levels in self.factors.items()} }"
+                )
+            found.append((holders[0], first, second))
         return found
 
     @property
@@ -169,3 +209,7 @@ def label(value: Any) -> str:
         rest = ", ".join(f"{key}={label(item)}" for key, item in value.items() if key != "kind")
         return f"{value['kind']}({rest})" if rest else str(value["kind"])
     return json.dumps(value)
+
+
+def _named(levels: Any) -> Any:
+    return {label(name): value for name, value in levels.items()} if isinstance(levels, Mapping) else levels

@@ -1,10 +1,15 @@
-"""What a study's numbers say: means, and differences from a baseline, paired by seed and corrected."""
+"""What a study's numbers say: means, and differences paired by seed, tested and corrected.
+
+A run that diverged has no number to put into a mean, and leaving it out flatters what made it diverge. So where a
+pair of runs lacks a finite value on either side the difference of the others is shown, and nothing is tested.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,69 +17,141 @@ from numpy.typing import NDArray
 from hdet.errors import MissingExtraError
 
 Levels = tuple[tuple[str, str], ...]
-Values = Mapping[int, float]
+# By seed; not finite where the run diverged, None where there is no result yet.
+Values = Mapping[int, float | None]
+
+C = TypeVar("C", bound="Comparison")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One combination of levels, for one metric.
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two groups of runs, paired by seed.
 
     Attributes:
-        levels: factor and level.
-        count: seeds with a finite value; `failed`, those that diverged.
-        mean, stderr: over the finite ones; stderr is NaN with fewer than two.
-        difference: mean of value - baseline's value over the seeds both have; NaN without a baseline.
-        interval: half width of its confidence interval (of the study's level, not corrected).
-        p: of a paired t-test that the difference is 0, two-sided; `adjusted` after Holm's correction over all
-        rows.
-        pairs: seeds in the comparison.
-        is_baseline: whether others are compared with it.
+        pairs: seeds with a finite value on both sides; `diverged`, those with a value on each and one of them not
+            finite; `seeds`, all there should be.
+        difference: mean over the pairs; NaN without one.
+        interval: half width of its confidence interval, not corrected for the number of comparisons.
+        p: of a paired t-test that the difference is 0, two-sided; `adjusted` after Holm's correction over the
+            family. NaN with fewer than two pairs, with a pair missing or diverged, and where the pairs differ by
+            exactly the same amount, which no t-test can judge.
     """
 
-    levels: Levels
-    count: int
-    failed: int
-    mean: float
-    stderr: float
     difference: float = math.nan
     interval: float = math.nan
     p: float = math.nan
     adjusted: float = math.nan
     pairs: int = 0
+    diverged: int = 0
+    seeds: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One combination of levels, for one metric.
+
+    Attributes:
+        levels: factor and level.
+        seeds: declared; `count`, those with a finite value; `failed`, those that diverged. The rest is not finished.
+        mean, stderr: over the finite ones; stderr is NaN with fewer than two.
+        seconds: mean wall time of a run; NaN where it was not asked for.
+        is_baseline: whether others are compared with it.
+        versus: the comparison with the baseline; empty without one.
+    """
+
+    levels: Levels
+    seeds: int
+    count: int
+    failed: int
+    mean: float
+    stderr: float
+    seconds: float = math.nan
     is_baseline: bool = False
+    versus: Comparison = field(default_factory=Comparison)
 
 
-def rows(groups: Mapping[Levels, Values], baseline: Mapping[str, str], level: float = 0.05) -> list[Row]:
+@dataclass(frozen=True, kw_only=True)
+class Contrast(Comparison):
+    """A comparison that the study names: `first` minus `second`, two levels of `factor`, within the other `levels`."""
+
+    levels: Levels
+    factor: str
+    first: str
+    second: str
+
+
+def rows(
+    groups: Mapping[Levels, Values],
+    baseline: Mapping[str, str],
+    level: float = 0.05,
+    *,
+    tested: bool = True,
+    seconds: Mapping[Levels, float] | None = None,
+) -> list[Row]:
     """A row for each combination of levels.
 
     Args:
-        groups: by combination, the metric by seed; not finite where the run failed.
+        groups: by combination, the metric by seed.
         baseline: levels of some factors; each group is compared with the one that has these levels and is
             equal in all other factors.
-        level: of significance.
+        level: 1 - level is the confidence of an interval.
+        tested: whether these comparisons are the family that is tested.
+        seconds: by combination, the mean wall time of its runs.
 
     >>> groups = {(("a", "x"),): {0: 1.0, 1: 2.0, 2: 3.0}, (("a", "y"),): {0: 1.5, 1: 2.4, 2: 3.6}}
-    >>> [row.difference for row in rows(groups, {"a": "x"})][1].__round__(3)
+    >>> [row.versus.difference for row in rows(groups, {"a": "x"})][1].__round__(3)
     0.5
     """
     found = []
     for levels, values in groups.items():
-        finite = np.array([value for value in values.values() if math.isfinite(value)])
+        known = [value for value in values.values() if value is not None]
+        finite = np.array([value for value in known if math.isfinite(value)])
         row = Row(
             levels=levels,
+            seeds=len(values),
             count=len(finite),
-            failed=len(values) - len(finite),
+            failed=len(known) - len(finite),
             mean=float(finite.mean()) if len(finite) else math.nan,
             stderr=float(finite.std(ddof=1) / math.sqrt(len(finite))) if len(finite) > 1 else math.nan,
+            seconds=math.nan if seconds is None else seconds.get(levels, math.nan),
         )
         reference = tuple((factor, baseline.get(factor, own)) for factor, own in levels)
         if baseline and reference == levels:
             row = replace(row, is_baseline=True)
         elif baseline and reference in groups:
-            row = _compared(row, values, groups[reference], level)
+            row = replace(row, versus=_compared(values, groups[reference], level))
         found.append(row)
-    adjusted = holm([row.p for row in found])
-    return [replace(row, adjusted=value) for row, value in zip(found, adjusted, strict=True)]
+    if not tested:
+        return [replace(row, versus=replace(row.versus, p=math.nan)) for row in found]
+    compared = [row for row in found if row.versus.seeds]
+    adjusted = iter(_adjusted([row.versus for row in compared]))
+    return [replace(row, versus=next(adjusted)) if row.versus.seeds else row for row in found]
+
+
+def contrasts(
+    groups: Mapping[Levels, Values], pairs: Sequence[tuple[str, str, str]], level: float = 0.05
+) -> list[Contrast]:
+    """Each pair within every combination of the other factors; all of them together are one family.
+
+    Args:
+        groups: by combination, the metric by seed.
+        pairs: a factor and two of its levels each.
+        level: 1 - level is the confidence of an interval.
+
+    >>> groups = {(("a", "x"),): {0: 1.0, 1: 2.0, 2: 3.0}, (("a", "y"),): {0: 1.5, 1: 2.4, 2: 3.6}}
+    >>> contrasts(groups, [("a", "x", "y")])[0].difference.__round__(3)
+    -0.5
+    """
+    found = []
+    for factor, first, second in pairs:
+        for levels, values in groups.items():
+            if (factor, first) not in levels:
+                continue
+            other = tuple((name, second if name == factor else own) for name, own in levels)
+            rest = tuple(item for item in levels if item[0] != factor)
+            compared = _compared(values, groups.get(other, {}), level)
+            found.append(Contrast(**vars(compared), levels=rest, factor=factor, first=first, second=second))
+    return _adjusted(found)
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -92,29 +169,42 @@ def holm(p: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def _compared(row: Row, values: Values, reference: Values, level: float) -> Row:
-    seeds = [
-        seed for seed in values if seed in reference and math.isfinite(values[seed]) and math.isfinite(reference[seed])
+def _adjusted(family: Sequence[C]) -> list[C]:
+    """With Holm's correction. A comparison that could not be tested counts in the family, as one with p = 1."""
+    corrected = holm([1.0 if math.isnan(one.p) else one.p for one in family])
+    return [
+        one if math.isnan(one.p) else replace(one, adjusted=value) for one, value in zip(family, corrected, strict=True)
     ]
-    if not seeds:
-        return row
-    differences = np.array([values[seed] - reference[seed] for seed in seeds])
-    difference = float(differences.mean())
-    if len(seeds) < 2:
-        return replace(row, difference=difference, pairs=1)
-    p, interval = _paired_t(differences, level)
-    return replace(row, difference=difference, interval=interval, p=p, pairs=len(seeds))
+
+
+def _compared(values: Values, reference: Values, level: float) -> Comparison:
+    seeds = values.keys() | reference.keys()
+    pairs = [(values.get(seed), reference.get(seed)) for seed in sorted(seeds)]
+    known = [(one, other) for one, other in pairs if one is not None and other is not None]
+    differences = np.array([one - other for one, other in known])
+    finite = differences[np.isfinite(differences)]
+    found = Comparison(
+        difference=float(finite.mean()) if len(finite) else math.nan,
+        pairs=len(finite),
+        diverged=len(known) - len(finite),
+        seeds=len(seeds),
+    )
+    if len(finite) < max(2, len(seeds)):
+        return found
+    p, interval = _paired_t(finite, level)
+    return replace(found, p=p, interval=interval)
 
 
 def _paired_t(differences: NDArray[np.float64], level: float) -> tuple[float, float]:
-    """Two-sided p of mean 0, and the half width of the mean's confidence interval."""
+    """Two-sided p of mean 0, and the half width of the mean's confidence interval; NaNs where it cannot be said."""
     try:
         from scipy import stats
     except ModuleNotFoundError:
         raise MissingExtraError("scipy", "study") from None
+    if not differences.any():
+        return 1.0, 0.0  # the same run twice
     if np.ptp(differences) <= 1e-12 * np.abs(differences).max():
-        # No scatter at all: the same run twice, or two runs that differ by a constant.
-        return (1.0, 0.0) if differences[0] == 0.0 else (0.0, 0.0)
+        return math.nan, math.nan  # a rounded metric, or too few seeds: its scatter is not zero, but unknown
     test = stats.ttest_1samp(differences, 0.0)
     interval = test.confidence_interval(1.0 - level)
     return float(test.pvalue), float(interval.high - interval.low) / 2

@@ -136,9 +136,39 @@ def test_looking_ahead_moves_either_way_on_the_last_iterate_alone() -> None:
 
 
 def test_looking_ahead_raises_to_the_ceiling_only_and_lowers_from_above_it() -> None:
-    assert move(ahead(-3), Context(schedule_now=0.1, shift=-0.25, warming=True)) == 0.25
-    assert move(ahead(-3), Context(schedule_now=0.1, shift=0.5, warming=True)) == 0
-    assert move(ahead(3), Context(schedule_now=0.1, shift=0.5, warming=True)) == -0.6
+    cautious = Calibrate(ceiling=0.0)
+
+    def step(estimate: Estimate, shift: float) -> float:
+        context = Context(schedule_now=0.1, shift=shift, warming=True)
+        return cautious.step(cautious.start(), estimate, context)[0]
+
+    assert step(ahead(-3), -0.25) == 0.25
+    assert step(ahead(-3), 0.5) == 0
+    assert step(ahead(3), 0.5) == -0.6
+
+
+def test_by_default_the_ceiling_is_far_above() -> None:
+    def step(shift: float) -> float:
+        return move(ahead(-3), Context(schedule_now=0.1, shift=shift, warming=True))
+
+    assert (step(0.0), step(4.0)) == (0.6, 0.6)
+    assert step(4.9) == pytest.approx(0.1)
+    assert step(5.0) == 0
+
+
+@pytest.mark.parametrize("t_last", [3.0, 50.0])
+def test_averaged_weights_that_were_not_read_lower_nothing(t_last: float) -> None:
+    unread = replace(bracket(t_last, 0), averaged=Estimate.nothing())
+    assert move(unread) == 0
+
+
+def test_averaged_weights_that_were_not_read_do_not_hinder_a_raise_nor_the_cap() -> None:
+    unread = replace(UP, averaged=Estimate.nothing())
+    assert move(unread) == pytest.approx(0.2)
+    warned = replace(bracket(3, 0), averaged=Estimate.nothing())
+    warm = Context(schedule_now=0.4, warming=True)
+    _, state = Calibrate(headroom=2.0).step(CalibrateState(warnings=1), warned, warm)
+    assert state.cap == pytest.approx(math.log(0.8))
 
 
 def test_looking_ahead_leaves_the_count_towards_the_cap_alone() -> None:
@@ -152,3 +182,38 @@ def test_late_in_the_run_it_neither_listens_nor_moves() -> None:
     assert Calibrate().listens(84, 100)
     assert Calibrate().listens(85, None)
     assert move(UP, late) == 0
+
+
+# -- after a rewind -------------------------------------------------------------------------------
+
+
+def test_it_goes_on_below_what_worked_and_is_capped_there() -> None:
+    """The value was 0.05 at the best point and the schedule says 0.1 next: the cap is log(1/2), the shift log(1/6)."""
+    calibrate, context = Calibrate(slower=3.0), Context(schedule_next=0.1, shift=1.0)
+    moved, state = calibrate.retreat(CalibrateState(warnings=1), context, worked=0.05)
+    assert context.shift + moved == pytest.approx(math.log(0.5 / 3))
+    assert state == CalibrateState(cap=pytest.approx(math.log(0.5)), warnings=0)
+    raised, _ = calibrate.step(state, bracket(-3, 0), Context(shift=math.log(0.5) - 0.1, schedule_now=0.3))
+    assert raised == pytest.approx(0.1), "and never again above it"
+
+
+def test_a_second_rewind_lowers_further_and_never_lifts_the_cap() -> None:
+    calibrate = Calibrate(slower=2.0)
+    _, state = calibrate.retreat(CalibrateState(cap=-1.0), Context(schedule_next=1.0, shift=-1.0), worked=1.0)
+    assert state.cap == -1.0
+    moved, lower = calibrate.retreat(state, Context(schedule_next=1.0, shift=-1.0), worked=math.exp(-2.0))
+    assert lower.cap == pytest.approx(-2.0)
+    assert moved == pytest.approx(-1.0 - math.log(2.0))
+
+
+def test_it_is_not_raised_by_a_rewind() -> None:
+    """A rate that already lies below what had worked stays where it is."""
+    moved, state = Calibrate(slower=3.0).retreat(CalibrateState(), Context(schedule_next=1.0, shift=-5.0), worked=1.0)
+    assert moved == 0.0
+    assert state.cap == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(("schedule", "worked"), [(0.0, 0.1), (0.1, 0.0)])
+def test_without_a_rate_to_compare_it_stays_as_it_was(schedule: float, worked: float) -> None:
+    state = CalibrateState(cap=0.3, warnings=1)
+    assert Calibrate().retreat(state, Context(schedule_next=schedule), worked) == (0.0, state)

@@ -27,6 +27,7 @@ CONTROLLERS = [
     Hold(),
     Gated(),
     Gated(0.06, gate=0, saturation=2, memory=0.7),
+    Gated(0.6, full=30, most=4.0, worthwhile=1e-3, until=0.85),
     Momentum(),
     Paper(1e-3),
     Newton(),
@@ -120,11 +121,30 @@ def test_state_round_trips_and_steps_are_pure(controller: Controller) -> None:
     assert controller.step(back, sure(-0.1), CONTEXT) == controller.step(state, sure(-0.1), CONTEXT)
 
 
+@every_controller
+@pytest.mark.parametrize("worked", [0.0, 0.3, 1.2, 50.0])
+def test_after_a_rewind_it_goes_on_with_a_state_of_its_own(controller: Controller, worked: float) -> None:
+    """What was gathered is forgotten, the base is not raised, and the state serves as any other."""
+    _, state = controller.step(controller.start(), sure(0.2, 1.0), CONTEXT)
+    move, back = controller.retreat(state, CONTEXT, worked)
+    assert math.isfinite(move)
+    assert move <= 0.0
+    assert from_plain(type(back), to_plain(back)) == back
+    if not isinstance(controller, Calibrate):
+        assert (move, back) == (0.0, controller.start())
+    following, _ = controller.step(back, sure(-0.1, 1.0), CONTEXT)
+    assert math.isfinite(following)
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "named"),
     [
         (Gated, {"rate": -1}, "rate"),
         (Gated, {"memory": 1.0}, "memory"),
+        (Gated, {"full": 0}, "full"),
+        (Gated, {"until": 0.0}, "until"),
+        (Gated, {"worthwhile": -1e-3}, "worthwhile"),
+        (Calibrate, {"slower": 0.5}, "slower"),
         (Momentum, {"beta": 1.0}, "beta"),
         (Paper, {}, "floor"),
         (Newton, {"limit": 0}, "limit"),

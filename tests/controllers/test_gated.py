@@ -56,11 +56,84 @@ def test_scale_of_the_slope_is_irrelevant() -> None:
     assert small[0] == pytest.approx(large[0])
 
 
-def test_a_short_window_moves_by_its_share() -> None:
-    gated, estimate = Gated(0.4, full=40), Estimate(slope=9.0, stderr=1.0)
-    assert gated.step(gated.start(), estimate, Context(length=10))[0] == pytest.approx(-0.1)
-    assert gated.step(gated.start(), estimate, Context(length=40))[0] == pytest.approx(-0.4)
-    assert gated.step(gated.start(), estimate, Context(length=400))[0] == pytest.approx(-0.4)
+def test_a_window_moves_by_its_share() -> None:
+    gated, estimate = Gated(0.4, full=40, most=2.5), Estimate(slope=9.0, stderr=1.0)
+
+    def move(length: int) -> float:
+        return gated.step(gated.start(), estimate, Context(length=length))[0]
+
+    assert move(10) == pytest.approx(-0.1)
+    assert move(40) == pytest.approx(-0.4)
+    assert move(80) == pytest.approx(-0.8)
+    assert move(100) == pytest.approx(-1.0)
+    assert move(400) == pytest.approx(-1.0), "most rates"
+
+
+def test_a_window_forgets_its_share() -> None:
+    """Memory 0.5 for 40 steps: 80 keep a quarter, 20 keep 0.71; the variance of a placebo stays 1."""
+    gated, two = Gated(0.4, full=40, memory=0.5), Estimate(slope=2.0, stderr=1.0)
+    for length, kept in ((40, 0.5), (80, 0.25), (20, math.sqrt(0.5))):
+        _, state = gated.step(GatedState(total=8.0, variance=3.0), two, Context(length=length))
+        assert state.total == pytest.approx(8.0 * kept + 2.0)
+        assert state.variance == pytest.approx(3.0 * kept**2 + 1.0)
+
+
+def test_one_window_of_80_steps_is_no_other_than_two_of_40() -> None:
+    gated, quiet = Gated(0.4, full=40, memory=0.6), Estimate(slope=1e-9, stderr=1.0)
+    _, long = gated.step(GatedState(total=5.0, variance=2.0), quiet, Context(length=80))
+    state = GatedState(total=5.0, variance=2.0)
+    for _ in range(2):
+        _, state = gated.step(state, quiet, Context(length=40))
+    assert long.total == pytest.approx(state.total)
+
+
+def test_without_full_all_windows_count_alike() -> None:
+    gated, estimate = Gated(0.4, memory=0.5), Estimate(slope=9.0, stderr=1.0)
+    results = [gated.step(GatedState(3.0, 1.0), estimate, Context(length=length)) for length in (1, 40, 4000)]
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] == pytest.approx(-0.4)
+
+
+def test_late_in_the_run_it_neither_listens_nor_moves() -> None:
+    gated, sure = Gated(0.4, until=0.85), Estimate(slope=9.0, stderr=1.0)
+    assert [gated.listens(step, 100) for step in (0, 84, 85, 99)] == [True, True, False, False]
+    assert gated.listens(10**9, None)
+    state = GatedState(1.0, 1.0)
+    assert gated.step(state, sure, Context(step=85, total_steps=100)) == (0.0, state)
+    assert gated.step(state, sure, Context(step=84, total_steps=100))[0] == pytest.approx(-0.4)
+    assert Gated(0.4).listens(99, 100)
+
+
+def weak(slope: float, level: float | None = 2.0) -> Estimate:
+    """A slope that is sure and, against a level of 2, 0.001 of it at 0.002."""
+    return Estimate(slope=slope, stderr=abs(slope) / 9, level=level)
+
+
+def test_a_knob_too_weak_to_be_felt_is_not_lowered_and_raised_by_all_there_is() -> None:
+    gated = Gated(0.1, most=4.0, worthwhile=1e-3)
+    start = gated.start()
+    assert gated.step(start, weak(0.0019), Context())[0] == 0.0
+    assert gated.step(start, weak(-0.0019), Context())[0] == pytest.approx(0.4)
+    assert gated.step(start, weak(0.0021), Context())[0] == pytest.approx(-0.1)
+    assert gated.step(start, weak(-0.0021), Context())[0] == pytest.approx(0.1)
+    # The level's sign is no matter, and without one nothing is weak.
+    assert gated.step(start, weak(0.0019, level=-2.0), Context())[0] == 0.0
+    assert gated.step(start, weak(0.0019, level=None), Context())[0] == pytest.approx(-0.1)
+    assert Gated(0.1).step(start, weak(1e-9), Context())[0] == pytest.approx(-0.1), "0 by default"
+
+
+def test_a_weak_knob_is_not_raised_in_doubt_nor_early() -> None:
+    gated = Gated(0.1, most=4.0, worthwhile=1e-3, raise_after=0.3)
+    assert gated.step(gated.start(), Estimate(slope=-1e-3, stderr=1e-3, level=2.0), Context())[0] == 0.0
+    assert gated.step(gated.start(), weak(-1e-3), Context(step=29, total_steps=100))[0] == 0.0
+    assert gated.step(gated.start(), weak(-1e-3), Context(step=30, total_steps=100))[0] == pytest.approx(0.4)
+    # Nor against the tide: tau, which remembers, decides which way.
+    remembering = Gated(0.1, most=4.0, worthwhile=1e-3, memory=0.9)
+    assert remembering.step(GatedState(50.0, 5.0), weak(-1e-3), Context())[0] == 0.0
+
+
+def test_retreating_it_forgets_and_stays() -> None:
+    assert Gated(memory=0.7).retreat(GatedState(9.0, 2.0), Context(), worked=0.1) == (0.0, GatedState())
 
 
 def test_early_in_the_run_the_base_is_lowered_and_not_raised() -> None:

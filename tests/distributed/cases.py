@@ -91,8 +91,11 @@ def data_parallel() -> Found:
     found["tilt"] = many_ranks(
         DistributedDataParallel, home={"exact": True}, signal=probe(), evidence=hdet.Divergent(tilt=1.0)
     )
-    found["copies"] = many_ranks(home={"copies": 2}, gradients="shared")
-    found["copies local"] = many_ranks(home={"copies": 2}, gradients="local")
+    for gradients in ("shared", "local"):
+        found[f"copies {gradients}"] = many_ranks(home={"copies": 2}, gradients=gradients)
+        found[f"copies {gradients} exact"] = many_ranks(
+            make=batch_normed, home={"copies": 2, "exact": True}, gradients=gradients
+        )
     return found
 
 
@@ -104,9 +107,9 @@ def in_parts() -> Found:
     found["hsdp shared"] = many_ranks(sharded_over(mesh), home={"mesh": mesh}, **both)
     for gradients in ("shared", "local"):
         home = {"mesh": mesh, "exact": True}
-        found[f"shards {gradients}"] = many_ranks(
-            sharded_over(mesh["dp_shard"]), home=home, gradients=gradients, **both
-        )
+        for name, over in (("shards", mesh["dp_shard"]), ("hsdp exact", mesh)):
+            found[f"{name} {gradients}"] = many_ranks(sharded_over(over), home=home, gradients=gradients, **both)
+    found["hsdp batch norm"] = many_ranks(sharded_over(mesh), batch_normed, home={"mesh": mesh}, **both)
     found["hsdp probe"] = many_ranks(sharded_over(mesh), home={"mesh": mesh}, signal=probe("average"), **both)
     found["hsdp tilt"] = many_ranks(
         sharded_over(mesh), home={"mesh": mesh}, signal=probe(), evidence=hdet.Divergent(tilt=1.0), **both
@@ -123,47 +126,66 @@ def in_parts() -> Found:
     return found
 
 
-def hooks() -> Found:
-    found: Found = {}
+def compressed(model: nn.Module) -> nn.Module:
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return wrapped
 
-    def compressed(model: nn.Module) -> nn.Module:
-        wrapped = DistributedDataParallel(model)
-        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        return wrapped
 
-    def low_rank(model: nn.Module) -> nn.Module:
-        wrapped = DistributedDataParallel(model)
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=4)
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return wrapped
+def low_rank(model: nn.Module) -> nn.Module:
+    wrapped = DistributedDataParallel(model)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=4)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return wrapped
 
-    found["fp16 hook"] = many_ranks(compressed)
-    found["PowerSGD hook"] = many_ranks(low_rank)
-    return found
+
+HOOKS = {"fp16": compressed, "PowerSGD": low_rank}
+
+
+def without_hdet(wrap: Callable[[nn.Module], nn.Module], make: Callable[[], nn.Module]) -> list[torch.Tensor]:
+    """Parameters and buffers after plain training by DDP."""
+    model = wrap(make())
+    optimizer = optimizer_of(model)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, STEPS, cycle_momentum=False)
+    for step in range(STEPS):
+        loss_of(model, batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step + 1 < STEPS:
+            scheduler.step()
+    return [t.detach() for t in (*model.parameters(), *model.buffers())]
 
 
 def spread_zero() -> Found:
-    """hdet with nothing to explore, beside DDP alone."""
+    """hdet with nothing to explore, beside DDP alone; a rank's buffers are compared with those of rank 0."""
     found: Found = {}
-    for name, make in (("plain", network), ("batch norm", batch_normed)):
-        still = [
-            hdet.LearningRate(spread=hdet.TwoLevel(0.0), controller=hdet.Hold(), schedule=hdet.OneCycle(0.02, STEPS)),
-        ]
-        with_hdet = many_ranks(DistributedDataParallel, make, knobs=still)
-        model = DistributedDataParallel(make())
-        optimizer = optimizer_of(model)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, STEPS, cycle_momentum=False)
-        for step in range(STEPS):
-            loss_of(model, batch(step, dist.get_rank())).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step + 1 < STEPS:
-                scheduler.step()
-        ours = with_hdet["weights"]
-        alone = [parameter.detach() for parameter in model.parameters()]
-        found[name] = {"difference": difference(ours, alone), "same": all(map(torch.equal, ours, alone))}
+    cases = {
+        "plain": (DistributedDataParallel, network),
+        "batch norm": (DistributedDataParallel, batch_normed),
+        **{name: (wrap, network) for name, wrap in HOOKS.items()},
+    }
+    for name, (wrap, make) in cases.items():
+        alone = without_hdet(wrap, make)
+        for tensor in alone[len(list(make().parameters())) :]:
+            dist.broadcast(tensor, 0)
+        for policy in ("average", "keep"):
+            still = hdet.LearningRate(
+                spread=hdet.TwoLevel(0.0), controller=hdet.Hold(), schedule=hdet.OneCycle(0.02, STEPS)
+            )
+            with_hdet = many_ranks(wrap, make, knobs=[still], merge=hdet.Mean(policy))
+            ours = [*with_hdet["weights"], *with_hdet["buffers"]]
+            found[name, policy] = {
+                "difference": difference(ours, alone),
+                "same": all(map(torch.equal, ours, alone)),
+            }
+        found[name] = alone
     return found
 
 
 def everything() -> Found:
-    return {**data_parallel(), **in_parts(), **hooks(), "spread zero": spread_zero()}
+    return {
+        **data_parallel(),
+        **in_parts(),
+        **{f"{name} hook": many_ranks(wrap) for name, wrap in HOOKS.items()},
+        "spread zero": spread_zero(),
+    }

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from launch import launch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from training import difference, network, optimizer_of, train
+from training import difference, network, optimizer_of, probe, train
 
 import hdet
 
@@ -26,6 +26,20 @@ STOP = 6
 def ddp_engine() -> hdet.Engine:
     model = DistributedDataParallel(network())
     return cases.engine_of(hdet.distribute(model, optimizer_of(model), exact=True))
+
+
+def kept_engine() -> hdet.Engine:
+    """Replicas that keep moments of their own, and so differ at every opening."""
+    model = DistributedDataParallel(network())
+    home = hdet.distribute(model, optimizer_of(model), exact=True)
+    return cases.engine_of(home, gradients="local", merge=hdet.Mean("keep"))
+
+
+def noisy_engine() -> hdet.Engine:
+    model = DistributedDataParallel(network())
+    home = hdet.distribute(model, optimizer_of(model), exact=True)
+    hdet.perturb(home, noise=0.3)
+    return cases.engine_of(home)
 
 
 def hsdp_engine(shape: tuple[int, int]) -> tuple[hdet.Engine, int]:
@@ -113,7 +127,80 @@ def four_ranks(folder: Path) -> Found:
     found["after full"] = checkpoints.latest()
     train(engine, cases.STEPS)  # the failed save does no harm
     found["full whole"] = cases.outcome(engine)
+    return {**found, "apart": apart(folder), "half": halves(folder), "background": full_in_the_background(folder)}
+
+
+def apart(folder: Path) -> Found:
+    """Checkpoints of replicas that differ at a window's opening."""
+    found: Found = {}
+    for name, make in (("kept", kept_engine), ("noisy", noisy_engine)):
+        for stop in (4, 6) if name == "kept" else (0, 2):
+            engine = make()
+            train(engine, stop)
+            checkpoints = hdet.CheckpointFolder(folder / f"{name} {stop}")
+            checkpoints.save(engine)
+            if stop == 6:  # any use of torch.distributed.checkpoint holds the first place's point, not a mix
+                dcp.save({"hdet": hdet.Stateful(engine)}, checkpoint_id=folder / "kept bare")
+            train(engine, cases.STEPS)
+            found[f"{name} {stop} whole"] = cases.outcome(engine)
+            engine = make()
+            checkpoints.resume(engine)
+            train(engine, cases.STEPS)
+            found[f"{name} {stop}"] = cases.outcome(engine)
+    engine = kept_engine()
+    dcp.load({"hdet": hdet.Stateful(engine)}, checkpoint_id=folder / "kept bare")
+    found["bare"] = engine.optimizers[0].state_dict()["state"]
+    raw = {"hdet": {"model": {name: torch.empty_like(value) for name, value in network().state_dict().items()}}}
+    dcp.load(raw, checkpoint_id=folder / "noisy 2" / "step_00000000")
+    found["raw"] = raw["hdet"]["model"]
+    found["own"] = {name: p.detach().clone() for name, p in noisy_engine().hosts[0][0].named_parameters()}
     return found
+
+
+def halves(folder: Path) -> Found:
+    """Two runs at once, each on two of four ranks; the second saves once more, for itself."""
+    half = dist.get_rank() // 2
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][half]
+
+    def start() -> hdet.Engine:
+        model = network(half)
+        return cases.engine_of(hdet.distribute(model, optimizer_of(model), group=group))
+
+    engine = start()
+    checkpoints = hdet.CheckpointFolder(folder / f"half {half}")
+    train(engine, 4)
+    checkpoints.save(engine)
+    if half == 1:
+        train(engine, 8)
+        checkpoints.save(engine, wait=False)
+        checkpoints.wait()
+    again = start()
+    at = checkpoints.resume(again)
+    train(engine, cases.STEPS)
+    train(again, cases.STEPS)
+    return {"at": at, "whole": cases.outcome(engine), "resumed": cases.outcome(again)}
+
+
+def full_in_the_background(folder: Path) -> str:
+    """The second rank's disk fills up under an asynchronous save."""
+    engine, part = hsdp_engine((2, 2))
+    checkpoints = hdet.CheckpointFolder(folder / "full")
+    train(engine, 4, parts=(part,), each=2)
+    checkpoints.save(engine)
+    train(engine, 8, parts=(part,), each=2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    checkpoints.save(engine, wait=False)
+    told = ""
+    try:
+        checkpoints.wait()
+    except hdet.CheckpointError as error:
+        told = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    dist.barrier()
+    newest = checkpoints.latest()
+    return f"{newest.name if newest else None}: {told}"
 
 
 def two_ranks(folder: Path) -> Found:
@@ -136,7 +223,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(folder: Path) -> list[Found]:
-    return launch(four_ranks, 4, folder)
+    return launch(four_ranks, 4, folder, limit=200.0)
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +280,50 @@ def test_a_full_disk_is_told_on_every_rank_and_leaves_the_last_checkpoint(four: 
         same_end(found["full whole"], found["whole"])
 
 
+def test_a_full_disk_of_another_rank_in_the_background_too(four: list[Found]) -> None:
+    for found in four:
+        assert found["background"].startswith("step_00000004: ")
+        assert "could not be written" in found["background"]
+
+
+@pytest.mark.parametrize("name", ["kept 4", "kept 6", "noisy 0", "noisy 2"])
+def test_replicas_that_differ_at_an_opening_resume_each_from_its_own(four: list[Found], name: str) -> None:
+    for found in four:
+        same_end(found["apart"][name], found["apart"][f"{name} whole"])
+
+
+def test_a_bare_checkpoint_of_such_replicas_is_the_first_places_and_no_mix(four: list[Found]) -> None:
+    first = four[0]["apart"]
+    assert all(torch.equal(first["raw"][name], value) for name, value in first["own"].items())
+    assert difference(list(four[3]["apart"]["own"].values()), list(first["own"].values())) > 0.01
+    for found in four:
+        for number, entries in found["apart"]["bare"].items():
+            for key, value in entries.items():
+                assert torch.equal(value, first["bare"][number][key])
+
+
+def test_one_process_takes_up_replicas_that_differ(folder: Path, four: list[Found]) -> None:
+    torch.set_num_threads(1)
+    for n, same in ((4, True), (2, False)):
+        model = network()
+        home = hdet.replicate(model, optimizer_of(model), n=n)
+        engine = cases.engine_of(home, gradients="local", merge=hdet.Mean("keep"))
+        assert hdet.CheckpointFolder(folder / "kept 6").resume(engine) == 4
+        moments = [optimizer.state_dict()["state"][0]["exp_avg"] for optimizer in engine.optimizers]
+        assert torch.equal(moments[0], moments[1]) != same
+        train(engine, cases.STEPS)
+        if same:
+            same_end(cases.outcome(engine), four[0]["apart"]["kept 6 whole"])
+
+
+def test_runs_on_groups_of_ranks_save_and_resume_by_themselves(four: list[Found]) -> None:
+    assert [found["half"]["at"] for found in four] == [4, 4, 8, 8]
+    for found in four:
+        assert difference(found["half"]["whole"]["weights"], found["half"]["resumed"]["weights"]) < 1e-6
+        assert found["half"]["whole"]["bases"] == pytest.approx(found["half"]["resumed"]["bases"])
+    assert difference(four[0]["half"]["whole"]["weights"], four[2]["half"]["whole"]["weights"]) > 0.01
+
+
 def test_fewer_ranks_take_up_the_converged_model_and_its_bases(four: list[Found], two: list[Found]) -> None:
     for found in two:
         assert found["at"] == 4
@@ -225,8 +356,93 @@ def test_a_checkpoint_of_another_declaration_is_refused(folder: Path, four: list
         hdet.CheckpointFolder(folder / "ddp").resume(engine)
 
 
-def test_an_empty_folder_has_nothing_to_resume(tmp_path: Path) -> None:
-    model = network()
-    engine = cases.engine_of(hdet.replicate(model, optimizer_of(model), n=4))
+def one_process(seed: int = 0, **options: Any) -> hdet.Engine:
+    torch.set_num_threads(1)
+    model = network(seed)
+    return cases.engine_of(hdet.replicate(model, optimizer_of(model), n=2), **options)
+
+
+def test_where_nothing_is_to_resume_the_run_and_its_history_begin(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    train(one_process(history=path), 5)  # killed after a window, before its first checkpoint
+    engine = one_process(history=path)
     assert hdet.CheckpointFolder(tmp_path / "none").resume(engine) is None
     assert engine.step_count == 0
+    train(engine, cases.STEPS)
+    assert [record.window for record in hdet.History(path)] == [0, 1, 2]
+
+
+def test_a_refused_resume_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+    saved = one_process(seed=1)
+    train(saved, 6)
+    hdet.CheckpointFolder(tmp_path / "folder").save(saved)
+    dcp.save({"hdet": hdet.Stateful(saved)}, checkpoint_id=tmp_path / "bare")
+    model = network()
+    engine = cases.engine_of(hdet.replicate(model, optimizer_of(model), n=2), seed=7)
+    train(engine, 5)
+    before = [tensor.clone() for tensor in engine.anchor.held]
+    with pytest.raises(hdet.CheckpointError, match="seed=0, this engine has 7"):
+        hdet.CheckpointFolder(tmp_path / "folder").resume(engine)
+    with pytest.raises(hdet.CheckpointError, match="seed=0, this engine has 7"):
+        dcp.load({"hdet": hdet.Stateful(engine)}, checkpoint_id=tmp_path / "bare")
+    assert all(map(torch.equal, before, engine.anchor.held))
+    assert engine.step_count == 5
+
+
+def test_a_folder_of_another_run_is_not_saved_over(tmp_path: Path) -> None:
+    checkpoints = hdet.CheckpointFolder(tmp_path)
+    old = one_process()
+    for step in (4, 8):
+        train(old, step)
+        checkpoints.save(old)
+        assert checkpoints.save(old) == tmp_path / f"step_{step:08d}"  # nothing new: nothing written
+    fresh = one_process(seed=3)
+    train(fresh, 4)
+    with pytest.raises(hdet.CheckpointError, match="holds step_00000008, from which this engine has not gone on"):
+        checkpoints.save(fresh)
+    train(fresh, 8)
+    with pytest.raises(hdet.CheckpointError, match="step_00000008 is another run's"):
+        checkpoints.save(fresh)
+    train(fresh, cases.STEPS)
+    checkpoints.save(fresh)
+    # It is the newest, and dropped nothing of the other run.
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"step_{step:08d}" for step in (4, 8, 12)]
+
+
+def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
+    engine = one_process()
+    train(engine, 8)
+    hdet.CheckpointFolder(tmp_path, keep=1).save(engine)
+    again = one_process()
+    checkpoints = hdet.CheckpointFolder(tmp_path, keep=1)
+    assert checkpoints.resume(again) == 8
+    train(again, cases.STEPS)
+    checkpoints.save(again)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000012"]
+
+
+def test_a_folder_that_cannot_be_cleared_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = one_process()
+    train(engine, 4)
+    (tmp_path / "step_00000004").mkdir()  # cut short by a kill
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(f"{path} is not yours")
+
+    monkeypatch.setattr("hdet.checkpoint_folder.shutil.rmtree", refuse)
+    with pytest.raises(hdet.CheckpointError, match="is not yours"):
+        hdet.CheckpointFolder(tmp_path).save(engine)
+
+
+def test_a_guard_looks_for_the_best_point_anew_after_a_sharded_checkpoint(tmp_path: Path) -> None:
+    options: Found = {"signal": probe(), "guard": hdet.Rewind()}
+    engine = one_process(**options)
+    train(engine, 8)
+    assert engine.watch is not None
+    assert engine.watch.bases
+    checkpoints = hdet.CheckpointFolder(tmp_path)
+    checkpoints.save(engine)
+    checkpoints.resume(engine)
+    assert not engine.watch.bases
+    train(engine, cases.STEPS)
+    assert engine.watch.bases

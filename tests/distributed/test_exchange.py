@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,10 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from training import batch_normed, knobs, network, optimizer_of
+from training import batch, batch_normed, knobs, network, optimizer_of, probe
 
 import hdet
 from hdet.replicas import tensors
+from hdet.replicas.distributed import fully_sharded
 from hdet.replicas.distributed.exchange import Exchange, fold
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.distributed.layout import of_group
@@ -75,7 +77,14 @@ def exchanged() -> Found:
     found["gathered"] = exchange.gather(torch.tensor([float(rank), float("nan") if rank == 1 else 0.5]))
     found["buckets"] = exchange.bytes_held
     found.update(
-        told=refused(), buffers=own_buffers(), micro=micro(), frozen=frozen(), failed=failed(), unused=unused()
+        told=refused(),
+        buffers=own_buffers(),
+        micro=micro(),
+        statistics=statistics(),
+        frozen=frozen(),
+        failed=failed(),
+        groups=numbers_in_groups(),
+        unused=unused(),
     )
     return found
 
@@ -115,10 +124,14 @@ def refused() -> dict[str, str]:
     def pair(model: nn.Module, **options: Any) -> Any:
         return hdet.distribute(model, optimizer_of(model), **options)
 
+    def local_hsdp() -> Any:
+        with patch.object(fully_sharded, "COMMON", "torch.somewhere_else"):
+            return engine(pair(sharded(mesh), mesh=mesh), gradients="local")
+
     attempts = {
         "zero": zero,
         "one replica": lambda: pair(sharded(mesh["dp_shard"])),
-        "local hsdp": lambda: engine(pair(sharded(mesh), mesh=mesh), gradients="local"),
+        "local hsdp": local_hsdp,
         "seed": lambda: engine(plain(), seed=rank % 2),
         "knobs": lambda: engine(plain(), knobs=[hdet.LearningRate(spread=hdet.TwoLevel(0.1 + 0.1 * (rank == 3)))]),
         "shapes": wide,
@@ -192,6 +205,29 @@ def micro() -> Found:
     return {"history": told(engine), "weights": weights(engine)[0], "size": engine.size}
 
 
+def statistics() -> dict[str, torch.Tensor]:
+    """Batch statistics at a window's end where several ranks train one model, by kind of home."""
+    from training import train
+
+    found = {}
+    for name, wrap in (("plain", nn.Sequential), ("DDP", DistributedDataParallel)):
+        model = wrap(batch_normed())
+        knob = hdet.LearningRate(controller=hdet.Hold(), evidence=hdet.Line())
+        home = hdet.distribute(model, optimizer_of(model), micro_batches=1)
+        engine = hdet.Engine(home, [knob], window=1, total_steps=2, signal=probe())
+        train(engine, 1)
+        found[name] = dict(model.named_buffers())[f"{'0' if name == 'plain' else 'module'}.1.running_mean"].clone()
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model = batch_normed()
+    fully_shard(model, mesh=mesh)
+    knob = hdet.LearningRate(controller=hdet.Hold(), evidence=hdet.Line())
+    home = hdet.distribute(model, optimizer_of(model), mesh=mesh)
+    engine = hdet.Engine(home, [knob], window=1, total_steps=2, signal=probe())
+    train(engine, 1, parts=(dist.get_rank(),), each=4)
+    found["one shard group"] = dict(model.named_buffers())["1.running_mean"].clone()
+    return found
+
+
 def frozen() -> Found:
     """Frozen and tied parameters, and one that no replica uses."""
     torch.manual_seed(1)
@@ -259,6 +295,74 @@ def failed() -> Found:
             "weights": weights(engine)[0],
             "state": all(bool(value.isfinite().all()) for held in state.values() for value in held.values()),
         }
+    return found
+
+
+class Counting(torch.optim.AdamW):
+    """Keeps a number of its own in its groups, as Prodigy and Schedule-Free do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.01, foreach=False)
+        self.param_groups[0]["d"] = 1.0
+
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        group["d"] += sum(float(p.grad.norm()) for p in group["params"] if p.grad is not None)
+        super().step(closure)
+
+
+def numbers_in_groups() -> Found:
+    """What each optimizer here holds after a window in which replica 1 failed, and one parameter was rank 0's only."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.common, self.rare, self.lost = nn.Linear(6, 1), nn.Linear(6, 1), nn.Linear(6, 1)
+
+        def forward(self, inputs: torch.Tensor, index: int) -> torch.Tensor:
+            found: torch.Tensor = self.common(inputs)
+            if index == 0:
+                found = found + self.rare(inputs)
+            return found + self.lost(inputs) if index == 1 else found
+
+    found: Found = {}
+    for policy in ("average", "keep"):
+        for copies in (1, 2):
+            model = Branches()
+            engine = hdet.Engine(
+                hdet.distribute(model, Counting(model), copies=copies),
+                [hdet.LearningRate(controller=hdet.Hold())],
+                window=2,
+                total_steps=4,
+                gradients="local",
+                merge=hdet.Mean(policy),
+            )
+            for step in range(2):
+                losses = []
+                for replica in engine.replicas:
+                    with replica:
+                        inputs, targets = batch(step, replica.index)
+                        loss = (replica.model(inputs, replica.index) - targets).square().mean()
+                        if replica.index == 1:
+                            loss = loss * float("nan")
+                        loss.backward()
+                    losses.append(loss)
+                for optimizer in engine.optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                engine.step(losses)
+            found[policy, copies] = [
+                {
+                    "d": optimizer.param_groups[0]["d"],
+                    "state": {
+                        name: [optimizer.state[p][key].clone() for key in ("exp_avg", "step")]
+                        for name, p in model.named_parameters()
+                        if p in optimizer.state
+                    },
+                }
+                for model, optimizer in engine.hosts
+            ]
     return found
 
 
@@ -395,6 +499,17 @@ def test_micro_batches_of_several_ranks_are_one_run(ranks: list[Found]) -> None:
             assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["plain", "DDP", "one shard group"])
+def test_ranks_that_train_one_model_share_their_batch_statistics(ranks: list[Found], name: str) -> None:
+    own = []
+    for rank in range(4):
+        model = batch_normed()
+        model(batch(0, rank)[0])
+        own.append(dict(model.named_buffers())["1.running_mean"])
+    for found in ranks:
+        assert torch.allclose(found["statistics"][name], torch.stack(own).mean(0), atol=1e-6)
+
+
 def test_frozen_tied_integer_and_unused_tensors(ranks: list[Found]) -> None:
     for found in ranks:
         frozen = found["frozen"]
@@ -416,6 +531,31 @@ def test_a_failed_rank_is_left_out_and_restarts_from_the_merge(ranks: list[Found
         assert result["history"] == ranks[0]["failed"][policy]["history"]
         assert all(map(torch.equal, result["weights"], ranks[0]["failed"][policy]["weights"]))
         assert result["state"]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_numbers_in_groups_are_averaged_over_the_sound_and_given_to_all(ranks: list[Found], copies: int) -> None:
+    kept = [host["d"] for found in ranks for host in found["groups"]["keep", copies]]
+    sound = [d for index, d in enumerate(kept) if index != 1]
+    assert len(set(sound)) == len(sound)
+    assert kept[1] == kept[0]  # a failed replica's is the first sound one's
+    for found in ranks:
+        for host in found["groups"]["average", copies]:
+            assert host["d"] == pytest.approx(sum(sound) / len(sound), rel=1e-12)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("policy", ["average", "keep"])
+def test_a_failed_replica_takes_over_what_state_there_is(ranks: list[Found], policy: str, copies: int) -> None:
+    hosts = [host["state"] for found in ranks for host in found["groups"][policy, copies]]
+    for state in hosts:
+        assert "lost.weight" not in state  # used by the failed replica only
+        assert all(tensor.isfinite().all() for held in state.values() for tensor in held)
+    assert "rare.weight" in hosts[1]
+    assert all(("rare.weight" in state) == (policy == "average") for state in hosts[2:])
+    if policy == "keep":
+        for name, held in hosts[0].items():
+            assert all(map(torch.equal, hosts[1][name], held))
 
 
 def test_gradients_of_parameters_that_some_ranks_do_not_use(ranks: list[Found]) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from launch import survivors
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, difference, loss_of, network, optimizer_of, train
 
@@ -86,8 +87,49 @@ def in_save(folder: Path) -> None:
     checkpoints.save(engine)
     train(engine, 9)
     if dist.get_rank() == VICTIM:
-        hdet.Stateful.state_dict = lambda self: strike(signal.SIGKILL) or {}  # type: ignore[method-assign]
+        hdet.Stateful.point = lambda self, **options: strike(signal.SIGKILL) or {}  # type: ignore[method-assign]
     checkpoints.save(engine)
+
+
+def in_phase(folder: Path, phase: str) -> None:
+    """The victim is killed as it comes to a phase, which the other rank has entered or is about to."""
+
+    def fatal(plain: Callable[..., object]) -> Callable[..., object]:
+        def struck(*arguments: object, **options: object) -> object:
+            if dist.get_rank() == VICTIM:
+                strike(signal.SIGKILL)
+            return plain(*arguments, **options)
+
+        return struck
+
+    engine = engine_of(lambda: None, "shared", False)
+    checkpoints = hdet.CheckpointFolder(folder)
+    train(engine, 4)
+    checkpoints.save(engine)
+    if phase == "gather":
+        Exchange.gather = fatal(Exchange.gather)  # type: ignore[method-assign, assignment]
+    elif phase == "gradients":
+        Exchange.reduce = fatal(Exchange.reduce)  # type: ignore[method-assign, assignment]
+    else:
+        hdet.Stateful.template = fatal(hdet.Stateful.template)  # type: ignore[method-assign, assignment]
+        checkpoints.resume(engine)
+    train(engine, cases.STEPS)
+
+
+def in_probe_of_shards() -> None:
+    """One replica on two ranks, of which one is killed while both evaluate it at a window's end."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model = cases.sharded_over(mesh)(network())
+
+    def held_out(model: nn.Module, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        if dist.get_rank() == VICTIM:
+            strike(signal.SIGKILL)
+        return loss_of(model, given)
+
+    signal_of = hdet.Probe(held_out, [batch(-1 - j, 99) for j in range(4)])
+    knob = hdet.LearningRate(evidence=hdet.Line())
+    home = hdet.distribute(model, optimizer_of(model), mesh=mesh)
+    train(cases.engine_of(home, knobs=[knob], signal=signal_of), cases.STEPS)
 
 
 def slowly(folder: Path) -> None:
@@ -155,6 +197,21 @@ def test_a_rank_killed_in_mid_save_leaves_the_last_checkpoint_whole(tmp_path: Pa
     resumes_whole(tmp_path)
 
 
+@pytest.mark.parametrize("phase", ["gather", "gradients", "load"])
+def test_a_rank_killed_in_another_phase_ends_the_others_too(tmp_path: Path, phase: str) -> None:
+    found = survivors(in_phase, 2, tmp_path, phase)
+    assert set(found) == {0}
+    assert found[0].startswith("LostRankError: rank 0, ")
+    assert (newest := hdet.CheckpointFolder(tmp_path).latest()) is not None
+    assert newest.name == "step_00000004"
+
+
+def test_a_rank_killed_in_the_probe_of_a_sharded_model_ends_the_others_too() -> None:
+    found = survivors(in_probe_of_shards, 2)
+    assert set(found) == {0}
+    assert found[0].startswith("LostRankError: rank 0, ")
+
+
 def test_a_slow_rank_slows_the_run_and_changes_nothing(tmp_path: Path) -> None:
     found = survivors(slowly, 2, tmp_path)
     assert found == {0: "", 1: ""}
@@ -175,5 +232,7 @@ def test_the_errors_of_user_code_stay_as_they_are() -> None:
 
 def wrong_shape() -> None:
     engine = engine_of(lambda: None, "local", True)
+    with pytest.raises(RuntimeError, match=r"^DataLoader timed out"), engine.replicas[0]:
+        raise RuntimeError("DataLoader timed out after 5 seconds")
     with engine.replicas[0] as replica:
         loss_of(replica.model, (torch.ones(2, 3), batch(0, 0)[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ def options(folder: Path) -> Found:
     for name, home in (
         ("shards", {}),
         ("shards bfloat16", {"precision": torch.bfloat16}),
-        ("shards overlap", {"overlap": 2}),
     ):
         found[name] = cases.many_ranks(
             cases.sharded_over(mesh),
@@ -47,6 +47,12 @@ def options(folder: Path) -> Found:
             each=2,
             merge=hdet.Mean("keep"),
         )
+
+    found["shards overlap"] = weights(overlapped(cases.sharded_over(mesh), STEPS, part, each=2, mesh=mesh))[0]
+    found["tiny"] = tiny()
+    found["double"] = double()
+    found["resumed"] = resumed(folder / "narrow")
+    found["stale"] = stale()
 
     model = DistributedDataParallel(network())
     engine = hdet.Engine(
@@ -67,16 +73,7 @@ def options(folder: Path) -> Found:
     found["overlap"] = {"history": told(engine), "weights": weights(engine)[0], "apart": apart}
 
     # A checkpoint taken while a merge is under way holds the merged point.
-    model = DistributedDataParallel(network())
-    engine = hdet.Engine(
-        hdet.distribute(model, descent(model), overlap=DELAY),
-        held(),
-        window=WINDOW,
-        total_steps=STEPS,
-        gradients="local",
-        merge=hdet.Mean("keep"),
-    )
-    train(engine, WINDOW + 1)
+    engine = overlapped(DistributedDataParallel, WINDOW + 1)
     state = engine.state_dict()
     found["saved"] = {
         "in flight": engine.in_flight,
@@ -101,6 +98,96 @@ def options(folder: Path) -> Found:
     return found
 
 
+def overlapped(
+    wrap: Callable[[nn.Module], nn.Module], steps: int, part: int = 0, each: int = 1, **home: Any
+) -> hdet.Engine:
+    """An engine whose merges overlap, after some steps."""
+    model = wrap(network())
+    engine = hdet.Engine(
+        hdet.distribute(model, descent(model), overlap=DELAY, **home),
+        held(),
+        window=WINDOW,
+        total_steps=STEPS,
+        gradients="local",
+        merge=hdet.Mean("keep"),
+    )
+    train(engine, steps, parts=(part,), each=each)
+    return engine
+
+
+def tiny() -> dict[str, float]:
+    """How far rank 0's model came, in steps of a size that float16 has no number for."""
+    found = {}
+    for name, precision in (("full", None), ("float16", torch.float16)):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, 1e-3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+        home = hdet.distribute(model, optimizer, precision=precision)
+        engine = hdet.Engine(home, held(), window=2, total_steps=8, gradients="local")
+        for _ in range(8):
+            with engine.replicas[0] as replica:
+                loss = replica.model(torch.ones(1, 1)).sum()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.step([loss])
+        found[name] = float(model.weight.detach()) - 1e-3
+    return found
+
+
+def double() -> float:
+    """How far double-precision parameters are from single-precision numbers after narrow merges."""
+    model = network().double()
+    optimizer = descent(model)
+    home = hdet.distribute(model, optimizer, precision=torch.bfloat16)
+    engine = hdet.Engine(home, held(), window=2, total_steps=4, gradients="local")
+    for step in range(4):
+        with engine.replicas[0] as replica:
+            inputs, targets = batch(step, replica.index)
+            loss = loss_of(replica.model, (inputs.double(), targets.double()))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step([loss])
+    return difference(weights(engine)[0], [w.float().double() for w in weights(engine)[0]])
+
+
+def resumed(folder: Path) -> float:
+    """Where a run with narrow merges ends after a resume at a window's opening, from where it ends without."""
+
+    def fresh() -> hdet.Engine:
+        model = DistributedDataParallel(network())
+        home = hdet.distribute(model, descent(model), precision=torch.bfloat16)
+        return hdet.Engine(home, held(), window=WINDOW, total_steps=STEPS, gradients="local")
+
+    checkpoints = hdet.CheckpointFolder(folder)
+    whole, other = fresh(), fresh()
+    train(whole, WINDOW)
+    checkpoints.save(whole)
+    train(whole, STEPS)
+    checkpoints.resume(other)
+    train(other, STEPS)
+    return difference(weights(whole)[0], weights(other)[0])
+
+
+def stale() -> Found:
+    """A state is loaded while a merge is under way: the steps after it, beside those of an engine that had none."""
+    engine, other = overlapped(DistributedDataParallel, 0), overlapped(DistributedDataParallel, 0)
+    state = engine.state_dict()
+    train(engine, WINDOW + 1)
+    before = engine.in_flight
+    for loaded in (engine, other):
+        loaded.load_state_dict(state)
+    after = engine.in_flight
+    for loaded in (engine, other):
+        train(loaded, DELAY + 1)
+    return {
+        "before": before,
+        "after": after,
+        "off": difference(weights(engine)[0], weights(other)[0]),
+    }
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("overlap")
@@ -108,7 +195,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[Found]:
-    return launch(options, RANKS, folder)
+    return launch(options, RANKS, folder, limit=150.0)
 
 
 @pytest.mark.parametrize(("precision", "bits"), [("bfloat16", 8), ("float16", 11)])
@@ -124,24 +211,46 @@ def test_lower_precision_is_off_by_its_share_of_the_differences(ranks: list[Foun
     assert 0.0 < off < 8 * moved * 2.0**-bits
 
 
+def test_steps_below_half_precisions_numbers_are_not_lost(ranks: list[Found]) -> None:
+    for found in ranks:
+        assert found["tiny"]["full"] < -7e-9
+        assert found["tiny"]["float16"] == pytest.approx(found["tiny"]["full"], rel=0.02)
+
+
+def test_narrow_merges_keep_double_precision(ranks: list[Found]) -> None:
+    assert all(found["double"] > 0.0 for found in ranks)
+
+
+def test_narrow_merges_resume_bit_for_bit(ranks: list[Found]) -> None:
+    assert [found["resumed"] for found in ranks] == [0.0] * RANKS
+
+
+def test_a_merge_under_way_does_not_reach_weights_that_are_loaded(ranks: list[Found]) -> None:
+    assert [found["stale"] for found in ranks] == [{"before": True, "after": False, "off": 0.0}] * RANKS
+
+
 def test_lower_precision_merges_shards(ranks: list[Found]) -> None:
     off = difference(ranks[0]["shards bfloat16"]["weights"], ranks[0]["shards"]["weights"])
     assert 0.0 < off < 0.01
 
 
-def delayed() -> list[list[torch.Tensor]]:
-    """The overlapped merge in one process and by hand, at the rates that hdet gave: weights of each replica."""
+def delayed(n: int = RANKS, each: int = 1) -> list[list[torch.Tensor]]:
+    """The overlapped merge in one process and by hand, at the rates that hdet gave: weights of each replica.
+
+    A replica's batch is `each` batches.
+    """
     torch.set_num_threads(1)
     probe = network()
     plain = hdet.Engine(
-        hdet.replicate(probe, descent(probe), n=RANKS), held(), window=WINDOW, total_steps=STEPS, gradients="local"
+        hdet.replicate(probe, descent(probe), n=n), held(), window=WINDOW, total_steps=STEPS, gradients="local"
     )
-    models = [network() for _ in range(RANKS)]
+    models = [network() for _ in range(n)]
     correction: list[list[torch.Tensor]] = []
     for step in range(STEPS):
-        rates = [plain.knobs[0].values(step, [r])[0] for r in range(RANKS)]
+        rates = [plain.knobs[0].values(step, [r])[0] for r in range(n)]
         for r, model in enumerate(models):
-            gradients = torch.autograd.grad(loss_of(model, batch(step, r)), list(model.parameters()))
+            loss = torch.stack([loss_of(model, batch(step, r * each + part)) for part in range(each)]).mean()
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
             with torch.no_grad():
                 for p, g in zip(model.parameters(), gradients, strict=True):
                     p.sub_(rates[r] * g)
@@ -155,7 +264,7 @@ def delayed() -> list[list[torch.Tensor]]:
             correction = [
                 [(mean - p).detach() for mean, p in zip(stacked, model.parameters(), strict=True)] for model in models
             ]
-            train(plain, step + 1)  # moves on to the next window's levels
+            train(plain, step + 1, parts=range(each), each=each)  # moves on to the next window's levels
     with torch.no_grad():
         for model, change in zip(models, correction, strict=True):
             for p, c in zip(model.parameters(), change, strict=True):
@@ -192,9 +301,10 @@ def test_a_checkpoint_in_flight_holds_the_merged_point(ranks: list[Found], folde
 
 
 def test_shards_overlap_too(ranks: list[Found]) -> None:
-    found = ranks[0]["shards overlap"]
-    assert difference(found["weights"], ranks[3]["shards overlap"]["weights"]) == 0.0
-    assert 0.0 < difference(found["weights"], ranks[0]["shards"]["weights"]) < 0.05
+    expected = delayed(2, each=2)
+    for found in ranks:
+        assert difference(found["shards overlap"], ranks[0]["shards overlap"]) == 0.0
+        assert difference(found["shards overlap"], expected[0]) < 1e-5
 
 
 @pytest.mark.parametrize(

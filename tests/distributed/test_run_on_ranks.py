@@ -57,7 +57,7 @@ def as_on_the_page(rank: int, ranks: int, port: int, code: str) -> None:
     assert len(names["engine"].history) == 2  # type: ignore[attr-defined]
 
 
-def test_the_five_changed_lines_of_the_page_train_on_two_ranks() -> None:
+def test_the_five_changed_places_of_the_page_train_on_two_ranks() -> None:
     page = (Path(hdet.__file__).parent.parent / "docs" / "distributed.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     assert sum(f"# {number}" in code for number in range(1, 6)) == 5
@@ -84,6 +84,23 @@ def test_processes_share_the_replicas_and_come_to_the_same_result(declared: Path
     assert difference(list(models[0].values()), list(models[1].values())) == 0.0
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("ranks", "one")]
     assert results[0]["test_loss"] == results[1]["test_loss"]
+
+
+def test_several_replicas_on_each_process_explore_the_same_designs(declared: Path, tmp_path: Path) -> None:
+    ended = hdet_run(str(declared), "--replicas", "4", "--processes", "2", "--out", str(tmp_path / "ranks"))
+    assert ended.returncode == 0, ended.stderr
+    torch.set_num_threads(1)
+    Run(RunConfig.load(declared), tmp_path / "one")()
+    ours, theirs = (hdet.History(tmp_path / name / "history.jsonl") for name in ("ranks", "one"))
+    assert len(ours) == len(theirs) == 3
+    # Losses agree up to the order of sums, and what they move does; until then all is exact.
+    assert (ours.windows[0].bases, ours.windows[0].values) == (theirs.windows[0].bases, theirs.windows[0].values)
+    for found, expected in zip(ours, theirs, strict=True):
+        assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+        assert found.bases == pytest.approx(expected.bases, rel=1e-3)
+        for name, values in found.values.items():
+            order = sorted(range(4), key=values.__getitem__)
+            assert order == sorted(range(4), key=expected.values[name].__getitem__)
 
 
 def test_replicas_that_cannot_be_shared_out_are_refused(declared: Path, tmp_path: Path) -> None:

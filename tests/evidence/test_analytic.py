@@ -71,6 +71,10 @@ def difference(make: Make, decay: float = DECAY, warm: int = 0, rate: Callable[[
     return (ends[0] - ends[1]) / (2 * h)
 
 
+def knob(evidence: Analytic) -> hdet.WeightDecay:
+    return hdet.WeightDecay(evidence=evidence, controller=hdet.Hold())
+
+
 def run(
     optimizer: Callable[[nn.Module], Optimizer],
     knobs: list[hdet.Knob] | None = None,
@@ -85,7 +89,7 @@ def run(
     model = Vector()
     engine = Engine(
         replicas(model, optimizer(model)),
-        knobs if knobs is not None else [hdet.WeightDecay(evidence=Analytic(), controller=hdet.Hold())],
+        knobs if knobs is not None else [knob(Analytic())],
         window=window,
         signal=Probe(probe, batches),
         total_steps=window * windows,
@@ -126,7 +130,7 @@ def test_the_slope_is_that_of_training_again(name: str, decay: float, tolerance:
 def test_a_rate_that_changes_in_the_window_counts_step_by_step() -> None:
     rates = [RATE * (1 + step % 7) for step in range(T)]
     knobs: list[hdet.Knob] = [
-        hdet.WeightDecay(evidence=Analytic(), controller=hdet.Hold()),
+        knob(Analytic()),
         hdet.LearningRate(schedule=hdet.Replay(rates), evidence=hdet.Line(), controller=hdet.Hold()),
     ]
     _, (record,) = run(lambda m: SGD(m.parameters(), lr=RATE, weight_decay=DECAY), knobs)
@@ -165,12 +169,107 @@ def test_the_direction_by_hand(make: Any) -> None:
     _, (linear,) = run(optimizer, loss=silent)
     moved = pull()
     assert linear.estimates["weight_decay"]["slope"] == pytest.approx(float(TARGET.double() @ moved), rel=1e-4)
-    _, (curved,) = run(optimizer, loss=silent, probe=bowl, batches=(0.0, 0.0))
+    _, (curved,) = run(
+        optimizer, [knob(Analytic(points=(-1.0, 0.0, 1.0)))], loss=silent, probe=bowl, batches=(0.0, 0.0)
+    )
     estimate = curved.estimates["weight_decay"]
     # Both at the averaged weights, which are D / (-lr decay T).
     centre = moved / (-RATE * DECAY * T)
     assert estimate["slope"] == pytest.approx(float(centre @ moved), rel=1e-4)
     assert estimate["curvature"] == pytest.approx(float(moved @ moved), rel=1e-2)
+
+
+# -- where the points lie -------------------------------------------------------------------------
+
+
+def standard(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+
+
+STRONG = 5.0  # lr * decay * T = 2: D points past the origin to the other side
+
+
+def strongly(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=RATE, weight_decay=STRONG)
+
+
+def strong_centre() -> Tensor:
+    return pull(decay=STRONG) / (-RATE * STRONG * T)
+
+
+@pytest.mark.parametrize("reach", [0.1, 0.02])
+def test_strong_decay_is_read_within_reach(reach: float) -> None:
+    """The furthest point moves the weights that decay by `reach` of their norm, however far D points."""
+    seen: list[Tensor] = []
+
+    def watched(model: Any, batch: float) -> Tensor:
+        seen.append(torch.cat([model.w, model.other]).detach().double())
+        return read_out(model, batch)
+
+    _, (record,) = run(strongly, [knob(Analytic(reach=reach, points=(-1.0, 0.5)))], probe=watched, loss=silent)
+    centre = strong_centre().repeat(2)
+    moved = sorted({round(float((at - centre).norm() / centre.norm()), 5) for at in seen})
+    assert moved == pytest.approx([reach / 2, reach], rel=1e-3)
+    # The probe is linear in the weights, so that its slope is the same wherever it is read.
+    want = float(TARGET.double() @ pull(decay=STRONG))
+    assert record.estimates["weight_decay"]["slope"] == pytest.approx(want, rel=1e-3)
+
+
+def test_weak_decay_is_read_a_width_away() -> None:
+    """lr * decay * T = 0.08 lies within reach, and 0.04 more so."""
+    for width in (1.0, 0.5):
+        seen: list[Tensor] = []
+
+        def watched(model: Any, batch: float, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(model.w.detach().double().clone())
+            return read_out(model, batch)
+
+        run(
+            lambda m: AdamW(m.parameters(), lr=RATE, weight_decay=DECAY),
+            [knob(Analytic(width=width))],
+            probe=watched,
+            loss=silent,
+        )
+        torch.testing.assert_close(seen[-1] - seen[0], 2 * width * pull(), rtol=1e-4, atol=1e-7)
+
+
+def test_the_sign_is_right_where_decay_undoes_the_weights_many_times_over() -> None:
+    """The best norm is half as large again as that of the weights, on either side of the origin: decay less.
+
+    Read at x = -1 and 1, where the weights are 3 and -1 times themselves, the other sign comes out.
+    """
+    centre = strong_centre()
+    best = 1.5 * float(centre.norm())
+
+    def shell(model: Any, batch: float) -> Tensor:
+        loss: Tensor = batch * (model.w.norm() - best).square()
+        return loss
+
+    def at(factor: float) -> float:
+        return (factor * float(centre.norm()) - best) ** 2
+
+    assert (at(1.0) - at(3.0)) / 2 < 0.0  # the norm at -1 is that at 1
+    _, (record,) = run(strongly, probe=shell, loss=silent)
+    estimate = record.estimates["weight_decay"]
+    want = 2 * (float(centre.norm()) - best) * -2 * float(centre.norm())
+    assert estimate["slope"] == pytest.approx(want, rel=1e-3)
+    assert want > 0.0
+
+
+def test_a_curvature_takes_three_points_and_one_point_is_refused() -> None:
+    _, (two,) = run(standard)
+    assert two.estimates["weight_decay"]["curvature"] is None
+    _, (three,) = run(standard, [knob(Analytic(points=(-1.0, 0.0, 1.0)))])
+    assert three.estimates["weight_decay"]["curvature"] is not None
+    with pytest.raises(hdet.ConfigError, match="2 distinct points"):
+        Analytic(points=(1.0, 1.0))
+
+
+def test_the_level_is_the_mean_probe_loss() -> None:
+    """Linear along D, so that points about the centre have the centre's loss for their mean."""
+    _, (record,) = run(standard, batches=(1.0, 1.3, 0.7, 1.2), loss=silent)
+    centre = pull() / (-RATE * DECAY * T)
+    assert record.estimates["weight_decay"]["level"] == pytest.approx(1.05 * float(TARGET.double() @ centre), rel=1e-4)
 
 
 def test_each_window_sums_anew() -> None:
@@ -212,7 +311,7 @@ def test_only_groups_that_decay_are_pulled() -> None:
 
     _, (record,) = run(optimizer, probe=watched, loss=silent)
     assert len({other for _, other in seen}) == 1
-    assert len({w for w, _ in seen}) == 3
+    assert len({w for w, _ in seen}) == 2
     slope = record.estimates["weight_decay"]["slope"]
     assert slope == pytest.approx(float(TARGET.double() @ pull()), rel=1e-4)
 
@@ -254,13 +353,13 @@ def test_the_weights_are_left_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knob", "words"),
+    ("given", "words"),
     [
         (hdet.LearningRate(evidence=Analytic(), controller=hdet.Hold()), "Line for learning rates"),
         (hdet.WeightDecay(evidence=Analytic(), space=hdet.Linear(0.1)), r"space=hdet\.Log"),
         (hdet.WeightDecay(evidence=Analytic(), groups="none of them"), "none of them"),
     ],
 )
-def test_what_it_cannot_judge_is_refused(knob: hdet.Knob, words: str) -> None:
+def test_what_it_cannot_judge_is_refused(given: hdet.Knob, words: str) -> None:
     with pytest.raises(hdet.ConfigError, match=words):
-        run(lambda m: AdamW(m.parameters(), lr=RATE, weight_decay=DECAY), [knob])
+        run(lambda m: AdamW(m.parameters(), lr=RATE, weight_decay=DECAY), [given])

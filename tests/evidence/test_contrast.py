@@ -22,6 +22,7 @@ import hdet
 import hdet.testing
 from hdet import Contrast, Engine, Probe, TwoLevel
 from hdet.evidence.contrast import ContrastCollector
+from hdet.evidence.record import Dots
 from hdet.hparams.forward import ModuleKnob
 
 RATE, WIDTH, SCALE = 0.1, 0.2, 1.5
@@ -37,6 +38,7 @@ class Vector(nn.Module):
         self.b = 0.7
         self.idle = 0.5
         self.rate = 0.0
+        self.late = 0.0
         self.norm = nn.Identity()
 
 
@@ -88,6 +90,7 @@ def train(
     *,
     loss: Callable[[Any, int, int], Tensor] = scaled,
     watch: Callable[[Any], object] = lambda model: None,
+    report: Callable[[int, Tensor], Tensor] = lambda step, own: own,
 ) -> list[hdet.WindowRecord]:
     records = []
     last = engine.total_steps if until is None else until
@@ -99,7 +102,7 @@ def train(
                 watch(replica.model)
                 own = loss(replica.model, step, replica.index)
                 own.backward()
-            losses.append(own.detach())
+            losses.append(report(step, own.detach()))
         engine.share_gradients()
         for optimizer in engine.optimizers:
             optimizer.step()
@@ -289,27 +292,115 @@ def test_one_replica_is_compared_with_itself_over_steps() -> None:
     assert [record.estimates["a"]["t"] != 0.0 for record in records] == [False, True, False, True]
 
 
-def test_a_block_cut_off_by_the_windows_end_is_dropped() -> None:
-    """17 steps of N = 1 are four blocks and a step."""
-    engine = make([knob()], n=1, window=17, windows=2)
-    train(engine, 17, loss=noisy)
+def test_a_block_that_the_windows_end_would_cut_short_is_not_explored() -> None:
+    """19 steps of N = 1 are four blocks of four, and three steps at the base."""
+    seen: list[float] = []
+    engine = make([knob()], n=1, window=19, windows=2)
+    train(engine, 19, loss=noisy, watch=lambda model: seen.append(model.a))
+    assert seen[16:] == [SCALE] * 3
+    assert SCALE not in seen[:16]
     (collector,) = engine.collectors
     assert isinstance(collector, ContrastCollector)
-    assert [len(saved) for saved in collector.saved] == [4]
+    assert isinstance(collector.record, Dots)
+    assert [len(saved) for saved in collector.record.saved] == [4]
 
 
 # -- bounds ---------------------------------------------------------------------------------------
 
 
-def test_on_its_bound_a_knob_explores_inside_and_rests_mostly() -> None:
-    """At 0, every eighth block runs half of its passes at sin^2(2 * 0.15), and the others at 0 itself."""
+class Regulariser(ModuleKnob):
+    """`Vector.late`, said to act in training alone."""
+
+    kind = "regulariser_for_tests"
+    role = "late"
+    space: hdet.Space = hdet.Arcsine()
+    bounds: tuple[float, float] = (0.0, 0.9)
+
+    def cells(self, model: nn.Module, pattern: str) -> Any:
+        from hdet.hparams.binding import Attribute
+
+        return {"late": Attribute(model, "late")}
+
+
+def regulariser(evidence: Contrast | None = None, **options: Any) -> Regulariser:
+    given = {"spread": TwoLevel(0.15), "controller": hdet.Hold(), **options}
+    return Regulariser(evidence=evidence or Contrast(), **given)
+
+
+def constant(model: Any, batch: float) -> Tensor:
+    loss: Tensor = batch + 0.0 * model.w.sum()
+    return loss
+
+
+def explored_windows(
+    engine: Engine, training: Callable[[int], float], of: Callable[[Any], float] = lambda model: model.late
+) -> list[int]:
+    """The windows in which a knob left its base, where the training loss of a step is `training`."""
     seen: list[float] = []
-    train(make([on_bound()], n=4, window=32), watch=lambda model: seen.append(model.rate))
-    steps = np.array(seen).reshape(32, 4)
-    exploring = [step for step in range(32) if steps[step].any()]
-    assert exploring == [0, 8, 16, 24]
-    for step in exploring:
+    base = of(engine.replicas[0].model)
+    train(
+        engine,
+        watch=lambda model: seen.append(of(model)),
+        report=lambda step, own: torch.tensor(training(step)),
+    )
+    windows = np.array(seen).reshape(-1, engine.window.stop - engine.window.start, engine.size)
+    return [number for number, window in enumerate(windows) if (window != base).any()]
+
+
+def test_on_its_bound_a_regulariser_is_explored_inside_where_held_out_loss_exceeds_training_loss() -> None:
+    """Half of the passes of every step run at sin^2(2 * 0.15), the others at 0 itself."""
+    engine = make([regulariser()], window=10, windows=10, probe=constant)
+    seen: list[float] = []
+    train(engine, watch=lambda model: seen.append(model.late), report=lambda step, own: torch.tensor(0.5))
+    steps = np.array(seen).reshape(100, 4)
+    assert not steps[:30].any()
+    for step in range(30, 100):
         assert sorted(steps[step]) == pytest.approx([0.0, 0.0, math.sin(0.3) ** 2, math.sin(0.3) ** 2])
+
+
+@pytest.mark.parametrize(("bound_from", "first"), [(0.0, 1), (0.3, 3), (0.55, 6), (1.0, None)])
+def test_on_its_bound_a_regulariser_rests_before_a_share_of_the_run(bound_from: float, first: int | None) -> None:
+    """And always in the first window, before which no training loss is known."""
+    engine = make([regulariser(Contrast(bound_from=bound_from))], window=10, windows=10, probe=constant)
+    want = [] if first is None else list(range(first, 10))
+    assert explored_windows(engine, lambda step: 0.5) == want
+
+
+@pytest.mark.parametrize(
+    ("batches", "training", "explores"),
+    [
+        ((1.0, 1.0), 0.97, True),  # 0.03 above, and 2 % of it are 0.0194
+        ((1.0, 1.0), 0.985, False),
+        ((1.0, 1.2), 0.85, True),  # 0.25 above 1.1; two standard errors are 0.2 and 2 % 0.017
+        ((1.0, 1.2), 0.89, False),
+        ((-1.0, -1.0), -1.03, True),
+        ((-1.0, -1.0), -1.01, False),
+        ((1.0, 1.0), 5.0, False),
+    ],
+)
+def test_the_gap_must_exceed_two_standard_errors_and_two_percent(
+    batches: tuple[float, float], training: float, explores: bool
+) -> None:
+    engine = make([regulariser(Contrast(bound_from=0.0))], window=5, windows=3, probe=constant, batches=batches)
+    assert explored_windows(engine, lambda step: training) == ([1, 2] if explores else [])
+
+
+def test_it_goes_by_the_last_windows_training_loss() -> None:
+    engine = make([regulariser(Contrast(bound_from=0.0))], window=5, windows=6, probe=constant)
+    assert explored_windows(engine, lambda step: 0.5 if step // 5 in (1, 3) else 1.5) == [2, 4]
+
+
+def test_a_knob_that_acts_in_eval_mode_is_explored_on_its_bound_from_the_start() -> None:
+    engine = make([on_bound()], window=5, windows=6, probe=constant)
+    assert explored_windows(engine, lambda step: 1.5, of=lambda model: model.rate) == list(range(6))
+
+
+def test_off_its_bound_a_regulariser_is_explored_from_the_start() -> None:
+    engine = make([regulariser(schedule=0.1)], window=5, windows=6, probe=constant)
+    seen: list[float] = []
+    train(engine, watch=lambda model: seen.append(model.late), report=lambda step, own: torch.tensor(1.5))
+    assert 0.1 not in seen
+    assert len(seen) == 6 * 5 * 4
 
 
 def test_on_its_bound_the_estimate_is_taken_between_the_levels() -> None:
@@ -347,13 +438,12 @@ def test_where_both_bounds_are_near_the_width_gives_way() -> None:
 
 
 def test_a_knob_that_rests_starves_no_other() -> None:
-    """Eight blocks: `a` has explored in all of them, and the one on its bound saves its first."""
-    engine = make([knob(), on_bound()], n=4, window=8, windows=8)
-    records = train(engine, loss=noisy)
+    """And what rests adds no noise and takes no rows."""
+    engine = make([knob(), regulariser()], n=4, window=8, windows=8)
+    records = train(engine, loss=noisy, report=lambda step, own: torch.tensor(1e6))
     assert all(record.estimates["a"]["t"] != 0.0 for record in records)
-    assert [record.estimates["rate"]["t"] != 0.0 for record in records] == [False] * 7 + [True]
+    assert not any(record.estimates["regulariser_for_tests"]["t"] for record in records)
     alone = train(make([knob()], n=4, window=8, windows=8), loss=noisy)
-    # Of the same precision too: what rests adds no noise and takes no rows.
     sizes = [np.median([record.estimates["a"]["stderr"] for record in run]) for run in (records, alone)]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.25)
 
@@ -503,31 +593,40 @@ def test_a_replica_that_did_not_run_is_named() -> None:
 # -- resume ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "copies", "window", "stop"), [(1, False, 10, 13), (4, True, 5, 7), (4, False, 5, 10)])
-def test_a_resume_is_the_same_run_bit_for_bit(n: int, copies: bool, window: int, stop: int) -> None:
-    """In mid-block, with blocks saved from the windows before."""
+def small(step: int, own: Tensor) -> Tensor:
+    """A training loss below any held-out one."""
+    return torch.tensor(-1e6)
+
+
+@pytest.mark.parametrize("horizon", [0, 30])
+@pytest.mark.parametrize(
+    ("n", "copies", "window", "stop"),
+    [(1, False, 10, 13), (4, True, 5, 7), (4, False, 5, 10), (4, True, 5, 25), (4, False, 5, 32)],
+)
+def test_a_resume_is_the_same_run_bit_for_bit(n: int, copies: bool, window: int, stop: int, horizon: int) -> None:
+    """In mid-block, with blocks saved from the windows before; a regulariser on its bound explores from a third on."""
+    evidence = Contrast(refresh=3, horizon=horizon)
 
     def adam(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def fresh() -> Engine:
-        knobs = [
-            knob(controller=hdet.Gated(0.1, gate=0.0, memory=0.7), evidence=Contrast(refresh=3)),
-            on_bound(evidence=Contrast(refresh=3)),
-        ]
-        return make(knobs, n=n, copies=copies, window=window, windows=10, optimizer=adam)
+        rule = hdet.Gated(0.1, gate=0.0, memory=0.7)
+        knobs = [knob(controller=rule, evidence=evidence), on_bound(evidence=evidence), regulariser(evidence)]
+        return make(knobs, **options)
 
+    options: dict[str, Any] = {"n": n, "copies": copies, "window": window, "windows": 10, "optimizer": adam}
     whole = fresh()
-    expected = train(whole, loss=noisy)
+    expected = train(whole, loss=noisy, report=small)
     assert any(record.estimates["a"]["t"] for record in expected)
     first = fresh()
-    train(first, stop, loss=noisy)
+    train(first, stop, loss=noisy, report=small)
     stored = io.BytesIO()
     torch.save(first.state_dict(), stored)
     stored.seek(0)
     second = fresh()
     second.load_state_dict(torch.load(stored, weights_only=True))
-    records = train(second, loss=noisy)
+    records = train(second, loss=noisy, report=small)
     for one, other in zip(expected[-len(records) :], records, strict=True):
         assert (one.estimates, one.moves, one.bases, one.values) == (
             other.estimates,
@@ -550,9 +649,14 @@ class Flat(nn.Module):
         self.idle = 0.5
 
 
-def placebo_ts(n: int, windows: int, shards: float = 0.0, design: hdet.Design | None = None) -> np.ndarray:
-    """The t of a scalar nobody reads; replica r's gradients have a mean of their own, `shards` times their noise."""
-    blocks = 12
+def placebo_ts(
+    n: int, windows: int, shards: float = 0.0, design: hdet.Design | None = None, horizon: int = 0
+) -> np.ndarray:
+    """The t of a scalar nobody reads; replica r's gradients have a mean of their own, `shards` times their noise.
+
+    With a horizon the evidence begins anew in each window, or successive t would be nearly the same.
+    """
+    blocks = 16 if horizon else 12
     window = blocks * max(1, 4 // n)
     model = Flat()
     engine = Engine(
@@ -562,7 +666,7 @@ def placebo_ts(n: int, windows: int, shards: float = 0.0, design: hdet.Design | 
                 "idle",
                 path="idle",
                 bounds=(0.01, 10.0),
-                evidence=Contrast(refresh=10_000),
+                evidence=Contrast(refresh=10_000, horizon=horizon),
                 controller=hdet.Hold(),
             )
         ],
@@ -587,6 +691,8 @@ def placebo_ts(n: int, windows: int, shards: float = 0.0, design: hdet.Design | 
         record = engine.step(zeros)
         if record is not None:
             ts.append(record.estimates["idle"]["t"])
+            if horizon:
+                collector.forget()
     return np.array(ts)
 
 
@@ -601,6 +707,16 @@ def test_a_knob_without_effect_has_a_t_of_unit_spread(n: int, shards: float, win
     assert 0.8 < ts.std() < 1.3
     assert abs(ts.mean()) < 0.3
     assert 0.02 < (np.abs(ts) > 2.0).mean() < 0.13
+
+
+@pytest.mark.parametrize(("n", "shards", "windows"), [(4, 0.0, 250), (4, 3.0, 250), (1, 3.0, 150), (8, 3.0, 200)])
+def test_traces_of_a_knob_without_effect_have_students_spread(n: int, shards: float, windows: int) -> None:
+    """Of eight groups: 7 degrees of freedom, sd 1.18, and |t| > 2.365 in 5 % of windows."""
+    ts = placebo_ts(n, windows, shards, horizon=400)
+    assert len(ts) == windows
+    assert 0.9 < ts.std() < 1.5
+    assert abs(ts.mean()) < 0.3
+    assert 0.01 < (np.abs(ts) > 2.365).mean() < 0.11
 
 
 def test_signs_that_stay_the_same_would_take_shards_for_an_effect() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -15,6 +14,8 @@ from hdet.evidence.defaults import complete, controller, counterfactual
 SCALAR = hdet.Scalar("margin", path="margin", bounds=(0.0, 1.0), space=hdet.Linear())
 PULL = hdet.Scalar("pull", path="pull", bounds=(0.1, 1.0), effect="update")
 
+REMEMBERING = hdet.Contrast(horizon=400)
+
 FORWARD_RULE = controller(hdet.Dropout(), hdet.Contrast())
 DECAY_RULE = controller(hdet.WeightDecay(), hdet.Analytic())
 
@@ -25,12 +26,13 @@ DECAY_RULE = controller(hdet.WeightDecay(), hdet.Analytic())
         (hdet.LearningRate(), hdet.Line(), hdet.Calibrate()),
         (hdet.LearningRate(groups=0), hdet.Line(), hdet.Calibrate()),
         (hdet.WeightDecay(), hdet.Analytic(), DECAY_RULE),
-        (hdet.Dropout(), hdet.Contrast(), FORWARD_RULE),
-        (hdet.LabelSmoothing(), hdet.Contrast(), FORWARD_RULE),
-        (hdet.AttentionTemperature(), hdet.Contrast(), FORWARD_RULE),
-        (SCALAR, hdet.Contrast(), hdet.Gated()),
-        (hdet.Momentum(), hdet.Divergent(), hdet.Gated()),
-        (hdet.Beta1(), hdet.Divergent(), hdet.Gated()),
+        (hdet.Dropout(), REMEMBERING, FORWARD_RULE),
+        (hdet.LabelSmoothing(), REMEMBERING, FORWARD_RULE),
+        (hdet.AttentionTemperature(), REMEMBERING, FORWARD_RULE),
+        (SCALAR, REMEMBERING, hdet.Gated()),
+        (hdet.Momentum(), hdet.Recursion(), hdet.Gated()),
+        (hdet.Beta1(), hdet.Recursion(), hdet.Gated()),
+        (hdet.Beta2(), hdet.Recursion(), hdet.Gated()),
         (PULL, hdet.Divergent(), hdet.Gated()),
     ],
 )
@@ -41,24 +43,37 @@ def test_without_divergence_each_knob_gets_what_suits_it(knob: Any, evidence: An
     assert done.replace(evidence=None, controller=None) == knob
 
 
-def test_knobs_of_modules_move_in_small_steps_on_evidence_that_adds_up() -> None:
-    """However sure a window of 10 steps is, it moves dropout's angle by a hundredth or two."""
-    rule = FORWARD_RULE
-    assert isinstance(rule, hdet.Gated)
-    assert rule.memory > 0.0
-    sure = hdet.Estimate(slope=1.0, stderr=0.01)
-    move, _ = rule.step(rule.start(), sure, hdet.Context(length=10))
-    assert -0.03 <= move < 0.0
+SURE, UNSURE = (hdet.Estimate(slope=1.0, stderr=error, level=2.0) for error in (0.01, 1.01))
 
 
-def test_decay_moves_by_half_as_much_again_at_most_and_on_firm_evidence() -> None:
-    rule = DECAY_RULE
-    assert isinstance(rule, hdet.Gated)
-    late = hdet.Context(step=90, total_steps=100)
-    sure, unsure = (hdet.Estimate(slope=1.0, stderr=error) for error in (0.01, 1.01))
-    move, _ = rule.step(rule.start(), sure, late)
-    assert math.log(1 / 1.5) < move < -0.2
-    assert rule.step(rule.start(), unsure, late)[0] == 0.0
+def moved(rule: Any, estimate: hdet.Estimate, length: int, step: int = 50) -> float:
+    context = hdet.Context(step=step, total_steps=100, length=length)
+    return float(rule.step(rule.start(), estimate, context)[0])
+
+
+def test_knobs_of_modules_move_in_small_steps() -> None:
+    """However sure a window of 10 steps is, it moves dropout's angle by a few hundredths, and none by 0.3."""
+    assert FORWARD_RULE.to_dict()["memory"] == 0.0  # the evidence remembers
+    assert moved(FORWARD_RULE, SURE, 10) == pytest.approx(-0.032)
+    assert moved(FORWARD_RULE, SURE, 1000) == pytest.approx(-0.24)
+    assert moved(FORWARD_RULE, UNSURE, 1000) == 0.0
+
+
+def test_decay_moves_by_its_share_of_a_window() -> None:
+    """0.02 a step and a factor of 11 in all; it is not lowered where it cannot be felt, and then raised at once."""
+    assert moved(DECAY_RULE, SURE, 10) == pytest.approx(-0.2)
+    assert moved(DECAY_RULE, SURE, 1000) == pytest.approx(-2.4)
+    assert moved(DECAY_RULE, UNSURE, 1000) == 0.0
+    faint = {sign: hdet.Estimate(slope=sign * 1e-3, stderr=1e-4, level=2.0) for sign in (1, -1)}
+    assert moved(DECAY_RULE, faint[1], 10) == 0.0
+    assert moved(DECAY_RULE, faint[-1], 10) == pytest.approx(2.4)
+    assert moved(DECAY_RULE, faint[-1], 10, step=29) == 0.0
+
+
+@pytest.mark.parametrize("rule", [DECAY_RULE, FORWARD_RULE, hdet.Calibrate()])
+def test_none_of_them_listens_to_the_end(rule: Any) -> None:
+    assert [rule.listens(step, 100) for step in (84, 85)] == [True, False]
+    assert moved(rule, SURE, 10, step=85) == 0.0
 
 
 @pytest.mark.parametrize("knob", [hdet.LearningRate(), hdet.WeightDecay(), hdet.Dropout(), hdet.Momentum()])

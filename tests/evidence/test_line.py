@@ -52,7 +52,12 @@ def secant(width: float = WIDTH) -> float:
 
 
 def lr_knob(evidence: Line | None = None, **options: Any) -> hdet.LearningRate:
-    return hdet.LearningRate(evidence=evidence or Line(), controller=hdet.Hold(), **options)
+    """With both lines read in every window, unless the evidence says otherwise."""
+    return hdet.LearningRate(evidence=evidence or Line(doubt=None), controller=hdet.Hold(), **options)
+
+
+def read_at_average(estimate: dict[str, Any]) -> bool:
+    return math.isfinite(estimate["averaged"]["stderr"])
 
 
 def run(
@@ -151,7 +156,7 @@ def test_points_and_width_are_where_the_probe_is_read() -> None:
         seen.append(float(model.w[0]))
         return linear(model, batch)
 
-    engine, _ = run([lr_knob(Line(width=0.5, points=(-1.0, -0.4, 0.4, 1.0)))], probe=watched)
+    engine, _ = run([lr_knob(Line(width=0.5, points=(-1.0, -0.4, 0.4, 1.0), doubt=None))], probe=watched)
     moved = -RATE * float(SLOPE[0])
     want = [
         float(START[0]) + math.exp(0.5 * point) * moved * steps
@@ -170,7 +175,7 @@ def test_fewer_than_three_distinct_points_are_refused() -> None:
 
 def test_a_stride_takes_some_steps_only() -> None:
     """Every third of T = 6 steps: the mean of 3 and 6 steps' weights."""
-    _, (record,) = run([lr_knob(Line(stride=3))])
+    _, (record,) = run([lr_knob(Line(stride=3, doubt=None))])
     averaged = record.estimates["learning_rate"]["averaged"]
     assert averaged["slope"] == pytest.approx(-4.5 * RATE * SQUARE * secant(), rel=1e-5)
 
@@ -179,6 +184,58 @@ def test_each_window_has_a_line_of_its_own() -> None:
     _, records = run([lr_knob()], steps=3 * T)
     slopes = [record.estimates["learning_rate"]["slope"] for record in records]
     assert slopes == pytest.approx([-T * RATE * SQUARE * secant()] * 3, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("batches", "doubt", "read"),
+    [
+        ((-1.0, -1.2), 2.0, True),  # t = 11: less, by the last weights
+        ((-1.0, -0.2), 2.0, False),  # t = 1.5
+        ((-1.0, -0.2), 1.0, True),
+        ((1.0, 1.2), 2.0, False),  # more
+        ((1.0, 1.2), None, True),
+    ],
+)
+def test_averaged_weights_are_read_only_where_the_last_call_for_less(
+    batches: tuple[float, float], doubt: float | None, read: bool
+) -> None:
+    """Three probes of two batches then, and six where both lines are read."""
+    seen = []
+
+    def counted(model: Any, batch: float) -> Tensor:
+        seen.append(batch)
+        return linear(model, batch)
+
+    _, (record,) = run([lr_knob(Line(doubt=doubt))], probe=counted, batches=batches)
+    estimate = record.estimates["learning_rate"]
+    assert len(seen) == (12 if read else 6)
+    each = -np.array(batches) * RATE * SQUARE * secant()
+    assert estimate["slope"] == pytest.approx(T * each.mean(), rel=1e-4)
+    averaged = estimate["averaged"]
+    assert averaged["slope"] == pytest.approx((T + 1) / 2 * each.mean() if read else 0.0, rel=1e-4)
+    assert (averaged["t"] != 0.0) == read == read_at_average(estimate)
+
+
+def test_by_default_two_standard_errors_of_doubt_are_asked_for() -> None:
+    assert Line().doubt == 2.0
+
+
+def test_of_two_groups_only_the_doubted_one_is_read_twice() -> None:
+    """The first group's line calls for less and the second's for more."""
+    seen: list[tuple[float, float]] = []
+
+    def both(model: Any, batch: float) -> Tensor:
+        seen.append((float(model.w[0]), float(model.other[0])))
+        return batch * (SLOPE @ (model.other - model.w))
+
+    knobs: list[hdet.Knob] = [lr_knob(Line(), groups="first"), lr_knob(Line(), groups="second")]
+    _, (record,) = run(knobs, probe=both, batches=(1.0, 1.1))
+    first, second = (record.estimates[f"learning_rate[{name}]"] for name in ("first", "second"))
+    assert first["t"] > 2.0
+    assert second["t"] < -2.0
+    assert (read_at_average(first), read_at_average(second)) == (True, False)
+    assert first["averaged"]["slope"] == pytest.approx((T + 1) / 2 * 1.05 * RATE * SQUARE * secant(), rel=1e-4)
+    assert len(seen) == 2 * (3 + 3 + 3)
 
 
 # -- looking ahead --------------------------------------------------------------------------------
@@ -199,7 +256,7 @@ def test_early_in_the_warm_up_the_line_is_read_ahead() -> None:
     offset = math.log(0.25 / share)
     assert offset > 1.9
     assert estimate["offset"] == pytest.approx(offset)
-    assert "averaged" not in estimate
+    assert not read_at_average(estimate)
     moved = sum(warm_up(t) for t in range(T)) * SQUARE
     assert estimate["slope"] == pytest.approx(-moved * math.exp(offset) * secant(), rel=1e-4)
 
@@ -212,7 +269,7 @@ def test_past_the_preview_two_lines_are_read_at_the_base() -> None:
     for share, estimate in zip(shares, told, strict=True):
         ahead = share < 0.25
         assert estimate["offset"] == pytest.approx(math.log(0.25 / share) if ahead else 0.0)
-        assert ("averaged" in estimate) == (not ahead)
+        assert read_at_average(estimate) == (not ahead)
 
 
 @pytest.mark.parametrize(
@@ -224,10 +281,10 @@ def test_past_the_preview_two_lines_are_read_at_the_base() -> None:
     ],
 )
 def test_elsewhere_it_never_looks_ahead(schedule: hdet.Schedule, preview: float) -> None:
-    _, (record,) = run([lr_knob(Line(preview=preview), schedule=schedule)], steps=T)
+    _, (record,) = run([lr_knob(Line(preview=preview, doubt=None), schedule=schedule)], steps=T)
     estimate = record.estimates["learning_rate"]
     assert estimate["offset"] == 0.0
-    assert "averaged" in estimate
+    assert read_at_average(estimate)
 
 
 def test_a_learned_shift_does_not_change_how_far_it_looks() -> None:

@@ -94,3 +94,59 @@ def test_who_asks_for_the_same_gets_the_same(problem: Any) -> None:
     assert kept.count == 1
     averages.reset()
     assert one.count == 0
+
+
+def test_on_the_host_it_is_the_same_mean_and_is_given_back_beside_the_tensors() -> None:
+    """`meta` stands for a device that is not the tensors' own: what is held there has no values."""
+    weight = torch.zeros(3, dtype=torch.bfloat16)
+    here, host, elsewhere = (RunningMean(lambda: [weight], 2, device) for device in (None, "cpu", "meta"))
+    for step in range(9):
+        weight.fill_(float(step))
+        for mean in (here, host, elsewhere):
+            mean.add()
+    assert torch.equal(here.mean()[0], host.mean()[0])
+    assert here.mean()[0] is here.values[0]  # no copy where there is no need
+    assert (elsewhere.values[0].device.type, elsewhere.values[0].dtype) == ("meta", torch.float32)
+    again = RunningMean(lambda: [weight], 2, "meta")
+    again.load_state_dict(here.state_dict())
+    assert again.values[0].device.type == "meta"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_of_weights_on_a_gpu_the_mean_lies_on_the_host() -> None:
+    weight = torch.zeros(3, device="cuda")
+    here, host = (RunningMean(lambda: [weight], 1, device) for device in (None, "cpu"))
+    for step in range(5):
+        weight.fill_(float(step))
+        here.add()
+        host.add()
+    assert (here.values[0].device.type, host.values[0].device.type) == ("cuda", "cpu")
+    assert torch.equal(here.mean()[0], host.mean()[0])
+    assert host.mean()[0].device.type == "cuda"
+
+
+def test_an_engine_that_keeps_averages_on_the_host_runs_the_same(problem: Any, train: Any, assert_same: Any) -> None:
+    def run(**options: Any) -> tuple[hdet.Engine, list[Any]]:
+        model = problem.model()
+        knob = hdet.LearningRate(schedule=hdet.Constant(0.01), evidence=hdet.Line(stride=2, doubt=-1e9))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        made = hdet.Engine(
+            hdet.micro_batches(model, optimizer, 2), [knob], window=5, total_steps=15, signal=problem.probe(), **options
+        )
+        train(made)
+        return made, [record.estimates for record in made.history]
+
+    device, host = run(), run(averages="host")
+    assert host[1] == device[1]
+    assert_same(host[0].hosts[0][0].state_dict(), device[0].hosts[0][0].state_dict())
+    assert host[0].averages.follow(0, 2).values[0].device == torch.device("cpu")
+    with pytest.raises(hdet.ConfigError, match="averages must be 'device' or 'host', got 'disk'"):
+        run(averages="disk")
+
+
+def test_the_engine_says_where_averages_lie(problem: Any) -> None:
+    model = problem.model()
+    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
+    for option, device in (("device", None), ("host", "cpu")):
+        made = hdet.Engine(replicas, [hdet.LearningRate()], averages=option)  # type: ignore[arg-type]
+        assert made.averages.device == device

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import hdet
 from hdet.replicas import tensors
 
 numbers = st.floats(-1e3, 1e3, width=32)
@@ -155,3 +156,12 @@ def test_an_optimizer_with_modes_is_switched_and_its_weights_come_back_exactly()
     with tensors.evaluating(model, optimizer):
         assert not optimizer.param_groups[0]["train_mode"]
     assert not optimizer.param_groups[0]["train_mode"]
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
+    for replica in replicas.local:
+        replica.model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(hdet.ConfigError, match="dense gradients only"):
+        replicas.share_gradients()

@@ -120,6 +120,12 @@ def test_a_shard_that_cannot_be(part: str) -> None:
         ({"seeds": [1, 1]}, "without repeats"),
         ({"baseline": {"steps": 3}}, "no factor is called 'steps'"),
         ({"grid": {"steps": [3, 4]}, "baseline": {"steps": 5}}, "no level 5"),
+        ({"variants": {"a": {"seed": 3}}}, "a sets the seed"),
+        ({"quick": {"set": {"seed": 3}}}, "quick.set sets the seed"),
+        ({"grid": {"steps": [3, 4]}, "contrasts": [[3, 5]]}, "two levels of one factor"),
+        ({"grid": {"steps": [3, 4]}, "contrasts": [[3, 3]]}, "two levels of one factor"),
+        ({"grid": {"steps": [3, 4], "batch_size": [3, 4]}, "contrasts": [[3, 4]]}, "of one only"),
+        ({"grid": {"steps": [3, 4]}, "contrasts": [[3, 4], [4, 3]]}, "there twice"),
         ({"name": "a b"}, "name"),
         ({"grids": {}}, "no such field"),
     ],
@@ -151,6 +157,48 @@ def test_a_script_s_command_is_filled_in() -> None:
         cells(declared.replace(script=("x", "{seed}", "{lr}")))
     with pytest.raises(ConfigError, match="its own affair"):
         declared.replace(budget=Budget(total=3))
+    with pytest.raises(ConfigError, match=r"asks for \['typo'\], and there are \['lr', 'seed', 'out', 'python'\]"):
+        cells(declared.replace(script=("x", "{seed}", "{lr}", "{out}", "{typo}")))
+    for name in ("out", "python"):
+        with pytest.raises(ConfigError, match=f"cannot be called \\['{name}'\\]"):
+            declared.replace(grid={name: [1]})
+
+
+def test_a_value_in_braces_is_not_filled_in_again() -> None:
+    declared = Study(name="s", script=("x", "{out}", "{seed}", "{a}", "{b}", '{"k": 1}'), grid={"a": ["{b}"], "b": [1]})
+    assert cells(declared)[0].command == ("x", "{out}", "0", "{b}", "1", '{"k": 1}')
+
+
+def test_an_edited_script_is_another_cell(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    declared = Study(name="s", script=("{python}", str(script), "{seed}", "{out}"), seeds=1)
+    keys = []
+    for text in ("print(1)", "print(2)", "print(1)"):
+        script.write_text(text)
+        keys.append(cells(declared)[0].key)
+    assert keys[0] != keys[1]
+    assert keys[0] == keys[2]
+
+
+def test_names_that_look_like_numbers_are_words(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(
+        "base: {task: digits, steps: 10}\n"
+        "grid: {batch_size: {1: 4, 2: 8}}\n"
+        "variants: {1: {}, 2.5: {window: 5}, no: {window: 3}}\n"
+        "contrasts: [[1, 2.5]]\n"
+        "baseline: {variant: 1, batch_size: 2}\n"
+        "seeds: 1\n"
+    )
+    declared = Study.load(tmp_path / "s.yaml")
+    assert declared.factors["batch_size"] == {"1": 4, "2": 8}
+    assert list(declared.factors["variant"]) == ["1", "2.5", "false"]
+    assert declared.pairs == [("variant", "1", "2.5")]
+    assert len(cells(declared)) == 6
+
+
+def test_contrasts_find_the_factor_they_are_levels_of() -> None:
+    declared = study(grid={"steps": [3, 4]}, variants={"a": {}, "b": {}}, contrasts=[["a", "b"], [4, 3]])
+    assert declared.pairs == [("variant", "a", "b"), ("steps", "4", "3")]
 
 
 def test_it_is_read_from_yaml_with_its_base_in_a_file_of_its_own(tmp_path: Path) -> None:

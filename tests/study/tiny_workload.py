@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ CALLS = "HDET_TEST_CALLS"
 
 
 class Tiny:
-    """Fits a line; `fail` makes every loss NaN, `crash` raises after some steps."""
+    """Fits a line; `fail` makes every loss NaN, `crash` interrupts after some steps; a batch may take its time."""
 
     def __init__(self, seed: int, batch_size: int, fail: bool, crash: int | None) -> None:
         self.facts = {"train": "made up"}
@@ -31,6 +32,7 @@ class Tiny:
     def batch(self, step: int, replica: int) -> Tensor:
         if self.crash is not None and step >= self.crash and not os.environ.get("HDET_TEST_HEALED"):
             raise KeyboardInterrupt
+        time.sleep(float(os.environ.get("HDET_TEST_NAP", "0")))
         generator = torch.Generator().manual_seed(10_000 * self.seed + 100 * step + replica)
         return torch.randn(self.batch_size, 3, generator=generator)
 
@@ -46,7 +48,17 @@ class Tiny:
             return float(self.loss(model.eval(), self.batch(9999, 0)))
 
 
-def make(*, seed: int, batch_size: int, device: str, fail: bool = False, crash: int | None = None) -> Tiny:
+def make(
+    *,
+    seed: int,
+    batch_size: int,
+    device: str,
+    fail: bool = False,
+    crash: int | None = None,
+    boom: bool = False,
+) -> Tiny:
+    if boom:
+        raise RuntimeError("CUDA out of memory")
     counter = os.environ.get(CALLS)
     if counter:
         with open(counter, "a", encoding="utf-8") as file:

@@ -16,7 +16,8 @@ from search_parts.task import Problem, Setting, Task, split
 class Recommended(Contender):
     """`hdet.recommended` with its defaults, told the length of the run and given the task's probe.
 
-    Probes are paid for by training fewer steps.
+    Probes are paid for by training fewer steps. How many probes there will be depends a little on what they say:
+    the run is planned with the least, and ends when the budget is spent.
     """
 
     name = "hdet"
@@ -35,6 +36,9 @@ class Recommended(Contender):
 
         engine = self.engine(task, setting, problem, model, hdet.Probe(loss, lambda w: [problem.probe(w)]), steps, seed)
         for step in range(steps):
+            if meter.passes + 3 * task.batch > task.budget:
+                engine.finish()  # more was probed than planned; the schedule is next to 0 here
+                break
             losses = []
             parts = split(problem.batch(step), task.micro_batches)
             for replica in engine.replicas:
@@ -46,7 +50,7 @@ class Recommended(Contender):
             update(task, engine.optimizers[0])
             engine.step(losses)
         details = {
-            "steps": steps,
+            "steps": engine.step_count,
             "peaks": {knob.name: knob.base(round(0.3 * steps)) for knob in engine.knobs},
             "closing": sum(record.closing for record in engine.history),
             "faults": sum(len(record.faults) for record in engine.history),
@@ -76,7 +80,7 @@ class Recommended(Contender):
         )
 
     def affordable_steps(self, task: Task, setting: Setting) -> int:
-        """Steps that, with their probes, cost no more than the budget."""
+        """Steps that, with the least probes there can be, cost no more than the budget."""
         # What is probed does not depend on the rates, only on whether there is decay and dropout at all.
         alike = Setting(task.grid.lrs[0], 1e-4 if setting.decay else 0.0, 0.1 if setting.dropout else 0.0)
         return _affordable(type(self), task, alike)

@@ -42,8 +42,8 @@ def distribute(
     | `fully_shard`ed over a replicate and a shard dimension (HSDP) | a shard group | FSDP |
     | `fully_shard`ed over the shard dimension only, or tensor parallel | a row of the mesh | the engine |
 
-    With local gradients nobody shares any (DDP runs under `no_sync`). The model is used as it is; all ranks set out
-    from the weights of place 0, which are sent to the others.
+    With local gradients nobody shares any (DDP runs under `no_sync`, and HSDP without its all-reduce). The model is
+    used as it is; all ranks set out from the weights of place 0, which are sent to the others.
 
     Args:
         model: this rank's, wrapped or not. The optimizer is made from its parameters, after wrapping.
@@ -56,8 +56,8 @@ def distribute(
         exact: reduce in the order of the replicas, so that parameters agree with one process bit for bit where the
             arithmetic of a replica does; the engine then shares DDP's gradients too, after backward. Slower.
         precision: `torch.bfloat16` or `torch.float16`: merge the differences from the last converged point in it, at
-            half the traffic; sums are in float32. A merged parameter is off by at most 2^-8 (2^-11) of the largest
-            difference that went into it. The first merge is in full.
+            half the traffic; sums are in float32 at least. A merged parameter is off by at most 2^-7 (2^-10) of the
+            largest difference in its tensor: it is rounded when sent and when told. The first merge is in full.
         overlap: let a merge travel beside the next so many steps and apply it as a correction then,
             theta_r <- theta_r + mean(theta at the window's end) - theta_r at the window's end. In these steps
             replicas are still as far apart as the window before had set them, which its successor's losses show.
@@ -88,6 +88,7 @@ def distribute(
             f"overlap is a number of steps, got {overlap}, and goes with one diverging replica a rank only, without "
             f"exact= and precision="
         )
+    refusals.outside(group)
     bare, wrapper = unwrapped(model)
     refusals.partitioned(model, optimizer)
     check_pair(bare, optimizer, copies)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hdet.replicas.distributed.layout import Layout
+from hdet.replicas.tensors import copy_, mean_
 
 CAPACITY = 2**22
 """Elements in a bucket: 16 MiB of float32. Two are kept, so that one is filled while the other travels."""
@@ -62,7 +64,8 @@ class Exchange:
             flat = self._memory(bucket.dtype, number % 2, bucket.padded(self.layout.places))
             bucket.pack(flat, 1.0 if self.exact else own)
             if self.exact:
-                self._reduce_in_order(flat, self._memory(flat.dtype, 1 - number % 2, flat.numel()), weights, mean)
+                rows = self._slices(flat, self._memory(flat.dtype, 1 - number % 2, flat.numel()))
+                self._fold_and_tell(flat, rows, weights, mean)
                 bucket.unpack(flat)
                 continue
             work = dist.all_reduce(flat, group=self.layout.peers(), async_op=True)
@@ -72,6 +75,40 @@ class Exchange:
                 _land(under_way.pop(0))
         for item in under_way:
             _land(item)
+
+    @torch.no_grad()
+    def mean_(self, members: Sequence[Sequence[Tensor]], valid: Sequence[bool]) -> None:
+        """Overwrite this rank's members, one or several replicas' tensors, by the mean of the valid ones of all places.
+
+        Args:
+            valid: [places * len(members)], place by place.
+        """
+        each = len(members)
+        if self.exact and each > 1:
+            self._mean_in_order(members, valid)
+            return
+        own = valid[self.layout.place * each :][:each]
+        sound = list(compress(members, own))
+        lead = sound[0] if sound else members[0]
+        if len(sound) > 1:
+            mean_(sound, [lead])
+        counts = [float(sum(valid[i * each : (i + 1) * each])) for i in range(self.layout.places)]
+        self.reduce(lead, lead, counts, mean=True)
+        for other in members:
+            if other is not lead:
+                copy_(other, lead)
+
+    def _mean_in_order(self, members: Sequence[Sequence[Tensor]], valid: Sequence[bool]) -> None:
+        """Every member's bucket is sent in slices, and each rank adds up its slice of all replicas'."""
+        for buckets in zip(*(self._buckets(own, own, narrow=True) for own in members), strict=True):
+            flat = self._memory(buckets[0].dtype, 0, buckets[0].padded(self.layout.places))
+            rows = []
+            for bucket in buckets:
+                bucket.pack(flat)
+                rows.append(self._slices(flat, torch.empty_like(flat)))
+            self._fold_and_tell(flat, torch.stack(rows, dim=1).flatten(0, 1), [float(ok) for ok in valid], True)
+            for bucket in buckets:
+                bucket.unpack(flat)
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor], place: int) -> None:
@@ -93,11 +130,14 @@ class Exchange:
         _gather_single(rows, row, group=self.layout.everyone())
         return rows.view(ranks, row.numel())
 
-    def _reduce_in_order(self, flat: Tensor, rows: Tensor, weights: Sequence[float], mean: bool) -> None:
-        """Each rank receives its slice from all, adds them up, and sends the sum to all."""
+    def _slices(self, flat: Tensor, rows: Tensor) -> Tensor:
+        """[places, M / places]: this rank's slice of every place's bucket, in the memory of `rows`."""
         dist.all_to_all_single(rows, flat, group=self.layout.peers())
-        folded = fold(rows.view(self.layout.places, -1), weights, mean)
-        _gather_single(flat, folded.to(flat.dtype), group=self.layout.peers())
+        return rows.view(self.layout.places, -1)
+
+    def _fold_and_tell(self, flat: Tensor, rows: Tensor, weights: Sequence[float], mean: bool) -> None:
+        """Each rank adds up its slice, and sends the sum to all."""
+        _gather_single(flat, fold(rows, weights, mean).to(flat.dtype), group=self.layout.peers())
 
     def _memory(self, dtype: torch.dtype, which: int, size: int) -> Tensor:
         kept = self._kept.get((dtype, which))

@@ -9,7 +9,10 @@ import torch.distributed as dist
 
 from hdet.errors import HdetError, LostRankError
 
-SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "timeout")
+SIGNS = ("gloo/", "nccl", "connection closed by peer", "connection reset by peer")
+"""What the backends' messages hold (gloo's begin with the file that raised), and those of other libraries do not."""
+
+LOST = "another rank is gone or did not answer within the group's timeout"
 
 
 @contextmanager
@@ -25,11 +28,10 @@ def translated(doing: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         told = str(error).lower()
-        if not (isinstance(error, dist.DistError) or any(sign in told for sign in SIGNS)):
+        if not dist.is_initialized() or not (isinstance(error, dist.DistError) or any(sign in told for sign in SIGNS)):
             raise
-        rank = dist.get_rank() if dist.is_initialized() else "?"
         raise LostRankError(
-            f"rank {rank}, {doing}: another rank is gone or did not answer within the group's timeout. This run "
-            f"cannot go on without it: end this process, and resume from the last checkpoint (torchrun "
-            f"--max-restarts does both). The backend said: {str(error).splitlines()[0]}"
+            f"rank {dist.get_rank()}, {doing}: {LOST}. This run cannot go on without it: end this process, and resume "
+            f"from the last checkpoint (torchrun --max-restarts does both). The backend said: "
+            f"{str(error).splitlines()[0]}"
         ) from error

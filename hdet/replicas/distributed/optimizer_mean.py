@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet.replicas import optimizer_states
 from hdet.replicas.distributed.exchange import Exchange
+from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.tensors import local
 
 Entry = tuple[int, int, str]
@@ -21,44 +24,90 @@ Structure = dict[Entry, tuple[tuple[int, ...], str]]
 """Shape and dtype of every tensor there is."""
 
 
-def average(exchange: Exchange, optimizer: Optimizer, weights: Sequence[float]) -> None:
-    """Give every rank's optimizer the weighted mean of the states over places.
+def average(exchange: Exchange, optimizers: Sequence[Optimizer], valid: Sequence[bool]) -> None:
+    """Give every optimizer of every rank the mean state of the valid replicas'.
 
-    Floating tensors are averaged; counters and integers are taken over from the first place of weight above 0.
-    Numbers which an optimizer keeps in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are
-    averaged too; values of knobs are among them, and have to be written anew. A parameter without a gradient on
-    some rank has no state there and gets the mean of those that have one.
+    Floating tensors are averaged; counters and integers are taken over from the first valid replica. Numbers which an
+    optimizer keeps in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are averaged too; values of
+    knobs are among them, and have to be written anew. A parameter without a gradient in some replica has no state
+    there and gets the mean of those that have one.
+
+    Args:
+        optimizers: of this rank's replicas.
+        valid: [places * len(optimizers)], place by place.
     """
-    own = structure(optimizer)
-    if _agree_on(exchange, optimizer, own, weights):
-        held = [(entry, _tensor(optimizer, entry)) for entry in own]
-        averaged = [tensor for _, tensor in held if _has_mean(tensor)]
-        taken = [tensor for _, tensor in held if not _has_mean(tensor)]
-        exchange.reduce(averaged, averaged, weights, mean=True)
-        exchange.broadcast(taken, _first(weights))
-        return
+    each = len(optimizers)
+    mine = valid[exchange.layout.place * each :][:each]
+    sound = list(compress(optimizers, mine))
+    lead = sound[0] if sound else optimizers[0]
+    counts = [float(sum(valid[i * each : (i + 1) * each])) for i in range(exchange.layout.places)]
+    own = structure(lead)
+    alike = all(structure(optimizer) == own for optimizer in sound)
+    if _agree_on(exchange, optimizers, own if alike else {**own, (exchange.layout.place, -1, ""): ((), "")}, valid):
+        for optimizer, ok in zip(optimizers, mine, strict=True):
+            if not ok:
+                _keep_only(optimizer, own)
+        averaged = [entry for entry in own if _has_mean(_tensor(lead, entry))]
+        exchange.mean_([[_slot(optimizer, e, *own[e]) for e in averaged] for optimizer in optimizers], valid)
+        exchange.broadcast([_tensor(lead, entry) for entry in own if entry not in averaged], _first(counts))
+    else:
+        if len(sound) > 1:
+            optimizer_states.average(sound, [lead])
+        _average_what_some_have(exchange, lead, structure(lead), counts)
+        for optimizer, ok in zip(optimizers, mine, strict=True):
+            if not ok:
+                _keep_only(optimizer, structure(lead))
+    others = [optimizer for optimizer in optimizers if optimizer is not lead]
+    if others:
+        optimizer_states.average([lead], others)
+
+
+def _average_what_some_have(exchange: Exchange, optimizer: Optimizer, own: Structure, weights: Sequence[float]) -> None:
     for entry, (shape, dtype), holders in _union(exchange, own):
-        tensor = _slot(optimizer, entry, shape, getattr(torch, dtype))
         sharing = [weight if holds else 0.0 for weight, holds in zip(weights, holders, strict=True)]
         if not any(sharing):
+            _drop(optimizer, entry)
             continue
+        tensor = _slot(optimizer, entry, shape, dtype)
         if _has_mean(tensor):
             exchange.reduce([tensor], [tensor], sharing, mean=True)
         else:
             exchange.broadcast([tensor], _first(sharing))
 
 
-def take_over(exchange: Exchange, optimizers: Sequence[Optimizer], wanting: Sequence[bool], place: int) -> None:
-    """Overwrite the states of this rank's `wanting` optimizers by that of the first optimizer at a place."""
-    own = structure(optimizers[0])
-    source = [_tensor(optimizers[0], entry) for entry in own]
-    sending = exchange.layout.place == place
-    received = source if sending else [torch.empty_like(tensor) for tensor in source]
-    exchange.broadcast(received, place)
-    for optimizer, wants in zip(optimizers, wanting, strict=True):
-        if wants:
-            for entry, tensor in zip(own, received, strict=True):
-                _slot(optimizer, entry, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+def take_over(exchange: Exchange, optimizers: Sequence[Optimizer], valid: Sequence[bool]) -> None:
+    """Overwrite the states of failed replicas' optimizers by the first valid one's, numbers in groups included.
+
+    Its structure is sent first: a parameter that only some replicas use has no state in the others.
+    """
+    layout, each = exchange.layout, len(optimizers)
+    place, number = divmod(list(valid).index(True), each)
+    source = optimizers[number] if layout.place == place else None
+    told: list[Any] = [(structure(source), _numbers(source)) if source is not None else None]
+    dist.broadcast_object_list(told, layout.global_peers[place], group=layout.peers(), device=exchange.device)
+    every, numbers = told[0]
+    sent = [
+        _tensor(source, entry)
+        if source is not None
+        else torch.empty(shape, dtype=getattr(torch, named), device=exchange.device)
+        for entry, (shape, named) in every.items()
+    ]
+    exchange.broadcast(sent, place)
+    for optimizer, ok in zip(optimizers, valid[layout.place * each :][:each], strict=True):
+        if ok:
+            continue
+        _keep_only(optimizer, every)
+        for entry, tensor in zip(every, sent, strict=True):
+            _slot(optimizer, entry, *every[entry]).copy_(tensor)
+        for (index, key), value in numbers.items():
+            optimizer.param_groups[index][key] = value
+
+
+def mark(optimizer: Optimizer, device: torch.device) -> Tensor:
+    """A fingerprint of an optimizer's tensors, and of the numbers in its groups."""
+    own = structure(optimizer)
+    numbers = torch.tensor(list(_numbers(optimizer).values()), dtype=torch.float64)
+    return fingerprint([*(_tensor(optimizer, entry) for entry in own), numbers, _code(own)], device)
 
 
 def structure(optimizer: Optimizer) -> Structure:
@@ -73,22 +122,17 @@ def structure(optimizer: Optimizer) -> Structure:
     return found
 
 
-def _agree_on(exchange: Exchange, optimizer: Optimizer, own: Structure, weights: Sequence[float]) -> bool:
+def _agree_on(exchange: Exchange, optimizers: Sequence[Optimizer], own: Structure, valid: Sequence[bool]) -> bool:
     """Average the groups' numbers, and tell whether all peers hold the same tensors; one small collective."""
-    numbers = [
-        (group, key) for group in optimizer.param_groups for key, value in group.items() if isinstance(value, float)
-    ]
-    digest = hashlib.blake2b(repr(list(own.items())).encode(), digest_size=8).digest()
-    code = torch.tensor([int.from_bytes(digest, "big", signed=True)], dtype=torch.int64)
-    row = torch.cat(
-        [code.view(torch.float64), torch.tensor([group[key] for group, key in numbers], dtype=torch.float64)]
-    )
-    table = exchange.gather(row).cpu()
+    numbers = [_numbers(optimizer) for optimizer in optimizers]
+    flat = torch.tensor([list(found.values()) for found in numbers], dtype=torch.float64).flatten()
+    table = exchange.gather(torch.cat([_code(own).view(torch.float64), flat])).cpu()
     rows = table[[int(rank) for rank in exchange.layout.table[:, exchange.layout.part]]]
-    for position, (group, key) in enumerate(numbers, start=1):
-        values = [(float(rows[i, position]), weight) for i, weight in enumerate(weights) if weight]
-        if any(value != values[0][0] for value, _ in values):
-            group[key] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
+    sound = rows[:, 1:].reshape(len(valid), -1)[torch.tensor(valid)].tolist()
+    for (index, key), values in zip(numbers[0], zip(*sound, strict=True), strict=True):
+        apart = any(value != values[0] for value in values)
+        for optimizer in optimizers:
+            optimizer.param_groups[index][key] = sum(values) / len(values) if apart else values[0]
     # Ranks that hold other parts of the model hold other tensors; each compares with its own peers.
     codes = rows[:, 0].contiguous().view(torch.int64)
     return bool((codes == codes[0]).all())
@@ -103,20 +147,54 @@ def _union(exchange: Exchange, own: Structure) -> list[tuple[Entry, tuple[tuple[
     return [(entry, every[entry], [entry in found for found in held]) for entry in sorted(every)]
 
 
+def _numbers(optimizer: Optimizer) -> dict[tuple[int, str], float]:
+    """What an optimizer keeps in its groups as floating numbers, by group and key."""
+    return {
+        (index, key): value
+        for index, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, float)
+    }
+
+
+def _code(own: Structure) -> Tensor:
+    """[1] int64: a digest of what tensors there are."""
+    digest = hashlib.blake2b(repr(list(own.items())).encode(), digest_size=8).digest()
+    return torch.tensor([int.from_bytes(digest, "big", signed=True)], dtype=torch.int64)
+
+
 def _tensor(optimizer: Optimizer, entry: Entry) -> Tensor:
     index, place, key = entry
     value: Tensor = optimizer.state[optimizer.param_groups[index]["params"][place]][key]
     return local(value)
 
 
-def _slot(optimizer: Optimizer, entry: Entry, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _slot(optimizer: Optimizer, entry: Entry, shape: tuple[int, ...], named: str) -> Tensor:
+    """The tensor at an entry, made if there is none."""
     index, place, key = entry
+    dtype = getattr(torch, named)
     parameter = optimizer.param_groups[index]["params"][place]
     state: dict[str, Any] = optimizer.state.setdefault(parameter, {})
     if state.get(key) is None:
         like = shape == tuple(local(parameter).shape)
         state[key] = torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(shape, dtype=dtype, device="cpu")
     return local(state[key])
+
+
+def _keep_only(optimizer: Optimizer, own: Structure) -> None:
+    """Drop the tensors that are not of this structure: a replica that failed may hold some that no other has."""
+    for entry in structure(optimizer):
+        if entry not in own:
+            _drop(optimizer, entry)
+
+
+def _drop(optimizer: Optimizer, entry: Entry) -> None:
+    index, place, key = entry
+    parameter = optimizer.param_groups[index]["params"][place]
+    state = optimizer.state.get(parameter, {})
+    state.pop(key, None)
+    if not state:
+        optimizer.state.pop(parameter, None)
 
 
 def _has_mean(tensor: Tensor) -> bool:

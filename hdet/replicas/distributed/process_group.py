@@ -28,7 +28,8 @@ def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterato
     is kept alive keeps threads that may abort the process at its exit.
 
     Args:
-        backend: "nccl" where there are GPUs, else "gloo".
+        backend: by default gloo for tensors on the CPU, and nccl for those on GPUs where each rank of this machine
+            has one.
         timeout: seconds after which a rank that does not answer counts as lost.
 
     Raises:
@@ -42,7 +43,10 @@ def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterato
     for module in ("torch._dynamo", "torch.distributed.fsdp"):
         import_module(module)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    device = int(os.environ.get("LOCAL_RANK", "0"))
+    if backend is None:
+        own = torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+        backend = "cpu:gloo,cuda:nccl" if own else "gloo"
     limit = timedelta(seconds=timeout)
     # torchrun's agent holds the store itself where it says so, else rank 0 does.
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -54,10 +58,10 @@ def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterato
         timeout=limit,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    own = dist.PrefixStore(f"attempt_{attempt}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
+    if "nccl" in backend:
+        torch.cuda.set_device(device)
+    renewed = dist.PrefixStore(f"attempt_{attempt}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=renewed, rank=rank, world_size=size, timeout=limit)
     assert dist.group.WORLD is not None
     try:
         yield dist.group.WORLD

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 
 import numpy as np
@@ -14,14 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
-from hdet.replicas import optimizer_states, tensors
+from hdet.replicas import tensors
 from hdet.replicas.anchor import Anchor
-from hdet.replicas.distributed import optimizer_mean, refusals
+from hdet.replicas.distributed import fully_sharded, optimizer_mean, refusals
 from hdet.replicas.distributed.agreement import agree
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
-from hdet.replicas.distributed.layout import Group
+from hdet.replicas.distributed.layout import Group, pooled
 from hdet.replicas.distributed.lost import translated
+from hdet.replicas.distributed.narrow import mean_narrow_
 from hdet.replicas.distributed.overlap import Flight
 from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas, Terms
@@ -60,12 +61,19 @@ class Ranks(Replicas):
         self._seats = seats
         self._reduces = reduces
         self._wrapped = reduces if isinstance(reduces, DistributedDataParallel) else None
+        self._quiet: Callable[[], AbstractContextManager[None]] | None = None
+        if self._wrapped is not None:
+            self._quiet = self._wrapped.no_sync
         self._precision = precision
         self._narrow = Exchange(self.layout, exchange.device, exact=True) if precision is not None else None
         self._overlap = overlap
         self._flight: Flight | None = None
         self._anchor: Anchor | None = None
         self._met = False
+        self._plain = False
+        self._pooled: Exchange | None = None
+        if fully_sharded.over(self.hosts[0][0], self.layout.parts):
+            self._pooled = Exchange(pooled(self.layout), exchange.device, exchange.exact)
         self._shares = True
         self._apart = True
         self.size = self.layout.places * self._each
@@ -92,7 +100,10 @@ class Ranks(Replicas):
 
     def begin(self, terms: Terms) -> None:
         own = terms.gradients == "local" or terms.observed or not self.diverge
+        own = own or (self.exchange.exact and self._reduces is not None)
         if self._reduces == "hsdp" and own:
+            self._quiet = fully_sharded.without_all_reduce(self.hosts[0][0])
+        if self._reduces == "hsdp" and own and self._quiet is None:
             why = "local gradients" if terms.gradients == "local" else "each replica's own gradient"
             raise ConfigError(
                 f"fully_shard over a mesh with a replicate dimension averages gradients over replicas in its backward, "
@@ -100,7 +111,6 @@ class Ranks(Replicas):
                 f"mesh=mesh['dp_shard'])) and give hdet.distribute the whole mesh: the engine then shares gradients "
                 f"itself where they are to be shared"
             )
-        own = own or (self.exchange.exact and self._wrapped is not None)
         if terms.observed and refusals.sharded(self.hosts[0][0]):
             raise ConfigError(
                 "Contrast evidence looks at a replica's whole gradient, and this model's lies in parts on several "
@@ -121,10 +131,11 @@ class Ranks(Replicas):
         self._shares = own or self._reduces is None
         self.shares_on_call = self._shares and self.size > 1
         self._apart = terms.apart
-        if self._wrapped is not None and self.diverge:
-            # Each replica's buffers are its own until the merge, as in one process. Otherwise those of rank 0 would
-            # replace them in every forward pass.
-            self._wrapped.broadcast_buffers = False
+        if self._wrapped is not None:
+            # With nothing to explore this is data parallelism as it is, rank 0's buffers included. Else each rank's are
+            # its own until the window's end: rank 0's, knobs among them, do not replace them in every forward pass.
+            self._plain = self._wrapped.broadcast_buffers and not terms.explored and not self._shares
+            self._wrapped.broadcast_buffers = self._plain
         with translated("comparing declarations"):
             agree(self.exchange, terms.declaration)
 
@@ -143,22 +154,17 @@ class Ranks(Replicas):
         owned = [tensors.trained(model) for model, _ in self.hosts]
         count = len(owned[0])
         used = [any(own[i].grad is not None for own in owned) for i in range(count)]
-        gradients = [[_gradient(parameter) for parameter in own] for own in owned]
-        lead = gradients[0]
+        gradients = [[tensors.gradient(parameter) for parameter in own] for own in owned]
         if self._seats > 1:
-            torch._foreach_mul_(lead, 1.0 / self._seats)
-        if len(owned) > 1:
-            tensors.mean_(gradients, [lead])
+            torch._foreach_mul_(gradients[0], 1.0 / self._seats)
         # A parameter that is used in some replicas only counts as zero in the others; where no replica uses it, it
         # keeps no gradient, so that weight decay leaves it alone. Who uses what travels along.
         votes = torch.tensor(used, dtype=torch.float32, device=self.exchange.device)
-        both = [*lead, votes]
         with translated("sharing gradients"):
-            self.exchange.reduce(both, both, [1.0] * self.layout.places, mean=True)
-        for other in gradients[1:]:
-            tensors.copy_(other, lead)
+            members = [[*own, votes.clone()] for own in gradients]
+            self.exchange.mean_(members, [True] * (self.layout.places * len(members)))
         if not all(used):
-            for i, wanted in enumerate((votes > 0).tolist()):
+            for i, wanted in enumerate((members[0][-1] > 0).tolist()):
                 if not wanted:
                     for own in owned:
                         own[i].grad = None
@@ -170,49 +176,40 @@ class Ranks(Replicas):
             self._merge(list(valid), optimizer_state)
 
     def mean_buffers(self, valid: Sequence[bool]) -> None:
-        if self.diverge:
+        if self.size > 1 or self._pooled is not None:
             with translated("merging buffers"):
                 self._merge_buffers(list(valid))
 
     @torch.no_grad()
     def _merge(self, valid: list[bool], optimizer_state: str) -> None:
-        counts, first, sound, lead = self._parties(valid)
-        others = [host for host in self.hosts if host is not lead]
-        mine = self._merged(lead)
-        if len(sound) > 1:
-            tensors.mean_([self._merged(host) for host in sound], [mine])
-        if not (all(valid) and self._alike(mine)):
-            self._reduce_parameters(mine, counts)
+        optimizers = [optimizer for _, optimizer in self.hosts]
+        alike, states_alike = self._alike(optimizer_state) if all(valid) and not self._apart else (False, False)
+        if not alike:
+            self._merge_parameters([self._merged(host) for host in self.hosts], valid)
         self._met = True
-        for host in others:
-            tensors.copy_(self._merged(host), mine)
         self._merge_buffers(valid)
-
         if optimizer_state == "average":
-            if len(sound) > 1:
-                optimizer_states.average([optimizer for _, optimizer in sound], [lead[1]])
-            optimizer_mean.average(self.exchange, lead[1], counts)
-            if others:
-                optimizer_states.average([lead[1]], [optimizer for _, optimizer in others])
+            if not states_alike:
+                optimizer_mean.average(self.exchange, optimizers, valid)
         elif optimizer_state == "reset":
-            for _, optimizer in self.hosts:
+            for optimizer in optimizers:
                 optimizer.state.clear()
         elif not all(valid):
-            ordered = [lead, *others]
-            failed = [host not in sound for host in ordered]
-            optimizer_mean.take_over(self.exchange, [optimizer for _, optimizer in ordered], failed, first)
+            optimizer_mean.take_over(self.exchange, optimizers, valid)
 
-    def _reduce_parameters(self, mine: Sequence[Tensor], counts: Sequence[float]) -> None:
-        if self._overlap is not None and all(counts):
-            self._flight = Flight(mine, self.layout, self._overlap[1]())
-        elif self._narrow is not None and self._met:
+    def _merge_parameters(self, members: Sequence[Sequence[Tensor]], valid: list[bool]) -> None:
+        if self._overlap is not None and all(valid):
+            self._flight = Flight(members[0], self.layout, self._overlap[1]())
+        elif self._narrow is not None and self._precision is not None and self._met:
             # From the first merge on the last converged point is the same everywhere, and differences are small.
-            start = [held.to(own.device) for held, own in zip(self._anchored(), mine, strict=True)]
-            moved = [(own.float() - held.float()).to(self._precision) for own, held in zip(mine, start, strict=True)]
-            self._narrow.reduce(moved, moved, counts, mean=True)
-            tensors.copy_(mine, [held.float() + step.float() for held, step in zip(start, moved, strict=True)])
+            anchored = self._anchored()
+            start = [tensors.wide(t.to(own.device)) for t, own in zip(anchored, members[0], strict=True)]
+            moved = [list(torch._foreach_sub([tensors.wide(t) for t in own], start)) for own in members]
+            mean_narrow_(self._narrow, moved, valid, self._precision)
+            for own, steps in zip(members, moved, strict=True):
+                tensors.copy_(own, torch._foreach_add(start, steps))
         else:
-            self.exchange.reduce(mine, mine, counts, mean=True)
+            self.exchange.mean_(members, valid)
 
     def _anchored(self) -> list[Tensor]:
         """The anchor's values of the parameters that are merged."""
@@ -225,6 +222,13 @@ class Ranks(Replicas):
     @property
     def in_flight(self) -> bool:
         return self._flight is not None
+
+    def restored(self, *, merged: bool) -> None:
+        if self._flight is not None:
+            with translated("waiting for a merge"):
+                self._flight.merged()
+        self._flight = None
+        self._met = merged
 
     def advance(self, *, now: bool = False) -> None:
         if self._flight is None or self._overlap is None:
@@ -242,44 +246,44 @@ class Ranks(Replicas):
 
     @torch.no_grad()
     def _merge_buffers(self, valid: list[bool]) -> None:
-        counts, first, sound, lead = self._parties(valid)
-        mine = _buffers(lead)
-        if not mine:
+        members = [_buffers(host) for host in self.hosts]
+        sound = [all(valid[i : i + self._seats]) for i in range(0, self.size, self._seats)] if self._seats else valid
+        if not members[0] or not any(sound):
             return
+        exchange = self.exchange
+        if self._pooled is not None:
+            exchange, each = self._pooled, len(members)
+            places = np.argsort(self.layout.table.flatten()) // self.layout.parts  # of the ranks in their order
+            sound = [sound[place * each + i] for place in places.tolist() for i in range(each)]
+        first, number = divmod(sound.index(True), len(members))
         # One replica decides which buffers have a mean: a failed one's may hold anything.
-        decided = torch.tensor(tensors.with_mean(lead[0]), dtype=torch.uint8, device=self.exchange.device)
-        self.exchange.broadcast([decided], first)
-        averaged = decided.bool().tolist()
+        decided = torch.tensor(tensors.with_mean(self.hosts[number][0]), dtype=torch.uint8, device=exchange.device)
+        exchange.broadcast([decided], first)
+        averaged = [yes and not self._plain for yes in decided.bool().tolist()]
         others = [not yes for yes in averaged]
-        real = list(compress(mine, averaged))
-        if len(sound) > 1:
-            tensors.mean_([list(compress(_buffers(host), averaged)) for host in sound], [real])
-        self.exchange.reduce(real, real, counts, mean=True)
-        self.exchange.broadcast(list(compress(mine, others)), first)
-        for host in self.hosts:
-            if host is not lead:
-                tensors.copy_(_buffers(host), mine)
-
-    def _parties(self, valid: list[bool]) -> tuple[list[float], int, list[Host], Host]:
-        """Valid replicas by place, the first place that has one, this rank's valid hosts, and the first of them."""
-        each, place = self._each, self.layout.place
-        counts = [float(sum(valid[i * each : (i + 1) * each])) for i in range(self.layout.places)]
-        first = next(i for i, count in enumerate(counts) if count)
-        sound = list(compress(self.hosts, valid[place * each : (place + 1) * each]))
-        return counts, first, sound, sound[0] if sound else self.hosts[0]
+        exchange.mean_([list(compress(own, averaged)) for own in members], sound)
+        exchange.broadcast(list(compress(members[number], others)), first)
+        for own in members:
+            if own is not members[number]:
+                tensors.copy_(list(compress(own, others)), list(compress(members[number], others)))
 
     def _merged(self, host: Host) -> list[Tensor]:
         """The parameters that can come apart."""
         return list(compress(tensors.parameters(host[0]), _movable(*host)))
 
-    def _alike(self, own: Sequence[Tensor]) -> bool:
-        """Whether all replicas hold the same bits, where nothing was to set them apart: they are then left alone."""
-        if self._apart:
-            return False
-        marks = self.exchange.gather(fingerprint(own, self.exchange.device)).cpu()[
-            self.layout.table[:, self.layout.part]
-        ]
-        return bool((marks == marks[0]).all())
+    def _alike(self, optimizer_state: str) -> tuple[bool, bool]:
+        """Whether all replicas hold the same bits, parameters and optimizer state: they are then left alone.
+
+        A mean of what is alike is not always the same bits, and nothing was to set the replicas apart.
+        """
+        device = self.exchange.device
+        marks = []
+        for host in self.hosts:
+            marks.append(fingerprint(self._merged(host), device))
+            marks.append(optimizer_mean.mark(host[1], device) if optimizer_state == "average" else marks[-1])
+        rows = self.exchange.gather(torch.cat(marks)).cpu()[self.layout.table[:, self.layout.part]].view(-1, 2, 2)
+        same = (rows == rows[0]).all(dim=2).all(dim=0).tolist()
+        return bool(same[0]), bool(same[1])
 
     @torch.no_grad()
     def combine(self, weights: NDArray[np.float64]) -> list[Tensor]:
@@ -307,8 +311,8 @@ class Ranks(Replicas):
     @contextmanager
     def _around(self) -> Iterator[None]:
         """Around a forward and backward: without data parallelism's own averaging where it is not wanted."""
-        quiet = self._wrapped is not None and self._shares
-        with translated("in forward or backward"), self._wrapped.no_sync() if quiet else nullcontext():  # type: ignore[union-attr]
+        quiet = self._quiet if self._shares else None
+        with translated("in forward or backward"), quiet() if quiet is not None else nullcontext():
             yield
 
 
@@ -321,9 +325,3 @@ def _movable(model: nn.Module, optimizer: Optimizer) -> list[bool]:
 
 def _buffers(host: Host) -> list[Tensor]:
     return [tensors.local(buffer) for buffer in host[0].buffers()]
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return tensors.local(parameter.grad)

@@ -45,6 +45,15 @@ def partitioned(model: nn.Module, optimizer: Optimizer) -> None:
             )
 
 
+def outside(group: object) -> None:
+    """`torch.distributed.new_group` gives ranks that are not in the group a number in its place."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not in the group it was given ({group!r}); call hdet.distribute on the ranks "
+            f"of the group only"
+        )
+
+
 def shared_replica(model: nn.Module, layout: Layout) -> None:
     """Ranks that are to be different replicas must not hold parts of one and the same."""
     peers = set(layout.global_peers)
@@ -65,8 +74,10 @@ def reduced_by_sharding(model: nn.Module, layout: Layout) -> bool:
     Raises:
         ConfigError: it does so over other ranks than the replicas'.
     """
+    own = {dist.get_global_rank(layout.everyone(), int(rank)) for rank in layout.table[layout.place]}
     for name, parameter in model.named_parameters():
-        replicated = [ranks for ranks, sharded in _dimensions(parameter) if not sharded and len(ranks) > 1]
+        # A dimension within one replica (sequence parallel norms are whole on every rank of it) is no matter here.
+        replicated = [ranks for ranks, sharded in _dimensions(parameter) if not sharded and not set(ranks) <= own]
         if replicated and _fully_sharded(model):
             if any(set(ranks) != set(layout.global_peers) for ranks in replicated):
                 raise ConfigError(

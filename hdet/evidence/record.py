@@ -1,0 +1,271 @@
+"""What a contrast keeps of the gradients it saw: one number a step, or traces that reach over windows."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdet.controllers import Estimate
+from hdet.errors import StepError
+from hdet.replicas import Replica, Replicas
+
+FEWEST_BLOCKS = 8
+LARGEST_GAIN = 1e3
+
+Signs = NDArray[np.float64]  # [N, K], 0 for a knob that rests
+Widths = NDArray[np.float64]  # [K]
+
+
+class Record(ABC):
+    """One contrast's memory. K knobs; the design comes in blocks of `block_steps` steps, each balanced in all signs."""
+
+    def __init__(self, replicas: Replicas, knobs: int, block_steps: int) -> None:
+        self.replicas = replicas
+        self.knobs = knobs
+        self.block_steps = block_steps
+
+    @property
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether steps that explore now would teach anything."""
+
+    @abstractmethod
+    def open(self, aim: Callable[[], Tensor | None]) -> None:
+        """A window opens in which some knob explores; `aim` gives v = P g_p [P] at the weights as they are."""
+
+    @abstractmethod
+    def add(self, replica: Replica, gradient: Tensor, signs: Signs, widths: Widths) -> None:
+        """A replica's own gradient [P] of this step, not shared yet."""
+
+    @abstractmethod
+    def end_step(self, step: int, signs: Signs | None, last: bool) -> None:
+        """A step is done, the window's `last` or not; `signs` if it explored."""
+
+    @abstractmethod
+    def close(self, heard: Sequence[int], widths: Widths, aim: Callable[[], Tensor | None]) -> dict[int, Estimate]:
+        """The estimates there are at a window's end, of knobs that explored in it and are listened to."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Start anew."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and tensors."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any], device: torch.device, same_window: bool) -> None:
+        """Restore; where the window was opened anew, only what outlives windows."""
+
+
+class Dots(Record):
+    """One dot product a replica and step, along a v that is computed at the window's opening (and now and then).
+
+    Memory: v. Sees one step ahead: what a level did in a step to the loss after that step.
+    """
+
+    def __init__(self, replicas: Replicas, knobs: int, block_steps: int, refresh: int) -> None:
+        super().__init__(replicas, knobs, block_steps)
+        self.refresh = -(-refresh // block_steps) * block_steps
+        self._aim: Callable[[], Tensor | None] | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        self.saved: list[list[float]] = [[] for _ in range(self.knobs)]  # slopes that no estimate has used yet
+        self._clear()
+
+    def _clear(self) -> None:
+        self.direction: Tensor | None = None
+        self.steps = 0
+        self.drawn: list[Signs] = []  # of each step that explored
+        self.measured: list[Tensor] = []  # [local] <v, g_r> of the same steps
+        self.shares: dict[int, Tensor] = {}
+
+    @property
+    def ready(self) -> bool:
+        return self.direction is not None
+
+    def open(self, aim: Callable[[], Tensor | None]) -> None:
+        self._clear()
+        self._aim = aim
+        self.direction = aim()
+
+    def add(self, replica: Replica, gradient: Tensor, signs: Signs, widths: Widths) -> None:
+        assert self.direction is not None
+        share = torch.dot(gradient.to(self.direction.dtype), self.direction)
+        self.shares[replica.index] = self.shares.get(replica.index, 0.0) + share
+
+    def end_step(self, step: int, signs: Signs | None, last: bool) -> None:
+        if signs is not None:
+            if len(self.shares) != len(self.replicas.local):
+                raise StepError(
+                    f"{len(self.shares)} of {len(self.replicas.local)} replicas ran inside `with replica:` in "
+                    f"step {step}; Contrast evidence observes each one's gradient there"
+                )
+            self.measured.append(torch.stack([self.shares[r.index] for r in self.replicas.local]))
+            self.drawn.append(signs)
+        self.shares = {}
+        self.steps += 1
+        if self._aim is not None and self.steps % self.refresh == 0 and not last:
+            self.direction = self._aim()
+
+    def close(self, heard: Sequence[int], widths: Widths, aim: Callable[[], Tensor | None]) -> dict[int, Estimate]:
+        blocks = len(self.measured) // self.block_steps
+        if blocks:
+            self._save(blocks, widths)
+        self._clear()
+        found = {}
+        for k, slopes in enumerate(self.saved):
+            if len(slopes) >= FEWEST_BLOCKS:
+                found[k] = Estimate(
+                    slope=float(np.mean(slopes)), stderr=float(np.std(slopes, ddof=1) / np.sqrt(len(slopes)))
+                )
+                self.saved[k] = []
+        return found
+
+    def _save(self, blocks: int, widths: Widths) -> None:
+        """Work out each block's slope for each knob that explored in it."""
+        used = blocks * self.block_steps
+        along = self.replicas.gather(torch.stack(self.measured[:used], dim=1))  # [N, steps]
+        signs = np.stack(self.drawn[:used])  # [steps, N, K]
+        products = (signs * along.T[:, :, None]).sum(axis=1).reshape(blocks, self.block_steps, -1).sum(axis=1)
+        squares = (signs**2).sum(axis=1).reshape(blocks, self.block_steps, -1).sum(axis=1)  # [blocks, K]
+        for k, width in enumerate(widths):
+            heard = (squares[:, k] > 0.0) & np.isfinite(products[:, k])
+            if width > 0.0:
+                self.saved[k] += (-products[heard, k] / squares[heard, k] / width).tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "saved": [list(slopes) for slopes in self.saved],
+            "steps": self.steps,
+            "direction": self.direction,
+            "measured": list(self.measured),
+            "drawn": [signs.tolist() for signs in self.drawn],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device, same_window: bool) -> None:
+        self.saved = [list(slopes) for slopes in state["saved"]]
+        if not same_window:
+            return
+        direction = state["direction"]
+        self.direction = None if direction is None else direction.to(device, copy=True)
+        self.steps = state["steps"]
+        self.measured = [row.to(device, copy=True) for row in state["measured"]]
+        self.drawn = [np.asarray(signs, dtype=np.float64) for signs in state["drawn"]]
+
+
+class Traces(Record):
+    """The contrasted gradients themselves, summed with weights that fade over `horizon` steps, in J groups of blocks.
+
+    Z_j = sum_t exp(-age_t / horizon) lr_t (1/N) sum_r s_rt g_rt / d over the blocks of group j; at a window's end
+    -<P g_p, Z_j> / weights_j is a slope, and the J groups, which have no block in common, give its standard error. So a
+    level of long ago is judged by the held-out loss of now: what a regulariser is good for shows late.
+
+    Memory: J K + 1 parameter-sized buffers, taken when a knob first explores. Successive estimates share what
+    they remember.
+    """
+
+    def __init__(
+        self, replicas: Replicas, knobs: int, block_steps: int, horizon: int, groups: int, optimizer: Optimizer
+    ) -> None:
+        super().__init__(replicas, knobs, block_steps)
+        self.horizon = horizon
+        self.groups = groups
+        self.optimizer = optimizer
+        self.forget()
+
+    def forget(self) -> None:
+        self.traces: Tensor | None = None  # [J, K, P], in units of `gain`
+        self.weights = np.zeros((self.groups, self.knobs))
+        self.blocks = np.zeros((self.groups, self.knobs))
+        self.gain = 1.0
+        self.explored = 0  # steps
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+    def open(self, aim: Callable[[], Tensor | None]) -> None:
+        """Nothing to prepare."""
+
+    @property
+    def group(self) -> int:
+        """Which group the present block belongs to."""
+        return self.explored // self.block_steps % self.groups
+
+    def add(self, replica: Replica, gradient: Tensor, signs: Signs, widths: Widths) -> None:
+        if self.traces is None:
+            shape = (self.groups, self.knobs, gradient.numel())
+            self.traces = torch.zeros(shape, dtype=torch.float32, device=gradient.device)
+        # Newer contrasts weigh more instead of older ones less: the buffers are only ever added to. A rate that is a
+        # tensor stays on its device. Rates of other groups are in proportion.
+        scaled = gradient.to(self.traces.device, torch.float32) * self.optimizer.param_groups[0]["lr"]
+        for k in np.flatnonzero(signs[replica.index]).tolist():
+            factor = signs[replica.index, k] / widths[k] * self.gain / self.replicas.size
+            self.traces[self.group, k].add_(scaled, alpha=float(factor))
+
+    def end_step(self, step: int, signs: Signs | None, last: bool) -> None:
+        if signs is not None:
+            drawn = signs.any(axis=0)
+            self.weights[self.group, drawn] += self.gain
+            self.blocks[self.group, drawn] += 1.0 / self.block_steps
+            self.explored += 1
+        self.gain *= math.exp(1.0 / self.horizon)
+        if self.gain > LARGEST_GAIN:
+            self._fade()
+
+    def _fade(self) -> None:
+        self.weights /= self.gain
+        if self.traces is not None:
+            self.traces.div_(self.gain)
+        self.gain = 1.0
+
+    def close(self, heard: Sequence[int], widths: Widths, aim: Callable[[], Tensor | None]) -> dict[int, Estimate]:
+        sure = [k for k in heard if self.blocks[:, k].sum() >= FEWEST_BLOCKS and self.blocks[:, k].min() >= 1.0]
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        direction = aim() if sure and rate > 0.0 and self.traces is not None else None
+        if direction is None or self.traces is None:
+            return {}
+        self._fade()
+        rows = torch.zeros(len(self.replicas.local), self.groups * len(sure), device=direction.device)
+        # The sum over this process's replicas stands in its first row.
+        rows[0] = -(self.traces[:, sure].to(direction.device) @ (direction / rate)).flatten()
+        slopes = self.replicas.gather(rows).sum(axis=0).reshape(self.groups, len(sure)) / self.weights[:, sure]
+        found = {}
+        for place, k in enumerate(sure):
+            own = slopes[:, place]
+            if np.isfinite(own).all():
+                found[k] = Estimate(slope=float(own.mean()), stderr=float(own.std(ddof=1) / math.sqrt(self.groups)))
+            else:
+                self.forget()  # a gradient that was not finite would stay for good
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "replicas": [replica.index for replica in self.replicas.local],
+            "traces": self.traces,
+            "weights": self.weights.tolist(),
+            "blocks": self.blocks.tolist(),
+            "gain": self.gain,
+            "explored": self.explored,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device, same_window: bool) -> None:
+        self.forget()
+        # A process holds its own replicas' part of the sums; unless every one has its own back, all start anew.
+        own = state["replicas"] == [replica.index for replica in self.replicas.local]
+        known = self.replicas.gather(torch.full((len(self.replicas.local), 1), float(own), device=device))
+        if not (known == 1.0).all():
+            return
+        self.traces = None if state["traces"] is None else state["traces"].to(device, copy=True)
+        self.weights, self.blocks = np.asarray(state["weights"]), np.asarray(state["blocks"])
+        self.gain, self.explored = state["gain"], state["explored"]

@@ -1,0 +1,118 @@
+"""Whether the probe is large enough to tell what it is asked, and if not, how large it would have to be."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from hdet.history import WindowRecord
+from hdet.hparams.bound import BoundKnob
+from hdet.signals import Probe, Signal
+
+WINDOWS = 8
+REACH = 50
+PROOF = 2.0
+HOPELESS = 100.0
+OFF = math.log(2.0)
+WORTH = 1e-3
+
+
+class ProbeSize:
+    """Looks at the estimates of a knob's last windows, and warns once a knob if the probe cannot have told.
+
+    Suspect is a knob whose |t| had a median below 1 over its last `WINDOWS` estimates. Its standard error falls as
+    1 / sqrt(examples), so a probe (2 / D)^2 times as large would show at |t| = 2 what shows at |t| = D now. D is the
+    largest of
+
+    - |mean t|: what slopes of one sign come to;
+    - the t that the slope would have with the base a factor of 2 off, by the curvature, where the windows together
+      prove one. A knob that stands at its best has no slope, and that is no fault of the probe;
+    - the t of a slope of 0.1 % of the held-out loss, where the evidence tells that loss: less is not worth knowing.
+
+    From 2 on the probe is large enough. Below, and unless the windows together prove a slope, nothing tells a probe
+    that is too small from a knob that does nothing, and the warning says so.
+
+    Only evidence whose standard error is the probe's own is looked at: that of `Contrast` is its training
+    gradients', and that of diverged replicas under local gradients is the replicas' too.
+
+    Args:
+        knobs: of the engine.
+        signal: what they are judged by; without a `Probe` there is nothing to look at.
+        gradients: "shared" or "local".
+    """
+
+    def __init__(self, knobs: Sequence[BoundKnob], signal: Signal, gradients: str) -> None:
+        self._told: set[str] = set()
+        self._probe = signal if isinstance(signal, Probe) else None
+        self._names = [
+            knob.name
+            for knob in knobs
+            if (knob.evidence.needs_probe and not knob.evidence.shared)
+            or (knob.evidence.diverges and gradients == "shared")
+        ]
+
+    def look(self, earlier: Sequence[WindowRecord], record: WindowRecord) -> list[dict[str, Any]]:
+        """What to add to the faults of the window that has closed, after `earlier` ones; each is warned of too."""
+        if self._probe is None:
+            return []
+        found = []
+        latest = [record, *islice(reversed(earlier), REACH)]
+        for name in self._names:
+            given = (one.estimates.get(name, {}) for one in latest)
+            recent = list(islice((estimate for estimate in given if _testable(estimate)), WINDOWS))
+            if name in self._told or len(recent) < WINDOWS:
+                continue
+            t, factor, proven = growth(recent)
+            if t >= 1.0 or factor <= 1.0:
+                continue
+            self._told.add(name)
+            if any(fault.get("knob") == name for one in earlier for fault in one.faults):
+                continue  # before the resume
+            found.append({"kind": "small_probe", "knob": name, "step": record.stop, "factor": round(factor, 1)})
+            batches = len(self._probe.draw(record.window))
+            needed = f"{math.ceil(batches * factor)} batches" if factor < math.inf else "more than any"
+            nothing = "" if proven and factor <= HOPELESS else ", or the knob does nothing here"
+            warnings.warn(
+                f"the probe is too small for {name}: over {WINDOWS} windows the |t| of its slope had a median of "
+                f"{t:.2f}. There are {batches} batches; |t| = 2 takes about {factor:.3g} times as many examples "
+                f"({needed}){nothing}",
+                stacklevel=4,
+            )
+        return found
+
+
+def growth(estimates: Sequence[Mapping[str, Any]]) -> tuple[float, float, bool]:
+    """The median |t|, the factor by which the probe must grow for |t| = 2, and whether an effect is proven at all.
+
+    >>> growth([{"slope": 0.5 + 0.1 * (-1) ** i, "stderr": 1.0} for i in range(8)])
+    (0.5, 16.0, False)
+    """
+    slopes, errors = _column(estimates, "slope"), _column(estimates, "stderr")
+    t = slopes / errors
+    seen = [abs(float(t.mean()))]
+    proven = seen[0] * math.sqrt(len(t)) > PROOF
+    curvatures, doubts = _column(estimates, "curvature"), _column(estimates, "curvature_stderr")
+    if float(curvatures.sum()) > PROOF * float(np.sqrt(np.square(doubts).sum())):
+        seen.append(float(np.mean(OFF * curvatures / errors)))
+        proven = True
+    levels = _column(estimates, "level")
+    if np.isfinite(levels).all():
+        seen.append(float(np.mean(WORTH * np.abs(levels) / errors)))
+    largest = max(seen)
+    return float(np.median(np.abs(t))), (PROOF / largest) ** 2 if largest > 0.0 else math.inf, proven
+
+
+def _column(estimates: Sequence[Mapping[str, Any]], key: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    values = (estimate.get(key) for estimate in estimates)
+    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def _testable(estimate: Mapping[str, Any]) -> bool:
+    """Whether there is a slope with an error: finite ones, as a history's file gives back too."""
+    slope, stderr = estimate.get("slope"), estimate.get("stderr")
+    return slope is not None and stderr is not None and math.isfinite(slope) and 0.0 < stderr < math.inf

@@ -1,0 +1,67 @@
+"""What `fully_shard` does over which ranks, from its private groups of parameters where they are as expected."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
+FIELDS = ("mesh_info", "post_forward_mesh_info")
+
+
+def over(model: nn.Module, parts: int) -> bool:
+    """Whether a replica's parts are shards only, each rank of which trains on data of its own."""
+    sizes = {getattr(group.mesh_info, "shard_mesh_size", 1) for group in _groups(model)}
+    return parts > 1 and sizes == {parts}
+
+
+def without_all_reduce(model: nn.Module) -> Callable[[], AbstractContextManager[None]] | None:
+    """Makes the context in which HSDP averages gradients over a replica's shards, and not over replicas.
+
+    `set_requires_all_reduce(False)` leaves no gradients at all. Inside the block each group of parameters is told the
+    sharded dimension of its mesh alone, as `fully_shard(model, mesh=mesh["dp_shard"])` would have. `None` where this
+    version of torch keeps the mesh elsewhere.
+    """
+    groups = _groups(model)
+    try:
+        common = import_module(COMMON)
+        native = [group.mesh_info for group in groups]
+        alone = [common.FSDPMeshInfo(info.mesh, info.shard_mesh_dim) for info in native]
+        reduced = bool(groups) and all(isinstance(info, common.HSDPMeshInfo) for info in native)
+    except (ImportError, AttributeError, TypeError):
+        return None
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        _replace(groups, native, alone)
+        try:
+            yield
+        finally:
+            _replace(groups, alone, native)
+
+    return context if reduced else None
+
+
+def _replace(groups: Sequence[Any], before: Sequence[Any], after: Sequence[Any]) -> None:
+    for group, old, new in zip(groups, before, after, strict=True):
+        for field in FIELDS:  # the second is the first, something else, or (since the first forward) nothing
+            if getattr(group, field) is old:
+                setattr(group, field, new)
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    sharding = sys.modules.get("torch.distributed.fsdp")
+    if sharding is None:
+        return []
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, sharding.FSDPModule)]
+    return [
+        group
+        for state in states
+        for group in getattr(state, "_fsdp_param_groups", ())
+        if all(hasattr(group, field) for field in FIELDS)
+    ]

@@ -1,0 +1,133 @@
+"""Ranks that `hdet run --processes` or torchrun starts: their errors, signals and restarts; real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+import pytest
+from launch import free_port
+from test_run_on_ranks import DECLARED
+
+import hdet
+from hdet.errors import HdetError
+from hdet.replicas.distributed.lost import LOST
+from hdet.running import Run, RunConfig, launching
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+STRUCK = """
+import os, signal
+import hdet
+
+plain = hdet.Engine.step
+
+def step(self, losses=None):
+    if os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and self.step_count == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(self, losses)
+
+hdet.Engine.step = step
+"""
+
+NOISY = """
+import os, sys
+open(f"rank{os.environ.get('RANK')}.pid", "w").write(str(os.getpid()))
+if os.environ.get("RANK") == "1":
+    sys.stderr.write("noise " * 40_000)
+"""
+
+
+def declared(folder: Path, module: str, **changes: object) -> Path:
+    """A run whose imports hold some code, in a folder of its own."""
+    (folder / "own_module.py").write_text(module)
+    path = folder / "run.yaml"
+    text = DECLARED.replace("replicas: 4", "replicas: 2") + "imports: [own_module]\n"
+    path.write_text("".join(line for line in text.splitlines(True) if line.split(":")[0] not in changes))
+    with path.open("a") as file:
+        file.writelines(f"{key}: {value}\n" for key, value in changes.items())
+    return path
+
+
+def started(*codes: str) -> tuple[list[subprocess.Popen[bytes]], list[IO[str]]]:
+    """Processes in the place of ranks."""
+    files = [TemporaryFile("w+") for _ in codes]  # noqa: SIM115 (they close with the test)
+    return [
+        subprocess.Popen([sys.executable, "-c", code], stderr=file if number else None)
+        for number, (code, file) in enumerate(zip(codes, files, strict=True))
+    ], files
+
+
+def test_the_cause_is_told_though_another_rank_ends_before(capsys: pytest.CaptureFixture[str]) -> None:
+    lost = f"import sys; sys.exit({'error: in forward: ' + LOST!r})"
+    processes, files = started(lost, lost, "import time; time.sleep(1); raise ValueError('THE CAUSE')")
+    assert launching._waited_for(processes, files) == 1
+    told = capsys.readouterr().err
+    assert "rank 2:" in told
+    assert "THE CAUSE" in told
+    assert "rank 1" not in told
+
+
+def test_a_rank_that_a_signal_ends_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    processes, files = started("pass", "import os; os.kill(os.getpid(), 9)")
+    assert launching._waited_for(processes, files) == 1
+    assert "rank 1 was ended by signal 9" in capsys.readouterr().err
+
+
+def test_a_full_disk_of_the_leader_is_an_error_of_hdet() -> None:
+    def write() -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(HdetError, match="No space left on device"):
+        launching.led(write)
+
+
+def test_a_rank_that_says_much_is_not_held_up_and_a_terminated_launcher_ends_its_ranks(tmp_path: Path) -> None:
+    path = declared(tmp_path, NOISY, steps=100_000)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hdet", "run", str(path), "--processes", "2", "--out", "out"],
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+    )
+    history = tmp_path / "out" / "history.jsonl"
+    end = time.monotonic() + 100
+    while not history.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(30) == launching.TERMINATED
+    assert history.exists()  # a window has closed: both ranks trained
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / f"rank{rank}.pid").read_text()), 0)
+
+
+@pytest.mark.timeout(200)
+def test_torchrun_starts_a_run_again_and_it_goes_on(tmp_path: Path) -> None:
+    path = declared(tmp_path, STRUCK)
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3"),
+            *("--monitor-interval=0.2", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-backend=c10d"),
+            *("-m", "hdet", "run", str(path), "--out", "out"),
+        ],
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert "exitcode: -9" in ended.stderr  # the kill did happen
+
+    Run(RunConfig.load(path, ["imports=[]"]), tmp_path / "one")()
+    ours, theirs = (hdet.History(tmp_path / name / "history.jsonl") for name in ("out", "one"))
+    assert [record.window for record in ours] == [0, 1, 2]
+    for found, expected in zip(ours, theirs, strict=True):
+        assert (found.bases, found.values, found.losses) == (expected.bases, expected.values, expected.losses)

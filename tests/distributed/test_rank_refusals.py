@@ -1,0 +1,144 @@
+"""What ranks must have in common, what is refused where they have not, and ranks that fail; real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from launch import launch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from training import batch, difference, loss_of, network, optimizer_of, weights
+
+import hdet
+
+Found = dict[str, Any]
+NOISE = 0.3
+
+
+def error_of(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except hdet.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def declared_with(betas: tuple[float, float], lr: float) -> hdet.Engine:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=betas)
+    schedule = hdet.OneCycle(0.02, total_steps=cases.STEPS)
+    return cases.engine_of(hdet.distribute(model, optimizer), knobs=[hdet.LearningRate(schedule=schedule)])
+
+
+class Normed(nn.Module):
+    """A norm that tensor parallelism leaves whole on each rank of a replica, before layers that it cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 16), nn.Linear(16, 1)
+
+
+def sequence_parallel() -> hdet.Engine:
+    mesh = init_device_mesh("cpu", (1, 1, 4), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    model = Normed()
+    plan = {
+        "norm": SequenceParallel(sequence_dim=0),
+        "up": ColwiseParallel(input_layouts=Shard(0)),
+        "down": RowwiseParallel(),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"])
+    still = [hdet.LearningRate(spread=hdet.TwoLevel(0.0), controller=hdet.Hold())]
+    return cases.engine_of(hdet.distribute(model, optimizer_of(model), mesh=mesh), knobs=still)
+
+
+def failing(engine: hdet.Engine) -> Found:
+    """The loss that rank 1 tells is not a number in step 1."""
+    records = []
+    for step in range(cases.WINDOW):
+        with engine.replicas[0] as replica:
+            loss = loss_of(replica.model, batch(step, dist.get_rank()))
+            loss.backward()
+        engine.share_gradients()
+        engine.optimizers[0].step()
+        engine.optimizers[0].zero_grad()
+        records.append(engine.step(loss * float("nan") if (step, dist.get_rank()) == (1, 1) else loss))
+    record = records[-1]
+    assert record is not None
+    failed = [i for i, value in enumerate(record.losses) if value is None]
+    return {"failed": failed, "faults": record.faults, "weights": weights(engine)[0]}
+
+
+def four_ranks() -> Found:
+    rank = dist.get_rank()
+    found: Found = {}
+    found["betas"] = error_of(lambda: declared_with((0.9 if rank < 3 else 0.5, 0.999), 0.02))
+    found["rates"] = error_of(lambda: declared_with((0.9, 0.999), 0.02 * (1 + rank)))  # the knob's, which it writes
+    pair = dist.new_group([0, 1])
+    model = network()
+    found["outside"] = error_of(lambda: hdet.distribute(model, optimizer_of(model), group=pair))
+    found["sequence parallel"] = sequence_parallel().size
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model = cases.sharded_over(mesh)(network())
+    home = hdet.distribute(model, optimizer_of(model), mesh=mesh)
+    found["failed shard"] = failing(cases.engine_of(home))
+    model = DistributedDataParallel(network())
+    found["failed rank"] = failing(cases.engine_of(hdet.distribute(model, optimizer_of(model))))
+
+    model = cases.sharded_over(mesh)(network())
+    home = hdet.distribute(model, optimizer_of(model), mesh=mesh)
+    hdet.perturb(home, noise=NOISE)
+    found["noise"] = weights(cases.engine_of(home))[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[Found]:
+    return launch(four_ranks, 4)
+
+
+def test_optimizers_that_differ_are_refused_but_for_what_knobs_write(ranks: list[Found]) -> None:
+    for found in ranks:
+        assert "optimizer's groups" in found["betas"]
+        assert "0.5" in found["betas"]
+        assert found["rates"] == ""
+
+
+def test_a_rank_outside_its_group_is_told(ranks: list[Found]) -> None:
+    assert [found["outside"] for found in ranks[:2]] == ["", ""]
+    assert "rank 3 is not in the group" in ranks[3]["outside"]
+
+
+def test_sequence_parallel_norms_are_no_second_replicas(ranks: list[Found]) -> None:
+    assert [found["sequence parallel"] for found in ranks] == [1] * 4
+
+
+def test_noise_on_shards_is_that_of_whole_models(ranks: list[Found]) -> None:
+    model = network()
+    home = hdet.replicate(model, optimizer_of(model), n=2)
+    hdet.perturb(home, noise=NOISE)
+    for rank, found in enumerate(ranks):
+        whole = [parameter.detach() for parameter in home.hosts[rank // 2][0].parameters()]
+        assert difference(found["noise"], whole) < 1e-6
+
+
+@pytest.mark.parametrize(("name", "replica"), [("failed rank", 1), ("failed shard", 0)])
+def test_a_loss_that_is_no_number_fails_the_rank_or_its_whole_shard_group(
+    ranks: list[Found], name: str, replica: int
+) -> None:
+    for found in ranks:
+        assert found[name]["failed"] == [replica]
+        assert [(fault["kind"], fault["replica"]) for fault in found[name]["faults"]] == [("non_finite", replica)]
+        assert difference(found[name]["weights"], ranks[0][name]["weights"]) == 0.0
+        assert all(bool(tensor.isfinite().all()) for tensor in found[name]["weights"])
