@@ -13,6 +13,7 @@ from torch import nn
 
 from hdet.errors import ConfigError
 from hdet.evidence import Divergent, Evidence
+from hdet.guard import Guard, Rewind
 from hdet.hparams import Knob, LearningRate, Schedule
 from hdet.merging import Mean, Merge
 from hdet.recommended import WARMUP, choose
@@ -45,6 +46,7 @@ class RunConfig(Spec):
         signal: what the replicas are compared by.
         evidence: where comparisons come from, for knobs that do not say.
         merge: how the replicas become one.
+        guard: goes back where training went wrong; `rewind` where the knobs are recommended ones.
         clip: the largest norm of a replica's gradient; `None` leaves gradients as they are.
         start: the path of a checkpoint, such as another run's `model.pt`, whose model the run sets out from.
             `{task}` and `{seed}` in it stand for the task's kind and the run's seed.
@@ -72,6 +74,7 @@ class RunConfig(Spec):
     signal: Signal = Probe()
     evidence: Evidence = Divergent()
     merge: Merge = Mean()
+    guard: Guard | None = None
     clip: float | None = Field(default=None, gt=0.0)
     start: str | None = None
     noise: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -97,6 +100,7 @@ class RunConfig(Spec):
             resolved["window"] = {"kind": "fixed", "steps": resolved["window"]}
         if resolved.get("knobs") in (None, "recommended"):
             resolved["knobs"] = None
+            resolved.setdefault("guard", Rewind.kind)
             resolved["schedule"] = resolved.get("schedule") or {"kind": "cosine", "warmup": WARMUP}
         for name, field in cls.model_fields.items():
             value = resolved.get(name)

@@ -67,6 +67,7 @@ class Training:
             gradients=config.gradients,
             seed=config.seed,
             total_steps=config.steps,
+            guard=config.guard,
         )
 
     @property
