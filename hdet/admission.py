@@ -80,7 +80,7 @@ def identifiable(knob: BoundKnob, evidence: Evidence, replicas: Replicas, signal
         place = {"update": "on the update", "forward": "in the forward pass"}[spec.acts_on]
         raise IdentifiabilityError(
             f"{name} acts {place}, of which {evidence.kind} evidence sees nothing; give the knob other evidence "
-            f"(evidence=hdet.Divergent(), or hdet.Line, Analytic or Contrast)"
+            f"(evidence=hdet.Divergent(), or hdet.Line, Analytic, Recursion, Contrast)"
         )
     if evidence.spaces and not isinstance(spec.space, evidence.spaces):
         raise ConfigError(

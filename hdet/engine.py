@@ -48,7 +48,7 @@ class Engine:
         signal: what replicas are compared by.
         evidence: where the comparisons of knobs that name no evidence of their own come from; by default
             `Divergent` where replicas can come apart, else what suits each knob without (`Line`, `Analytic`,
-            `Contrast`).
+            `Recursion`, `Contrast`).
         merge: how diverged replicas become one.
         gradients: "shared", every replica applies the mean gradient (data parallel, the paper), or "local",
             each its own (local SGD).
