@@ -29,7 +29,7 @@ from hdet.errors import (
     MissingExtraError,
     StepError,
 )
-from hdet.evidence import Analytic, Contrast, Divergent, Evidence, Line, Recursion
+from hdet.evidence import Analytic, Contrast, Divergent, Evidence, Line, MixedDifference, Recursion
 from hdet.explored import explore
 from hdet.guard import Rewind
 from hdet.history import History, WindowRecord
@@ -75,7 +75,7 @@ from hdet.recommended import recommended
 from hdet.replicas import micro_batches, replicate
 from hdet.replicas.distributed import distribute, process_group
 from hdet.schedulers import OneCycleHDET
-from hdet.signals import Probe, TrainingLoss
+from hdet.signals import Objective, Probe, TrainingLoss
 from hdet.spec import Spec, register
 from hdet.stateful import Stateful
 from hdet.windows import FixedWindow, GrowingWindow, Windows
@@ -135,8 +135,10 @@ __all__ = [
     "Mean",
     "Merge",
     "MissingExtraError",
+    "MixedDifference",
     "Momentum",
     "Newton",
+    "Objective",
     "OneCycle",
     "OneCycleHDET",
     "OneSided",

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hdet.errors import ConfigError, IdentifiabilityError
+from hdet.evidence.contrast import Contrast
 from hdet.guard import Guard
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.evidence import Evidence
 from hdet.hparams.knob import Knob
 from hdet.replicas import Replicas
-from hdet.signals import Probe, Signal
+from hdet.signals import Objective, Probe, Signal
 from hdet.spec import Spec
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def identifiable(knob: BoundKnob, evidence: Evidence, replicas: Replicas, signal
         place = {"update": "on the update", "forward": "in the forward pass"}[spec.acts_on]
         raise IdentifiabilityError(
             f"{name} acts {place}, of which {evidence.kind} evidence sees nothing; give the knob other evidence "
-            f"(evidence=hdet.Divergent(), or hdet.Line, Analytic, Recursion, Contrast)"
+            f"(evidence=hdet.Divergent(), or hdet.Line, Analytic, Recursion, Contrast, MixedDifference)"
         )
     if evidence.spaces and not isinstance(spec.space, evidence.spaces):
         raise ConfigError(
@@ -100,6 +101,33 @@ def identifiable(knob: BoundKnob, evidence: Evidence, replicas: Replicas, signal
         )
     if evidence.needs_probe and not isinstance(signal, Probe):
         raise ConfigError(f"{name}: {evidence.kind} evidence measures a held-out loss; give signal=hdet.Probe(...)")
+
+
+def paired(knobs: Sequence[BoundKnob], replicas: Replicas) -> bool:
+    """Whether replicas go in pairs that take the same data: as all `Contrast`s say, and there is a replica for each."""
+    said = {knob.name: knob.evidence.paired for knob in knobs if isinstance(knob.evidence, Contrast)}
+    if len(set(said.values())) > 1:
+        raise ConfigError(
+            f"whether replicas go in pairs is one answer for the whole engine, since it decides which data they take, "
+            f"and the knobs' Contrast(paired=...) differ: {said}; declare the same for all"
+        )
+    if not any(said.values()):
+        return False
+    if replicas.size % 2:
+        raise ConfigError(
+            f"Contrast(paired=True) compares replicas two by two, and there are {replicas.size}; take an even number, "
+            f"or paired=False"
+        )
+    return True
+
+
+def has_objective(knob: BoundKnob, evidence: Evidence, objective: Objective | None) -> None:
+    """Evidence that evaluates the training loss by itself has to be given it."""
+    if evidence.needs_objective and objective is None:
+        raise ConfigError(
+            f"{knob.name}: {evidence.kind} evidence evaluates the training loss by itself, on training batches, and "
+            f"was not told how; give the engine objective=hdet.Objective(loss, batches)"
+        )
 
 
 def common_total(knobs: Sequence[BoundKnob], given: int | None) -> int | None:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hdet import admission, checkpoint
 from hdet.controllers import Estimate
 from hdet.errors import ConfigError, DivergedError, StepError
-from hdet.evidence import Collector, Evidence, Harvest, Scene, Window
+from hdet.evidence import Collector, Contrast, Evidence, Harvest, Scene, Window
 from hdet.evidence.defaults import complete
 from hdet.guard import Guard, Watch
 from hdet.history import History, WindowRecord
@@ -27,8 +27,9 @@ from hdet.probe_size import ProbeSize
 from hdet.replicas import Replica, Replicas, Terms
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.average import Averages
+from hdet.replicas.common_numbers import CommonNumbers
 from hdet.replicas.distributed.lost import translated
-from hdet.signals import Probe, Signal, TrainingLoss
+from hdet.signals import Objective, Probe, Signal, TrainingLoss
 from hdet.tally import Losses, Tally
 from hdet.windows import FixedWindow, Windows
 
@@ -52,13 +53,15 @@ class Engine:
         merge: how diverged replicas become one.
         gradients: "shared", every replica applies the mean gradient (data parallel, the paper), or "local",
             each its own (local SGD).
-        seed: of the designs. The global RNG is never touched.
+        seed: of the designs. The global RNG is never touched. (`Contrast(paired=True)` lends passes one of its own.)
         total_steps: the run's length; by default its schedules'. Without one the run is open-ended and
             `finish` must be called.
         history: a path for one JSON line a window, or a `History`.
         anchor: where the last converged point is kept: beside the model, or on the host.
         averages: where window-averaged weights are kept; see `hdet.replicas.average`.
         guard: goes back where training went wrong, such as `hdet.Rewind()`; needs a probe.
+        objective: the training loss and training batches, for evidence that evaluates them by itself
+            (`MixedDifference`).
 
     Raises:
         ConfigError: the declaration cannot be; the message names the knob and the way out.
@@ -99,6 +102,7 @@ class Engine:
         anchor: Literal["device", "host"] = "device",
         averages: Literal["device", "host"] = "device",
         guard: Guard | None = None,
+        objective: Objective | None = None,
     ) -> None:
         if gradients not in ("shared", "local"):
             raise ConfigError(f"gradients must be 'shared' or 'local', got {gradients!r}")
@@ -111,6 +115,7 @@ class Engine:
         admission.declared("signal", signal, TrainingLoss, Probe, type(None))
         admission.declared("evidence", evidence, Evidence, type(None))
         admission.declared("merge", merge, Merge, type(None))
+        admission.declared("objective", objective, Objective, type(None))
         for given in knobs:
             admission.declared("a knob", given, Knob)
         admission.unique_names(knobs)
@@ -129,6 +134,8 @@ class Engine:
         chosen = [knob.evidence for knob in self.knobs]
         for knob, source in zip(self.knobs, chosen, strict=True):
             admission.identifiable(knob, source, replicas, self.signal, gradients)
+            admission.has_objective(knob, source, objective)
+        self._paired = admission.paired(self.knobs, replicas)
         self.total_steps = admission.common_total(self.knobs, total_steps)
         self._last_step = self.total_steps
 
@@ -137,7 +144,9 @@ class Engine:
         explored = any(own.diverges and knob.spec.spread.width for knob, own in zip(self.knobs, chosen, strict=True))
         self._apart = replicas.diverge and (gradients == "local" or explored)
         self._shared_host = len(replicas.local) > len(replicas.hosts)
-        scene = Scene(replicas, self.signal, gradients, seed, self.anchor, self.averages, self.at_base, self._apart)
+        scene = Scene(
+            replicas, self.signal, gradients, seed, self.anchor, self.averages, self.at_base, self._apart, objective
+        )
         self.collectors: list[Collector] = []
         self.evidence = list(dict.fromkeys(chosen))
         for source in self.evidence:
@@ -157,7 +166,14 @@ class Engine:
                 declaration=admission.declaration(self),
             )
         )
+        self._numbers = CommonNumbers(seed, [model for model, _ in replicas.hosts])
+        # With nothing to compare this is training as it is, the global RNG's numbers included.
+        self._numbered = self._paired and any(
+            knob.spec.spread.width for knob in self.knobs if isinstance(knob.evidence, Contrast)
+        )
         for replica in replicas.local:
+            replica.data_index = replica.index // 2 if self._paired else replica.index
+            replica.random = self._random
             replica.on_enter[:] = [self._enter]
             replica.on_exit[:] = [self._exit]
 
@@ -188,6 +204,14 @@ class Engine:
     def size(self) -> int:
         """N, the number of replicas over all processes."""
         return self._home.size
+
+    @property
+    def data_shards(self) -> int:
+        """How many parts a step's data come in: one a replica, or one a pair (`Contrast(paired=True)`).
+
+        A replica takes part `replica.data_index`.
+        """
+        return self.size // 2 if self._paired else self.size
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -492,6 +516,12 @@ class Engine:
                 knob.write(replica.host, knob.values(self.step_count, [replica.index])[0])
         for collector in self.collectors:
             collector.enter(replica, self.step_count)
+
+    def _random(self, replica: Replica) -> AbstractContextManager[None]:
+        if not self._numbered:
+            return nullcontext()
+        together = any(collector.pairs for collector in self.collectors)
+        return self._numbers.of(replica, self.step_count, together=together)
 
     def _exit(self, replica: Replica) -> None:
         for collector in self.collectors:

@@ -11,18 +11,22 @@ from torch.optim import Optimizer
 
 from hdet.engine import Engine
 from hdet.errors import ConfigError, MatchError
-from hdet.evidence import Line
+from hdet.evidence import Line, MixedDifference
 from hdet.evidence.defaults import complete
 from hdet.guard import Rewind
 from hdet.history import History
-from hdet.hparams import Cosine, Dropout, Knob, LabelSmoothing, LearningRate, Schedule, WeightDecay
+from hdet.hparams import Dropout, Knob, LabelSmoothing, LearningRate, Schedule, WeightDecay
+from hdet.hparams.schedule import Linear
 from hdet.replicas import Replicas, in_process
-from hdet.signals import Probe
+from hdet.replicas.distributed import refusals
+from hdet.signals import Objective, Probe
 from hdet.windows import GrowingWindow
 
 WARMUP = 0.3
 CAUTION = 4.0
 LEAST = 0.02
+BY_GRADIENTS = "micro-batches run at two levels, fresh signs every step; their gradients are compared along the probe's"
+BY_FORWARD_PASSES = "training batches run at two levels at a window's end, on both sides along the probe's gradient"
 
 
 @dataclass(frozen=True)
@@ -34,15 +38,23 @@ class Choice:
     reason: str
 
 
-def choose(model: nn.Module, optimizer: Optimizer, total_steps: int, schedule: Schedule | None = None) -> list[Choice]:
+def choose(
+    model: nn.Module,
+    optimizer: Optimizer,
+    total_steps: int,
+    schedule: Schedule | None = None,
+    objective: Objective | None = None,
+) -> list[Choice]:
     """What the recipe explores on this model and optimizer, and why; nothing is changed.
 
     Args:
-        schedule: of the learning rate; by default 30 % linear warm-up and a cosine to 0, with the first
+        schedule: of the learning rate; by default 30 % linear warm-up and a straight line to 0, with the first
             parameter group's present rate as its peak.
+        objective: the training loss and training batches, by which knobs of the forward pass are judged where the
+            model is sharded over ranks.
     """
     peak = float(optimizer.param_groups[0]["lr"])
-    course = schedule if schedule is not None else Cosine(peak, total_steps, warmup=WARMUP)
+    course = schedule if schedule is not None else Linear(peak=peak, total_steps=total_steps, warmup=WARMUP)
     # Only a warm-up that is looked ahead of can be entered from below: nothing else makes up for it in time.
     cautious = course(0) < Line().preview * course_peak(course)
     shift = -math.log(CAUTION) if cautious else 0.0
@@ -66,9 +78,11 @@ def choose(model: nn.Module, optimizer: Optimizer, total_steps: int, schedule: S
         )
     else:
         choices.append(Choice("weight decay", None, "no parameter group decays (0 stays 0 in log space)"))
+    sharded = refusals.sharded(model)
+    forward = MixedDifference() if sharded else None
     for subject, knob in (
-        ("dropout", complete(Dropout(), None, diverge=False)),
-        ("label smoothing", complete(LabelSmoothing(), None, diverge=False)),
+        ("dropout", complete(Dropout(), forward, diverge=False)),
+        ("label smoothing", complete(LabelSmoothing(), forward, diverge=False)),
     ):
         try:
             value = knob.bind(model, optimizer).read()
@@ -80,17 +94,20 @@ def choose(model: nn.Module, optimizer: Optimizer, total_steps: int, schedule: S
             if value == 0.0 and subject == "label smoothing":
                 choices.append(Choice(subject, None, "is off; declare LabelSmoothing() to explore it"))
                 continue
+            if sharded and objective is None:
+                choices.append(
+                    Choice(
+                        subject,
+                        None,
+                        "left alone: on shards no gradient is seen whole; give objective=hdet.Objective(loss, batches) "
+                        "to have it judged by forward passes",
+                    )
+                )
+                continue
             if value > LEAST:
                 # A base at 0 can only be explored on one side and rarely; who set a rate wants one.
                 knob = knob.replace(bounds=(LEAST, knob.bounds[1]))
-            choices.append(
-                Choice(
-                    subject,
-                    knob,
-                    "micro-batches run at two levels, fresh signs every step; their gradients are compared along the "
-                    "probe's",
-                )
-            )
+            choices.append(Choice(subject, knob, BY_FORWARD_PASSES if sharded else BY_GRADIENTS))
     return choices
 
 
@@ -105,6 +122,7 @@ def recommended(
     *,
     total_steps: int,
     probe: Probe,
+    objective: Objective | None = None,
     micro_batches: int = 1,
     replicas: Replicas | None = None,
     schedule: Schedule | None = None,
@@ -123,10 +141,12 @@ def recommended(
             the schedule.
         total_steps: the run's length in optimizer steps.
         probe: held-out loss; 8 sub-batches, together about as large as one training batch.
+        objective: the training loss and training batches. Where the model is sharded over ranks, dropout and label
+            smoothing are explored by `MixedDifference`, which needs it, and left alone without it.
         micro_batches: how many micro-batches (gradient accumulation) make a step. More than one lets forward
             knobs be compared within a step; with one they are compared between steps, more noisily.
         replicas: instead, replicas made by `hdet.replicate` or `hdet.distribute`.
-        schedule: of the learning rate, instead of 30 % warm-up and a cosine to 0.
+        schedule: of the learning rate, instead of 30 % warm-up and a straight line to 0.
         seed: of the designs.
         history: a path for one JSON line a window, or a `History`.
         quiet: print nothing.
@@ -144,7 +164,7 @@ def recommended(
     """
     if not isinstance(probe, Probe):
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
-    choices = choose(model, optimizer, total_steps, schedule)
+    choices = choose(model, optimizer, total_steps, schedule, objective)
     if not quiet:
         print(describe(choices))
     return Engine(
@@ -152,6 +172,7 @@ def recommended(
         [choice.knob for choice in choices if choice.knob is not None],
         window=GrowingWindow(),
         signal=probe,
+        objective=objective,
         seed=seed,
         total_steps=total_steps,
         history=history,

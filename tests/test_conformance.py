@@ -90,7 +90,7 @@ EXAMPLES: dict[type[Spec], list[Spec]] = {
     ],
     hdet.Scalar: [hdet.Scalar("margin", path="margin", bounds=(0.01, 10.0))],
     hdet.Divergent: [hdet.Divergent(), hdet.Divergent(tilt=0.5), hdet.Divergent(estimator=hdet.Kalman())],
-    hdet.Contrast: [hdet.Contrast(refresh=3)],
+    hdet.Contrast: [hdet.Contrast(refresh=3), hdet.Contrast(refresh=3, paired=True)],
     hdet.Mean: [hdet.Mean(), hdet.Mean("keep"), hdet.Mean("reset")],
 }
 """What is checked of a kind; of one that is not here, its instance by default."""

@@ -260,6 +260,7 @@ EVIDENCE: dict[str, tuple[Evidence, str]] = {
     "`Analytic`": (hdet.Analytic(), "shared"),
     "`Recursion`": (hdet.Recursion(), "shared"),
     "`Contrast`": (hdet.Contrast(), "shared"),
+    "`MixedDifference`": (hdet.MixedDifference(), "shared"),
     "`Divergent`, shared gradients": (hdet.Divergent(), "shared"),
     "`Divergent`, local gradients": (hdet.Divergent(), "local"),
 }
@@ -293,6 +294,7 @@ def test_which_evidence_judges_which_knob_is_as_the_table_says() -> None:
                     hdet.replicate(model, optimizer, n=4),
                     [KNOB[row["knob"]]()],
                     signal=probe,
+                    objective=hdet.Objective(lambda model, batch: model.body(batch).sum(), [torch.ones(2, 3)] * 2),
                     evidence=evidence,
                     gradients=gradients,  # type: ignore[arg-type]
                 )

@@ -316,6 +316,13 @@ def test_a_run_without_knobs_draws_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "bases.png").exists()
 
 
+def test_a_run_evaluates_its_own_training_loss_where_evidence_asks_for_it(tmp_path: Path) -> None:
+    declared = {**DIGITS, "gradients": "shared", "knobs": [{"kind": "dropout", "evidence": "mixed_difference"}]}
+    Run(RunConfig.from_dict(declared), tmp_path / "run")()
+    told = [window["estimates"]["dropout"]["stderr"] for window in windows_of(tmp_path / "run")]
+    assert all(0.0 < stderr < float("inf") for stderr in told[:4])
+
+
 def test_the_text_task_runs_with_all_four_knobs(tmp_path: Path) -> None:
     config = RunConfig.from_dict(
         {

@@ -48,6 +48,7 @@ EXAMPLES: list[Spec] = [
     hdet.Contrast(refresh=5),
     hdet.Divergent(estimator=hdet.Kalman(), design=hdet.Hadamard(), tilt=0.5),
     hdet.Line(width=0.2),
+    hdet.MixedDifference(every=2),
     hdet.Recursion(width=0.2),
     # schedules
     hdet.Constant(0.1),

@@ -79,7 +79,7 @@ class Calibrate(Controller):
     limit: float = Field(default=0.5, gt=0, le=10)
     early_limit: float = Field(default=0.6, gt=0, le=10)
     ceiling: float = 5.0
-    trusted_from: float = Field(default=0.35, ge=0, le=1)
+    trusted_from: float = Field(default=0.25, ge=0, le=1)
     patience: int = Field(default=2, ge=1, le=1000)
     headroom: float = Field(default=3.0, gt=0, le=1000)
     until: float = Field(default=0.85, gt=0, le=1)
@@ -88,6 +88,12 @@ class Calibrate(Controller):
 
     def listens(self, step: int, total_steps: int | None) -> bool:
         return total_steps is None or step < self.until * total_steps
+
+    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
+        """It sizes a move: raising at the last weights, lowering at averaged ones, either when looking ahead."""
+        if averaged:
+            return slope.t > self.lower_significance
+        return slope.t < -self.significance or (slope.offset > 0 and slope.t > self.significance)
 
     def start(self) -> CalibrateState:
         return CalibrateState()

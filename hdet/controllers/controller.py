@@ -72,6 +72,15 @@ class Controller(Spec, family="controller"):
         """Whether an estimate at a step of the run could move it; if not, evidence need not be gathered."""
         return True
 
+    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
+        """Whether a curvature could change what it does with this slope; if not, it need not be measured.
+
+        Args:
+            slope: an estimate without a curvature.
+            averaged: it is one at window-averaged weights (`Estimate.averaged`).
+        """
+        return True
+
     @abstractmethod
     def start(self) -> Any:
         """The state before the first window: a frozen dataclass of numbers (see `hdet.controllers.state`)."""

@@ -16,7 +16,7 @@ from hdet.hparams.bound import BoundKnob
 from hdet.replicas import Replica, Replicas, tensors
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.average import Averages
-from hdet.signals import Probe, Signal
+from hdet.signals import Objective, Probe, Signal
 
 Gradients = Literal["shared", "local"]
 
@@ -34,6 +34,7 @@ class Scene:
         averages: weights averaged over the window, for who asks; the engine feeds them.
         at_base: a context manager inside which every knob is at its base, for probes of the shared weights.
         apart: whether replicas come apart in a window, so that "the weights" are their mean.
+        objective: the training loss apart from the loop, for evidence that needs it (`Evidence.needs_objective`).
     """
 
     replicas: Replicas
@@ -44,6 +45,7 @@ class Scene:
     averages: Averages
     at_base: Callable[[], AbstractContextManager[None]]
     apart: bool
+    objective: Objective | None = None
 
     def weights(self, valid: NDArray[np.bool_]) -> list[Tensor]:
         """The parameters now; the mean over valid replicas where these have come apart (a collective then)."""
@@ -103,6 +105,11 @@ class Collector:
     def __init__(self, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         self.scene = scene
         self.knobs = list(knobs)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether in the coming step replicas 2 i and 2 i + 1 are compared on the same data and random numbers."""
+        return False
 
     def open(self, window: Window) -> None:
         """A window opens: all replicas are alike. Decide the knobs' levels (`BoundKnob.spread`)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,22 +14,19 @@ from pydantic import Field
 from torch import Tensor
 
 from hdet.controllers import Estimate
+from hdet.evidence.aim import aim
 from hdet.evidence.collector import Collector, Harvest, Scene, Window
-from hdet.evidence.fit import along
-from hdet.evidence.points import losses_at
-from hdet.evidence.preconditioner import preconditioner
+from hdet.evidence.levels import Levels
 from hdet.evidence.record import Dots, Record, Traces
 from hdet.hparams.bound import BoundKnob
-from hdet.hparams.design import Hadamard
+from hdet.hparams.design import Hadamard, mirrored
 from hdet.hparams.evidence import Evidence
+from hdet.hparams.hadamard import order_from
 from hdet.hparams.spread import TwoLevel
 from hdet.replicas import Replica, tensors
-from hdet.replicas.tensors import evaluating
-from hdet.signals.probe import checked
 from hdet.spec import register
 
 SMALLEST_BLOCK = 4
-MARGIN = 0.02
 
 
 @register
@@ -63,12 +60,20 @@ class Contrast(Evidence):
     The standard error is that of the training gradients along a given v. The probe's own noise is in v: a probe
     much smaller than a training batch gives a surer estimate than it should.
 
+    `paired`: replicas 2 i and 2 i + 1 take the same data, `replica.data_index` says which, and draw the same random
+    numbers, at opposite signs of every knob. What data and dropout masks do to the gradient is then alike in both and
+    drops out of their difference, and t grows: twice or more where levels differ by little against the noise of a
+    batch. The price is paid by training: the mean gradient is that of N / 2 batches, each passed twice: half the data.
+    A step's data come in `engine.data_shards` = N / 2 parts. Inside `with replica:` torch's generators follow from
+    the engine's seed; afterwards they are as they were. N is even, and all Contrasts of an engine are paired or none.
+
     Args:
         horizon: steps over which contrasts are remembered; 0 for those of one window only, by dot products.
         groups: of blocks, whose scatter gives the standard error with a horizon.
         refresh: without a horizon, steps after which v is computed anew; each costs one gradient of the probe.
         bound_from: share of the run before which a base on a bound is not explored. Networks that have learnt little
             want no regularisation; it is no use to ask them.
+        paired: compare two replicas on the same data with the same random numbers.
 
     The width d_k is the knob's `spread.width`. Under a GradScaler slopes are multiplied by its scale, t is not.
     """
@@ -81,6 +86,7 @@ class Contrast(Evidence):
     groups: int = Field(default=8, ge=2, le=64)
     refresh: int = Field(default=50, ge=1)
     bound_from: float = Field(default=0.3, ge=0, le=1)
+    paired: bool = False
 
     def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> ContrastCollector:
         return ContrastCollector(self, scene, knobs)
@@ -93,12 +99,14 @@ class ContrastCollector(Collector):
         super().__init__(scene, knobs)
         self.spec = spec
         replicas = scene.replicas
-        # Rows of one design block: N replicas times as many steps as it takes to tell the knobs apart.
-        self.block_steps = -(-max(SMALLEST_BLOCK, len(knobs) + 1) // replicas.size)
+        # Rows of one design block: N replicas times as many steps as it takes to tell the knobs apart. Pairs are
+        # balanced by themselves.
+        fewest = 2 * order_from(len(knobs)) if spec.paired else max(SMALLEST_BLOCK, len(knobs) + 1)
+        self.block_steps = -(-fewest // replicas.size)
         self.ladder = TwoLevel(1.0).levels(replicas.size * self.block_steps)
         self.design = Hadamard()
-        self.half = np.zeros(len(knobs))
-        self.centre = np.zeros(len(knobs))
+        self.levels = Levels(scene, self.knobs, spec.bound_from)
+        self.half, self.centre = self.levels.half, self.levels.centre
         self.record: Record = (
             Traces(replicas, len(knobs), self.block_steps, spec.horizon, spec.groups, replicas.hosts[0][1])
             if spec.horizon
@@ -111,45 +119,33 @@ class ContrastCollector(Collector):
 
     def open(self, window: Window) -> None:
         self.seen = {}
-        bound = [k for k, knob in enumerate(self.knobs) if 0.0 in self._room(knob, window)]
-        left = set(bound) if bound and self._rests(window) else set()
-        for k, knob in enumerate(self.knobs):
-            down, up = self._room(knob, window)
-            heard = knob.controller.listens(window.stop, window.total_steps)
-            rests = k in left and not knob.spec.acts_in_eval
-            width = min(knob.spec.spread.width, (down + up) / 2) if heard and not rests else 0.0
-            self.half[k] = width
-            # About the base where there is room on both sides, else with one of the levels on the bound.
-            self.centre[k] = max(0.0, width - down) - max(0.0, width - up)
+        self.levels.place(window, window.start, self.training)
         if self.half.any():
             self.record.open(partial(self._aim, window))
         self._spread(window, window.start)
 
-    def _room(self, knob: BoundKnob, window: Window) -> tuple[float, float]:
-        return knob.spec.space.room(knob.base(window.start), knob.spec.bounds)
+    @property
+    def pairs(self) -> bool:
+        return self.spec.paired and self.exploring
 
-    def _rests(self, window: Window) -> bool:
-        """Whether regularisers on their bounds are left alone in this window: nothing says that they are needed."""
-        early = window.total_steps is not None and window.start < self.spec.bound_from * window.total_steps
-        if early or not math.isfinite(self.training):
-            return True
-        model, optimizer = self.scene.replicas.hosts[0]
-        with self.scene.at_base():
-            measured = self.scene.probe.measure(model, window.index, optimizer)
-        # Every process goes by the first one's reading: those of others may differ in the last bits.
-        held_out = self.scene.replicas.gather(measured.expand(len(self.scene.replicas.local), -1))[0]
-        error = float(held_out.std(ddof=1)) / math.sqrt(len(held_out))
-        gap = float(held_out.mean()) - self.training
-        return not gap > 2.0 * error + MARGIN * abs(self.training)
+    def enter(self, replica: Replica, step: int) -> None:
+        if self.exploring:
+            self.scene.replicas.observe(replica)
 
     def exit(self, replica: Replica, step: int) -> None:
         if not self.exploring:
             return
+        own = self.scene.replicas.own_gradient(replica)
+        gradient = own if own is not None else self._added(replica)
+        self.record.add(replica, gradient, self._signs(self.window, step), self.half)
+
+    def _added(self, replica: Replica) -> Tensor:
+        """[P] what a pass has added to the gradients of its model."""
         flat = torch.cat([_gradient(p).flatten() for p in tensors.trained(replica.model)])
         # Seats of one model, and accumulation, add to one gradient: what this pass added is its own.
         own = flat - self.seen[replica.host] if replica.host in self.seen else flat
         self.seen[replica.host] = flat
-        self.record.add(replica, own, self._signs(self.window, step), self.half)
+        return own
 
     def after_update(self, window: Window, step: int) -> None:
         last = step + 1 == window.stop
@@ -164,36 +160,7 @@ class ContrastCollector(Collector):
         self.training = float(heard_losses.mean())
         heard = [k for k, half in enumerate(self.half) if half > 0.0]
         estimates = self.record.close(heard, self.half, partial(self._aim, window))
-        found = {knob.name: Estimate.nothing() for knob in self.knobs}
-        direct = self._direct([k for k in estimates if self.knobs[k].spec.acts_in_eval], harvest)
-        steps = window.stop - window.start
-        for k, estimate in estimates.items():
-            slope, stderr = estimate.slope, estimate.stderr
-            if k in direct:
-                slope, stderr = steps * slope + direct[k].slope, math.hypot(steps * stderr, direct[k].stderr)
-            found[self.knobs[k].name] = Estimate(slope=slope, stderr=stderr, offset=float(self.centre[k]))
-        return found
-
-    def _direct(self, numbers: Sequence[int], harvest: Harvest) -> dict[int, Estimate]:
-        """What some knobs do to the probe itself, between their two levels at the weights as they are."""
-        points: list[Callable[[], list[Tensor]]] = []
-        for k in numbers:
-            ends = (self.centre[k] - self.half[k], self.centre[k] + self.half[k])
-            points += [partial(self._displaced, k, float(end), harvest.window.stop - 1) for end in ends]
-        if not points:
-            return {}
-        with self.scene.at_base():
-            losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
-        pairs = losses.reshape(len(numbers), 2, -1)
-        return {k: along((-self.half[k], self.half[k]), pair) for k, pair in zip(numbers, pairs, strict=True)}
-
-    def _displaced(self, number: int, offset: float, step: int) -> list[Tensor]:
-        """The parameters as they are; as a side effect one knob is off its base and the others at theirs."""
-        for k, knob in enumerate(self.knobs):
-            value = knob.displaced(step, offset if k == number else 0.0)
-            for host in range(len(self.scene.replicas.hosts)):
-                knob.write(host, value)
-        return tensors.clones(tensors.parameters(self.scene.replicas.hosts[0][0]))
+        return self.levels.told(estimates, harvest)
 
     def _signs(self, window: Window, step: int) -> NDArray[np.float64]:
         """[N, K] signs of a step: its rows of the block it belongs to, 0 for knobs that rest."""
@@ -202,15 +169,21 @@ class ContrastCollector(Collector):
         if not active.any():
             return np.zeros((n, len(self.knobs)))
         within = (step - window.start) % self.block_steps
-        drawn = self.design.assign(
-            [self.ladder] * len(self.knobs),
-            seed=self.scene.seed,
-            window=step - within,
-            names=[knob.name for knob in self.knobs],
-            two_level=[True] * len(self.knobs),
-        )
-        signs: NDArray[np.float64] = drawn[within * n : (within + 1) * n] * active
+        signs: NDArray[np.float64] = self._block(step - within)[within * n : (within + 1) * n] * active
         return signs
+
+    def _block(self, first: int) -> NDArray[np.float64]:
+        """[N * block_steps, K] signs of the block that begins with a step."""
+        names = [knob.name for knob in self.knobs]
+        if self.spec.paired:
+            return mirrored(len(self.ladder) // 2, seed=self.scene.seed, window=first, names=names)
+        return self.design.assign(
+            [self.ladder] * len(names),
+            seed=self.scene.seed,
+            window=first,
+            names=names,
+            two_level=[True] * len(names),
+        )
 
     def _active(self, window: Window, step: int) -> NDArray[np.bool_]:
         """[K] which knobs explore in a step; none in a block that the window's end would cut short."""
@@ -228,26 +201,8 @@ class ContrastCollector(Collector):
 
     def _aim(self, window: Window) -> Tensor | None:
         """v = P g_p at the weights as they are; `None` before the optimizer has a state to read P from."""
-        model, optimizer = self.scene.replicas.hosts[0]
-        own = tensors.trained(model)
-        scales: dict[int, Tensor | float] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                scale = preconditioner(optimizer, group, parameter)
-                if scale is not None:
-                    scales[id(parameter)] = scale
-                elif not optimizer.state:
-                    return None
-                # Else it has never had a gradient, as the rest of the optimizer has: nothing moves it.
-        probe = self.scene.probe
-        with self.scene.at_base(), evaluating(model, optimizer), torch.enable_grad():
-            losses = torch.cat(checked([probe.loss(model, batch) for batch in probe.draw(window.index)]))
-            gradients = torch.autograd.grad(losses.mean(), own, allow_unused=True)
-        parts = [
-            torch.zeros_like(parameter) if gradient is None else gradient * scales.get(id(parameter), 0.0)
-            for parameter, gradient in zip(own, gradients, strict=True)
-        ]
-        return torch.cat([part.detach().flatten().float() for part in parts])
+        found = aim(self.scene, window.index)
+        return None if found is None else torch.cat([part.flatten().float() for part in found.step])
 
     def forget(self) -> None:
         self.record.forget()

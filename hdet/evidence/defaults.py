@@ -7,6 +7,7 @@ from hdet.evidence.analytic import Analytic
 from hdet.evidence.contrast import Contrast
 from hdet.evidence.divergent import Divergent
 from hdet.evidence.line import Line
+from hdet.evidence.mixed import MixedDifference
 from hdet.evidence.recursion import Recursion
 from hdet.hparams.evidence import Evidence
 from hdet.hparams.forward import ModuleKnob
@@ -47,6 +48,8 @@ def controller(knob: Knob, evidence: Evidence) -> Controller:
     if isinstance(knob, WeightDecay):
         return Gated(0.6, gate=1.0, full=30, most=4.0, worthwhile=1e-3, raise_after=0.3, until=0.85)
     if isinstance(knob, ModuleKnob):
-        # Small steps on evidence that adds up: an angle of 0.0032 a step at most.
-        return Gated(0.08, gate=1.0, saturation=3.0, full=25, most=3.0, until=0.85)
+        # Small steps on evidence that adds up: an angle of 0.0032 a step at most. What a trace remembers by itself the
+        # controller has to where each window is judged alone.
+        memory = 0.7 if isinstance(evidence, MixedDifference) else 0.0
+        return Gated(0.08, gate=1.0, saturation=3.0, memory=memory, full=25, most=3.0, until=0.85)
     return Gated()

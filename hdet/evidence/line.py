@@ -9,7 +9,9 @@ from functools import partial
 from itertools import compress
 from typing import ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field, field_validator
 from torch import Tensor
 
@@ -40,7 +42,9 @@ class Line(Evidence):
 
     Args:
         width: how far the points reach, in coordinate units.
-        points: where the probe is evaluated, in units of `width`; P of them cost P or 2 P probes a window.
+        points: where the probe is evaluated, in units of `width`. The two ends, 2 or 4 probes a window, tell the
+            slope; the others, which tell the curvature, are evaluated only if the controller would use it
+            (`Controller.wants_curvature`).
         stride: of the average, take every stride-th step's weights.
         doubt: the averaged weights are read only if t at the last weights is above; `None` reads them always.
         preview: share of the schedule's peak that is looked ahead to during the warm-up; 0 never looks ahead.
@@ -90,29 +94,42 @@ class LineCollector(Collector):
             for held, live in zip(self.scene.anchor.parameters(), tensors.parameters(model), strict=True)
         ]
         last = self.scene.weights(harvest.valid)
-        around = [self.spec.width * point for point in self.spec.points]
+        ends, between = self._points()
         centres = [self._centre(knob, window) for knob in knobs]
         moves = list(compress(self.moved, heard))
 
-        def read(end: Sequence[Tensor], chosen: Sequence[int]) -> list[Estimate]:
+        def measure(end: Sequence[Tensor], chosen: Sequence[int], offsets: Sequence[float]) -> NDArray[np.float64]:
             points: list[Callable[[], list[Tensor]]] = [
-                partial(_stretched, start, end, math.exp(centres[k] + x), moves[k]) for k in chosen for x in around
+                partial(_stretched, start, end, math.exp(centres[k] + x), moves[k]) for k in chosen for x in offsets
             ]
             with self.scene.at_base():
                 losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
-            return [along(around, line) for line in losses.reshape(len(chosen), len(around), -1)]
+            return losses.reshape(len(chosen), len(offsets), -1)
 
-        at_last = read(last, range(len(knobs)))
+        def read(end: Sequence[Tensor], chosen: Sequence[int], averaged: bool) -> dict[int, Estimate]:
+            lines = dict(zip(chosen, measure(end, chosen, ends), strict=True))
+            told = {k: replace(along(ends, line), offset=centres[k]) for k, line in lines.items()}
+            curved = [k for k in chosen if knobs[k].controller.wants_curvature(told[k], averaged=averaged)]
+            if curved:
+                for k, line in zip(curved, measure(end, curved, between), strict=True):
+                    told[k] = replace(along([*ends, *between], np.concatenate([lines[k], line])), offset=centres[k])
+            return told
+
+        at_last = read(last, range(len(knobs)), averaged=False)
         # Averaged weights never ask for less where the last do not. Looking ahead is a matter of the last alone.
         doubt = self.spec.doubt
-        doubted = [k for k, told in enumerate(at_last) if (doubt is None or told.t > doubt) and not centres[k]]
+        doubted = [k for k, told in at_last.items() if (doubt is None or told.t > doubt) and not centres[k]]
         at_average = dict.fromkeys(range(len(knobs)), Estimate.nothing())
         if doubted:
-            averaged = self.scene.averaged(harvest.valid, self.spec.stride)
-            at_average.update(zip(doubted, read(averaged, doubted), strict=True))
+            at_average.update(read(self.scene.averaged(harvest.valid, self.spec.stride), doubted, averaged=True))
         for k, knob in enumerate(knobs):
-            found[knob.name] = replace(at_last[k], averaged=at_average[k], offset=centres[k])
+            found[knob.name] = replace(at_last[k], averaged=at_average[k])
         return found
+
+    def _points(self) -> tuple[list[float], list[float]]:
+        """The two ends in coordinate units, and what lies between."""
+        x = sorted(self.spec.width * point for point in set(self.spec.points))
+        return [x[0], x[-1]], x[1:-1]
 
     def _centre(self, knob: BoundKnob, window: Window) -> float:
         """How far ahead of the base to look: 0 but in the early warm-up."""

@@ -30,12 +30,12 @@ def losses_at(
     replicas.mean_buffers(harvest.valid.tolist())
     batches = probe.draw(window)
     rows: dict[tuple[int, int], Tensor] = {}
+    # A process that no point falls to evaluates one all the same, to learn J; its result is not counted.
+    idle = all(replica.index >= len(points) for replica in replicas.local)
     for number, point in enumerate(points):
         weights = point()
         for row, replica in enumerate(replicas.local):
-            # A replica that no point falls to repeats one, so that it learns J; its result is not counted.
-            idle = replica.index >= len(points) and replica.index % len(points) == number
-            if replica.index != number % replicas.size and not idle:
+            if replica.index != number % replicas.size and not (idle and row == number == 0):
                 continue
             with tensors.substituted(tensors.parameters(replicas.hosts[replica.host][0]), weights):
                 measured = probe.measure(replicas.hosts[replica.host][0], window, replica.optimizer, batches)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from hdet.errors import ConfigError
-from hdet.hparams.hadamard import entries, exists
+from hdet.hparams.hadamard import entries, exists, order_from
 from hdet.spec import Spec, register
 
 Levels = Sequence[NDArray[np.float64]]
@@ -153,8 +153,7 @@ class Hadamard(Design):
         # the knobs are shuffled too: else knobs k and k + width would be aliased in every window
         place = np.empty(knobs, dtype=np.int64)
         place[_order(knob_keys)] = np.arange(knobs) % width
-        flips = np.where(sign_keys >> np.uint64(63), 1, -1)
-        signs = entries(order, rows % order, columns[place] + skipped) * flips
+        signs = entries(order, rows % order, columns[place] + skipped) * _signs(sign_keys)
         if self.foldover:
             signs[rows >= order] *= -1
         design = np.empty((n, knobs))
@@ -223,6 +222,35 @@ class Fixed(Design):
         self, levels: Levels, seed: int, window: int, names: Sequence[str], two_level: Sequence[bool]
     ) -> NDArray[np.float64]:
         return np.column_stack([np.roll(column, k) for k, column in enumerate(levels)])
+
+
+def mirrored(pairs: int, *, seed: int, window: int, names: Sequence[str]) -> NDArray[np.float64]:
+    """Signs [2 pairs, K] of which rows 2 i and 2 i + 1 are opposite in every column: a foldover, pair by pair.
+
+    Columns are orthogonal where a Hadamard matrix of K columns or more fits into the pairs a whole number of times.
+    Elsewhere they are cut from the next larger one: the product of two columns, of `pairs` terms, is then at most the
+    number of rows that were left out, which is 1 to 3 (more only in the gaps of `hdet.hparams.hadamard`).
+
+    >>> from hdet.hparams.design import mirrored
+    >>> mirrored(2, seed=0, window=3, names=["dropout", "smoothing"])
+    array([[ 1., -1.],
+           [-1.,  1.],
+           [-1., -1.],
+           [ 1.,  1.]])
+    """
+    knobs = len(names)
+    fitting = [m for m in range(knobs, pairs + 1) if pairs % m == 0 and exists(m)]
+    order = max(fitting) if fitting else order_from(max(pairs, knobs))
+    rows = pairs if fitting else order
+    raw = _raw(rows + order + pairs + knobs, seed, window, "mirrored", *names)
+    row_keys, column_keys, pair_keys, knob_keys = np.split(raw, np.cumsum([rows, order, pairs]))
+    half = entries(order, _order(row_keys)[:pairs] % order, _order(column_keys)[:knobs]) * _signs(knob_keys)
+    half = half * _signs(pair_keys)[:, None]  # which of a pair is up, so that the first is not always
+    return np.stack([half, -half], axis=1).reshape(2 * pairs, knobs).astype(np.float64)
+
+
+def _signs(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    return np.where(keys >> np.uint64(63), 1, -1)
 
 
 def _least_correlated(levels: Levels, seed: int, window: int, names: Sequence[str]) -> NDArray[np.float64]:

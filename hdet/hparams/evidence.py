@@ -26,6 +26,7 @@ class Evidence(Spec, family="evidence"):
         shared: it takes replicas that share gradients and stay alike.
         spaces: the spaces in which its slopes are slopes; empty for all.
         needs_probe: it measures a held-out loss and so needs `signal=hdet.Probe(...)`.
+        needs_objective: it evaluates the training loss by itself and so needs `objective=hdet.Objective(...)`.
     """
 
     diverges: ClassVar[bool] = False
@@ -34,6 +35,7 @@ class Evidence(Spec, family="evidence"):
     shared: ClassVar[bool] = False
     spaces: ClassVar[tuple[type[Space], ...]] = ()
     needs_probe: ClassVar[bool] = False
+    needs_objective: ClassVar[bool] = False
 
     @abstractmethod
     def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> Collector:

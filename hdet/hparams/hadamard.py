@@ -8,6 +8,7 @@ Source: Paley 1933, "On Orthogonal Matrices", J. Math. Phys. 12; Hedayat & Walli
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 
 import numpy as np
@@ -37,6 +38,16 @@ def hadamard(order: int) -> NDArray[np.int64] | None:
 def exists(order: int) -> bool:
     """Whether `hadamard(order)` is known."""
     return _undoubled(order) is not None
+
+
+def order_from(least: int) -> int:
+    """The smallest order of a Hadamard matrix known here that is not below `least`.
+
+    >>> from hdet.hparams.hadamard import order_from
+    >>> [order_from(least) for least in (1, 3, 5, 52)]
+    [1, 4, 8, 56]
+    """
+    return next(order for order in itertools.count(least) if exists(order))
 
 
 def entries(order: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.int64]:

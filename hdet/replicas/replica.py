@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -11,6 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hdet.errors import StepError
+
+
+def _as_it_is(replica: Replica) -> AbstractContextManager[object]:
+    return nullcontext()
 
 
 @dataclass(eq=False)
@@ -21,6 +25,9 @@ class Replica:
         model, optimizer: this replica's own, or shared by all seats of one model.
         index: its number among all N replicas of all processes, `0 <= index < N`.
         host: the number of its model among those this process holds.
+        data_index: which part of a step's data it takes, `0 <= data_index < engine.data_shards`: `index`, unless
+            replicas go in pairs that take the same (`Contrast(paired=True)`).
+        random: gives the context in which the pass draws its random numbers.
         around: gives a context for each forward and backward, entered last and left first.
     """
 
@@ -30,17 +37,23 @@ class Replica:
     host: int
     on_enter: list[Callable[[Replica], None]] = field(default_factory=list, repr=False)
     on_exit: list[Callable[[Replica], None]] = field(default_factory=list, repr=False)
+    random: Callable[[Replica], AbstractContextManager[object]] = field(default=_as_it_is, repr=False)
     around: Callable[[], AbstractContextManager[object]] = field(default=nullcontext, repr=False)
     _active: bool = field(default=False, repr=False)
     _context: AbstractContextManager[object] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.data_index = self.index
 
     def __enter__(self) -> Replica:
         if self._active:
             raise StepError(f"replica {self.index} is already active; leave its `with` block first")
         for call in self.on_enter:
             call(self)
-        self._context = self.around()
-        self._context.__enter__()
+        with ExitStack() as stack:
+            stack.enter_context(self.random(self))
+            stack.enter_context(self.around())
+            self._context = stack.pop_all()
         self._active = True
         return self
 

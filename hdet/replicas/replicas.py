@@ -88,6 +88,16 @@ class Replicas(ABC):
         The only communication a window's control needs, and the only place the device is waited for.
         """
 
+    def observe(self, replica: Replica) -> None:  # noqa: B027
+        """Said when a replica is entered whose own gradient is asked for after its pass."""
+
+    def own_gradient(self, replica: Replica) -> Tensor | None:
+        """[P] what the last pass of an observed replica gave, flat in the order of `tensors.trained`, not shared.
+
+        `None` where `.grad` shows it, since gradients are shared after all passes. Until the next pass only.
+        """
+        return None
+
     @abstractmethod
     def share_gradients(self) -> None:
         """Give every replica the mean of all replicas' gradients."""

@@ -42,6 +42,15 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
 
 
+def pieces(parameter: Tensor) -> int:
+    """How many ranks' parts make up one copy of a sharded parameter; 1 of any other."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return 1
+    cut = [size for size, placement in zip(mesh.shape, parameter.placements, strict=True) if placement.is_shard()]  # type: ignore[attr-defined]
+    return math.prod(cut)
+
+
 def gradient(parameter: nn.Parameter) -> Tensor:
     """A parameter's gradient, zeros where it has none; of a sharded one this rank's part.
 
@@ -157,3 +166,17 @@ def evaluating(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator
         reshard(model)  # else the next forward would take the weights gathered here
         for module in training:
             module.training = True
+
+
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Training mode inside the block; a model that is in it is left as it is, with parts it may keep in eval mode."""
+    switched = [] if model.training else [module for module in model.modules() if not module.training]
+    if switched:
+        model.train()
+    try:
+        yield
+    finally:
+        reshard(model)  # else the next forward would take the weights gathered here
+        for module in switched:
+            module.training = False

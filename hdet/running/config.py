@@ -15,6 +15,7 @@ from hdet.errors import ConfigError
 from hdet.evidence import Divergent, Evidence
 from hdet.guard import Guard, Rewind
 from hdet.hparams import Knob, LearningRate, Schedule
+from hdet.hparams.schedule import Linear
 from hdet.merging import Mean, Merge
 from hdet.recommended import WARMUP, choose
 from hdet.running.document import override, read
@@ -101,7 +102,7 @@ class RunConfig(Spec):
         if resolved.get("knobs") in (None, "recommended"):
             resolved["knobs"] = None
             resolved.setdefault("guard", Rewind.kind)
-            resolved["schedule"] = resolved.get("schedule") or {"kind": "cosine", "warmup": WARMUP}
+            resolved["schedule"] = resolved.get("schedule") or {"kind": Linear.kind, "warmup": WARMUP}
         for name, field in cls.model_fields.items():
             value = resolved.get(name)
             if isinstance(field.default, Spec) and isinstance(value, Mapping) and "kind" not in value:

@@ -21,7 +21,11 @@ from hdet.replicas.distributed import distribute
 from hdet.running.config import RunConfig
 from hdet.running.folder import RunFolder
 from hdet.running.launching import leads, led, rank, shared_out, world
+from hdet.signals import Objective
 from hdet.tasks import Workload
+
+BATCHES = 8
+"""Training batches that evidence which evaluates the training loss by itself is given in a window."""
 
 
 class Watcher:
@@ -62,6 +66,7 @@ class Training:
             knobs,
             window=config.window,
             signal=config.signal.build(workload),
+            objective=Objective(workload.loss, lambda window: [workload.batch(window, j) for j in range(BATCHES)]),
             evidence=config.evidence,
             merge=config.merge,
             gradients=config.gradients,
@@ -92,7 +97,7 @@ class Training:
             losses = []
             for replica in engine.replicas:
                 with replica:
-                    loss = workload.loss(replica.model, workload.batch(step, replica.index))
+                    loss = workload.loss(replica.model, workload.batch(step, replica.data_index))
                     loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
             engine.share_gradients()

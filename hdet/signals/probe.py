@@ -69,12 +69,17 @@ class Probe:
 
 def checked(losses: Sequence[Tensor]) -> list[Tensor]:
     """The probe's losses, each as a 1-dim tensor; at least 2 numbers in all."""
-    for value in losses:
-        if not isinstance(value, Tensor) or value.dim() > 1:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise StepError(f"the probe's loss must return one loss, or a 1-dim tensor of losses; got {shape}")
-    if sum(value.numel() for value in losses) < 2:
+    found = [flat(value) for value in losses]
+    if sum(value.numel() for value in found) < 2:
         raise StepError(
             "the probe has 1 sub-batch and needs at least 2 to know its standard error; split its batch, say in 8"
         )
-    return [value.reshape(-1) for value in losses]
+    return found
+
+
+def flat(value: Tensor) -> Tensor:
+    """What the probe's loss returned, one loss or several, as a 1-dim tensor."""
+    if not isinstance(value, Tensor) or value.dim() > 1:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise StepError(f"the probe's loss must return one loss, or a 1-dim tensor of losses; got {shape}")
+    return value.reshape(-1)

@@ -45,6 +45,7 @@ def _engine(evidence: Evidence, knob: Knob, ground: Ground, windows: int) -> Eng
         [knob if knob.controller is not None else knob.replace(controller=Hold())],
         window=WINDOW,
         signal=ground.probe(),
+        objective=ground.objective(),
         evidence=evidence,
         gradients="local" if evidence.diverges else "shared",
         total_steps=WINDOW * windows,

@@ -15,10 +15,11 @@ from hdet.errors import ConfigError, MatchError
 from hdet.history import WindowRecord
 from hdet.hparams import Knob
 from hdet.nn import CrossEntropyLoss, Dropout, MultiheadAttention
-from hdet.signals import Probe
+from hdet.signals import Objective, Probe
 from hdet.testing.law import same_generators
 
 HELD_OUT = 1_000_000
+AFRESH = 2_000_000
 SUB_BATCHES = 4
 
 
@@ -50,6 +51,13 @@ class Ground:
     def probe(self) -> Probe:
         """Held-out sub-batches of the same loss."""
         return Probe(lambda model, batch: self.loss(model, HELD_OUT, batch), list(range(SUB_BATCHES)))
+
+    def objective(self) -> Objective:
+        """Training batches of the same loss, other ones in each window."""
+        return Objective(
+            lambda model, batch: self.loss(model, *batch),
+            lambda window: [(AFRESH + window, j) for j in range(SUB_BATCHES)],
+        )
 
     def train(
         self,

@@ -8,7 +8,7 @@ import torch
 
 from hdet.controllers import Hold
 from hdet.engine import Engine
-from hdet.evidence import Contrast, Divergent, Evidence, Line
+from hdet.evidence import Divergent, Evidence, Line
 from hdet.hparams import Knob
 from hdet.hparams.binding import Binding
 from hdet.replicas import replicate
@@ -116,8 +116,9 @@ def explored_it_stays_in_bounds(knob: Knob, ground: Ground | None) -> None:
             replicate(*ground.make(), n=4),
             [knob],
             window=WINDOW,
-            gradients="shared" if isinstance(evidence, Contrast) else "local",
+            gradients="shared" if evidence.shared else "local",
             signal=ground.probe(),
+            objective=ground.objective(),
             evidence=evidence,
             total_steps=steps,
         )

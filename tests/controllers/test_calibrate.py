@@ -36,9 +36,37 @@ def test_no_raise_without_proof(t_last: float) -> None:
     assert move(bracket(t_last, 0)) == 0
 
 
+@pytest.mark.parametrize(
+    ("t", "averaged", "offset", "wanted"),
+    [
+        (-2.1, False, 0.0, True),
+        (-1.9, False, 0.0, False),
+        (9.0, False, 0.0, False),
+        (9.0, False, 0.5, True),
+        (-9.0, False, 0.5, True),
+        (1.9, False, 0.5, False),
+        (3.1, True, 0.0, True),
+        (2.9, True, 0.0, False),
+        (-9.0, True, 0.0, False),
+    ],
+)
+def test_a_curvature_is_wanted_only_where_it_moves_something(
+    t: float, averaged: bool, offset: float, wanted: bool
+) -> None:
+    slope = Estimate(0.1 * t, None, stderr=0.1, offset=offset)
+    assert Calibrate().wants_curvature(slope, averaged=averaged) is wanted
+    # What it does with the slope is the same with any curvature, if none is wanted.
+    if not wanted:
+        for curvature in (None, 0.1, 10.0):
+            told = replace(slope, curvature=curvature)
+            estimate = replace(bracket(0, 0), averaged=told) if averaged else replace(told, averaged=Estimate.nothing())
+            assert move(estimate) == 0
+
+
 def test_no_raise_early_in_the_warm_up() -> None:
-    assert move(UP, LOW) == 0
-    assert move(UP, Context(schedule_now=0.35, warming=True)) == pytest.approx(0.2)
+    early = Context(schedule_now=0.24, warming=True)
+    assert move(UP, early) == 0
+    assert move(UP, Context(schedule_now=0.25, warming=True)) == pytest.approx(0.2)
     assert move(UP, Context(schedule_now=0.7, peak=2.0, warming=True)) == pytest.approx(0.2)
 
 

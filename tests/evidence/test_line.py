@@ -149,7 +149,7 @@ def test_slope_and_curvature_of_a_quadratic() -> None:
 
 
 def test_points_and_width_are_where_the_probe_is_read() -> None:
-    """Every point of the line is one evaluation; more points cost more, and the weights are put back."""
+    """Every point of the line is one evaluation, the ends first; more cost more, and the weights are put back."""
     seen: list[float] = []
 
     def watched(model: Any, batch: float) -> Tensor:
@@ -161,11 +161,37 @@ def test_points_and_width_are_where_the_probe_is_read() -> None:
     want = [
         float(START[0]) + math.exp(0.5 * point) * moved * steps
         for steps in (T, (T + 1) / 2)
-        for point in (-1.0, -0.4, 0.4, 1.0)
+        for point in (-1.0, 1.0, -0.4, 0.4)
         for _ in range(2)
     ]
     assert seen == pytest.approx(want, rel=1e-5)
     torch.testing.assert_close(engine.replicas[0].model.w.detach(), START - T * RATE * SLOPE)
+
+
+@pytest.mark.parametrize(
+    ("batches", "evaluations"),
+    [
+        ((1.0, 1.2), 3),  # t = -11: to be raised, and how far is a matter of curvature
+        ((1.0, 0.2), 2),  # t = -1.5
+        ((-1.0, -0.2), 2),
+        ((-1.0, -1.2), 5),  # t = 11 at both: the ends of either line, and the centre of the second
+    ],
+)
+@pytest.mark.parametrize("n", [1, 4, 8])
+def test_only_points_that_matter_are_evaluated(batches: tuple[float, float], evaluations: int, n: int) -> None:
+    """Whatever the number of micro-batches."""
+    seen: list[float] = []
+
+    def counted(model: Any, batch: float) -> Tensor:
+        seen.append(batch)
+        return linear(model, batch)
+
+    knob = hdet.LearningRate(evidence=Line(), controller=hdet.Calibrate(until=1.0))
+    _, (record, _) = run([knob], n=n, steps=2 * T, probe=counted, batches=batches)  # the last window is not heard
+    assert len(seen) == evaluations * len(batches)
+    estimate = record.estimates["learning_rate"]
+    assert (estimate["curvature"] is not None) == (evaluations == 3)
+    assert (estimate["averaged"]["curvature"] is not None) == (evaluations == 5)
 
 
 def test_fewer_than_three_distinct_points_are_refused() -> None:

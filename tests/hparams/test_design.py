@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hdet.errors import ConfigError
-from hdet.hparams.design import Design, Fixed, Hadamard, LatinHypercube, Permutation
-from hdet.hparams.hadamard import hadamard
+from hdet.hparams.design import Design, Fixed, Hadamard, LatinHypercube, Permutation, mirrored
+from hdet.hparams.hadamard import hadamard, order_from
 from hdet.hparams.spread import OneSided, Symmetric, TwoLevel
 
 DESIGNS: list[Design] = [Permutation(), Hadamard(), Hadamard(foldover=True), LatinHypercube(draws=4), Fixed()]
@@ -169,6 +169,49 @@ def test_foldover_is_orthogonal_and_mirrored(n: int, window: int, data: st.DataO
     for one, other in combinations(range(knobs), 2):
         # even-order effects are orthogonal to every slope
         np.testing.assert_array_equal(signs.T @ (signs[:, one] * signs[:, other]), np.zeros(knobs))
+
+
+PAIRS = [(1, 1), (2, 2), (3, 1), (4, 3), (6, 2), (8, 8), (10, 2), (12, 9), (24, 24)]
+
+
+@pytest.mark.parametrize(("pairs", "knobs"), PAIRS)
+@given(window=st.integers(0, 2**32))
+@settings(deadline=None, max_examples=10)
+def test_mirrored_pairs_are_opposite_and_columns_orthogonal(pairs: int, knobs: int, window: int) -> None:
+    """Where a Hadamard matrix fits into them; one column is always orthogonal to no other."""
+    signs = mirrored(pairs, seed=1, window=window, names=[f"k{k}" for k in range(knobs)])
+    assert signs.shape == (2 * pairs, knobs)
+    assert set(np.unique(signs)) <= {-1.0, 1.0}
+    np.testing.assert_array_equal(signs[0::2], -signs[1::2])
+    np.testing.assert_array_equal(signs.T @ signs, 2 * pairs * np.eye(knobs))
+
+
+@pytest.mark.parametrize(("pairs", "knobs"), [(3, 2), (5, 4), (6, 5), (7, 3), (9, 6), (13, 2), (51, 3)])
+def test_mirrored_pairs_are_nearly_orthogonal_elsewhere(pairs: int, knobs: int) -> None:
+    left = order_from(pairs) - pairs
+    assert left <= 5
+    for window in range(20):
+        half = mirrored(pairs, seed=0, window=window, names=[f"k{k}" for k in range(knobs)])[0::2]
+        products = half.T @ half - pairs * np.eye(knobs)
+        assert np.abs(products).max() <= left
+
+
+def test_in_mirrored_pairs_each_is_up_as_often_as_the_other_and_knobs_are_independent() -> None:
+    for pairs in (1, 2, 3):
+        drawn = np.stack([mirrored(pairs, seed=0, window=window, names=["a", "b"]) for window in range(2000)])
+        first = drawn[:, 0::2]
+        assert np.abs(first.mean(axis=0)).max() < 0.08
+        assert np.abs((first[:, :, 0] * first[:, :, 1]).mean(axis=0)).max() < 0.08
+        # A step says nothing of the next.
+        assert np.abs((first[1:] * first[:-1]).mean(axis=0)).max() < 0.08
+
+
+def test_mirrored_pairs_are_a_pure_function_of_seed_window_and_names() -> None:
+    def draw(**changed: object) -> list[list[float]]:
+        return mirrored(8, **{"seed": 0, "window": 0, "names": ["a", "b"], **changed}).tolist()  # type: ignore[arg-type]
+
+    assert draw() == draw()
+    assert draw() not in (draw(seed=1), draw(window=1), draw(names=["a", "c"]))
 
 
 def test_foldover_says_what_it_takes() -> None:

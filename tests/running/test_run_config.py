@@ -10,6 +10,7 @@ import torch
 
 import hdet
 from hdet.errors import ConfigError
+from hdet.hparams.schedule import Linear
 from hdet.running import SGD, AdamW, RunConfig, TorchOptimizer
 from hdet.running.document import dump, parse
 from hdet.running.signal import Probe, TrainingLoss
@@ -64,7 +65,7 @@ def explored(config: RunConfig) -> list[hdet.Knob]:
 @pytest.mark.parametrize("knobs", [{}, {"knobs": None}, {"knobs": "recommended"}])
 def test_without_knobs_the_recipe_chooses(knobs: dict[str, Any]) -> None:
     config = RunConfig.from_dict({"task": "digits", "steps": 40, "optimizer": {"lr": 0.02}, **knobs})
-    assert config.schedule == hdet.Cosine(0.02, total_steps=40, warmup=0.3)
+    assert config.schedule == Linear(peak=0.02, total_steps=40, warmup=0.3)
     assert [knob.label for knob in explored(config)] == ["learning_rate", "weight_decay"]
     assert not config.copies
 

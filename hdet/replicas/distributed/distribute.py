@@ -52,7 +52,7 @@ def distribute(
         replicate: that dimension's name; by default `dp_replicate`, `replicate` or `dp`.
         copies: replicas on this rank, deep copies of a plain model, so that N = ranks * copies.
         micro_batches: replicas that are no copies but micro-batches of the one model, as in `hdet.micro_batches`;
-            for evidence that needs no divergence. N = ranks * micro_batches.
+            for evidence that needs no divergence. N = ranks * micro_batches. DDP averages in the backward of the last.
         exact: reduce in the order of the replicas, so that parameters agree with one process bit for bit where the
             arithmetic of a replica does; the engine then shares DDP's gradients too, after backward. Slower.
         precision: `torch.bfloat16` or `torch.float16`: merge the differences from the last converged point in it, at

@@ -12,6 +12,7 @@ from torch import nn
 
 COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
 FIELDS = ("mesh_info", "post_forward_mesh_info")
+FLAGS = ("reduce_grads", "all_reduce_grads")
 
 
 def over(model: nn.Module, parts: int) -> bool:
@@ -45,6 +46,28 @@ def without_all_reduce(model: nn.Module) -> Callable[[], AbstractContextManager[
             _replace(groups, alone, native)
 
     return context if reduced else None
+
+
+def used(model: nn.Module) -> bool:
+    """Whether `fully_shard` was called on any part of the model."""
+    sharding = sys.modules.get("torch.distributed.fsdp")
+    return sharding is not None and any(isinstance(module, sharding.FSDPModule) for module in model.modules())
+
+
+@contextmanager
+def reducing(model: nn.Module) -> Iterator[None]:
+    """Every backward in the block reduces gradients, whatever `set_requires_gradient_sync` was last told."""
+    groups = _groups(model)
+    before = [{flag: getattr(group, flag) for flag in FLAGS if hasattr(group, flag)} for group in groups]
+    try:
+        for group, flags in zip(groups, before, strict=True):
+            for flag in flags:
+                setattr(group, flag, True)
+        yield
+    finally:
+        for group, flags in zip(groups, before, strict=True):
+            for flag, value in flags.items():
+                setattr(group, flag, value)
 
 
 def _replace(groups: Sequence[Any], before: Sequence[Any], after: Sequence[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import compress
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, StepError
 from hdet.replicas import tensors
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.distributed import fully_sharded, optimizer_mean, refusals
@@ -24,6 +25,7 @@ from hdet.replicas.distributed.layout import Group, pooled
 from hdet.replicas.distributed.lost import translated
 from hdet.replicas.distributed.narrow import mean_narrow_
 from hdet.replicas.distributed.overlap import Flight
+from hdet.replicas.distributed.own_gradient import OwnGradient
 from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas, Terms
 
@@ -76,6 +78,11 @@ class Ranks(Replicas):
             self._pooled = Exchange(pooled(self.layout), exchange.device, exchange.exact)
         self._shares = True
         self._apart = True
+        self._own: OwnGradient | None = None
+        self._observed = False
+        self._summed: bool | None = None  # whether DDP averaged after the last pass of this step
+        # A static graph is recorded in a first backward that averages. (What was averaged is not changed by the next.)
+        self._begun = self._wrapped is None or not self._wrapped.static_graph
         self.size = self.layout.places * self._each
         first = self.layout.place * self._each
         self.local = [
@@ -84,7 +91,7 @@ class Ranks(Replicas):
                 self.hosts[0 if seats else i][1],
                 first + i,
                 0 if seats else i,
-                around=self._around,
+                around=partial(self._around, i),
             )
             for i in range(self._each)
         ]
@@ -99,8 +106,9 @@ class Ranks(Replicas):
         return self.exchange.bytes_held + (self._narrow.bytes_held if self._narrow is not None else 0)
 
     def begin(self, terms: Terms) -> None:
-        own = terms.gradients == "local" or terms.observed or not self.diverge
-        own = own or (self.exchange.exact and self._reduces is not None)
+        # DDP can be observed while it averages, and leaves gradients to accumulate until the last micro-batch.
+        beside = self._wrapped is None and (terms.observed or not self.diverge)
+        own = terms.gradients == "local" or beside or (self.exchange.exact and self._reduces is not None)
         if self._reduces == "hsdp" and own:
             self._quiet = fully_sharded.without_all_reduce(self.hosts[0][0])
         if self._reduces == "hsdp" and own and self._quiet is None:
@@ -114,13 +122,19 @@ class Ranks(Replicas):
         if terms.observed and refusals.sharded(self.hosts[0][0]):
             raise ConfigError(
                 "Contrast evidence looks at a replica's whole gradient, and this model's lies in parts on several "
-                "ranks; use DistributedDataParallel or an unwrapped model, or other evidence"
+                "ranks; give the knob evidence=hdet.MixedDifference() and the engine objective=hdet.Objective(...), or "
+                "use DistributedDataParallel or an unwrapped model"
             )
         if self._wrapped is not None and own and terms.gradients == "shared" and self._wrapped._comm_hooks:
             raise ConfigError(
-                "a communication hook is registered on DistributedDataParallel, but here the engine shares gradients "
-                "itself, after backward (micro-batches, exact=True, or evidence that looks at each replica's own "
-                "gradient), and the hook would not run; leave the hook or that out"
+                "a communication hook is registered on DistributedDataParallel, but with exact=True the engine shares "
+                "gradients itself, after backward and in the order of the replicas, and the hook would not run; leave "
+                "the hook or exact=True out"
+            )
+        if self._wrapped is not None and own and self._wrapped.static_graph:
+            raise ConfigError(
+                "DistributedDataParallel(static_graph=True) has to average gradients in its first backward, and with "
+                "exact=True or local gradients it never does; leave static_graph=True or that out"
             )
         if self._overlap is not None and terms.merge != {"kind": "mean", "optimizer": "keep"}:
             raise ConfigError(
@@ -129,12 +143,14 @@ class Ranks(Replicas):
             )
         self._anchor = terms.anchor
         self._shares = own or self._reduces is None
-        self.shares_on_call = self._shares and self.size > 1
+        self.shares_on_call = (self._shares or self._seats > 1) and self.size > 1
+        self._own = OwnGradient(self.hosts[0][0]) if terms.observed and not self._shares else None
         self._apart = terms.apart
         if self._wrapped is not None:
             # With nothing to explore this is data parallelism as it is, rank 0's buffers included. Else each rank's are
             # its own until the window's end: rank 0's, knobs among them, do not replace them in every forward pass.
-            self._plain = self._wrapped.broadcast_buffers and not terms.explored and not self._shares
+            plain = self.diverge and not terms.explored and not self._shares
+            self._plain = self._wrapped.broadcast_buffers and plain
             self._wrapped.broadcast_buffers = self._plain
         with translated("comparing declarations"):
             agree(self.exchange, terms.declaration)
@@ -147,9 +163,18 @@ class Ranks(Replicas):
         merged = table[:, 0] if self.layout.parts == 1 else table.mean(axis=1)
         return np.ascontiguousarray(merged.reshape(self.size, -1), dtype=np.float64)
 
+    def observe(self, replica: Replica) -> None:
+        self._observed = self._own is not None
+
+    def own_gradient(self, replica: Replica) -> Tensor | None:
+        return self._own.flat if self._own is not None else None
+
     @torch.no_grad()
     def share_gradients(self) -> None:
-        if not self._shares or self.size == 1:
+        if not self._shares:
+            self._divide()
+            return
+        if self.size == 1:
             return
         owned = [tensors.trained(model) for model, _ in self.hosts]
         count = len(owned[0])
@@ -168,6 +193,20 @@ class Ranks(Replicas):
                 if not wanted:
                     for own in owned:
                         own[i].grad = None
+
+    def _divide(self) -> None:
+        """DDP has averaged the sum of each rank's micro-batches: make it their mean."""
+        if self._seats > 1 and self._summed is not None:
+            if not self._summed:
+                raise StepError(
+                    f"DistributedDataParallel averages gradients over ranks in the backward of the last of "
+                    f"{self._seats} micro-batches, and another came after it or it did not come; run "
+                    f"engine.replicas in their order, or give hdet.distribute the model without "
+                    f"DistributedDataParallel"
+                )
+            gradients = [p.grad for p in tensors.trained(self.hosts[0][0]) if p.grad is not None]
+            torch._foreach_mul_(gradients, 1.0 / self._seats)
+        self._summed = None
 
     def mean(self, valid: Sequence[bool], optimizer_state: str) -> None:
         if not self.diverge:
@@ -309,11 +348,18 @@ class Ranks(Replicas):
         return targets
 
     @contextmanager
-    def _around(self) -> Iterator[None]:
-        """Around a forward and backward: without data parallelism's own averaging where it is not wanted."""
-        quiet = self._quiet if self._shares else None
-        with translated("in forward or backward"), quiet() if quiet is not None else nullcontext():
+    def _around(self, number: int) -> Iterator[None]:
+        """Around a forward and backward of the replica with a number among this rank's.
+
+        Without data parallelism's own averaging where it is not wanted, or not yet; observed if that was asked for.
+        """
+        early = number + 1 < self._seats and self._begun
+        quiet = self._quiet if self._shares or early else None
+        observing = self._own.listening() if self._own is not None and self._observed else nullcontext()
+        self._observed = False
+        with translated("in forward or backward"), quiet() if quiet is not None else nullcontext(), observing:
             yield
+        self._summed, self._begun = not early, True
 
 
 def _movable(model: nn.Module, optimizer: Optimizer) -> list[bool]:

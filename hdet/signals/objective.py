@@ -1,0 +1,70 @@
+"""The objective: the training loss and training batches, for evidence that evaluates them apart from the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hdet.errors import ConfigError, StepError
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the training loop minimises, in a form that can be evaluated without it.
+
+    It is evaluated in training mode, forward only, and the same batch several times with the same random numbers: these
+    have to come from torch's default generators, not from NumPy or Python.
+
+    Args:
+        loss: `loss(model, batch)`, the loss of one micro-batch that the loop calls `backward()` on, as a 0-dim tensor;
+            dropout, label smoothing and auxiliary terms included.
+        batches: J >= 2 training batches, or a function from the window's number to them. As many on every process;
+            ranks may take their own, as they do in training, and the ranks of a tensor parallel model take the same.
+            Eight do well; the scatter over them gives the standard errors.
+
+    >>> import torch
+    >>> objective = Objective(lambda model, x: model(x).square().mean(), lambda window: [torch.ones(4, 2)] * 8)
+    >>> len(objective.draw(window=0))
+    8
+    """
+
+    loss: Callable[[Any, Any], Tensor]
+    batches: Sequence[Any] | Callable[[int], Iterable[Any]]
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss):
+            raise ConfigError(f"loss must be callable as loss(model, batch), got {type(self.loss).__name__}")
+        if not callable(self.batches) and len(self.batches) < 2:
+            raise ConfigError(
+                f"an objective needs at least 2 training batches, whose scatter is the standard error; got "
+                f"{len(self.batches)}; split it, say in 8"
+            )
+
+    def draw(self, window: int) -> list[Any]:
+        """The batches of a window.
+
+        Raises:
+            StepError: there are fewer than 2.
+        """
+        drawn = list(self.batches(window) if callable(self.batches) else self.batches)
+        if len(drawn) < 2:
+            raise StepError(
+                f"the objective has {len(drawn)} training batches in window {window} and needs at least 2 to know its "
+                f"standard error; eight do well"
+            )
+        return drawn
+
+    def evaluate(self, model: Any, batch: Any) -> Tensor:
+        """The loss on one batch with the model as it is, 0-dim and detached.
+
+        Raises:
+            StepError: it is no scalar.
+        """
+        value = self.loss(model, batch)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise StepError(f"the objective's loss must return one number, as the loop's own does; got {shape}")
+        return value.detach().reshape(())
