@@ -24,7 +24,7 @@ from hdet.windows import GrowingWindow
 
 WARMUP = 0.3
 CAUTION = 4.0
-LEAST = 0.02
+LEAST, MOST = 0.02, 0.5
 BY_GRADIENTS = "micro-batches run at two levels, fresh signs every step; their gradients are compared along the probe's"
 BY_FORWARD_PASSES = "training batches run at two levels at a window's end, on both sides along the probe's gradient"
 
@@ -104,10 +104,15 @@ def choose(
                     )
                 )
                 continue
+            reason = BY_FORWARD_PASSES if sharded else BY_GRADIENTS
+            if value > MOST:
+                # Networks of which most is dropped may learn nothing at all, and then nothing tells why.
+                knob = knob.replace(initial_shift=knob.space.difference(MOST, value))
+                reason = f"entered at {MOST:g}; {reason}"
             if value > LEAST:
                 # A base at 0 can only be explored on one side and rarely; who set a rate wants one.
                 knob = knob.replace(bounds=(LEAST, knob.bounds[1]))
-            choices.append(Choice(subject, knob, BY_FORWARD_PASSES if sharded else BY_GRADIENTS))
+            choices.append(Choice(subject, knob, reason))
     return choices
 
 

@@ -87,6 +87,16 @@ def test_a_dropout_that_was_set_keeps_a_little(rate: float, floor: float) -> Non
     assert knob.bounds == (floor, hdet.Dropout().bounds[1])
 
 
+@pytest.mark.parametrize(("rate", "entered"), [(0.8, 0.5), (0.51, 0.5), (0.5, 0.5), (0.3, 0.3), (0.0, 0.0)])
+def test_a_dropout_of_most_is_entered_at_a_half(rate: float, entered: float) -> None:
+    model = network(dropout=hdet.nn.Dropout(rate))
+    optimizer = adamw(model)
+    engine = hdet.recommended(model, optimizer, total_steps=STEPS, probe=probe(), quiet=True)
+    assert engine.bases["dropout"] == pytest.approx(entered)
+    knob = chosen(network(dropout=hdet.nn.Dropout(rate)), optimizer)["dropout"]
+    assert knob.bounds[1] > 0.5, "evidence may raise it again"
+
+
 def test_label_smoothing_that_is_on_keeps_a_little_too() -> None:
     model = network(smoothing=0.1)
     assert chosen(model, adamw(model))["label smoothing"].bounds[0] == LEAST

@@ -50,8 +50,10 @@ class Gated(Controller):
             best shrunk, which says nothing of the decay that suits them later; too much of it must go at once.
         until: share of the run after which the base holds and nothing is gathered: what is left cannot pay it back.
         worthwhile: the least |slope|, as a share of `Estimate.level`, that is worth following. Below it the knob is too
-            weak to be felt, which no smaller value changes: where less is called for the base holds, where more is, it
-            goes up by `most` rates at once. Without effect where the evidence tells no level.
+            weak to be felt, which no smaller value changes: where less is called for the base holds; where more is, by
+            `leap_gate`, it goes up to where it would be felt (a slope in log space grows with the value), by `most`
+            rates at the most. Without effect where the evidence tells no level.
+        leap_gate: |tau| from which a knob that is too weak to be felt is raised.
         settle: share of the run, at its end, over which moves fade to zero.
 
     What weight decay and the knobs of the forward pass take by default is in `hdet.evidence.defaults`.
@@ -70,6 +72,7 @@ class Gated(Controller):
     raise_after: float = Field(default=0.0, ge=0, le=1)
     until: float = Field(default=1.0, gt=0, le=1)
     worthwhile: float = Field(default=0.0, ge=0)
+    leap_gate: float = Field(default=2.0, ge=0, le=100)
     settle: float = Field(default=0.0, ge=0, le=1)
 
     def listens(self, step: int, total_steps: int | None) -> bool:
@@ -92,7 +95,13 @@ class Gated(Controller):
         early = context.total_steps is not None and context.step < self.raise_after * context.total_steps
         if early and tau < 0:
             return 0.0, state
-        if estimate.level is not None and abs(estimate.slope) < self.worthwhile * abs(estimate.level):
-            return (0.0 if tau > 0 else settled(self.rate * self.most, self.settle, context)), state
         move = -rate * max(-1.0, min(1.0, tau / self.saturation))
+        felt = 0.0 if estimate.level is None else self.worthwhile * abs(estimate.level)
+        if abs(estimate.slope) < felt:
+            move = max(move, self._leap(abs(estimate.slope) / felt)) if tau < -self.leap_gate else 0.0
         return settled(move, self.settle, context), state
+
+    def _leap(self, share: float) -> float:
+        """Up to where the slope would be 1 / share of what it is, as far as one move may go."""
+        furthest = self.rate * self.most
+        return min(-math.log(share), furthest) if share > 0 else furthest

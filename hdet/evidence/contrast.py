@@ -116,9 +116,11 @@ class ContrastCollector(Collector):
         self.step = 0
         self.exploring = False
         self.seen: dict[int, Tensor] = {}  # by host, the gradient that has gathered in this step
+        self.trained = tensors.trained(replicas.hosts[0][0])
 
     def open(self, window: Window) -> None:
         self.seen = {}
+        self._notice()
         self.levels.place(window, window.start, self.training)
         if self.half.any():
             self.record.open(partial(self._aim, window))
@@ -135,9 +137,17 @@ class ContrastCollector(Collector):
     def exit(self, replica: Replica, step: int) -> None:
         if not self.exploring:
             return
+        self._notice()
         own = self.scene.replicas.own_gradient(replica)
         gradient = own if own is not None else self._added(replica)
         self.record.add(replica, gradient, self._signs(self.window, step), self.half)
+
+    def _notice(self) -> None:
+        """Start the record anew where parameters were frozen or thawed: gradients compared are of the same ones."""
+        trained = tensors.trained(self.scene.replicas.hosts[0][0])
+        if [id(p) for p in trained] != [id(p) for p in self.trained]:
+            self.trained = trained
+            self.record.renew()
 
     def _added(self, replica: Replica) -> Tensor:
         """[P] what a pass has added to the gradients of its model."""
@@ -155,6 +165,7 @@ class ContrastCollector(Collector):
             self._spread(window, step + 1)
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
+        self._notice()
         window = harvest.window
         heard_losses = harvest.losses[harvest.valid]
         self.training = float(heard_losses.mean())

@@ -42,8 +42,8 @@ class Line(Evidence):
 
     Args:
         width: how far the points reach, in coordinate units.
-        points: where the probe is evaluated, in units of `width`. The two ends, 2 or 4 probes a window, tell the
-            slope; the others, which tell the curvature, are evaluated only if the controller would use it
+        points: where the probe is evaluated, in units of `width`. The two ends, -x and x, 2 or 4 probes a window, tell
+            the slope; the others, which tell the curvature, are evaluated only if the controller would use it
             (`Controller.wants_curvature`).
         stride: of the average, take every stride-th step's weights.
         doubt: the averaged weights are read only if t at the last weights is above; `None` reads them always.
@@ -66,6 +66,8 @@ class Line(Evidence):
     def _distinct(cls, points: tuple[float, ...]) -> tuple[float, ...]:
         if len(set(points)) < 3:
             raise ValueError(f"a slope and a curvature need at least 3 distinct points, got {points}")
+        if min(points) != -max(points):
+            raise ValueError(f"the slope is told by the two ends, which must lie at -x and x, got {points}")
         return points
 
     def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> LineCollector:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import ClassVar
 
@@ -14,17 +14,19 @@ from pydantic import Field
 from torch import Tensor
 
 from hdet.controllers import Estimate
+from hdet.errors import ConfigError
 from hdet.evidence.aim import Aim, aim
 from hdet.evidence.collector import Collector, Harvest, Scene
 from hdet.evidence.levels import Levels
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.evidence import Evidence
-from hdet.replicas import tensors
+from hdet.replicas import Replicas, tensors
 from hdet.replicas.buffers import HeldBuffers
 from hdet.replicas.common_numbers import accelerators, seeded
 from hdet.spec import register
 
 ENDS = (1.0, -1.0)
+LEAST_FELT = 1e-4
 
 
 @register
@@ -47,7 +49,9 @@ class MixedDifference(Evidence):
     e is such that e v would change the held-out loss by `change` of itself, to first order. At 1 % the mixed difference
     is about 1e-3 of the loss, ten thousand times float32's rounding, and what is left out 1e-4 of the slope. (Kinks,
     such as ReLU's, add a few per cent of noise, and so does arithmetic in bfloat16, for which 3 % are better.) Where
-    the gradient all but vanishes, |e v| stays within `reach` of the weights' norm.
+    the gradient all but vanishes, |e v| stays within `reach` of the weights' norm. Under adaptive
+    optimizers weights that training does not feel, as a bias before BatchNorm, have a P so large that e v would be
+    theirs alone: v leaves out those whose 1 / P is below 1e-4 of the mean.
 
     A window costs one gradient of the probe and 4 J forward passes for each knob that listens, which are shared out
     over the replicas; one probe more where a knob stands on its bound, and two for each that also acts in eval mode,
@@ -83,6 +87,7 @@ class MixedDifferenceCollector(Collector):
 
     def __init__(self, spec: MixedDifference, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         super().__init__(scene, knobs)
+        _alone(scene.replicas)
         self.spec = spec
         self.levels = Levels(scene, self.knobs, spec.bound_from)
 
@@ -102,8 +107,11 @@ class MixedDifferenceCollector(Collector):
     def _measured(self, heard: Sequence[int], harvest: Harvest) -> dict[int, Estimate]:
         """Slopes of one step by the knobs' numbers; none where there is no direction to look along."""
         found = aim(self.scene, harvest.window.index)
-        distance = self._distance(found) if found is not None else 0.0
-        if found is None or distance == 0.0:
+        if found is None:
+            return {}
+        self._leave_out_unfelt(found)
+        distance = self._distance(found)
+        if distance == 0.0:
             return {}
         step = found.step
         del found  # the gradient's memory, before the weights are copied
@@ -119,18 +127,30 @@ class MixedDifferenceCollector(Collector):
                 estimates[k] = Estimate(slope=float(own.mean()), stderr=stderr)
         return estimates
 
-    def _distance(self, found: Aim) -> float:
-        """e, the same on every process; 0 where the probe's gradient says nothing."""
+    def _leave_out_unfelt(self, found: Aim) -> None:
+        """Set v to 0 where the training loss, by the optimizer's own account, does not depend on a weight."""
+        inverse = [(g / v).abs().nan_to_num_(0.0, 0.0) for g, v in zip(found.gradient, found.step, strict=True)]
+        scale, known = self._sums([inverse, ((part > 0.0).to(part.dtype) for part in inverse)])
+        for part, step in zip(inverse, found.step, strict=True):
+            step.masked_fill_(part < LEAST_FELT * scale / max(known, 1.0), 0.0)
+
+    def _sums(self, lists: Sequence[Iterable[Tensor]], *numbers: Tensor) -> list[float]:
+        """The sum of each list's elements, over the ranks of a replica too, and further numbers, alike everywhere."""
         replicas = self.scene.replicas
-        own = tensors.trained(replicas.hosts[0][0])
-        held = [tensors.wide(tensors.local(parameter.detach())) for parameter in own]
-        pairs = ((found.step, found.gradient), (found.step, found.step), (held, held))
-        parts = [tensors.pieces(parameter) for parameter in own]
-        sums = [torch.stack([(a * b).sum() * n for a, b, n in zip(*pair, parts, strict=True)]).sum() for pair in pairs]
-        row = torch.stack([number.double() for number in (*sums, found.loss)])
+        parts = [tensors.pieces(parameter) for parameter in tensors.trained(replicas.hosts[0][0])]
+        sums = [torch.stack([t.sum() * n for t, n in zip(own, parts, strict=True)]).sum() for own in lists]
+        row = torch.stack([number.double() for number in (*sums, *numbers)])
         # Of sharded parameters each rank sees one piece; a replica's number is the mean over its ranks.
         told: list[float] = replicas.gather(row.expand(len(replicas.local), -1))[0].tolist()
-        rise, step, weights, loss = told
+        return told
+
+    def _distance(self, found: Aim) -> float:
+        """e, the same on every process; 0 where the probe's gradient says nothing."""
+        own = tensors.trained(self.scene.replicas.hosts[0][0])
+        held = [tensors.wide(tensors.local(parameter.detach())) for parameter in own]
+        pairs = ((found.step, found.gradient), (found.step, found.step), (held, held))
+        products = [(a * b for a, b in zip(*pair, strict=True)) for pair in pairs]
+        rise, step, weights, loss = self._sums(products, found.loss)
         if not (math.isfinite(rise) and rise != 0.0 and step > 0.0):
             return 0.0
         furthest = self.spec.reach * math.sqrt(weights / step) if weights > 0.0 else math.inf
@@ -149,10 +169,11 @@ class MixedDifferenceCollector(Collector):
         batches = objective.draw(window.index)
         tasks = [(k, j) for k in heard for j in range(len(batches))]
         live = [tensors.local(parameter.detach()) for parameter in tensors.trained(model)]
-        saved, buffers, devices = tensors.clones(live), HeldBuffers(model), accelerators(model)
+        saved, devices = tensors.clones(live), accelerators(model)
         device = next(iter(live)).device
         table = torch.zeros(len(replicas.local), len(tasks), 2, 2, dtype=torch.float64, device=device)
         with scene.at_base(), tensors.training(model):
+            buffers = HeldBuffers(model)  # with the bases of knobs that are buffers themselves
             try:
                 for end, sign in enumerate(ENDS):
                     tensors.reshard(model)
@@ -174,3 +195,19 @@ class MixedDifferenceCollector(Collector):
         # Each task was done by one replica and is zero in the other rows.
         losses: NDArray[np.float64] = replicas.gather(table.flatten(start_dim=1)).sum(axis=0)
         return losses.reshape(len(heard), len(batches), 2, 2)
+
+
+def _alone(replicas: Replicas) -> None:
+    """Each replica passes over batches of its own, as many as fall to it: ranks that meet in one would wait forever.
+
+    Raises:
+        ConfigError: the model has layers that meet in training mode.
+    """
+    model = replicas.hosts[0][0]
+    met = [name for name, module in model.named_modules() if isinstance(module, torch.nn.SyncBatchNorm)]
+    if met and len(replicas.local) < replicas.size:
+        raise ConfigError(
+            f"MixedDifference evidence runs forward passes on each replica by itself, and {met[0]!r} is a "
+            f"SyncBatchNorm, which waits for the other ranks in each; use BatchNorm, whose statistics are merged at a "
+            f"window's end, or evidence=hdet.Contrast()"
+        )

@@ -58,6 +58,10 @@ class Record(ABC):
         """Start anew."""
 
     @abstractmethod
+    def renew(self) -> None:
+        """From now on other parameters are trained: gradients are of another length, or of others."""
+
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and tensors."""
 
@@ -75,7 +79,6 @@ class Dots(Record):
     def __init__(self, replicas: Replicas, knobs: int, block_steps: int, refresh: int) -> None:
         super().__init__(replicas, knobs, block_steps)
         self.refresh = -(-refresh // block_steps) * block_steps
-        self._aim: Callable[[], Tensor | None] | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -83,15 +86,21 @@ class Dots(Record):
         self._clear()
 
     def _clear(self) -> None:
+        self._aim: Callable[[], Tensor | None] | None = None  # of a window in which some knob explores
         self.direction: Tensor | None = None
         self.steps = 0
         self.drawn: list[Signs] = []  # of each step that explored
         self.measured: list[Tensor] = []  # [local] <v, g_r> of the same steps
         self.shares: dict[int, Tensor] = {}
+        self.outdated = False  # the direction is one of other parameters
 
     @property
     def ready(self) -> bool:
         return self.direction is not None
+
+    def renew(self) -> None:
+        """What was measured stays. Until there is a new direction nothing is, and such blocks are left out."""
+        self.outdated = True
 
     def open(self, aim: Callable[[], Tensor | None]) -> None:
         self._clear()
@@ -100,7 +109,8 @@ class Dots(Record):
 
     def add(self, replica: Replica, gradient: Tensor, signs: Signs, widths: Widths) -> None:
         assert self.direction is not None
-        share = torch.dot(gradient.to(self.direction.dtype), self.direction)
+        along = self.direction if not self.outdated else torch.full_like(gradient, math.nan)
+        share = torch.dot(gradient.to(along.dtype), along)
         self.shares[replica.index] = self.shares.get(replica.index, 0.0) + share
 
     def end_step(self, step: int, signs: Signs | None, last: bool) -> None:
@@ -114,8 +124,8 @@ class Dots(Record):
             self.drawn.append(signs)
         self.shares = {}
         self.steps += 1
-        if self._aim is not None and self.steps % self.refresh == 0 and not last:
-            self.direction = self._aim()
+        if self._aim is not None and (self.steps % self.refresh == 0 or self.outdated) and not last:
+            self.direction, self.outdated = self._aim(), False
 
     def close(self, heard: Sequence[int], widths: Widths, aim: Callable[[], Tensor | None]) -> dict[int, Estimate]:
         blocks = len(self.measured) // self.block_steps
@@ -193,6 +203,11 @@ class Traces(Record):
     @property
     def ready(self) -> bool:
         return True
+
+    def renew(self) -> None:
+        within = self.explored % self.block_steps
+        self.forget()
+        self.explored = within  # blocks go on as they were
 
     def open(self, aim: Callable[[], Tensor | None]) -> None:
         """Nothing to prepare."""

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
-from itertools import compress
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
-from hdet.controllers import Estimate
 from hdet.errors import ConfigError
-from hdet.evidence.collector import Collector, Harvest, Scene, Window
-from hdet.evidence.fit import along
-from hdet.evidence.points import losses_at
+from hdet.evidence.collector import Harvest, Scene, Window
+from hdet.evidence.direction import Directional, DirectionalCollector
 from hdet.evidence.trace import FirstTrace, MomentumTrace, SecondTrace, Trace, Value
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound import BoundKnob
-from hdet.hparams.evidence import Evidence
 from hdet.replicas import tensors
 from hdet.spec import register
 
@@ -30,7 +24,7 @@ NUDGE = 1e-4
 
 
 @register
-class Recursion(Evidence):
+class Recursion(Directional):
     """The probe along D = d theta / d coordinate of momentum or a beta, which their recursions give; nothing diverges.
 
     Had the knob another value from the window's opening on, and every gradient been the same, the weights would be
@@ -60,30 +54,17 @@ class Recursion(Evidence):
         reach: largest |x D| over the norm of the weights that it moves.
     """
 
-    sees: ClassVar[frozenset[str]] = frozenset({"update"})
-    needs_probe: ClassVar[bool] = True
-
     width: float = Field(default=0.3, gt=0, le=3)
-    points: tuple[float, ...] = (-1.0, 1.0)
-    reach: float = Field(default=0.1, gt=0, le=1)
-
-    @field_validator("points")
-    @classmethod
-    def _distinct(cls, points: tuple[float, ...]) -> tuple[float, ...]:
-        if len(set(points)) < 2:
-            raise ValueError(f"a slope needs at least 2 distinct points, got {points}")
-        return points
 
     def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> RecursionCollector:
         return RecursionCollector(self, scene, knobs)
 
 
-class RecursionCollector(Collector):
-    """Follows D over the window, and evaluates the probe along it."""
+class RecursionCollector(DirectionalCollector):
+    """Follows D over the window."""
 
     def __init__(self, spec: Recursion, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
-        super().__init__(scene, knobs)
-        self.spec = spec
+        super().__init__(spec, scene, knobs)
         # Replicas that stay alike have one D.
         self.hosts = list(scene.replicas.hosts if scene.apart else scene.replicas.hosts[:1])
         self.traces = [
@@ -103,32 +84,13 @@ class RecursionCollector(Collector):
             for trace in _flat(hosts):
                 trace.follow(now, following)
 
-    def close(self, harvest: Harvest) -> dict[str, Estimate]:
-        window = harvest.window
-        heard = [knob.controller.listens(window.stop, window.total_steps) for knob in self.knobs]
-        found = {knob.name: Estimate.nothing() for knob in self.knobs}
-        if not any(heard):
-            return found
-        centre = self.scene.weights(harvest.valid)
-        points: list[Any] = []
-        offsets: list[list[float]] = []
-        for hosts in compress(self.traces, heard):
-            direction = self._direction(hosts, harvest)
-            width = self._width(centre, direction)
-            offsets.append([width * point for point in self.spec.points])
-            points += [partial(_moved, centre, direction, x) for x in offsets[-1]]
-        with self.scene.at_base():
-            losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
-        lines = losses.reshape(len(offsets), len(self.spec.points), -1)
-        for knob, x, line in zip(compress(self.knobs, heard), offsets, lines, strict=True):
-            if any(x):
-                found[knob.name] = replace(along(x, line), level=float(line.mean()))
-        return found
+    def centre(self, harvest: Harvest) -> list[Tensor]:
+        return self.scene.weights(harvest.valid)
 
-    def _direction(self, hosts: Sequence[Sequence[Trace]], harvest: Harvest) -> list[Tensor | None]:
-        """D for each parameter of the model; the mean over valid replicas where these have come apart."""
+    def direction(self, k: int, centre: Sequence[Tensor], harvest: Harvest) -> list[Tensor | None]:
+        """The mean over valid replicas where these have come apart."""
         rows = []
-        for (model, _), traces in zip(self.hosts, hosts, strict=True):
+        for (model, _), traces in zip(self.hosts, self.traces[k], strict=True):
             own = {id(p): d for trace in traces for p, d in zip(trace.parameters, trace.direction, strict=True)}
             rows.append([own.get(id(p)) for p in model.parameters() if p.numel()])
         if not self.scene.apart:
@@ -140,19 +102,6 @@ class RecursionCollector(Collector):
                 stack.enter_context(tensors.substituted(live, values))
             mean = self.scene.replicas.combine(harvest.valid / harvest.valid.sum())
         return [None if d is None else m for m, d in zip(mean, rows[0], strict=True)]
-
-    def _width(self, centre: Sequence[Tensor], direction: Sequence[Tensor | None]) -> float:
-        """The width, or as much of it as moves the weights by no more than `reach` of their norm; 0 without any D."""
-        moved = [(c, d) for c, d in zip(centre, direction, strict=True) if d is not None]
-        if not moved:
-            return 0.0
-        sizes = (
-            torch.stack([norm.double() for norm in torch._foreach_norm([c for c, _ in moved])]),
-            torch.stack([norm.double() for norm in torch._foreach_norm([d for _, d in moved])]),
-        )
-        weights, change = (float(torch.linalg.vector_norm(size)) for size in sizes)
-        furthest = max(map(abs, self.spec.points)) * change
-        return min(self.spec.width, self.spec.reach * weights / furthest) if furthest > 0.0 else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {"traces": [[[trace.state_dict() for trace in host] for host in hosts] for hosts in self.traces]}
@@ -230,8 +179,3 @@ def _value(knob: BoundKnob, step: int) -> Value:
 
 def _flat(hosts: Sequence[Sequence[Trace]]) -> list[Trace]:
     return [trace for traces in hosts for trace in traces]
-
-
-@torch.no_grad()
-def _moved(centre: Sequence[Tensor], direction: Sequence[Tensor | None], factor: float) -> list[Tensor]:
-    return [c if d is None or factor == 0.0 else c + d * factor for c, d in zip(centre, direction, strict=True)]

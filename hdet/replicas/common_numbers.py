@@ -18,7 +18,7 @@ class CommonNumbers:
     Nothing is communicated or saved, so that every process, and a resume, finds the same numbers. Torch's default
     generators are seeded inside the block only and are as they were after it. (Generators of Python and NumPy are left
     alone.) A replica that passes several times in a step draws other numbers each time; the n-th passes of the two of
-    a pair have theirs in common.
+    a pair have theirs in common. One that raises is not counted: it may be made again.
 
     Args:
         seed: of the run.
@@ -36,11 +36,12 @@ class CommonNumbers:
         """The numbers of a replica's pass: its pair's where the two are compared, else its own."""
         if step != self._step:
             self._step, self._passes = step, {}
-        number = self._passes[replica.index] = self._passes.get(replica.index, -1) + 1
+        number = self._passes.get(replica.index, 0)
         whose = f"pair:{replica.index // 2}" if together else f"replica:{replica.index}"
         text = f"{self._seed}:{step}:{whose}:{number}"
         with seeded(self._devices[replica.host], text):
             yield
+        self._passes[replica.index] = number + 1
 
 
 @contextmanager

@@ -17,7 +17,7 @@ def summed(model: nn.Module, losses: Iterable[Tensor]) -> list[Tensor]:
 
     Zeros for a parameter that no loss depends on; of sharded parameters this rank's part. Each loss is asked for when
     the one before has been differentiated, so that one graph is alive at a time. What `p.grad` holds is left alone,
-    and DistributedDataParallel notices nothing.
+    and neither DistributedDataParallel nor an optimizer that steps in backward notices anything.
 
     Under `fully_shard` it is a collective: every rank has the same losses and takes part in each.
     """
@@ -51,12 +51,16 @@ def _part(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
 
 @contextmanager
 def _without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """No parameter has a gradient at first; afterwards each has what it had."""
+    """No parameter has a gradient at first, nor hooks that act on one; afterwards each has what it had."""
     held = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
+    hooks = [parameter._post_accumulate_grad_hooks or {} for parameter in parameters]
+    silenced = [dict(own) for own in hooks]
+    for parameter, own in zip(parameters, hooks, strict=True):
         parameter.grad = None
+        own.clear()
     try:
         yield
     finally:
-        for parameter, gradient in zip(parameters, held, strict=True):
+        for parameter, gradient, own, known in zip(parameters, held, hooks, silenced, strict=True):
             parameter.grad = gradient
+            own.update(known)

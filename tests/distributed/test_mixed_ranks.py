@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import WIDTH, batch, difference, loss_of, optimizer_of, told, weights
 
 import hdet
+from hdet.replicas import gradients
 
 STEPS, WINDOW = 12, 4
 Found = dict[str, Any]
@@ -126,13 +127,35 @@ def recommended(mesh: Any) -> Found:
     return found
 
 
-def refused(mesh: Any) -> str:
-    model = sharded_over(mesh["dp_shard"])(network())
+def hooked(mesh: Any) -> int:
+    """How often a hook that steps in backward is called for the probe's gradient and, after it, in training."""
+    model = sharded_over(mesh)(network())
+    called: list[int] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda own: called.append(1))
+    gradients.summed(model, [loss_of(model, batch(0, 0))])
+    before = len(called)
+    loss_of(model, batch(0, 0)).backward()
+    assert len(called) == before + len(list(model.parameters()))
+    return before
+
+
+def refused(replicas: hdet.replicas.Replicas, evidence: hdet.Evidence) -> str:
     try:
-        engine_of(hdet.distribute(model, optimizer_of(model), mesh=mesh), hdet.Dropout(evidence=hdet.Contrast()))
+        engine_of(replicas, hdet.Dropout(evidence=evidence))
     except hdet.ConfigError as error:
         return str(error)
     return ""
+
+
+def contrast_on_shards(mesh: Any) -> str:
+    model = sharded_over(mesh["dp_shard"])(network())
+    return refused(hdet.distribute(model, optimizer_of(model), mesh=mesh), hdet.Contrast())
+
+
+def normed_over_ranks() -> str:
+    model = network().append(nn.SyncBatchNorm(1))
+    return refused(hdet.distribute(model, optimizer_of(model)), hdet.MixedDifference())
 
 
 def everything() -> Found:
@@ -153,7 +176,9 @@ def everything() -> Found:
         "tensor parallel": on_ranks(cut, {"mesh": tensor_mesh}),
         "undisturbed": undisturbed(mesh),
         "recommended": recommended(mesh),
-        "refused": refused(mesh),
+        "hooked": hooked(mesh),
+        "contrast on shards": contrast_on_shards(mesh),
+        "normed over ranks": normed_over_ranks(),
     }
 
 
@@ -214,4 +239,12 @@ def test_the_recipe_judges_dropout_on_shards_where_it_has_an_objective_and_says_
 
 
 def test_contrast_on_shards_is_refused_and_the_way_out_named(ranks: list[Found]) -> None:
-    assert all("evidence=hdet.MixedDifference()" in rank["refused"] for rank in ranks)
+    assert all("evidence=hdet.MixedDifference()" in rank["contrast on shards"] for rank in ranks)
+
+
+def test_layers_that_wait_for_other_ranks_in_a_pass_are_refused(ranks: list[Found]) -> None:
+    assert all("'6' is a SyncBatchNorm" in rank["normed over ranks"] for rank in ranks)
+
+
+def test_an_optimizer_that_steps_in_backward_does_not_for_the_probes_gradient(ranks: list[Found]) -> None:
+    assert [rank["hooked"] for rank in ranks] == [0] * len(ranks)

@@ -263,6 +263,40 @@ def test_a_knob_without_a_spread_starves_no_other() -> None:
 # -- few blocks -----------------------------------------------------------------------------------
 
 
+class Halves(Vector):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(self.w.detach().clone())
+
+
+def both(model: Any, step: int = 0, index: int = 0) -> Tensor:
+    loss: Tensor = model.a * (SLOPE @ (model.w + model.other))
+    return loss
+
+
+@pytest.mark.parametrize("horizon", [0, 20])
+@pytest.mark.parametrize(
+    ("trained", "then", "slope"), [("w", "other", -1.0), ("w other", "w", 1.0), ("w", "w other", 0.0)]
+)
+def test_parameters_may_be_frozen_and_thawed_in_mid_run(horizon: int, trained: str, then: str, slope: float) -> None:
+    """One half pulls the probe one way and the other the other way; the record starts anew in the second window."""
+    model = Halves()
+    engine = Engine(
+        hdet.micro_batches(model, torch.optim.SGD(model.parameters(), lr=RATE), n=4),
+        [knob(evidence=Contrast(horizon=horizon))],
+        window=16,
+        signal=Probe(lambda model, batch: batch * (AIM @ (model.w - model.other)), (1.0, 1.0)),
+        total_steps=32,
+        seed=1,
+    )
+    for until, names in ((16, trained), (32, then)):
+        for name in ("w", "other"):
+            getattr(model, name).requires_grad_(name in names.split())
+        train(engine, until, loss=both)
+    expected = 16 * slope * ONE_STEP * secant()
+    assert engine.history.windows[-1].estimates["a"]["slope"] == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
 def noisy(model: Any, step: int, index: int) -> Tensor:
     noise = torch.randn(3, generator=torch.Generator().manual_seed(97 * step + index))
     loss: Tensor = (model.a * SLOPE + noise) @ model.w

@@ -199,6 +199,13 @@ def test_fewer_than_three_distinct_points_are_refused() -> None:
         Line(points=(-1.0, 1.0, 1.0))
 
 
+@pytest.mark.parametrize("points", [(-1.0, 0.0, 2.0), (0.0, 1.0, 2.0)])
+def test_ends_that_are_not_opposite_are_refused(points: tuple[float, ...]) -> None:
+    """Of a curved line they would tell the slope somewhere else."""
+    with pytest.raises(hdet.ConfigError, match="two ends, which must lie at -x and x"):
+        Line(points=points)
+
+
 def test_a_stride_takes_some_steps_only() -> None:
     """Every third of T = 6 steps: the mean of 3 and 6 steps' weights."""
     _, (record,) = run([lr_knob(Line(stride=3, doubt=None))])

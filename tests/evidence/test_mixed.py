@@ -296,6 +296,38 @@ def test_training_a_step_again_says_the_same() -> None:
     assert estimate["slope"] == pytest.approx(again, rel=0.05)
 
 
+def normalised(bias: bool) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 16), nn.BatchNorm1d(16), nn.Tanh(), hdet.nn.Dropout(0.3), nn.Linear(16, 10))
+        nn.init.zeros_(model[0].bias)
+        if not bias:
+            model[0].bias = None
+        return model
+
+
+def test_weights_that_training_does_not_feel_do_not_use_up_the_distance() -> None:
+    """A bias before BatchNorm has no gradient in training, and Adam's P for it is millions of times too large."""
+    told = []
+    for bias in (True, False):
+        engine = make(
+            [hdet.Dropout(evidence=MixedDifference(), controller=hdet.Hold())],
+            model=lambda bias=bias: normalised(bias),
+            optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.003),
+            loss=cross_entropy,
+            batches=[examples(100 + j) for j in range(8)],
+            probe=cross_entropy,
+            held_out=[examples(50 + j) for j in range(4)],
+            window=60,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            told.append(
+                slope_of(engine, "dropout", loss=cross_entropy, batch=lambda step, index: examples(1000 + step))
+            )
+    assert told[0] == pytest.approx(told[1], rel=0.01)
+
+
 def test_momentum_counts_a_gradient_for_all_it_will_do() -> None:
     engine = make([quiet()], optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=RATE, momentum=0.75))
     assert slope_of(engine) == pytest.approx(4 * ONE_STEP, rel=1e-3)
@@ -527,6 +559,33 @@ def test_training_goes_on_as_without_it_bit_for_bit(explored: float) -> None:
         assert all(torch.equal(ours[name], value) for name, value in plain.items())
     assert torch.equal(with_it["numbers"], without["numbers"])
     assert with_it["modes"] == without["modes"]
+
+
+class Buffered(Vector):
+    """Two knobs that are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.a, self.late
+        self.register_buffer("a", torch.tensor(SCALE))
+        self.register_buffer("late", torch.tensor(1.0))
+
+
+def test_knobs_that_are_buffers_run_at_their_levels_and_those_of_other_evidence_at_their_base() -> None:
+    """Buffers are put back after every pass, and a knob's value is not written where it is thought to be in force."""
+    seen: list[tuple[float, float]] = []
+
+    def watched(model: Any, batch: float) -> Tensor:
+        seen.append((float(model.a), float(model.late)))
+        return scaled(model, batch)
+
+    other = quiet("late", evidence=hdet.Contrast()).replace(name="other")
+    engine = make([quiet(), other], n=4, model=Buffered, loss=watched)
+    train(engine)
+    assert [late for _, late in seen] == [1.0] * 8
+    assert [a for a, _ in seen] == pytest.approx([SCALE * math.exp(WIDTH), SCALE * math.exp(-WIDTH)] * 4)
+    model = engine.replicas[0].model
+    assert (float(model.a), float(model.late)) == (SCALE, 1.0)
 
 
 def test_a_model_in_eval_mode_is_measured_in_training_mode_and_put_back() -> None:

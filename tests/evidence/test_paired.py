@@ -253,6 +253,14 @@ def test_each_pass_of_a_replica_draws_new_numbers_in_common_with_its_partners() 
     assert len({number for numbers in found.values() for number in numbers}) == 6
 
 
+def test_a_pass_that_was_made_again_draws_what_its_partner_draws() -> None:
+    engine = make()
+    with pytest.raises(MemoryError), engine.replicas[0]:
+        raise MemoryError
+    found = drawn(engine)
+    assert found[0] == found[1]
+
+
 def test_the_run_decides_on_them_and_the_global_generator_does_not() -> None:
     found = []
     for seed, own in ((0, 0), (0, 1), (1, 0)):
