@@ -49,11 +49,12 @@ class Gated(Controller):
         raise_after: share of the run before which the base is not raised. Weights that have learnt nothing yet are
             best shrunk, which says nothing of the decay that suits them later; too much of it must go at once.
         until: share of the run after which the base holds and nothing is gathered: what is left cannot pay it back.
-        worthwhile: the least |slope|, as a share of `Estimate.level`, that is worth following. Below it the knob is too
-            weak to be felt, which no smaller value changes: where less is called for the base holds; where more is, by
-            `leap_gate`, it goes up to where it would be felt (a slope in log space grows with the value), by `most`
-            rates at the most. Without effect where the evidence tells no level.
-        leap_gate: |tau| from which a knob that is too weak to be felt is raised.
+        worthwhile: the least |slope|, as a share of `Estimate.level`, for which the base is lowered. Below it the knob
+            is too weak to do harm. Without effect where the evidence tells no level; so is `felt`.
+        felt: the |slope|, as a share of the level, below which a knob that more is called for, by `leap_gate`, is too
+            weak to do good: it goes up to where it would be felt (a slope in log space grows with the value), by
+            `most` rates at the most.
+        leap_gate: |tau| from which it does.
         settle: share of the run, at its end, over which moves fade to zero.
 
     What weight decay and the knobs of the forward pass take by default is in `hdet.evidence.defaults`.
@@ -72,6 +73,7 @@ class Gated(Controller):
     raise_after: float = Field(default=0.0, ge=0, le=1)
     until: float = Field(default=1.0, gt=0, le=1)
     worthwhile: float = Field(default=0.0, ge=0)
+    felt: float = Field(default=0.0, ge=0)
     leap_gate: float = Field(default=2.0, ge=0, le=100)
     settle: float = Field(default=0.0, ge=0, le=1)
 
@@ -96,9 +98,12 @@ class Gated(Controller):
         if early and tau < 0:
             return 0.0, state
         move = -rate * max(-1.0, min(1.0, tau / self.saturation))
-        felt = 0.0 if estimate.level is None else self.worthwhile * abs(estimate.level)
-        if abs(estimate.slope) < felt:
-            move = max(move, self._leap(abs(estimate.slope) / felt)) if tau < -self.leap_gate else 0.0
+        if estimate.level:
+            relative = abs(estimate.slope / estimate.level)
+            if move < 0 and relative < self.worthwhile:
+                move = 0.0
+            elif tau < -self.leap_gate and relative < self.felt:
+                move = max(move, self._leap(relative / self.felt))
         return settled(move, self.settle, context), state
 
     def _leap(self, share: float) -> float:

@@ -46,7 +46,9 @@ def controller(knob: Knob, evidence: Evidence) -> Controller:
     if isinstance(evidence, Line):
         return Calibrate()
     if isinstance(knob, WeightDecay):
-        return Gated(0.6, gate=1.0, memory=0.6, full=30, most=4.0, worthwhile=1e-2, raise_after=0.3, until=0.85)
+        return Gated(
+            0.6, gate=1.0, memory=0.6, full=30, most=4.0, worthwhile=1e-3, felt=1e-2, raise_after=0.3, until=0.85
+        )
     if isinstance(knob, ModuleKnob):
         # Small steps on evidence that adds up: an angle of 0.0032 a step at most. What a trace remembers by itself the
         # controller has to where each window is judged alone.

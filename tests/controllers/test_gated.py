@@ -109,37 +109,45 @@ def weak(slope: float, level: float | None = 2.0) -> Estimate:
     return Estimate(slope=slope, stderr=abs(slope) / 9, level=level)
 
 
-def test_a_knob_too_weak_to_be_felt_is_not_lowered_and_raised_to_where_it_would_be() -> None:
+def test_a_knob_too_weak_to_do_harm_is_not_lowered() -> None:
     gated = Gated(0.1, most=4.0, worthwhile=1e-3)
     start = gated.start()
     assert gated.step(start, weak(0.0019), Context())[0] == 0.0
-    assert gated.step(start, weak(-0.0015), Context())[0] == pytest.approx(math.log(4 / 3))
-    assert gated.step(start, weak(-0.0019), Context())[0] == pytest.approx(0.1), "no less than one that is felt"
-    assert gated.step(start, weak(-1e-9), Context())[0] == pytest.approx(0.4), "most rates at the most"
     assert gated.step(start, weak(0.0021), Context())[0] == pytest.approx(-0.1)
-    assert gated.step(start, weak(-0.0021), Context())[0] == pytest.approx(0.1)
+    assert gated.step(start, weak(-0.0019), Context())[0] == pytest.approx(0.1), "raised as ever"
     # The level's sign is no matter, and without one nothing is weak.
     assert gated.step(start, weak(0.0019, level=-2.0), Context())[0] == 0.0
-    assert gated.step(start, weak(0.0019, level=None), Context())[0] == pytest.approx(-0.1)
+    for level in (None, 0.0):
+        assert gated.step(start, weak(0.0019, level=level), Context())[0] == pytest.approx(-0.1)
     assert Gated(0.1).step(start, weak(1e-9), Context())[0] == pytest.approx(-0.1), "0 by default"
 
 
-def test_a_weak_knob_is_not_raised_in_doubt_nor_early() -> None:
-    gated = Gated(0.1, most=4.0, worthwhile=1e-3, raise_after=0.3)
-    assert gated.step(gated.start(), Estimate(slope=-1e-3, stderr=1e-3, level=2.0), Context())[0] == 0.0
-    assert gated.step(gated.start(), weak(-1e-3), Context(step=29, total_steps=100))[0] == 0.0
-    assert gated.step(gated.start(), weak(-1e-3), Context(step=30, total_steps=100))[0] == pytest.approx(0.4)
-    unsure = Estimate(slope=-1e-3, stderr=0.5e-3, level=2.0)  # t = -2
-    for gate, moved in ((1.9, 0.4), (2.1, 0.0)):
-        leaping = Gated(0.1, most=4.0, worthwhile=1e-3, leap_gate=gate)
+def test_a_knob_too_weak_to_be_felt_is_raised_to_where_it_would_be() -> None:
+    gated = Gated(0.1, most=4.0, felt=1e-3)
+    start = gated.start()
+    assert gated.step(start, weak(-0.0015), Context())[0] == pytest.approx(math.log(4 / 3))
+    assert gated.step(start, weak(-0.0019), Context())[0] == pytest.approx(0.1), "no less than one that is felt"
+    assert gated.step(start, weak(-1e-9), Context())[0] == pytest.approx(0.4), "most rates at the most"
+    assert gated.step(start, weak(-0.0021), Context())[0] == pytest.approx(0.1)
+    assert gated.step(start, weak(0.0015), Context())[0] == pytest.approx(-0.1), "lowered as ever"
+    assert gated.step(start, weak(-1e-9, level=None), Context())[0] == pytest.approx(0.1)
+
+
+def test_a_weak_knob_is_not_raised_far_in_doubt_nor_early() -> None:
+    gated = Gated(0.1, most=4.0, felt=1e-3, raise_after=0.3)
+    assert gated.step(gated.start(), Estimate(slope=-1e-9, stderr=1e-9, level=2.0), Context())[0] == 0.0
+    assert gated.step(gated.start(), weak(-1e-9), Context(step=29, total_steps=100))[0] == 0.0
+    assert gated.step(gated.start(), weak(-1e-9), Context(step=30, total_steps=100))[0] == pytest.approx(0.4)
+    unsure = Estimate(slope=-1e-9, stderr=0.5e-9, level=2.0)  # t = -2
+    for gate, moved in ((1.9, 0.4), (2.1, 0.05)):
+        leaping = Gated(0.1, most=4.0, felt=1e-3, leap_gate=gate)
         assert leaping.step(gated.start(), unsure, Context())[0] == pytest.approx(moved)
     # A window without any slope may follow on others that called for more.
-    patient = Gated(0.1, most=4.0, worthwhile=1e-3, memory=0.9)
+    patient = Gated(0.1, most=4.0, felt=1e-3, memory=0.9)
     nothing_now = Estimate(slope=0.0, stderr=1e-3, level=2.0)
     assert patient.step(GatedState(-50.0, 5.0), nothing_now, Context())[0] == pytest.approx(0.4)
     # Nor against the tide: tau, which remembers, decides which way.
-    remembering = Gated(0.1, most=4.0, worthwhile=1e-3, memory=0.9)
-    assert remembering.step(GatedState(50.0, 5.0), weak(-1e-3), Context())[0] == 0.0
+    assert patient.step(GatedState(50.0, 5.0), weak(-1e-9), Context())[0] == pytest.approx(-0.1)
 
 
 def test_retreating_it_forgets_and_stays() -> None:
