@@ -124,4 +124,5 @@ TASK = RatingsTask(
     starts=LEARNING_RATES + DECAYS + DROPOUTS + ALL_OFF,
     micro_batches=4,
     shorter=2,
+    development=True,
 )

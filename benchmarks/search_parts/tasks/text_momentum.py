@@ -13,6 +13,7 @@ TASK = TextTask(
     grid=Grid(doubling(0.02, 9), (1e-4,)),
     starts=LEARNING_RATES + DECAYS + ALL_OFF,
     clip=1.0,
+    development=True,
     width=48,
     depth=2,
 )

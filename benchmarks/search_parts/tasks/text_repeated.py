@@ -14,6 +14,7 @@ TASK = TextTask(
     starts=LEARNING_RATES + DECAYS + DROPOUTS + ALL_OFF,
     micro_batches=4,
     clip=1.0,
+    development=True,
     width=48,
     depth=2,
     train_bytes=50_000,

@@ -1,0 +1,71 @@
+"""Handwritten digits by a convolutional network with batch normalisation, SGD."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from hdet.nn import CrossEntropyLoss, Dropout
+from hdet.tasks import Digits
+from search_parts.digits import DigitsProblem
+from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Task, doubling
+
+CHANNELS = 16
+PROBE_EXAMPLES = 8  # times 8 sub-batches: as large as a training batch
+
+
+class ConvNet(nn.Module):
+    """Two convolutions with batch normalisation, mean pooling over quarters of the image, dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, CHANNELS, 3, padding=1, bias=False),
+            nn.BatchNorm2d(CHANNELS),
+            nn.ReLU(),
+            nn.Conv2d(CHANNELS, 2 * CHANNELS, 3, padding=1, bias=False),
+            nn.BatchNorm2d(2 * CHANNELS),
+            nn.ReLU(),
+            nn.AvgPool2d(4),
+            nn.Flatten(),
+            Dropout(dropout),
+        )
+        self.head = nn.Linear(8 * CHANNELS, 10)
+        self.criterion = CrossEntropyLoss()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[batch, 64] to logits [batch, 10]."""
+        return self.head(self.body(pixels.view(-1, 1, 8, 8)))  # type: ignore[no-any-return]
+
+
+class ConvProblem(DigitsProblem):
+    """The digits, for another model."""
+
+    def model(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.workload.seed)
+            return ConvNet(self.workload.task.dropout)
+
+
+class ConvTask(Task):
+    """A convolutional network on digits, a tenth of whose labels are wrong."""
+
+    def problem(self, seed: int, dropout: float) -> ConvProblem:
+        digits = Digits(label_noise=0.1, dropout=dropout, probe_batches=self.sub_batches, probe_examples=PROBE_EXAMPLES)
+        return ConvProblem(digits, seed=seed, batch=self.batch)
+
+
+TASK = ConvTask(
+    name="digits_conv",
+    title="Digits by a convolutional network (SGD with momentum)",
+    steps=500,
+    batch=64,
+    family="sgd",
+    ignorance=math.log(10),
+    grid=Grid(doubling(0.0125, 7), (1e-3, 3e-3, 1e-2, 3e-2), (0.0, 0.2, 0.4)),
+    starts=LEARNING_RATES + DECAYS + DROPOUTS + ALL_OFF,
+    micro_batches=4,
+    shorter=2,
+)

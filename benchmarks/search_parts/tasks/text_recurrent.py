@@ -1,0 +1,58 @@
+"""A recurrent network (GRU) on streaming text with AdamW."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hdet.nn import CrossEntropyLoss
+from hdet.tasks import Text
+from search_parts.task import ALL_OFF, DECAYS, LEARNING_RATES, Grid, Task, doubling
+from search_parts.text import IGNORANCE, TextProblem
+
+WIDTH = 64
+
+
+class Recurrent(nn.Module):
+    """Embedding, one layer of GRU, a linear head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, WIDTH)
+        self.body = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, 256)
+        self.criterion = CrossEntropyLoss()
+
+    def forward(self, text: Tensor) -> Tensor:
+        """[batch, context] bytes to logits [batch, context, 256]."""
+        return self.head(self.body(self.embedding(text))[0])  # type: ignore[no-any-return]
+
+
+class RecurrentProblem(TextProblem):
+    """The text, for another model."""
+
+    def model(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.workload.seed)
+            return Recurrent()
+
+
+class RecurrentTask(Task):
+    """A GRU on the standard library's source."""
+
+    def problem(self, seed: int, dropout: float) -> RecurrentProblem:
+        text = Text(context=64, probe_batches=self.sub_batches, probe_sequences=1)
+        return RecurrentProblem(text, seed=seed, batch=self.batch)
+
+
+TASK = RecurrentTask(
+    name="text_recurrent",
+    title="Byte GRU (AdamW)",
+    steps=500,
+    batch=16,
+    family="adamw",
+    ignorance=IGNORANCE,
+    grid=Grid(doubling(1e-3, 7), (0.1,)),
+    starts=LEARNING_RATES + DECAYS + ALL_OFF,
+    clip=1.0,
+)
