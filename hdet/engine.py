@@ -378,7 +378,7 @@ class Engine:
             for collector in self.collectors:
                 estimates.update(collector.close(harvest))
             merged = self._converge(valid)
-            remaining = self._windows_left()
+            remaining, loss = self._windows_left(), _mean(losses[valid])
             for knob in self.knobs:
                 moves[knob.name] = knob.judge(
                     estimates[knob.name],
@@ -387,6 +387,7 @@ class Engine:
                     window.index,
                     remaining,
                     window.stop - window.start,
+                    loss,
                 )
             if self.watch is not None:
                 self._guard(self.watch, harvest, bases, faults, moves)
@@ -533,3 +534,9 @@ class Engine:
         for replica in self._home.local:
             first.setdefault(replica.host, replica.index)
         return [first[host] for host in range(len(self._home.hosts))]
+
+
+def _mean(losses: np.ndarray[Any, np.dtype[np.float64]]) -> float | None:
+    """Of the replicas' losses, where all were reported."""
+    mean = float(losses.mean())
+    return mean if math.isfinite(mean) else None

@@ -3,7 +3,7 @@
 | what | where |
 |---|---|
 | `Comparison` -> `Estimate` | an `Estimator`: `Marginal`, `LeastSquares`, `Kalman`, `Softmax` |
-| `Estimate` -> a move | a `Controller`: `Hold`, `Gated`, `Momentum`, `Paper`, `Newton`, `Calibrate` |
+| `Estimate` -> a move | a `Controller`: `Hold`, `Gated`, `Momentum`, `Paper`, `Newton`, `Calibrate`, `Regularize` |
 | state <-> plain numbers | `to_plain`, `from_plain` |
 """
 
@@ -18,6 +18,7 @@ from hdet.controllers.marginal import Marginal
 from hdet.controllers.momentum import Momentum, MomentumState
 from hdet.controllers.newton import Newton
 from hdet.controllers.paper import Paper, PaperState
+from hdet.controllers.regularize import Regularize
 from hdet.controllers.softmax import Softmax
 from hdet.controllers.state import NoState, from_plain, to_plain
 
@@ -42,6 +43,7 @@ __all__ = [
     "NoState",
     "Paper",
     "PaperState",
+    "Regularize",
     "Softmax",
     "from_plain",
     "to_plain",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pydantic import Field
@@ -21,6 +21,9 @@ class CalibrateState:
 
     cap: float = math.inf
     warnings: int = 0
+    lowest: float = math.inf
+    since: int = 0
+    lowered: bool = False
 
 
 @register
@@ -84,6 +87,8 @@ class Calibrate(Controller):
     headroom: float = Field(default=3.0, gt=0, le=1000)
     until: float = Field(default=0.85, gt=0, le=1)
     slower: float = Field(default=3.0, ge=1, le=100)
+    stall: float = Field(default=1.5, gt=1, le=100)
+    back: float = Field(default=0.25, ge=0, le=10)
     settle: float = Field(default=0.0, ge=0, le=1)
 
     def listens(self, step: int, total_steps: int | None) -> bool:
@@ -101,6 +106,7 @@ class Calibrate(Controller):
     def step(self, state: CalibrateState, estimate: Estimate, context: Context) -> tuple[float, CalibrateState]:
         if not estimate.testable or not self.listens(context.step, context.total_steps):
             return 0.0, state
+        state, stalled = self._progress(state, context)
         if estimate.offset > 0:
             return self._ahead(estimate, context), state
         averaged = estimate.averaged
@@ -110,8 +116,9 @@ class Calibrate(Controller):
                 "use evidence that has one (Line), or another controller, such as Gated or Newton"
             )
         state = self._watch(state, estimate, context)
-        move = settled(self._wish(estimate, averaged, context), self.settle, context)
-        return min(move, state.cap - context.shift), state
+        move = min(self._wish(state, estimate, averaged, stalled, context), state.cap - context.shift)
+        state = replace(state, lowered=state.lowered or move < 0)
+        return settled(move, self.settle, context), state
 
     def retreat(self, state: CalibrateState, context: Context, worked: float) -> tuple[float, CalibrateState]:
         """Go on `slower` times below the value that worked, and never again above it."""
@@ -119,7 +126,8 @@ class Calibrate(Controller):
             return 0.0, state
         worked_shift = math.log(worked / context.schedule_next)
         cap = min(state.cap, worked_shift)
-        return min(0.0, cap - math.log(self.slower) - context.shift), CalibrateState(cap, 0)
+        move = min(0.0, cap - math.log(self.slower) - context.shift)
+        return move, replace(state, cap=cap, warnings=0, since=context.step, lowered=True)
 
     def _ahead(self, last: Estimate, context: Context) -> float:
         """The move that an estimate taken ahead of the base calls for."""
@@ -128,20 +136,33 @@ class Calibrate(Controller):
         move = newton_move(last, self.early_limit)
         return min(move, max(0.0, self.ceiling - context.shift))
 
-    def _wish(self, last: Estimate, averaged: Estimate, context: Context) -> float:
+    def _wish(
+        self, state: CalibrateState, last: Estimate, averaged: Estimate, stalled: bool, context: Context
+    ) -> float:
         """Raise, lower or hold, before the cap."""
-        trusted = not context.warming or context.fraction >= self.trusted_from
         if averaged.testable and averaged.t > self.lower_significance:
             return min(0.0, newton_move(averaged, self.limit))
-        if last.t < -self.significance and trusted:
-            return max(0.0, newton_move(last, self.limit))
-        return 0.0
+        if last.t > self.significance:
+            return -self.limit if stalled else 0.0
+        if context.warming and context.fraction < self.trusted_from:
+            return 0.0
+        if last.t < -self.significance and (move := newton_move(last, self.limit)) > 0.0:
+            return move
+        return 0.0 if state.lowered else min(self.back, max(0.0, -context.shift))
+
+    def _progress(self, state: CalibrateState, context: Context) -> tuple[CalibrateState, bool]:
+        """Keep the lowest training loss; whether there has been none lower for long."""
+        if context.loss is None:
+            return state, False
+        if context.loss < state.lowest:
+            return replace(state, lowest=context.loss, since=context.step), False
+        return state, context.step >= self.stall * state.since
 
     def _watch(self, state: CalibrateState, last: Estimate, context: Context) -> CalibrateState:
         """Count warnings; set the cap once."""
         if math.isfinite(state.cap) or not context.warming:
-            return CalibrateState(state.cap, 0)
+            return replace(state, warnings=0)
         warnings = state.warnings + 1 if last.t > self.significance else 0
         if warnings < self.patience or context.fraction <= 0:
-            return CalibrateState(state.cap, warnings)
-        return CalibrateState(context.shift + math.log(self.headroom * context.fraction), 0)
+            return replace(state, warnings=warnings)
+        return replace(state, cap=context.shift + math.log(self.headroom * context.fraction), warnings=0)

@@ -31,6 +31,7 @@ class Context:
         authority: how far the shift may go either way.
         spread: the largest absolute level of this window.
         warming: whether the schedule is still rising.
+        loss: mean training loss of the window that has closed, over replicas that stayed finite; None if unknown.
     """
 
     base: float = 1.0
@@ -46,6 +47,7 @@ class Context:
     authority: float = math.inf
     spread: float = 0.0
     warming: bool = False
+    loss: float | None = None
 
     @property
     def fraction(self) -> float:

@@ -18,10 +18,18 @@ _BELIEVABLE = 100.0
 
 @dataclass(frozen=True)
 class GatedState:
-    """Discounted sum of t-statistics, and its variance were the knob to have no effect."""
+    """Discounted sum of evidence, and its variance were the knob to have no effect."""
 
     total: float = 0.0
     variance: float = 0.0
+
+
+def believable(total: float, error: float) -> float:
+    """A sum over its error, as far as any is believed: errors can vanish."""
+    if total == 0.0:
+        return 0.0
+    t = total / error if error > 0 else math.copysign(math.inf, total)
+    return max(-_BELIEVABLE, min(_BELIEVABLE, t))
 
 
 @register
@@ -46,15 +54,7 @@ class Gated(Controller):
         memory: share of the accumulated evidence kept from window to window.
         full: steps of a window that `rate` is meant for; None for any window.
         most: rates that a longer window may move by.
-        raise_after: share of the run before which the base is not raised. Weights that have learnt nothing yet are
-            best shrunk, which says nothing of the decay that suits them later; too much of it must go at once.
         until: share of the run after which the base holds and nothing is gathered: what is left cannot pay it back.
-        worthwhile: the least |slope|, as a share of `Estimate.level`, for which the base is lowered. Below it the knob
-            is too weak to do harm. Without effect where the evidence tells no level; so is `felt`.
-        felt: the |slope|, as a share of the level, below which a knob that more is called for, by `leap_gate`, is too
-            weak to do good: it goes up to where it would be felt (a slope in log space grows with the value), by
-            `most` rates at the most.
-        leap_gate: |tau| from which it does.
         settle: share of the run, at its end, over which moves fade to zero.
 
     What weight decay and the knobs of the forward pass take by default is in `hdet.evidence.defaults`.
@@ -70,11 +70,7 @@ class Gated(Controller):
     memory: float = Field(default=0.0, ge=0, lt=1)
     full: int | None = Field(default=None, ge=1)
     most: float = Field(default=3.0, gt=0, le=100)
-    raise_after: float = Field(default=0.0, ge=0, le=1)
     until: float = Field(default=1.0, gt=0, le=1)
-    worthwhile: float = Field(default=0.0, ge=0)
-    felt: float = Field(default=0.0, ge=0)
-    leap_gate: float = Field(default=2.0, ge=0, le=100)
     settle: float = Field(default=0.0, ge=0, le=1)
 
     def listens(self, step: int, total_steps: int | None) -> bool:
@@ -84,29 +80,28 @@ class Gated(Controller):
         return GatedState()
 
     def step(self, state: GatedState, estimate: Estimate, context: Context) -> tuple[float, GatedState]:
-        if not estimate.testable or not self.listens(context.step, context.total_steps):
+        if not self.hears(estimate, context):
             return 0.0, state
-        t = max(-_BELIEVABLE, min(_BELIEVABLE, estimate.t))
-        share = 1.0 if self.full is None else context.length / self.full
-        kept = self.memory**share
-        state = GatedState(kept * state.total + t, kept**2 * state.variance + 1)
-        tau = state.total / math.sqrt(state.variance)
-        if abs(tau) <= self.gate:
-            return 0.0, state
-        rate = self.rate * min(share, self.most)
-        early = context.total_steps is not None and context.step < self.raise_after * context.total_steps
-        if early and tau < 0:
-            return 0.0, state
-        move = -rate * max(-1.0, min(1.0, tau / self.saturation))
-        if estimate.level:
-            relative = abs(estimate.slope / estimate.level)
-            if move < 0 and relative < self.worthwhile:
-                move = 0.0
-            elif tau < -self.leap_gate and relative < self.felt:
-                move = max(move, self._leap(relative / self.felt))
-        return settled(move, self.settle, context), state
+        state, tau = self.gather(state, estimate, context)
+        return settled(self.move(tau, context), self.settle, context), state
 
-    def _leap(self, share: float) -> float:
-        """Up to where the slope would be 1 / share of what it is, as far as one move may go."""
-        furthest = self.rate * self.most
-        return min(-math.log(share), furthest) if share > 0 else furthest
+    def hears(self, estimate: Estimate, context: Context) -> bool:
+        """Whether a window counts."""
+        return estimate.testable and self.listens(context.step, context.total_steps)
+
+    def gather(self, state: GatedState, estimate: Estimate, context: Context) -> tuple[GatedState, float]:
+        """The evidence with a window added to it, and tau."""
+        t = believable(estimate.slope, estimate.stderr)
+        kept = self.memory ** self._share(context)
+        state = GatedState(kept * state.total + t, kept**2 * state.variance + 1)
+        return state, believable(state.total, math.sqrt(state.variance))
+
+    def move(self, tau: float, context: Context) -> float:
+        """What tau calls for."""
+        if abs(tau) <= self.gate:
+            return 0.0
+        return -self.rate * min(self._share(context), self.most) * max(-1.0, min(1.0, tau / self.saturation))
+
+    def _share(self, context: Context) -> float:
+        """Of a full window, that the one which has closed is."""
+        return 1.0 if self.full is None else context.length / self.full

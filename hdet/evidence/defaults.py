@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hdet.controllers import Calibrate, Controller, Gated
+from hdet.controllers import Calibrate, Controller, Gated, Regularize
 from hdet.evidence.analytic import Analytic
 from hdet.evidence.contrast import Contrast
 from hdet.evidence.divergent import Divergent
@@ -46,12 +46,10 @@ def controller(knob: Knob, evidence: Evidence) -> Controller:
     if isinstance(evidence, Line):
         return Calibrate()
     if isinstance(knob, WeightDecay):
-        return Gated(
-            0.6, gate=1.0, memory=0.6, full=30, most=4.0, worthwhile=1e-3, felt=1e-2, raise_after=0.3, until=0.85
-        )
+        return Regularize(0.4, gate=1.0, memory=0.8, full=30, most=4.0, raise_after=0.3, until=0.85)
     if isinstance(knob, ModuleKnob):
         # Small steps on evidence that adds up: an angle of 0.0032 a step at most. What a trace remembers by itself the
         # controller has to where each window is judged alone.
         memory = 0.7 if isinstance(evidence, MixedDifference) else 0.0
-        return Gated(0.08, gate=1.0, saturation=3.0, memory=memory, full=25, most=3.0, until=0.85)
+        return Gated(0.08, gate=1.0, saturation=3.0, memory=memory, full=25, most=1.0, until=0.85)
     return Gated()

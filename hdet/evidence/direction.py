@@ -80,7 +80,7 @@ class DirectionalCollector(Collector):
         lines = losses.reshape(len(offsets), len(self.spec.points), -1)
         for k, x, line in zip(heard, offsets, lines, strict=True):
             if any(x):
-                found[self.knobs[k].name] = replace(along(x, line), level=float(line.mean()))
+                found[self.knobs[k].name] = replace(along(x, line), level=float(line.mean()), span=max(map(abs, x)))
         return found
 
     def _width(self, centre: Sequence[Tensor], direction: Sequence[Tensor | None]) -> float:

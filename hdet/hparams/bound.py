@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -132,14 +133,15 @@ class BoundKnob:
         window: int,
         windows_left: int | None,
         length: int = 1,
+        loss: float | None = None,
     ) -> float:
         """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units.
 
         Args:
             step: the step the next window opens at.
-            length: steps in the window that has closed.
+            length: steps in the window that has closed. loss: its mean training loss.
         """
-        context = self._context(step, total_steps, window, windows_left, length)
+        context = replace(self._context(step, total_steps, window, windows_left, length), loss=loss)
         move, self.state = self.controller.step(self.state, estimate, context)
         return self._move(float(move))
 
