@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pydantic import Field
 
@@ -11,26 +13,44 @@ from hdet.controllers.estimate import Estimate
 from hdet.controllers.gated import Gated, GatedState, believable
 from hdet.spec import register
 
+# Share that the mean gap between held-out and training loss keeps of windows before: a memory of about three.
+_KEPT = 0.7
+
+
+@dataclass(frozen=True)
+class RegularizeState(GatedState):
+    """`GatedState`, and how far held-out loss is above training loss: the mean gap, and of how many windows."""
+
+    gap: float = 0.0
+    seen: float = 0.0
+
 
 @register
 class Regularize(Gated):
     """`Gated` for weight decay judged by `Analytic` evidence; for a knob in `Log` space.
 
     What decay did to the weights, and nothing of how gradients answer, is what that evidence sees: it speaks of the
-    next steps where decay acts on the whole run. Three things are therefore asked besides tau (see `Gated`):
+    next steps where decay acts on the whole run. More is therefore asked than tau (see `Gated`):
 
     - Nothing is raised in the first `raise_after` of the run. Weights that have learnt nothing yet are best shrunk,
       which says nothing of the decay that suits them later.
-    - Nothing is lowered while held-out loss is above training loss by the share `gap` of itself. Less decay always
-      fits better now; what it is there for shows later, on a model that fits too well already.
+    - Nothing is raised unless held-out loss is above training loss by the share `need` of itself: a model that fits
+      both alike needs no more restraint. (The gap is a mean over about three windows.)
+    - Nothing is lowered while it is above by the share `gap`. Less decay always fits better now; what it is there for
+      shows later, on a model that fits too well already.
     - Nothing is raised by more than `beyond` times what was measured (`Estimate.span`): where weights decay many
       times over within a window, only a small change of it was.
 
-    And a knob that hardly acts tells little, whichever way it points:
+    - Nothing is moved against the slope of the window that has closed.
+
+    tau is the discounted sum of slopes, per unit of the knob's value, over its standard error. A sum of t-statistics
+    would believe most the windows with easy probe batches: they call for less decay, and their errors are small.
+
+    A knob that hardly acts tells little, whichever way it points:
 
     - Below a |slope| of `worthwhile` times the level (`Estimate.level`) it is too weak to do harm, and not lowered.
-    - Below `felt` it is too weak to do good: where more is called for by `|tau| > leap_gate`, it goes up to where
-      it would be felt (a slope in log space grows with the value), by `most` rates at the most.
+    - Below `felt` it is too weak to do good: where more is called for, by `tau < -leap_gate`, it goes up to where it
+      would be felt (a slope in log space grows with the value), by `most` rates at the most.
 
     After a rewind (`hdet.Rewind`) it goes on with the value that worked, if that was lower.
 
@@ -46,41 +66,52 @@ class Regularize(Gated):
 
     raise_after: float = Field(default=0.0, ge=0, le=1)
     gap: float = Field(default=0.2, ge=0)
+    need: float = Field(default=0.02)
     beyond: float = Field(default=2.0, gt=0, le=100)
     worthwhile: float = Field(default=1e-3, ge=0)
     felt: float = Field(default=1e-2, ge=0)
     leap_gate: float = Field(default=1.0, ge=0, le=100)
 
-    def step(self, state: GatedState, estimate: Estimate, context: Context) -> tuple[float, GatedState]:
+    def start(self) -> RegularizeState:
+        return RegularizeState()
+
+    def step(self, state: Any, estimate: Estimate, context: Context) -> tuple[float, RegularizeState]:
         if not self.hears(estimate, context):
             return 0.0, state
-        state, tau = self.gather(state, estimate, context)
+        state = _compared(state, estimate, context)
+        state, tau = self._gathered(state, estimate, context)
         move = self.move(tau, context)
-        if move > 0:
-            move = self._raised(move, tau, estimate, context)
-        elif move < 0 and not self._harmful(estimate, context):
+        if move * estimate.slope > 0:
+            move = 0.0  # what adds up is of the past; this window says otherwise
+        elif move > 0:
+            move = self._raised(move, tau, state, estimate, context)
+        elif move < 0 and not self._harmful(state, estimate):
             move = 0.0
         return settled(move, self.settle, context), state
 
-    def gather(self, state: GatedState, estimate: Estimate, context: Context) -> tuple[GatedState, float]:
+    def _gathered(self, state: RegularizeState, estimate: Estimate, context: Context) -> tuple[RegularizeState, float]:
         """Slopes per unit of the knob's value are summed, and their variances, not t-statistics."""
         if context.base <= 0.0:
             return state, 0.0
         kept = self.memory ** self._share(context)
-        state = GatedState(
-            kept * state.total + estimate.slope / context.base,
-            kept**2 * state.variance + (estimate.stderr / context.base) ** 2,
+        state = replace(
+            state,
+            total=kept * state.total + estimate.slope / context.base,
+            variance=kept**2 * state.variance + (estimate.stderr / context.base) ** 2,
         )
         return state, believable(state.total, math.sqrt(state.variance))
 
-    def retreat(self, state: GatedState, context: Context, worked: float) -> tuple[float, GatedState]:
+    def retreat(self, state: Any, context: Context, worked: float) -> tuple[float, RegularizeState]:
+        state = replace(state, total=0.0, variance=0.0)
         if worked <= 0.0 or context.schedule_next <= 0.0:
-            return 0.0, self.start()
-        return min(0.0, math.log(worked / context.schedule_next) - context.shift), self.start()
+            return 0.0, state
+        return min(0.0, math.log(worked / context.schedule_next) - context.shift), state
 
-    def _raised(self, move: float, tau: float, estimate: Estimate, context: Context) -> float:
+    def _raised(self, move: float, tau: float, state: RegularizeState, estimate: Estimate, context: Context) -> float:
         """How far up a knob goes that more is called for."""
         if context.total_steps is not None and context.step < self.raise_after * context.total_steps:
+            return 0.0
+        if state.seen and estimate.level and state.gap < self.need * abs(estimate.level):
             return 0.0
         share = _relative(estimate) / self.felt if self.felt > 0 else 1.0
         if tau < -self.leap_gate and share < 1:
@@ -88,13 +119,20 @@ class Regularize(Gated):
             move = max(move, min(-math.log(share), furthest) if share > 0 else furthest)
         return move if estimate.span is None else min(move, self.beyond * estimate.span)
 
-    def _harmful(self, estimate: Estimate, context: Context) -> bool:
+    def _harmful(self, state: RegularizeState, estimate: Estimate) -> bool:
         """Whether a knob that less is called for does harm worth mending."""
         if _relative(estimate) < self.worthwhile:
             return False
-        if context.loss is None or not estimate.level:
-            return True
-        return estimate.level - context.loss <= self.gap * abs(estimate.level)
+        return not estimate.level or state.gap <= self.gap * abs(estimate.level)
+
+
+def _compared(state: RegularizeState, estimate: Estimate, context: Context) -> RegularizeState:
+    """The window's held-out and training loss taken into the mean gap."""
+    if context.loss is None or estimate.level is None:
+        return state
+    seen = _KEPT * state.seen + 1.0
+    gap = state.gap + (estimate.level - context.loss - state.gap) / seen
+    return replace(state, gap=gap, seen=seen)
 
 
 def _relative(estimate: Estimate) -> float:
