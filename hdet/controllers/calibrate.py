@@ -17,7 +17,14 @@ from hdet.spec import register
 
 @dataclass(frozen=True)
 class CalibrateState:
-    """The largest shift allowed (inf until capped), and the run of warm-up windows that called for less."""
+    """What is remembered of a run.
+
+    Attributes:
+        cap: the largest shift allowed; inf until capped.
+        warnings: the run of warm-up windows that called for less.
+        lowest: the lowest mean training loss of a window, and `since`: the step at which that window ended.
+        lowered: whether the value was brought down after the look ahead.
+    """
 
     cap: float = math.inf
     warnings: int = 0
@@ -40,7 +47,13 @@ class Calibrate(Controller):
       above `ceiling`.
     - Raise: `t_last < -significance`, `t_avg <= lower_significance`, and `s >= trusted_from` or the warm-up is
       over: mu += max(0, n_last). Earlier, small steps look too small only because the schedule is low.
-    - Lower: else if `t_avg > lower_significance`: mu += min(0, n_avg).
+    - Lower: before that, if `t_avg > lower_significance`: mu += min(0, n_avg).
+    - Stall: if training stands still (the window with the lowest training loss ended at step s, and the run is at
+      `stall` s or later) and `t_last > significance`: mu -= limit. In a run that makes progress the last weights call
+      for less all the time, and it means nothing.
+    - Return: below the schedule as given (mu < 0), where the last weights do not call for less and nothing but the look
+      ahead has brought it down: mu += `back`, up to 0. Early in a run the loss is sharper than it will be, and looking
+      ahead lowers too far (with SGD, by 4); what the user set is the better guess until something speaks against it.
     - Cap: the first time that `t_last > significance` in `patience` consecutive warm-up windows, the peak may
       from then on be `headroom` times the present value at most: mu <= mu + log(headroom s). If mu is above
       that, it is brought down at once.
@@ -64,6 +77,8 @@ class Calibrate(Controller):
             decays cannot pay back a probe.
         slower: factor below what had worked at which the value goes on after a rewind; what is proved later may
             raise it again, up to what had worked.
+        stall: how many times longer the run must be than it was at its lowest training loss, to stand still.
+        back: largest step of a return, in coordinates; 0 for none.
         settle: share of the run, at its end, over which raising and lowering fade to zero (the cap does not).
 
     Raises:
@@ -71,8 +86,8 @@ class Calibrate(Controller):
 
     >>> calibrate = Calibrate()
     >>> raising = Estimate(slope=-0.3, curvature=1.0, stderr=0.1, averaged=Estimate(slope=0.1, stderr=0.1))
-    >>> calibrate.step(calibrate.start(), raising, Context())
-    (0.3, CalibrateState(cap=inf, warnings=0))
+    >>> calibrate.step(calibrate.start(), raising, Context())[0]
+    0.3
     """
 
     needs_averaged: ClassVar[bool] = True

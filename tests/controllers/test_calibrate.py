@@ -245,3 +245,55 @@ def test_it_is_not_raised_by_a_rewind() -> None:
 def test_without_a_rate_to_compare_it_stays_as_it_was(schedule: float, worked: float) -> None:
     state = CalibrateState(cap=0.3, warnings=1)
     assert Calibrate().retreat(state, Context(schedule_next=schedule), worked) == (0.0, state)
+
+
+def run_of(calibrate: Calibrate, *windows: tuple[Estimate, Context]) -> list[float]:
+    state, out = calibrate.start(), []
+    for estimate, context in windows:
+        moved, state = calibrate.step(state, estimate, context)
+        out.append(moved)
+    return out
+
+
+LESS, QUIET = bracket(3, 0), bracket(0, 0)
+
+
+def test_training_that_stands_still_is_slowed_down() -> None:
+    """The lowest loss at step 100: from step 150 on the last weights are believed, until the loss falls below it."""
+    windows = [
+        (LESS, Context(step=step, loss=loss))
+        for step, loss in ((100, 1.0), (149, 1.1), (150, 1.1), (200, 0.9), (299, 1.2))
+    ]
+    assert run_of(Calibrate(stall=1.5, limit=0.4), *windows) == [0.0, 0.0, -0.4, 0.0, 0.0]
+
+
+def test_standing_still_is_no_reason_by_itself() -> None:
+    stood = [(LESS, Context(step=100, loss=1.0)), (bracket(1.9, 0), Context(step=900, loss=2.0))]
+    assert run_of(Calibrate(), *stood) == [0.0, 0.0]
+    unknown = [(LESS, Context(step=100, loss=1.0)), (LESS, Context(step=900))]
+    assert run_of(Calibrate(), *unknown) == [0.0, 0.0]
+
+
+def test_below_the_schedule_as_given_it_returns_where_nothing_speaks_against_it() -> None:
+    calibrate = Calibrate(back=0.25)
+    below = Context(shift=-0.6)
+    assert run_of(calibrate, (QUIET, below))[0] == pytest.approx(0.25)
+    assert run_of(calibrate, (QUIET, Context(shift=-0.1)))[0] == pytest.approx(0.1), "not above it"
+    assert run_of(calibrate, (QUIET, Context(shift=0.3)))[0] == 0.0
+    assert run_of(calibrate, (LESS, below))[0] == 0.0
+    assert run_of(calibrate, (QUIET, Context(schedule_now=0.2, shift=-0.6, warming=True)))[0] == 0.0, "too early"
+    assert run_of(Calibrate(back=0.0), (QUIET, below))[0] == 0.0
+
+
+def test_what_was_lowered_for_a_reason_does_not_return() -> None:
+    below = Context(shift=-0.6)
+    assert run_of(Calibrate(), (DOWN, below), (QUIET, below)) == [pytest.approx(-0.2), 0.0]
+    # What looking ahead lowered does.
+    ahead = replace(bracket(3, 0), offset=0.5, curvature=None)
+    moved = run_of(Calibrate(), (ahead, Context(warming=True)), (QUIET, below))
+    assert moved[0] < 0
+    assert moved[1] == pytest.approx(0.25)
+    # What a rewind did does not.
+    calibrate = Calibrate()
+    _, state = calibrate.retreat(calibrate.start(), Context(), worked=1.0)
+    assert calibrate.step(state, QUIET, below)[0] == 0.0

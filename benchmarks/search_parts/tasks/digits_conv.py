@@ -68,4 +68,5 @@ TASK = ConvTask(
     starts=LEARNING_RATES + DECAYS + DROPOUTS + ALL_OFF,
     micro_batches=4,
     shorter=2,
+    development=True,
 )

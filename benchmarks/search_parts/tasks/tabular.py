@@ -116,4 +116,5 @@ TASK = TableTask(
     starts=LEARNING_RATES + DECAYS + DROPOUTS + ALL_OFF,
     micro_batches=4,
     shorter=2,
+    development=True,
 )

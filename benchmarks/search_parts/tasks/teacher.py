@@ -1,0 +1,124 @@
+"""Classes drawn from a random network's opinion, learnt by another network with SGD."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hdet.nn import Dropout
+from hdet.tasks.draws import draws
+from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Problem, Task, doubling
+
+INPUTS, TEACHER, STUDENT, CLASSES = 12, 32, 96, 6
+SIZES = {"train": 1500, "probe": 500, "test": 3000}
+PROBE_EXAMPLES = 8
+Examples = tuple[Tensor, Tensor]
+
+
+@lru_cache(maxsize=1)
+def examples() -> dict[str, Examples]:
+    """(inputs [n, 12], class [n]) of each split, the same for every seed.
+
+    Inputs are normal; a class is drawn from the softmax of a network with one hidden layer of 32 tanh units whose
+    weights are normal, of variance 1 / inputs and 9 / hidden.
+    """
+    rng = np.random.default_rng(20190606)
+    inputs = rng.standard_normal((sum(SIZES.values()), INPUTS))
+    hidden = np.tanh(inputs @ rng.standard_normal((INPUTS, TEACHER)) / math.sqrt(INPUTS))
+    logits = hidden @ rng.standard_normal((TEACHER, CLASSES)) * 3 / math.sqrt(TEACHER)
+    classes = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)
+    columns = (torch.from_numpy(inputs).float(), torch.from_numpy(classes))
+    parts = zip(*(torch.split(column, list(SIZES.values())) for column in columns), strict=True)
+    return dict(zip(SIZES, parts, strict=True))
+
+
+class Student(nn.Module):
+    """Two hidden layers of ReLU and dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(INPUTS, STUDENT),
+            nn.ReLU(),
+            Dropout(dropout),
+            nn.Linear(STUDENT, STUDENT),
+            nn.ReLU(),
+            Dropout(dropout),
+            nn.Linear(STUDENT, CLASSES),
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[batch, inputs] to logits [batch, classes]."""
+        return self.layers(inputs)  # type: ignore[no-any-return]
+
+
+class TeacherProblem(Problem):
+    """The generated examples, in batches that follow a seed."""
+
+    def __init__(self, *, seed: int, batch: int, probe: int, dropout: float) -> None:
+        self.seed, self.size, self.probe_size, self.rate = seed, batch, probe, dropout
+
+    def model(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return Student(self.rate)
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        parameters = list(model.parameters())
+        return [
+            {"name": "matrices", "params": [p for p in parameters if p.dim() >= 2]},
+            {"name": "biases", "params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+
+    def batch(self, step: int) -> Examples:
+        return self._drawn("train", self.size, step)
+
+    def loss(self, model: nn.Module, batch: Examples) -> Tensor:
+        return self.example_losses(model, batch).mean()
+
+    def probe(self, window: int) -> Examples:
+        return self._drawn("probe", self.probe_size, window)
+
+    def example_losses(self, model: nn.Module, batch: Examples) -> Tensor:
+        inputs, classes = batch
+        return F.cross_entropy(model(inputs), classes, reduction="none")
+
+    def test_loss(self, model: nn.Module) -> float:
+        training = model.training
+        model.eval()
+        with torch.no_grad():
+            loss = float(self.loss(model, examples()["test"]))
+        model.train(training)
+        return loss
+
+    def _drawn(self, split: str, count: int, step: int) -> Examples:
+        inputs, classes = examples()[split]
+        rows = torch.from_numpy(draws(count, below=len(classes), seed=self.seed, stream=split, step=step))
+        return inputs[rows], classes[rows]
+
+
+class TeacherTask(Task):
+    """A student of a noisy teacher."""
+
+    def problem(self, seed: int, dropout: float) -> TeacherProblem:
+        return TeacherProblem(seed=seed, batch=self.batch, probe=self.sub_batches * PROBE_EXAMPLES, dropout=dropout)
+
+
+TASK = TeacherTask(
+    name="teacher",
+    title="Classes drawn by a random teacher (SGD with momentum)",
+    steps=1000,
+    batch=64,
+    family="sgd",
+    ignorance=math.log(CLASSES),
+    grid=Grid(doubling(0.00125, 8), (1e-3, 3e-3, 1e-2, 3e-2), (0.0, 0.2, 0.4)),
+    starts=LEARNING_RATES + DECAYS + DROPOUTS + ALL_OFF,
+    micro_batches=4,
+    shorter=2,
+)

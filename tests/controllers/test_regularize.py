@@ -1,0 +1,122 @@
+import math
+from typing import Any
+
+import pytest
+
+from hdet.controllers import Context, Estimate, Gated, GatedState, Regularize
+
+
+def rule(**options: Any) -> Regularize:
+    return Regularize(**{"rate": 0.1, "most": 4.0, "worthwhile": 0.0, "felt": 0.0, **options})
+
+
+def slope(value: float, level: float | None = 2.0, span: float | None = None, t: float = 9.0) -> Estimate:
+    return Estimate(slope=value, stderr=abs(value) / t, level=level, span=span)
+
+
+def moves(regularize: Regularize, *windows: tuple[Estimate, Context]) -> list[float]:
+    state, out = regularize.start(), []
+    for estimate, context in windows:
+        move, state = regularize.step(state, estimate, context)
+        out.append(move)
+    return out
+
+
+def move(regularize: Regularize, estimate: Estimate, **context: Any) -> float:
+    return moves(regularize, (estimate, Context(**context)))[0]
+
+
+def test_slopes_are_added_per_unit_of_the_value_and_so_are_their_variances() -> None:
+    """By hand: base 0.5 and slope 1 +- 0.2, then base 2 and slope -1 +- 2.4, of which memory .5 keeps half."""
+    regularize = rule(memory=0.5, saturation=100.0, gate=0.0, rate=1.0)
+    _, state = regularize.step(regularize.start(), Estimate(1.0, stderr=0.2), Context(base=0.5))
+    assert (state.total, state.variance) == pytest.approx((2.0, 0.4**2))
+    _, state = regularize.step(state, Estimate(-1.0, stderr=2.4), Context(base=2.0))
+    assert (state.total, state.variance) == pytest.approx((1.0 - 0.5, 0.25 * 0.16 + 1.2**2))
+
+
+def test_easy_batches_do_not_count_for_more() -> None:
+    """Windows of +0.1 +- 0.05 and of -1 +- 0.6 in turn: t-statistics say less (2 against 1.7), slopes say more."""
+    windows = [(Estimate(0.1, stderr=0.05), Context()), (Estimate(-1.0, stderr=0.6), Context())] * 4
+    assert moves(rule(memory=0.9), *windows)[-1] > 0
+    gated, state = Gated(memory=0.9), GatedState()
+    for estimate, context in windows:
+        _, state = gated.step(state, estimate, context)
+    assert state.total > 0
+
+
+def test_a_window_has_a_veto() -> None:
+    sure, against = slope(1.0), Estimate(-0.1, stderr=1.0, level=2.0)
+    first, second = moves(rule(memory=0.9), (sure, Context()), (against, Context()))
+    assert (first, second) == (pytest.approx(-0.1), 0.0)
+
+
+def test_a_model_that_fits_training_data_better_is_not_held_back_less() -> None:
+    regularize = rule(gap=0.2)
+    assert move(regularize, slope(1.0), loss=1.59) == 0.0, "held-out loss 2, a gap of 0.41"
+    assert move(regularize, slope(1.0), loss=1.61) == pytest.approx(-0.1)
+    assert move(regularize, slope(1.0), loss=None) == pytest.approx(-0.1), "unknown is no reason"
+    assert move(regularize, slope(1.0, level=None), loss=0.1) == pytest.approx(-0.1)
+
+
+def test_a_model_that_fits_both_alike_is_not_held_back_more() -> None:
+    regularize = rule(need=0.05)
+    assert move(regularize, slope(-1.0), loss=1.91) == 0.0
+    assert move(regularize, slope(-1.0), loss=1.89) == pytest.approx(0.1)
+    assert move(regularize, slope(-1.0), loss=None) == pytest.approx(0.1)
+
+
+def test_the_gap_is_a_mean_over_windows() -> None:
+    """Gaps 0, 0, 0.6: the mean that keeps 0.7 is 0.6 / (1 + .7 + .49) = 0.27, next to 0.2 x 2."""
+    regularize, easy, hard = rule(gap=0.2), Context(loss=2.0), Context(loss=1.4)
+    assert moves(regularize, (slope(1.0), easy), (slope(1.0), easy), (slope(1.0), hard))[-1] == pytest.approx(-0.1)
+    assert moves(regularize, *[(slope(1.0), hard)] * 3)[-1] == 0.0
+
+
+def test_it_goes_no_further_up_than_twice_what_was_measured() -> None:
+    assert move(rule(beyond=2.0), slope(-1.0, span=0.02)) == pytest.approx(0.04)
+    assert move(rule(beyond=2.0), slope(-1.0, span=0.9)) == pytest.approx(0.1)
+    assert move(rule(beyond=2.0), slope(1.0, span=0.02)) == pytest.approx(-0.1), "down is safe: D shrinks"
+    assert move(rule(felt=10.0), slope(-1e-9, span=0.02)) == pytest.approx(0.04), "nor does a leap"
+
+
+def test_weights_that_have_learnt_nothing_say_nothing_of_more() -> None:
+    regularize = rule(raise_after=0.3)
+    assert move(regularize, slope(-1.0), step=29, total_steps=100) == 0.0
+    assert move(regularize, slope(-1.0), step=30, total_steps=100) == pytest.approx(0.1)
+    assert move(regularize, slope(1.0), step=29, total_steps=100) == pytest.approx(-0.1)
+
+
+def test_a_knob_too_weak_to_do_harm_is_not_lowered() -> None:
+    regularize = rule(worthwhile=1e-3)
+    assert move(regularize, slope(0.0019)) == 0.0
+    assert move(regularize, slope(0.0021)) == pytest.approx(-0.1)
+    assert move(regularize, slope(-0.0019)) == pytest.approx(0.1), "raised as ever"
+    # The level's sign is no matter, and without one nothing is weak.
+    assert move(regularize, slope(0.0019, level=-2.0)) == 0.0
+    for level in (None, 0.0):
+        assert move(regularize, slope(0.0019, level=level)) == pytest.approx(-0.1)
+
+
+def test_a_knob_too_weak_to_be_felt_is_raised_to_where_it_would_be() -> None:
+    regularize = rule(felt=1e-3)
+    assert move(regularize, slope(-0.0015)) == pytest.approx(math.log(4 / 3))
+    assert move(regularize, slope(-0.0019)) == pytest.approx(0.1), "no less than one that is felt"
+    assert move(regularize, slope(-1e-9)) == pytest.approx(0.4), "most rates at the most"
+    assert move(regularize, slope(-0.0021)) == pytest.approx(0.1)
+    assert move(regularize, slope(0.0015)) == pytest.approx(-0.1), "lowered as ever"
+    assert move(regularize, slope(-1e-9, level=None)) == pytest.approx(0.1)
+    for gate, moved in ((1.9, 0.4), (2.1, 0.05)):
+        assert move(rule(felt=1e-3, leap_gate=gate), slope(-1e-9, t=2.0)) == pytest.approx(moved)
+
+
+def test_after_a_rewind_it_goes_back_to_the_value_that_worked_but_not_up() -> None:
+    regularize = rule(memory=0.5)
+    _, state = regularize.step(regularize.start(), slope(-1.0), Context(loss=1.0))
+    context = Context(schedule_next=0.1, shift=1.0)
+    move, after = regularize.retreat(state, context, 0.1 * math.e**0.25)
+    assert move == pytest.approx(0.25 - 1.0)
+    assert (after.total, after.variance) == (0.0, 0.0), "what led there is forgotten"
+    assert (after.gap, after.seen) == (state.gap, state.seen), "how well it fits is not"
+    assert regularize.retreat(state, context, 0.1 * math.e**1.5)[0] == 0.0
+    assert regularize.retreat(state, context, 0.0)[0] == 0.0
