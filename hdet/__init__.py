@@ -15,6 +15,7 @@ from hdet.controllers import (
     Marginal,
     Newton,
     Paper,
+    Regularize,
     Softmax,
 )
 from hdet.engine import Engine
@@ -146,6 +147,7 @@ __all__ = [
     "Permutation",
     "Probe",
     "Recursion",
+    "Regularize",
     "Relative",
     "Replay",
     "Rewind",

@@ -22,7 +22,9 @@ class CalibrateState:
     Attributes:
         cap: the largest shift allowed; inf until capped.
         warnings: the run of warm-up windows that called for less.
-        lowest: the lowest mean training loss of a window, and `since`: the step at which that window ended.
+        lowest: the lowest mean training loss of a window.
+        since: the step at which that window ended, or a later one at which something was done about it.
+        waited: windows since then, and `slowed`: in how many of them the value was lowered for it.
         lowered: whether the value was brought down after the look ahead.
     """
 
@@ -30,7 +32,15 @@ class CalibrateState:
     warnings: int = 0
     lowest: float = math.inf
     since: int = 0
+    waited: int = 0
+    slowed: int = 0
     lowered: bool = False
+
+
+# Windows without a lower training loss that there must be before training is said to stand still, and how often in a
+# row that lowers the value before it has to wait as long again.
+_WINDOWS = 3
+_ROW = 3
 
 
 @register
@@ -49,8 +59,9 @@ class Calibrate(Controller):
       over: mu += max(0, n_last). Earlier, small steps look too small only because the schedule is low.
     - Lower: before that, if `t_avg > lower_significance`: mu += min(0, n_avg).
     - Stall: if training stands still (the window with the lowest training loss ended at step s, and the run is at
-      `stall` s or later) and `t_last > significance`: mu -= limit. In a run that makes progress the last weights call
-      for less all the time, and it means nothing.
+      `stall` s or later and 3 windows further), `t_last > significance` and `t_avg >= -significance`: mu -= limit, up
+      to 3 windows in a row; then the wait begins anew. In a run that makes progress the last weights call for less all
+      the time, and it means nothing.
     - Return: below the schedule as given (mu < 0), where the last weights do not call for less and nothing but the look
       ahead has brought it down: mu += `back`, up to 0. Early in a run the loss is sharper than it will be, and looking
       ahead lowers too far (with SGD, by 4); what the user set is the better guess until something speaks against it.
@@ -78,7 +89,7 @@ class Calibrate(Controller):
         slower: factor below what had worked at which the value goes on after a rewind; what is proved later may
             raise it again, up to what had worked.
         stall: how many times longer the run must be than it was at its lowest training loss, to stand still.
-        back: largest step of a return, in coordinates; 0 for none.
+        back: largest step of a return in a window, in coordinates; 0 for none.
         settle: share of the run, at its end, over which raising and lowering fade to zero (the cap does not).
 
     Raises:
@@ -123,7 +134,7 @@ class Calibrate(Controller):
             return 0.0, state
         state, stalled = self._progress(state, context)
         if estimate.offset > 0:
-            return self._ahead(estimate, context), state
+            return min(self._ahead(estimate, context), state.cap - context.shift), state
         averaged = estimate.averaged
         if averaged is None:
             raise ConfigError(
@@ -131,18 +142,21 @@ class Calibrate(Controller):
                 "use evidence that has one (Line), or another controller, such as Gated or Newton"
             )
         state = self._watch(state, estimate, context)
-        move = min(self._wish(state, estimate, averaged, stalled, context), state.cap - context.shift)
-        state = replace(state, lowered=state.lowered or move < 0)
-        return settled(move, self.settle, context), state
+        wish = self._wish(state, estimate, averaged, stalled, context)
+        if stalled and wish < 0:
+            state = self._slowed(state, context)
+        move = min(settled(wish, self.settle, context), state.cap - context.shift)
+        return move, replace(state, lowered=state.lowered or move < 0)
 
     def retreat(self, state: CalibrateState, context: Context, worked: float) -> tuple[float, CalibrateState]:
         """Go on `slower` times below the value that worked, and never again above it."""
+        state = replace(state, warnings=0, since=context.step, waited=0, slowed=0, lowered=True)
         if worked <= 0.0 or context.schedule_next <= 0.0:
             return 0.0, state
         worked_shift = math.log(worked / context.schedule_next)
         cap = min(state.cap, worked_shift)
         move = min(0.0, cap - math.log(self.slower) - context.shift)
-        return move, replace(state, cap=cap, warnings=0, since=context.step, lowered=True)
+        return move, replace(state, cap=cap)
 
     def _ahead(self, last: Estimate, context: Context) -> float:
         """The move that an estimate taken ahead of the base calls for."""
@@ -158,11 +172,11 @@ class Calibrate(Controller):
         if averaged.testable and averaged.t > self.lower_significance:
             return min(0.0, newton_move(averaged, self.limit))
         if last.t > self.significance:
-            return -self.limit if stalled else 0.0
+            return -self.limit if stalled and averaged.t >= -self.significance else 0.0
         if context.warming and context.fraction < self.trusted_from:
             return 0.0
-        if last.t < -self.significance and (move := newton_move(last, self.limit)) > 0.0:
-            return move
+        if last.t < -self.significance:
+            return max(0.0, newton_move(last, self.limit))
         return 0.0 if state.lowered else min(self.back, max(0.0, -context.shift))
 
     def _progress(self, state: CalibrateState, context: Context) -> tuple[CalibrateState, bool]:
@@ -170,8 +184,15 @@ class Calibrate(Controller):
         if context.loss is None:
             return state, False
         if context.loss < state.lowest:
-            return replace(state, lowest=context.loss, since=context.step), False
-        return state, context.step >= self.stall * state.since
+            return replace(state, lowest=context.loss, since=context.step, waited=0, slowed=0), False
+        state = replace(state, waited=state.waited + 1)
+        return state, state.waited >= _WINDOWS and context.step >= self.stall * state.since
+
+    def _slowed(self, state: CalibrateState, context: Context) -> CalibrateState:
+        """Lowered because training stands still; `_ROW` times in a row it may be, and then has to wait."""
+        if state.slowed + 1 < _ROW:
+            return replace(state, slowed=state.slowed + 1)
+        return replace(state, since=context.step, waited=0, slowed=0)
 
     def _watch(self, state: CalibrateState, last: Estimate, context: Context) -> CalibrateState:
         """Count warnings; set the cap once."""

@@ -33,7 +33,7 @@ class Estimate:
             iterate flatters small steps (short-horizon bias, Wu et al. 2018, arXiv:1803.02021); averaged
             weights do not, so the two bracket the truth.
         level: the signal itself, where the evidence tells; what a slope is large or small against.
-        span: how far to either side it was measured, in coordinate units, where the evidence tells.
+        span: how far from the base it was measured, in coordinate units, where the evidence tells.
         offset: where it was taken, relative to the base in coordinate units; 0 is at the base.
 
     >>> Estimate(slope=-0.5, stderr=0.25).t

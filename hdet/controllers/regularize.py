@@ -15,14 +15,22 @@ from hdet.spec import register
 
 # Share that the mean gap between held-out and training loss keeps of windows before: a memory of about three.
 _KEPT = 0.7
+# Windows in a row that say the opposite of the sum of all before, after which it is begun anew.
+_AGAINST = 4
 
 
 @dataclass(frozen=True)
 class RegularizeState(GatedState):
-    """`GatedState`, and how far held-out loss is above training loss: the mean gap, and of how many windows."""
+    """`GatedState`, and more.
+
+    Attributes:
+        gap: how far held-out loss is above training loss, as a share of it: the mean over `seen` windows.
+        against: the run of windows whose slope was against the sum.
+    """
 
     gap: float = 0.0
     seen: float = 0.0
+    against: int = 0
 
 
 @register
@@ -35,16 +43,18 @@ class Regularize(Gated):
     - Nothing is raised in the first `raise_after` of the run. Weights that have learnt nothing yet are best shrunk,
       which says nothing of the decay that suits them later.
     - Nothing is raised unless held-out loss is above training loss by the share `need` of itself: a model that fits
-      both alike needs no more restraint. (The gap is a mean over about three windows.)
+      both alike needs no more restraint. Where training loss is above by as much it is another thing (dropout, label
+      smoothing, a penalty) and says nothing. Both losses have to be on one scale. (The gap is a mean of about three
+      windows.)
     - Nothing is lowered while it is above by the share `gap`. Less decay always fits better now; what it is there for
       shows later, on a model that fits too well already.
     - Nothing is raised by more than `beyond` times what was measured (`Estimate.span`): where weights decay many
       times over within a window, only a small change of it was.
-
     - Nothing is moved against the slope of the window that has closed.
 
     tau is the discounted sum of slopes, per unit of the knob's value, over its standard error. A sum of t-statistics
-    would believe most the windows with easy probe batches: they call for less decay, and their errors are small.
+    would believe most the windows with easy probe batches: they call for less decay, and their errors are small. Four
+    windows in a row that say the opposite begin it anew: a loss that once was enormous does not rule for ever.
 
     A knob that hardly acts tells little, whichever way it points:
 
@@ -65,8 +75,8 @@ class Regularize(Gated):
     """
 
     raise_after: float = Field(default=0.0, ge=0, le=1)
-    gap: float = Field(default=0.2, ge=0)
-    need: float = Field(default=0.02)
+    gap: float = Field(default=0.2, ge=0, le=1)
+    need: float = Field(default=0.02, ge=0, le=1)
     beyond: float = Field(default=2.0, gt=0, le=100)
     worthwhile: float = Field(default=1e-3, ge=0)
     felt: float = Field(default=1e-2, ge=0)
@@ -79,7 +89,7 @@ class Regularize(Gated):
         if not self.hears(estimate, context):
             return 0.0, state
         state = _compared(state, estimate, context)
-        state, tau = self._gathered(state, estimate, context)
+        state, tau = self.gather(state, estimate, context)
         move = self.move(tau, context)
         if move * estimate.slope > 0:
             move = 0.0  # what adds up is of the past; this window says otherwise
@@ -89,29 +99,29 @@ class Regularize(Gated):
             move = 0.0
         return settled(move, self.settle, context), state
 
-    def _gathered(self, state: RegularizeState, estimate: Estimate, context: Context) -> tuple[RegularizeState, float]:
+    def gather(self, state: Any, estimate: Estimate, context: Context) -> tuple[RegularizeState, float]:
         """Slopes per unit of the knob's value are summed, and their variances, not t-statistics."""
         if context.base <= 0.0:
             return state, 0.0
-        kept = self.memory ** self._share(context)
-        state = replace(
-            state,
-            total=kept * state.total + estimate.slope / context.base,
-            variance=kept**2 * state.variance + (estimate.stderr / context.base) ** 2,
-        )
+        slope, error = estimate.slope / context.base, estimate.stderr / context.base
+        against = state.against + 1 if slope * state.total < 0 else 0
+        kept = self.memory ** self._share(context) if against < _AGAINST else 0.0
+        total, variance = kept * state.total + slope, kept * kept * state.variance + error * error
+        if not (math.isfinite(total) and math.isfinite(variance)):
+            return replace(state, total=0.0, variance=0.0, against=0), 0.0
+        state = replace(state, total=total, variance=variance, against=against % _AGAINST)
         return state, believable(state.total, math.sqrt(state.variance))
 
     def retreat(self, state: Any, context: Context, worked: float) -> tuple[float, RegularizeState]:
-        state = replace(state, total=0.0, variance=0.0)
         if worked <= 0.0 or context.schedule_next <= 0.0:
-            return 0.0, state
-        return min(0.0, math.log(worked / context.schedule_next) - context.shift), state
+            return 0.0, self.start()
+        return min(0.0, math.log(worked / context.schedule_next) - context.shift), self.start()
 
     def _raised(self, move: float, tau: float, state: RegularizeState, estimate: Estimate, context: Context) -> float:
         """How far up a knob goes that more is called for."""
         if context.total_steps is not None and context.step < self.raise_after * context.total_steps:
             return 0.0
-        if state.seen and estimate.level and state.gap < self.need * abs(estimate.level):
+        if state.seen and abs(state.gap) < self.need:
             return 0.0
         share = _relative(estimate) / self.felt if self.felt > 0 else 1.0
         if tau < -self.leap_gate and share < 1:
@@ -123,16 +133,16 @@ class Regularize(Gated):
         """Whether a knob that less is called for does harm worth mending."""
         if _relative(estimate) < self.worthwhile:
             return False
-        return not estimate.level or state.gap <= self.gap * abs(estimate.level)
+        return state.gap <= self.gap
 
 
 def _compared(state: RegularizeState, estimate: Estimate, context: Context) -> RegularizeState:
     """The window's held-out and training loss taken into the mean gap."""
-    if context.loss is None or estimate.level is None:
+    if context.loss is None or not estimate.level:
         return state
+    gap = max(-1.0, min(1.0, (estimate.level - context.loss) / abs(estimate.level)))
     seen = _KEPT * state.seen + 1.0
-    gap = state.gap + (estimate.level - context.loss - state.gap) / seen
-    return replace(state, gap=gap, seen=seen)
+    return replace(state, gap=state.gap + (gap - state.gap) / seen, seen=seen)
 
 
 def _relative(estimate: Estimate) -> float:

@@ -45,7 +45,7 @@ def from_plain(cls: type[T], plain: Mapping[str, Any]) -> T:
     if set(plain) != set(hints):
         raise CheckpointError(
             f"{cls.__name__} has the fields {sorted(hints)}, the checkpoint {sorted(plain)}; "
-            "resume with the controller or estimator that wrote it, or start it anew"
+            "resume with the controller or estimator (and the version of hdet) that wrote it, or start it anew"
         )
     return cls(**{name: _typed(hint, plain[name]) for name, hint in hints.items()})
 

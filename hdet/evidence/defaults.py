@@ -13,6 +13,7 @@ from hdet.hparams.evidence import Evidence
 from hdet.hparams.forward import ModuleKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.optimizer import Beta1, Beta2, LearningRate, Momentum, WeightDecay
+from hdet.hparams.space import Log
 
 HORIZON = 400
 
@@ -45,8 +46,10 @@ def controller(knob: Knob, evidence: Evidence) -> Controller:
     """The rule that suits a knob and its evidence."""
     if isinstance(evidence, Line):
         return Calibrate()
-    if isinstance(knob, WeightDecay):
+    if isinstance(evidence, Analytic) and isinstance(knob.space, Log):
         return Regularize(0.4, gate=1.0, memory=0.8, full=30, most=4.0, raise_after=0.3, until=0.85)
+    if isinstance(knob, WeightDecay):
+        return Gated(0.4, gate=1.0, memory=0.6, full=30, most=4.0, until=0.85)
     if isinstance(knob, ModuleKnob):
         # Small steps on evidence that adds up: an angle of 0.0032 a step at most. What a trace remembers by itself the
         # controller has to where each window is judged alone.

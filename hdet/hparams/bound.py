@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -139,9 +138,10 @@ class BoundKnob:
 
         Args:
             step: the step the next window opens at.
-            length: steps in the window that has closed. loss: its mean training loss.
+            length: steps in the window that has closed.
+            loss: its mean training loss.
         """
-        context = replace(self._context(step, total_steps, window, windows_left, length), loss=loss)
+        context = self._context(step, total_steps, window, windows_left, length, loss)
         move, self.state = self.controller.step(self.state, estimate, context)
         return self._move(float(move))
 
@@ -152,7 +152,13 @@ class BoundKnob:
         return self._move(float(move))
 
     def _context(
-        self, step: int, total_steps: int | None, window: int, windows_left: int | None, length: int
+        self,
+        step: int,
+        total_steps: int | None,
+        window: int,
+        windows_left: int | None,
+        length: int,
+        loss: float | None = None,
     ) -> Context:
         now, following = self.schedule(max(step - 1, 0)), self.schedule(step)
         if self.schedule.total_steps is None:
@@ -171,6 +177,7 @@ class BoundKnob:
             authority=self.spec.authority,
             spread=float(np.abs(self.levels).max(initial=0.0)),
             warming=following > now,
+            loss=loss,
         )
 
     def _move(self, move: float) -> float:
