@@ -220,7 +220,7 @@ def test_it_goes_on_below_what_worked_and_is_capped_there() -> None:
     calibrate, context = Calibrate(slower=3.0), Context(schedule_next=0.1, shift=1.0)
     moved, state = calibrate.retreat(CalibrateState(warnings=1), context, worked=0.05)
     assert context.shift + moved == pytest.approx(math.log(0.5 / 3))
-    assert state == CalibrateState(cap=pytest.approx(math.log(0.5)), warnings=0)
+    assert state == CalibrateState(cap=pytest.approx(math.log(0.5)), lowered=True)
     raised, _ = calibrate.step(state, bracket(-3, 0), Context(shift=math.log(0.5) - 0.1, schedule_now=0.3))
     assert raised == pytest.approx(0.1), "and never again above it"
 
@@ -243,8 +243,9 @@ def test_it_is_not_raised_by_a_rewind() -> None:
 
 @pytest.mark.parametrize(("schedule", "worked"), [(0.0, 0.1), (0.1, 0.0)])
 def test_without_a_rate_to_compare_it_stays_as_it_was(schedule: float, worked: float) -> None:
-    state = CalibrateState(cap=0.3, warnings=1)
-    assert Calibrate().retreat(state, Context(schedule_next=schedule), worked) == (0.0, state)
+    move, state = Calibrate().retreat(CalibrateState(cap=0.3, warnings=1), Context(schedule_next=schedule), worked)
+    assert (move, state.cap) == (0.0, 0.3)
+    assert state.lowered, "something went wrong all the same: it does not return by itself"
 
 
 def run_of(calibrate: Calibrate, *windows: tuple[Estimate, Context]) -> list[float]:
@@ -260,18 +261,35 @@ LESS, QUIET = bracket(3, 0), bracket(0, 0)
 
 def test_training_that_stands_still_is_slowed_down() -> None:
     """The lowest loss at step 100: from step 150 on the last weights are believed, until the loss falls below it."""
-    windows = [
-        (LESS, Context(step=step, loss=loss))
-        for step, loss in ((100, 1.0), (149, 1.1), (150, 1.1), (200, 0.9), (299, 1.2))
-    ]
-    assert run_of(Calibrate(stall=1.5, limit=0.4), *windows) == [0.0, 0.0, -0.4, 0.0, 0.0]
+    steps = ((100, 1.0), (120, 1.1), (130, 1.1), (149, 1.1), (150, 1.1), (200, 0.9), (299, 1.2), (300, 1.2))
+    windows = [(LESS, Context(step=step, loss=loss)) for step, loss in steps]
+    assert run_of(Calibrate(stall=1.5, limit=0.4), *windows) == [0.0, 0.0, 0.0, 0.0, -0.4, 0.0, 0.0, 0.0]
+
+
+def test_it_stands_still_only_after_three_windows() -> None:
+    windows = [(LESS, Context(step=step, loss=loss)) for step, loss in ((10, 1.0), (20, 1.1), (30, 1.1), (40, 1.1))]
+    assert run_of(Calibrate(limit=0.4), *windows) == [0.0, 0.0, 0.0, -0.4]
+
+
+def test_it_is_slowed_down_three_times_and_then_waits_as_long_again() -> None:
+    stood = [(LESS, Context(step=step, loss=2.0)) for step in range(110, 300, 10)]
+    moved = run_of(Calibrate(stall=1.5, limit=0.4), (LESS, Context(step=100, loss=1.0)), *stood)
+    assert [100 + 10 * number for number, each in enumerate(moved) if each] == [150, 160, 170, 260, 270, 280]
+
+
+def test_averaged_weights_that_call_for_more_are_heard() -> None:
+    def stood(t_avg: float) -> list[tuple[Estimate, Context]]:
+        return [(bracket(3, t_avg), Context(step=step, loss=float(step))) for step in (100, 200, 300, 400)]
+
+    assert run_of(Calibrate(limit=0.4), *stood(-2.1))[-1] == 0.0
+    assert run_of(Calibrate(limit=0.4), *stood(-1.9))[-1] == -0.4
 
 
 def test_standing_still_is_no_reason_by_itself() -> None:
-    stood = [(LESS, Context(step=100, loss=1.0)), (bracket(1.9, 0), Context(step=900, loss=2.0))]
-    assert run_of(Calibrate(), *stood) == [0.0, 0.0]
-    unknown = [(LESS, Context(step=100, loss=1.0)), (LESS, Context(step=900))]
-    assert run_of(Calibrate(), *unknown) == [0.0, 0.0]
+    stood = [(bracket(1.9, 0), Context(step=900 + step, loss=2.0)) for step in range(5)]
+    assert not any(run_of(Calibrate(), (LESS, Context(step=100, loss=1.0)), *stood))
+    unknown = [(LESS, Context(step=900 + step)) for step in range(5)]
+    assert not any(run_of(Calibrate(), (LESS, Context(step=100, loss=1.0)), *unknown))
 
 
 def test_below_the_schedule_as_given_it_returns_where_nothing_speaks_against_it() -> None:
@@ -297,3 +315,11 @@ def test_what_was_lowered_for_a_reason_does_not_return() -> None:
     calibrate = Calibrate()
     _, state = calibrate.retreat(calibrate.start(), Context(), worked=1.0)
     assert calibrate.step(state, QUIET, below)[0] == 0.0
+
+
+def test_looking_ahead_does_not_rise_above_the_cap() -> None:
+    """After a rewind early in the warm-up, what had worked is the limit for every move."""
+    ahead = replace(bracket(-9, 0), offset=0.5, curvature=None)
+    below = Context(shift=-0.1, warming=True)
+    assert Calibrate().step(CalibrateState(cap=0.0), ahead, below)[0] == pytest.approx(0.1)
+    assert Calibrate().step(CalibrateState(), ahead, below)[0] == pytest.approx(0.6)

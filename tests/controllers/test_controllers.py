@@ -132,7 +132,9 @@ def test_after_a_rewind_it_goes_on_with_a_state_of_its_own(controller: Controlle
     assert move <= 0.0
     assert from_plain(type(back), to_plain(back)) == back
     if not isinstance(controller, Calibrate):
-        assert (move, back) == (0.0, controller.start())
+        assert back == controller.start()
+    if not isinstance(controller, (Calibrate, Regularize)):
+        assert move == 0.0
     following, _ = controller.step(back, sure(-0.1, 1.0), CONTEXT)
     assert math.isfinite(following)
 

@@ -62,6 +62,8 @@ def test_a_model_that_fits_training_data_better_is_not_held_back_less() -> None:
 def test_a_model_that_fits_both_alike_is_not_held_back_more() -> None:
     regularize = rule(need=0.05)
     assert move(regularize, slope(-1.0), loss=1.91) == 0.0
+    assert move(regularize, slope(-1.0), loss=2.09) == 0.0
+    assert move(regularize, slope(-1.0), loss=2.11) == pytest.approx(0.1), "training loss is of another kind"
     assert move(regularize, slope(-1.0), loss=1.89) == pytest.approx(0.1)
     assert move(regularize, slope(-1.0), loss=None) == pytest.approx(0.1)
 
@@ -116,7 +118,29 @@ def test_after_a_rewind_it_goes_back_to_the_value_that_worked_but_not_up() -> No
     context = Context(schedule_next=0.1, shift=1.0)
     move, after = regularize.retreat(state, context, 0.1 * math.e**0.25)
     assert move == pytest.approx(0.25 - 1.0)
-    assert (after.total, after.variance) == (0.0, 0.0), "what led there is forgotten"
-    assert (after.gap, after.seen) == (state.gap, state.seen), "how well it fits is not"
+    assert after == regularize.start(), "what led there is forgotten"
     assert regularize.retreat(state, context, 0.1 * math.e**1.5)[0] == 0.0
     assert regularize.retreat(state, context, 0.0)[0] == 0.0
+
+
+def test_a_loss_that_once_was_enormous_does_not_rule_for_ever() -> None:
+    """The fourth window in a row that says the opposite begins the sum anew."""
+    regularize = rule(memory=0.99)
+    spike = (Estimate(slope=-50.0, stderr=25.0, level=2.0), Context())
+    after = moves(regularize, spike, *[(slope(0.02), Context())] * 5)[1:]
+    assert after == [0.0, 0.0, 0.0, pytest.approx(-0.1), pytest.approx(-0.1)]
+
+
+def test_numbers_that_overflow_are_not_remembered() -> None:
+    regularize = rule()
+    moved, state = regularize.step(regularize.start(), Estimate(slope=1e200, stderr=1e200), Context(base=1e-200))
+    assert moved == 0.0
+    assert (state.total, state.variance) == (0.0, 0.0)
+
+
+def test_one_wrecked_window_does_not_fill_the_mean_gap() -> None:
+    """A held-out loss of 1000 counts as a gap of 1, not of 999: the mean with the next window is 0.41."""
+    regularize = rule(gap=0.5)
+    wrecked = (slope(1.0, level=1000.0), Context(loss=1.0))
+    fine = (slope(1.0, level=1.0), Context(loss=1.0))
+    assert moves(regularize, wrecked, fine, fine)[1:] == [pytest.approx(-0.1)] * 2
