@@ -241,8 +241,9 @@ class Engine:
 
         Args:
             losses: one 0-dim tensor for each replica of this process (or a [local] tensor). They stay on the
-                device until the window ends. Without any in a window the training loss cannot judge it: replicas
-                still converge, and no base is moved by it.
+                device until the window ends. Each is the mean over its replica's batch, on the scale of the probe's
+                loss: some controllers compare the two. Without any in a window the training loss cannot judge it:
+                replicas still converge, and no base is moved by it.
 
         Raises:
             StepError: the run is over, or a loss is not a scalar.
