@@ -367,3 +367,12 @@ def test_every_task_builds_and_keeps_its_promises() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="no task is called nonsense; there are"):
         found.chosen(found.all_tasks(), ["nonsense"], "task")
+
+
+def test_a_start_that_is_another_by_another_name_is_one_case(bench: Callable[..., int], tmp_path: Path) -> None:
+    """Ten times a dropout of 0 is the right start: it does not count twice in ranks."""
+    starts = (Start("lr x1"), Start("dropout x10", dropout=10), Start("lr x3", lr=3))
+    assert bench(task=replace(TASK, starts=starts, grid=Grid((1e-2,), (1e-4,), (0.0,)))) == 0
+    text = (tmp_path / "docs" / "report.md").read_text()
+    assert "mean rank over 2 cases" in text
+    assert "Incomplete" not in text

@@ -34,6 +34,7 @@ EXAMPLES: list[Spec] = [
     # controllers
     hdet.Hold(),
     hdet.Gated(0.06, gate=0.0, saturation=2.0, memory=0.7),
+    hdet.Regularize(0.4, memory=0.8, full=30, raise_after=0.3),
     Momentum(),
     hdet.Newton(),
     hdet.Paper(floor=1e-9),

@@ -13,7 +13,7 @@ from search_parts.cell import Result
 from search_parts.contender import Contender
 from search_parts.statistics import Array, Case, Interval, Standing, over_seeds, standings
 from search_parts.sweep import Best
-from search_parts.task import Task
+from search_parts.task import Setting, Task
 
 Runs = dict[int, Result]
 FIXED = "cosine"
@@ -63,8 +63,14 @@ class Findings:
         return sum(sweep.failed(self.tasks[task], run.test) for run in self.runs[task, start, contender].values())
 
     def cases(self) -> list[Case]:
-        """Every (task, start)."""
-        return [(task.name, start.name) for task in self.tasks.values() for start in task.starts]
+        """Every (task, start), without starts that are an earlier one by another name: ten times a dropout of 0."""
+        found: list[Case] = []
+        for task in self.tasks.values():
+            named: dict[Setting, Case] = {}
+            for start in task.starts:
+                named.setdefault(start.setting(self.best[task.name].setting), (task.name, start.name))
+            found += named.values()
+        return found
 
     def complete(self) -> list[Case]:
         """Those that all contenders have run with all seeds."""

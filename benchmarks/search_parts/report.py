@@ -43,8 +43,9 @@ def write(findings: Findings, folder: Path, command: str) -> Path:
 
 
 def _head(findings: Findings, command: str) -> list[str]:
-    there = sum(len(runs) for runs in findings.runs.values())
-    wanted = len(findings.cases()) * len(findings.contenders) * findings.seeds
+    cases = findings.cases()
+    there = sum(len(findings.runs[(*case, name)]) for case in cases for name in findings.contenders)
+    wanted = len(cases) * len(findings.contenders) * findings.seeds
     lines = [
         "# One run's compute, badly set hyperparameters",
         "",
@@ -54,7 +55,8 @@ def _head(findings: Findings, command: str) -> list[str]:
         "",
         "The oracle is the fixed cosine schedule at the best setting of a sweep. That setting is chosen "
         "on seeds of its own; the starting points are factors on it. Regret is the test loss above the "
-        "oracle's of the same seed.",
+        "oracle's of the same seed. A starting point that is another by another name (ten times a dropout of 0) "
+        "is no case of its own.",
         "A run that is not finite, or ends above what a model that knows nothing gets, has failed: it is "
         "counted, ranked last, and enters means as having learnt nothing.",
         "",
