@@ -95,5 +95,5 @@ TASK = DenoisingTask(
     grid=Grid(doubling(0.002, 7), (0.03, 0.3, 1.0), (0.0, 0.1)),
     starts=LEARNING_RATES + DECAYS + DROPOUTS + ALL_OFF,
     micro_batches=4,
-    shorter=2,
+    shorter=4,
 )

@@ -115,6 +115,6 @@ TASK = TableTask(
     grid=Grid(doubling(0.002, 8), (0.03, 0.3, 3.0), (0.0, 0.1, 0.3)),
     starts=LEARNING_RATES + DECAYS + DROPOUTS + ALL_OFF,
     micro_batches=4,
-    shorter=2,
+    shorter=4,
     development=True,
 )
