@@ -64,7 +64,7 @@ class Calibrate(Controller):
       the time, and it means nothing.
     - Return: below the schedule as given (mu < 0), where the last weights do not call for less and nothing but the look
       ahead has brought it down: mu += `back`, up to 0. Early in a run the loss is sharper than it will be, and looking
-      ahead lowers too far (with SGD, by 4); what the user set is the better guess until something speaks against it.
+      ahead lowers too far; what the user set is the better guess until something speaks against it.
     - Cap: the first time that `t_last > significance` in `patience` consecutive warm-up windows, the peak may
       from then on be `headroom` times the present value at most: mu <= mu + log(headroom s). If mu is above
       that, it is brought down at once.

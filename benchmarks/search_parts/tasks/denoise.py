@@ -12,6 +12,7 @@ from hdet.nn import Dropout
 from hdet.tasks import Digits
 from hdet.tasks.draws import draws
 from search_parts.digits import DigitsProblem
+from search_parts.examples import built
 from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Task, doubling
 
 NOISE, WIDTH, CODE = 0.5, 128, 24
@@ -40,9 +41,7 @@ class DenoisingProblem(DigitsProblem):
     """Pairs of noisy and clean pixels, both in units of the pixels' standard deviation (0.38)."""
 
     def model(self) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.workload.seed)
-            return Autoencoder(self.workload.task.dropout)
+        return built(self.workload.seed, lambda: Autoencoder(self.workload.task.dropout))
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         return self.workload.groups(model)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor, nn
 
 from hdet.nn import CrossEntropyLoss, Dropout
 from hdet.tasks import Digits
 from search_parts.digits import DigitsProblem
+from search_parts.examples import built
 from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Task, doubling
 
 CHANNELS = 16
@@ -44,9 +44,7 @@ class ConvProblem(DigitsProblem):
     """The digits, for another model."""
 
     def model(self) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.workload.seed)
-            return ConvNet(self.workload.task.dropout)
+        return built(self.workload.seed, lambda: ConvNet(self.workload.task.dropout))
 
 
 class ConvTask(Task):

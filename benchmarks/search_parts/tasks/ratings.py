@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import hdet.nn
-from hdet.tasks.draws import draws
-from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Problem, Task, doubling
+from search_parts.examples import DrawnProblem
+from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Task, doubling
 
 USERS, ITEMS, TRUE_RANK, RANK = 300, 200, 4, 16
 NOISE = 0.5  # the best possible mean square error is its square, 0.25
@@ -63,11 +63,10 @@ class Factors(nn.Module):
         return product + self.user_bias(user)[:, 0] + self.item_bias(item)[:, 0]  # type: ignore[no-any-return]
 
 
-class RatingsProblem(Problem):
-    """The generated ratings, in batches that follow a seed."""
+class RatingsProblem(DrawnProblem):
+    """The generated ratings."""
 
-    def __init__(self, *, seed: int, batch: int, probe: int, dropout: float) -> None:
-        self.seed, self.size, self.probe_size, self.rate = seed, batch, probe, dropout
+    splits = ratings
 
     def model(self) -> nn.Module:
         return Factors(self.rate, torch.Generator().manual_seed(self.seed))
@@ -79,31 +78,9 @@ class RatingsProblem(Problem):
             {"name": "biases", "params": [p for name, p in named if "bias" in name], "weight_decay": 0.0},
         ]
 
-    def batch(self, step: int) -> Ratings:
-        return self._examples("train", self.size, step)
-
-    def loss(self, model: nn.Module, batch: Ratings) -> Tensor:
-        return self.example_losses(model, batch).mean()
-
-    def probe(self, window: int) -> Ratings:
-        return self._examples("probe", self.probe_size, window)
-
     def example_losses(self, model: nn.Module, batch: Ratings) -> Tensor:
         user, item, rating = batch
         return (model(user, item) - rating).square()  # type: ignore[no-any-return]
-
-    def test_loss(self, model: nn.Module) -> float:
-        training = model.training
-        model.eval()
-        with torch.no_grad():
-            loss = float(self.loss(model, ratings()["test"]))
-        model.train(training)
-        return loss
-
-    def _examples(self, split: str, count: int, step: int) -> Ratings:
-        user, item, rating = ratings()[split]
-        rows = torch.from_numpy(draws(count, below=len(user), seed=self.seed, stream=split, step=step))
-        return user[rows], item[rows], rating[rows]
 
 
 class RatingsTask(Task):

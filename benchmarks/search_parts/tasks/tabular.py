@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hdet.nn import Dropout
-from hdet.tasks.draws import draws
-from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Problem, Task, doubling
+from search_parts.examples import DrawnProblem, built
+from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Task, doubling
 
 COLUMNS, WIDTH = 10, 64
 SIZES = {"train": 1000, "probe": 500, "test": 4000}
@@ -53,49 +52,17 @@ class Regressor(nn.Module):
         return self.layers(rows)[:, 0]  # type: ignore[no-any-return]
 
 
-class TableProblem(Problem):
-    """The generated table, in batches that follow a seed."""
+class TableProblem(DrawnProblem):
+    """The generated table."""
 
-    def __init__(self, *, seed: int, batch: int, probe: int, dropout: float) -> None:
-        self.seed, self.size, self.probe_size, self.rate = seed, batch, probe, dropout
+    splits = table
 
     def model(self) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            return Regressor(self.rate)
-
-    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        parameters = list(model.parameters())
-        return [
-            {"name": "matrices", "params": [p for p in parameters if p.dim() >= 2]},
-            {"name": "vectors", "params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-
-    def batch(self, step: int) -> Rows:
-        return self._rows("train", self.size, step)
-
-    def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        return self.example_losses(model, batch).mean()
-
-    def probe(self, window: int) -> Rows:
-        return self._rows("probe", self.probe_size, window)
+        return built(self.seed, lambda: Regressor(self.rate))
 
     def example_losses(self, model: nn.Module, batch: Rows) -> Tensor:
         rows, target = batch
         return (model(rows) - target).square()  # type: ignore[no-any-return]
-
-    def test_loss(self, model: nn.Module) -> float:
-        training = model.training
-        model.eval()
-        with torch.no_grad():
-            loss = float(self.loss(model, table()["test"]))
-        model.train(training)
-        return loss
-
-    def _rows(self, split: str, count: int, step: int) -> Rows:
-        columns, target = table()[split]
-        chosen = torch.from_numpy(draws(count, below=len(target), seed=self.seed, stream=split, step=step))
-        return columns[chosen], target[chosen]
 
 
 class TableTask(Task):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdet.nn import Dropout
-from hdet.tasks.draws import draws
-from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Problem, Task, doubling
+from search_parts.examples import DrawnProblem, built
+from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Task, doubling
 
 INPUTS, TEACHER, STUDENT, CLASSES = 12, 32, 96, 6
 SIZES = {"train": 1500, "probe": 500, "test": 3000}
@@ -58,49 +57,17 @@ class Student(nn.Module):
         return self.layers(inputs)  # type: ignore[no-any-return]
 
 
-class TeacherProblem(Problem):
-    """The generated examples, in batches that follow a seed."""
+class TeacherProblem(DrawnProblem):
+    """The generated examples."""
 
-    def __init__(self, *, seed: int, batch: int, probe: int, dropout: float) -> None:
-        self.seed, self.size, self.probe_size, self.rate = seed, batch, probe, dropout
+    splits = examples
 
     def model(self) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            return Student(self.rate)
-
-    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        parameters = list(model.parameters())
-        return [
-            {"name": "matrices", "params": [p for p in parameters if p.dim() >= 2]},
-            {"name": "biases", "params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-
-    def batch(self, step: int) -> Examples:
-        return self._drawn("train", self.size, step)
-
-    def loss(self, model: nn.Module, batch: Examples) -> Tensor:
-        return self.example_losses(model, batch).mean()
-
-    def probe(self, window: int) -> Examples:
-        return self._drawn("probe", self.probe_size, window)
+        return built(self.seed, lambda: Student(self.rate))
 
     def example_losses(self, model: nn.Module, batch: Examples) -> Tensor:
         inputs, classes = batch
         return F.cross_entropy(model(inputs), classes, reduction="none")
-
-    def test_loss(self, model: nn.Module) -> float:
-        training = model.training
-        model.eval()
-        with torch.no_grad():
-            loss = float(self.loss(model, examples()["test"]))
-        model.train(training)
-        return loss
-
-    def _drawn(self, split: str, count: int, step: int) -> Examples:
-        inputs, classes = examples()[split]
-        rows = torch.from_numpy(draws(count, below=len(classes), seed=self.seed, stream=split, step=step))
-        return inputs[rows], classes[rows]
 
 
 class TeacherTask(Task):

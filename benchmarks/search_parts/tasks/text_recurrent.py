@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from hdet.nn import CrossEntropyLoss
 from hdet.tasks import Text
+from search_parts.examples import built
 from search_parts.task import ALL_OFF, DECAYS, LEARNING_RATES, Grid, Task, doubling
 from search_parts.text import IGNORANCE, TextProblem
 
@@ -32,9 +32,7 @@ class RecurrentProblem(TextProblem):
     """The text, for another model."""
 
     def model(self) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.workload.seed)
-            return Recurrent()
+        return built(self.workload.seed, Recurrent)
 
 
 class RecurrentTask(Task):

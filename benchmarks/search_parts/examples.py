@@ -1,0 +1,62 @@
+"""Examples that were generated once and are drawn with replacement, as several tasks share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hdet.tasks.draws import draws
+from search_parts.task import Problem
+
+Examples = tuple[Tensor, ...]
+
+
+def built(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
+    """A model whose first weights follow a seed; torch's own generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build()
+
+
+class DrawnProblem(Problem):
+    """Columns of the splits `train`, `probe` and `test`, in batches that follow a seed.
+
+    A task says what the splits are, what the model is, and what each example loses.
+    """
+
+    splits: ClassVar[Callable[[], Mapping[str, Examples]]]
+
+    def __init__(self, *, seed: int, batch: int, probe: int, dropout: float) -> None:
+        self.seed, self.size, self.probe_size, self.rate = seed, batch, probe, dropout
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        parameters = list(model.parameters())
+        return [
+            {"name": "matrices", "params": [p for p in parameters if p.dim() >= 2]},
+            {"name": "vectors", "params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+
+    def batch(self, step: int) -> Examples:
+        return self._drawn("train", self.size, step)
+
+    def loss(self, model: nn.Module, batch: Examples) -> Tensor:
+        return self.example_losses(model, batch).mean()
+
+    def probe(self, window: int) -> Examples:
+        return self._drawn("probe", self.probe_size, window)
+
+    def test_loss(self, model: nn.Module) -> float:
+        training = model.training
+        model.eval()
+        with torch.no_grad():
+            loss = float(self.loss(model, type(self).splits()["test"]))
+        model.train(training)
+        return loss
+
+    def _drawn(self, split: str, count: int, step: int) -> Examples:
+        columns = type(self).splits()[split]
+        rows = torch.from_numpy(draws(count, below=len(columns[0]), seed=self.seed, stream=split, step=step))
+        return tuple(column[rows] for column in columns)
