@@ -391,7 +391,8 @@ class Engine:
                     loss,
                 )
             if self.watch is not None:
-                self._guard(self.watch, harvest, bases, faults, moves)
+                ahead = {name: moves[name] for name, estimate in estimates.items() if estimate.offset > 0}
+                self._guard(self.watch, harvest, bases, ahead, faults, moves)
         else:
             self._restore(faults)
             if self.watch is not None:
@@ -455,23 +456,30 @@ class Engine:
         watch: Watch,
         harvest: Harvest,
         bases: Mapping[str, float],
+        ahead: Mapping[str, float],
         faults: list[dict[str, Any]],
         moves: dict[str, float],
     ) -> None:
         """Let the guard see the merged point; go back to an earlier one where it says so."""
         self._home.advance(now=True)
-        if watch.look(harvest, bases):
-            watch.go_back(self.step_count)
-            for collector in self.collectors:
-                collector.forget()
-            faults.append({"kind": "rewound", "step": watch.held.step})
-            self._retreat(watch.bases, moves)
+        turn = watch.look(harvest, bases, ahead)
+        if turn is None:
+            return
+        faults.append({"kind": turn, "step": watch.go_back(turn, self.step_count)})
+        for collector in self.collectors:
+            collector.forget()
+        self._retreat(watch.bases if turn == "rewound" else None, moves)
 
-    def _retreat(self, worked: Mapping[str, float], moves: dict[str, float]) -> None:
-        """Training went wrong after the bases were these: every controller may keep away from what did it."""
+    def _retreat(self, worked: Mapping[str, float] | None, moves: dict[str, float]) -> None:
+        """Training went wrong after the bases were these: every controller may keep away from what did it.
+
+        Args:
+            worked: None where the run begins anew.
+        """
+        at = self.step_count, self.total_steps, self.window.index
         for knob in self.knobs:
             knob.forget()
-            moves[knob.name] += knob.retreat(worked[knob.name], self.step_count, self.total_steps, self.window.index)
+            moves[knob.name] += knob.restart(*at) if worked is None else knob.retreat(worked[knob.name], *at)
 
     def _faults(
         self, table: np.ndarray[Any, np.dtype[np.float64]], valid: np.ndarray[Any, np.dtype[np.bool_]]

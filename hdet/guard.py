@@ -23,6 +23,10 @@ class Guard(Spec, family="guard"):
         raise NotImplementedError
 
 
+Turn = Literal["rewound", "restarted"]
+"""What a guard decides: to go on from the best point of the run, or to begin anew from its first weights."""
+
+
 @register
 class Rewind(Guard):
     """Go back to the best point of the run if a long stretch since then was in vain, and continue slower.
@@ -36,14 +40,23 @@ class Rewind(Guard):
     Then weights, buffers and optimizer return to that point, the step count goes on, and every controller is told
     (`Controller.retreat`): `Calibrate` continues below the rate that had worked there.
 
+    There is damage that no loss tells in time: first steps that were far too large can leave a network that goes on
+    learning, and stays behind to the end. What tells of them is evidence taken ahead of the base during the warm-up
+    (`Estimate.offset`, see `Line`). If it brought a rate down by a factor of `overshoot` in all, those few steps count
+    as lost: the run begins anew from its first weights, once, its step count goes on, and every controller is told
+    (`Controller.restart`). Until looking ahead is over the first weights are kept as well.
+
     Args:
         patience: how many times longer the run must be than it was at its best point.
         significance: standard errors of the paired held-out difference.
+        overshoot: the factor above which a rate that looking ahead brought down was far too large; None never begins
+            anew.
         keep: where the best point is kept: one more copy of weights and optimizer state, on the host by default.
     """
 
     patience: float = Field(default=1.5, gt=1, le=100)
     significance: float = Field(default=3.0, gt=0, le=100)
+    overshoot: float | None = Field(default=5.0, gt=1, le=1000)
     keep: Literal["host", "device"] = "host"
 
     def watch(self, scene: Scene) -> Watch:
@@ -51,29 +64,51 @@ class Rewind(Guard):
 
 
 class Watch:
-    """Keeps the best point of a run."""
+    """Keeps the best point of a run, and until looking ahead is over the first."""
 
     def __init__(self, spec: Rewind, scene: Scene) -> None:
         self.spec = spec
         self.scene = scene
-        self.held = Anchor(*scene.replicas.hosts[0], device="cpu" if spec.keep == "host" else None)
+        self.held = self._anchor()
         self.lowest = math.inf
         self.since = 0
         self.bases: dict[str, float] = {}
+        self.first: Anchor | None = None
+        self.ahead: dict[str, float] = {}
+        if spec.overshoot is not None:
+            self.first = self._anchor()
+            self.first.take(0)
 
-    def look(self, harvest: Harvest, bases: Mapping[str, float]) -> bool:
-        """Whether the run should go back; else takes the point if it is the best so far.
+    def look(self, harvest: Harvest, bases: Mapping[str, float], ahead: Mapping[str, float]) -> Turn | None:
+        """Whether, and where to, the run should go back; else takes the point if it is the best so far.
 
-        Call when the replicas have been merged. `bases` are the window's.
+        Call when the replicas have been merged.
+
+        Args:
+            bases: the window's.
+            ahead: the moves, in coordinates, that evidence taken ahead of the base called for.
         """
+        if self._overshot(ahead):
+            return "restarted"
         loss, step = float(harvest.losses[harvest.valid].mean()), harvest.window.stop
         if loss < self.lowest:
             self.held.take(step)
             self.lowest, self.since, self.bases = loss, step, dict(bases)
-            return False
+            return None
         if not self.bases or step < self.spec.patience * self.since:
+            return None
+        return "rewound" if self._lost(harvest) > self.spec.significance else None
+
+    def _overshot(self, ahead: Mapping[str, float]) -> bool:
+        """Whether looking ahead, while it lasts, has shown that the first steps were far too large."""
+        if self.first is None or self.spec.overshoot is None:
             return False
-        return self._lost(harvest) > self.spec.significance
+        if not ahead:
+            self.first, self.ahead = None, {}
+            return False
+        for name, move in ahead.items():
+            self.ahead[name] = self.ahead.get(name, 0.0) + move
+        return min(self.ahead.values()) < -math.log(self.spec.overshoot)
 
     def _lost(self, harvest: Harvest) -> float:
         """t of the held-out loss now against that at the held point."""
@@ -88,26 +123,45 @@ class Watch:
         rows = scene.replicas.gather(torch.cat([then, now]).expand(len(scene.replicas.local), -1))
         return along((0.0, 1.0), rows[0].reshape(2, -1)).t
 
-    def go_back(self, step: int) -> None:
-        """Put the held point into every model; it is given until `patience * step` to be bettered."""
+    def go_back(self, turn: Turn, step: int) -> int:
+        """Put a point into every model; the best one is given until `patience * step` to be bettered.
+
+        Returns:
+            How many steps the point has had.
+        """
+        point = self.held
+        if turn == "restarted" and self.first is not None:
+            point = self.first
+            self.first, self.ahead = None, {}
+            self.lowest, self.bases = math.inf, {}
         self.scene.replicas.restored(merged=True)
         for model, optimizer in self.scene.replicas.hosts:
-            self.held.restore(model, optimizer)
+            point.restore(model, optimizer)
         self.since = step
+        return point.step
 
     def state_dict(self) -> dict[str, Any]:
-        """The best point and what is known of it."""
+        """The best point and what is known of it; the first one while it is kept."""
         return {
             "lowest": self.lowest,
             "since": self.since,
             "bases": dict(self.bases),
             "held": self.held.state_dict() if self.bases else None,
+            "ahead": dict(self.ahead),
+            "first": self.first.state_dict() if self.first is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`; without a held point (a sharded checkpoint has none) the watch starts anew."""
+        self.first, self.ahead = None, {}
+        if state["first"] is not None:
+            self.first, self.ahead = self._anchor(), dict(state["ahead"])
+            self.first.load_state_dict(state["first"])
         if state["held"] is None:
             self.lowest, self.since, self.bases = math.inf, 0, {}
             return
         self.lowest, self.since, self.bases = state["lowest"], state["since"], dict(state["bases"])
         self.held.load_state_dict(state["held"])
+
+    def _anchor(self) -> Anchor:
+        return Anchor(*self.scene.replicas.hosts[0], device="cpu" if self.spec.keep == "host" else None)

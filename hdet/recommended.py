@@ -193,6 +193,6 @@ def describe(choices: list[Choice]) -> str:
         lines.append(f"  {mark} {choice.subject}: {choice.reason}")
     lines.append(
         "  a guard: where training stands still and the held-out loss got worse, it goes back to the best point and on "
-        "with a lower rate"
+        "with a lower rate; where the first steps were far too large it begins anew"
     )
     return "\n".join(lines)

@@ -45,7 +45,7 @@ class Stateful:
     - `optimizer`: by parameter name, its state's tensors.
     - `control`: bytes by `torch.save` of plain numbers: window, step, bases, controllers, parameter groups.
 
-    What a guard would go back to is not in it: after a load it looks for the best point anew.
+    What a guard would go back to is not in it: after a load it looks for the best point anew, and has no first one.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -118,7 +118,7 @@ class Stateful:
                 **{key: control[key] for key in ("format", "config", "size", "window", "finished", "restores")},
                 "knobs": control["knobs"],
                 "collectors": control["collectors"],
-                "watch": {"held": None} if self.engine.watch is not None else None,
+                "watch": {"held": None, "first": None} if self.engine.watch is not None else None,
                 "open": None,
                 "opening": opening or None,
                 "converged": {"step": control["step"], **shared},

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -236,6 +237,75 @@ def test_where_all_replicas_became_non_finite_the_rate_retreats_too(guard: Guard
     assert knob.state.cap == pytest.approx(math.log(worked / knob.schedule(24)))
 
 
+# -- first steps that were far too large ----------------------------------------------------------
+
+
+def looking_ahead(peak: float, guard: Guard | None = None, **options: Any) -> Engine:
+    """Windows of 8; the warm-up is looked ahead of for four of them."""
+    knob = hdet.LearningRate(
+        schedule=hdet.Cosine(peak, STEPS, warmup=0.5), bounds=(0.0, 1e4), controller=hdet.Calibrate()
+    )
+    return make(peak, guard=guard, knobs=[knob], evidence=hdet.Line(), **options)
+
+
+def restarts(records: list[hdet.WindowRecord]) -> list[tuple[int, int]]:
+    return [
+        (record.stop, fault["step"]) for record in records for fault in record.faults if fault["kind"] == "restarted"
+    ]
+
+
+@pytest.mark.parametrize(("copies", "n"), [(False, 1), (False, 2), (True, 2)])
+def test_where_looking_ahead_brought_the_rate_down_far_the_run_begins_anew(
+    copies: bool, n: int, assert_same: Any
+) -> None:
+    """From its first weights, optimizer and buffers, at a third of the rate it had come to; once."""
+    model = network(nn.BatchNorm1d(16))
+    first = copy.deepcopy(model.state_dict())
+    engine = looking_ahead(10.0, Rewind(overshoot=1.3), model=model, copies=copies, n=n)
+    records = []
+    while not records or not restarts(records[-1:]):
+        records += train(engine, engine.step_count + WINDOW)
+        assert engine.step_count < 32  # looking ahead is over then
+    assert restarts(records) == [(engine.step_count, 0)]
+    lowered = [record.moves["learning_rate"] for record in records]
+    lowered[-1] += math.log(3.0)
+    assert sum(lowered) < -math.log(1.3) < sum(lowered[:-1])
+    for own, optimizer in engine.hosts:
+        assert_same(own.state_dict(), first)
+        assert optimizer.state_dict()["state"] == {}
+    rest = train(engine)
+    assert restarts(rest) == []
+
+
+def test_it_begins_anew_only_while_it_looks_ahead() -> None:
+    """What brings the rate down later is another matter: the weights are worth something by then."""
+    engine = looking_ahead(0.01, Rewind(overshoot=1.01))
+    train(engine, 40)
+    (knob,) = engine.knobs
+    assert engine.watch is not None
+    scene = engine.watch.scene
+    harvest = hdet.evidence.Harvest(engine.window, np.array([1.0]), np.array([True]))
+    assert scene is not None
+    assert engine.watch.first is None
+    assert engine.watch.look(harvest, engine.bases, {knob.name: -5.0}) is None
+
+
+@pytest.mark.parametrize(("peak", "overshoot"), [(0.003, 5.0), (10.0, None), (10.0, 1000.0)])
+def test_where_it_did_not_the_run_goes_on(peak: float, overshoot: float | None) -> None:
+    engine = looking_ahead(peak, Rewind(overshoot=overshoot))
+    assert restarts(train(engine, 80)) == []
+
+
+def test_it_counts_what_was_lowered_in_all() -> None:
+    """What was raised again in between counts against it, and each knob is counted by itself."""
+    watch = looking_ahead(0.01, Rewind(overshoot=math.exp(1.0))).watch
+    assert watch is not None
+    assert not watch._overshot({"one": -0.6, "two": 0.0})
+    assert not watch._overshot({"one": 0.3, "two": -0.6})
+    assert not watch._overshot({"one": -0.6, "two": -0.3})
+    assert watch._overshot({"one": 0.0, "two": -0.2})
+
+
 # -- runs that do not -----------------------------------------------------------------------------
 
 
@@ -302,6 +372,23 @@ def test_a_resume_is_the_same_run_bit_for_bit(stop: int, assert_same: Any) -> No
     assert_same(second.watch.state_dict(), whole.watch.state_dict())  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("stop", [4, 12, 20, 28, 40])
+def test_a_resume_before_or_after_a_new_start_is_the_same_run_bit_for_bit(stop: int, assert_same: Any) -> None:
+    whole = looking_ahead(10.0, Rewind(overshoot=2.0))
+    records = train(whole, 80)
+    assert restarts(records)
+    first = looking_ahead(10.0, Rewind(overshoot=2.0))
+    train(first, stop)
+    second = looking_ahead(10.0, Rewind(overshoot=2.0), model=network())
+    with torch.no_grad():
+        second.hosts[0][0][0].weight.add_(1.0)  # type: ignore[operator, index, union-attr]
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    rest = train(second, 80)
+    assert restarts(rest) == [each for each in restarts(records) if each[0] > stop]
+    assert_same(second.hosts[0][0].state_dict(), whole.hosts[0][0].state_dict())
+    assert_same(second.watch.state_dict(), whole.watch.state_dict())  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("signal", [None, hdet.TrainingLoss()])
 def test_without_a_probe_it_is_refused(signal: Any) -> None:
     with pytest.raises(hdet.ConfigError, match=r"guard=Rewind\(\) compares the held-out loss.*signal=hdet\.Probe"):
@@ -314,7 +401,9 @@ def test_what_is_no_guard_is_refused(guard: Any) -> None:
         make(guard=guard)
 
 
-@pytest.mark.parametrize(("field", "value"), [("patience", 1.0), ("significance", 0.0), ("keep", "disk")])
+@pytest.mark.parametrize(
+    ("field", "value"), [("patience", 1.0), ("significance", 0.0), ("overshoot", 1.0), ("keep", "disk")]
+)
 def test_fields_are_bounded(field: str, value: Any) -> None:
     with pytest.raises(hdet.ConfigError, match=field):
         Rewind(**{field: value})

@@ -71,6 +71,8 @@ class Calibrate(Controller):
     - Hold otherwise. Averaged weights that were not read (`Estimate.nothing()`) lower nothing.
     - Retreat, after a rewind to a point where the value was b: mu is capped where the coming value would be b, and
       brought down to `slower` times below it, unless it is there already.
+    - Restart, where the run begins anew from its first weights: `slower` times below the present value, from where
+      it may be raised again without a cap.
 
     Args:
         significance: the |t| that is believed of the last iterate.
@@ -157,6 +159,11 @@ class Calibrate(Controller):
         cap = min(state.cap, worked_shift)
         move = min(0.0, cap - math.log(self.slower) - context.shift)
         return move, replace(state, cap=cap)
+
+    def restart(self, state: CalibrateState, context: Context) -> tuple[float, CalibrateState]:
+        """Come to the present value from `slower` times below: fresh weights want a warm-up."""
+        state = replace(state, warnings=0, lowest=math.inf, since=context.step, waited=0, slowed=0)
+        return -math.log(self.slower), state
 
     def _ahead(self, last: Estimate, context: Context) -> float:
         """The move that an estimate taken ahead of the base calls for."""

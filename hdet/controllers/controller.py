@@ -104,6 +104,16 @@ class Controller(Spec, family="controller"):
         """
         return 0.0, self.start()
 
+    def restart(self, state: Any, context: Context) -> tuple[float, Any]:
+        """The move and state with which to go on after the run began anew from its first weights (`hdet.Rewind`).
+
+        The base keeps what it has learnt. By default what was gathered besides is forgotten.
+
+        Args:
+            context: as for `step`, at the step the run goes on from.
+        """
+        return 0.0, self.start()
+
 
 def settled(move: float, settle: float, context: Context) -> float:
     """The move, faded linearly to zero over the last `settle` share of the run (0: not at all).

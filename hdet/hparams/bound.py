@@ -151,6 +151,12 @@ class BoundKnob:
         move, self.state = self.controller.retreat(self.state, context, worked)
         return self._move(float(move))
 
+    def restart(self, step: int, total_steps: int | None, window: int) -> float:
+        """The run began anew from its first weights. Returns the move made, as `judge` does."""
+        context = self._context(step, total_steps, window, None, 0)
+        move, self.state = self.controller.restart(self.state, context)
+        return self._move(float(move))
+
     def _context(
         self,
         step: int,

@@ -241,6 +241,17 @@ def test_it_is_not_raised_by_a_rewind() -> None:
     assert state.cap == pytest.approx(0.0)
 
 
+def test_a_new_start_is_made_from_below_and_leaves_the_way_up_open() -> None:
+    """Neither a cap nor "lowered": what was found is the better guess. The old losses say nothing of the new run."""
+    old = CalibrateState(warnings=1, lowest=0.4, since=10, waited=3, slowed=1)
+    context = Context(step=30, total_steps=100, warming=True, schedule_now=0.5, shift=-2.0)
+    move, state = Calibrate(slower=4.0).restart(old, context)
+    assert move == pytest.approx(-math.log(4.0))
+    assert state == CalibrateState(since=30)
+    returned, _ = Calibrate(back=0.2).step(state, bracket(0, 0), context)
+    assert returned == 0.2
+
+
 @pytest.mark.parametrize(("schedule", "worked"), [(0.0, 0.1), (0.1, 0.0)])
 def test_without_a_rate_to_compare_it_stays_as_it_was(schedule: float, worked: float) -> None:
     move, state = Calibrate().retreat(CalibrateState(cap=0.3, warnings=1), Context(schedule_next=schedule), worked)

@@ -139,6 +139,20 @@ def test_after_a_rewind_it_goes_on_with_a_state_of_its_own(controller: Controlle
     assert math.isfinite(following)
 
 
+@every_controller
+def test_after_a_new_start_it_goes_on_with_a_state_of_its_own(controller: Controller) -> None:
+    """What was gathered is forgotten, and the base is kept; only a rate is approached from below."""
+    _, state = controller.step(controller.start(), sure(0.2, 1.0), CONTEXT)
+    move, back = controller.restart(state, CONTEXT)
+    assert from_plain(type(back), to_plain(back)) == back
+    if isinstance(controller, Calibrate):
+        assert move == -math.log(controller.slower)
+    else:
+        assert (move, back) == (0.0, controller.start())
+    following, _ = controller.step(back, sure(-0.1, 1.0), CONTEXT)
+    assert math.isfinite(following)
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "named"),
     [
