@@ -379,7 +379,7 @@ class Engine:
             for collector in self.collectors:
                 estimates.update(collector.close(harvest))
             merged = self._converge(valid)
-            remaining, loss = self._windows_left(), _mean(losses[valid])
+            remaining = self._windows_left()
             for knob in self.knobs:
                 moves[knob.name] = knob.judge(
                     estimates[knob.name],
@@ -388,7 +388,7 @@ class Engine:
                     window.index,
                     remaining,
                     window.stop - window.start,
-                    loss,
+                    harvest.loss,
                 )
             if self.watch is not None:
                 ahead = {name: moves[name] for name, estimate in estimates.items() if estimate.offset > 0}
@@ -543,9 +543,3 @@ class Engine:
         for replica in self._home.local:
             first.setdefault(replica.host, replica.index)
         return [first[host] for host in range(len(self._home.hosts))]
-
-
-def _mean(losses: np.ndarray[Any, np.dtype[np.float64]]) -> float | None:
-    """Of the replicas' losses, where all were reported."""
-    mean = float(losses.mean())
-    return mean if math.isfinite(mean) else None

@@ -56,7 +56,7 @@ class Rewind(Guard):
 
     patience: float = Field(default=1.5, gt=1, le=100)
     significance: float = Field(default=3.0, gt=0, le=100)
-    overshoot: float | None = Field(default=5.0, gt=1, le=1000)
+    overshoot: float | None = Field(default=4.0, gt=1, le=1000)
     keep: Literal["host", "device"] = "host"
 
     def watch(self, scene: Scene) -> Watch:
@@ -90,8 +90,8 @@ class Watch:
         """
         if self._overshot(ahead):
             return "restarted"
-        loss, step = float(harvest.losses[harvest.valid].mean()), harvest.window.stop
-        if loss < self.lowest:
+        loss, step = harvest.loss, harvest.window.stop
+        if loss is not None and loss < self.lowest:
             self.held.take(step)
             self.lowest, self.since, self.bases = loss, step, dict(bases)
             return None

@@ -290,7 +290,7 @@ def test_it_begins_anew_only_while_it_looks_ahead() -> None:
     assert engine.watch.look(harvest, engine.bases, {knob.name: -5.0}) is None
 
 
-@pytest.mark.parametrize(("peak", "overshoot"), [(0.003, 5.0), (10.0, None), (10.0, 1000.0)])
+@pytest.mark.parametrize(("peak", "overshoot"), [(0.003, 4.0), (10.0, None), (10.0, 1000.0)])
 def test_where_it_did_not_the_run_goes_on(peak: float, overshoot: float | None) -> None:
     engine = looking_ahead(peak, Rewind(overshoot=overshoot))
     assert restarts(train(engine, 80)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -97,6 +98,12 @@ class Harvest:
     window: Window
     losses: NDArray[np.float64]
     valid: NDArray[np.bool_]
+
+    @property
+    def loss(self) -> float | None:
+        """Mean training loss over the valid replicas; None where one of them reported none."""
+        mean = float(self.losses[self.valid].mean())
+        return mean if math.isfinite(mean) else None
 
 
 class Collector:

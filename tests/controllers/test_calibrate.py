@@ -248,7 +248,7 @@ def test_a_new_start_is_made_from_below_and_leaves_the_way_up_open() -> None:
     move, state = Calibrate(slower=4.0).restart(old, context)
     assert move == pytest.approx(-math.log(4.0))
     assert state == CalibrateState(since=30)
-    returned, _ = Calibrate(back=0.2).step(state, bracket(0, 0), context)
+    returned, _ = Calibrate(drift=0.2).step(state, bracket(0, 0), context)
     assert returned == 0.2
 
 
@@ -304,14 +304,26 @@ def test_standing_still_is_no_reason_by_itself() -> None:
 
 
 def test_below_the_schedule_as_given_it_returns_where_nothing_speaks_against_it() -> None:
-    calibrate = Calibrate(back=0.25)
+    calibrate = Calibrate(drift=0.25)
     below = Context(shift=-0.6)
     assert run_of(calibrate, (QUIET, below))[0] == pytest.approx(0.25)
     assert run_of(calibrate, (QUIET, Context(shift=-0.1)))[0] == pytest.approx(0.1), "not above it"
     assert run_of(calibrate, (QUIET, Context(shift=0.3)))[0] == 0.0
     assert run_of(calibrate, (LESS, below))[0] == 0.0
     assert run_of(calibrate, (QUIET, Context(schedule_now=0.2, shift=-0.6, warming=True)))[0] == 0.0, "too early"
-    assert run_of(Calibrate(back=0.0), (QUIET, below))[0] == 0.0
+    assert run_of(Calibrate(drift=0.0), (QUIET, below))[0] == 0.0
+
+
+def test_in_the_warm_up_it_drifts_above_the_schedule_where_more_is_called_for_without_proof() -> None:
+    warming = Context(schedule_now=0.5, shift=0.3, warming=True)
+    calibrate = Calibrate(drift=0.25)
+    assert run_of(calibrate, (bracket(-0.5, 0), warming))[0] == pytest.approx(0.25)
+    assert run_of(calibrate, (bracket(0.5, 0), warming))[0] == 0.0
+    assert run_of(calibrate, (bracket(-0.5, 0.5), warming))[0] == 0.0, "averaged weights doubt it"
+    assert run_of(calibrate, (bracket(-0.5, 0), replace(warming, warming=False)))[0] == 0.0
+    assert run_of(calibrate, (bracket(-0.5, 0), replace(warming, schedule_now=0.2)))[0] == 0.0, "too early"
+    assert run_of(Calibrate(drift=0.0), (bracket(-0.5, 0), warming))[0] == 0.0
+    assert run_of(calibrate, (DOWN, warming), (bracket(-0.5, 0), warming))[1] == 0.0, "it was lowered"
 
 
 def test_what_was_lowered_for_a_reason_does_not_return() -> None:
