@@ -75,12 +75,12 @@ class ProbeSize:
                 continue  # before the resume
             found.append({"kind": "small_probe", "knob": name, "step": record.stop, "factor": round(factor, 1)})
             batches = len(self._probe.draw(record.window))
-            needed = f"{math.ceil(batches * factor)} batches" if factor < math.inf else "more than any"
+            needed = _batches(math.ceil(batches * factor)) if factor < math.inf else "more than any"
             nothing = "" if proven and factor <= HOPELESS else ", or the knob does nothing here"
             warnings.warn(
                 f"the probe is too small for {name}: over {WINDOWS} windows the |t| of its slope had a median of "
-                f"{t:.2f}. There are {batches} batches; |t| = 2 takes about {factor:.3g} times as many examples "
-                f"({needed}){nothing}",
+                f"{t:.2f}. The probe has {_batches(batches)}; a slope worth knowing would show with |t| = 2 in about "
+                f"{factor:.3g} times as many examples ({needed}){nothing}",
                 stacklevel=4,
             )
         return found
@@ -105,6 +105,10 @@ def growth(estimates: Sequence[Mapping[str, Any]]) -> tuple[float, float, bool]:
         seen.append(float(np.mean(WORTH * np.abs(levels) / errors)))
     largest = max(seen)
     return float(np.median(np.abs(t))), (PROOF / largest) ** 2 if largest > 0.0 else math.inf, proven
+
+
+def _batches(count: int) -> str:
+    return "1 batch" if count == 1 else f"{count} batches"
 
 
 def _column(estimates: Sequence[Mapping[str, Any]], key: str) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -100,7 +100,7 @@ def test_it_tells_once_after_enough_windows_that_taught_something() -> None:
     silent = [Estimate.nothing().to_dict(), {"slope": None, "stderr": None}]
     history = records([*silent, *estimates(STEADY * 3)])
     with pytest.warns(
-        UserWarning, match=r"too small for learning_rate: .* median of 0\.70\. There are 2 batches"
+        UserWarning, match=r"too small for learning_rate: .* median of 0\.70\. The probe has 2 batches"
     ) as told:
         faults = found(looker(), history)
     assert len(told) == 1

@@ -2,6 +2,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from windows import moves
 
 from hdet.controllers import Calibrate, CalibrateState, Context, Estimate
 from hdet.errors import ConfigError
@@ -259,14 +260,6 @@ def test_without_a_rate_to_compare_it_stays_as_it_was(schedule: float, worked: f
     assert state.lowered, "something went wrong all the same: it does not return by itself"
 
 
-def run_of(calibrate: Calibrate, *windows: tuple[Estimate, Context]) -> list[float]:
-    state, out = calibrate.start(), []
-    for estimate, context in windows:
-        moved, state = calibrate.step(state, estimate, context)
-        out.append(moved)
-    return out
-
-
 LESS, QUIET = bracket(3, 0), bracket(0, 0)
 
 
@@ -274,17 +267,17 @@ def test_training_that_stands_still_is_slowed_down() -> None:
     """The lowest loss at step 100: from step 150 on the last weights are believed, until the loss falls below it."""
     steps = ((100, 1.0), (120, 1.1), (130, 1.1), (149, 1.1), (150, 1.1), (200, 0.9), (299, 1.2), (300, 1.2))
     windows = [(LESS, Context(step=step, loss=loss)) for step, loss in steps]
-    assert run_of(Calibrate(stall=1.5, limit=0.4), *windows) == [0.0, 0.0, 0.0, 0.0, -0.4, 0.0, 0.0, 0.0]
+    assert moves(Calibrate(stall=1.5, limit=0.4), *windows) == [0.0, 0.0, 0.0, 0.0, -0.4, 0.0, 0.0, 0.0]
 
 
 def test_it_stands_still_only_after_three_windows() -> None:
     windows = [(LESS, Context(step=step, loss=loss)) for step, loss in ((10, 1.0), (20, 1.1), (30, 1.1), (40, 1.1))]
-    assert run_of(Calibrate(limit=0.4), *windows) == [0.0, 0.0, 0.0, -0.4]
+    assert moves(Calibrate(limit=0.4), *windows) == [0.0, 0.0, 0.0, -0.4]
 
 
 def test_it_is_slowed_down_three_times_and_then_waits_as_long_again() -> None:
     stood = [(LESS, Context(step=step, loss=2.0)) for step in range(110, 300, 10)]
-    moved = run_of(Calibrate(stall=1.5, limit=0.4), (LESS, Context(step=100, loss=1.0)), *stood)
+    moved = moves(Calibrate(stall=1.5, limit=0.4), (LESS, Context(step=100, loss=1.0)), *stood)
     assert [100 + 10 * number for number, each in enumerate(moved) if each] == [150, 160, 170, 260, 270, 280]
 
 
@@ -292,46 +285,46 @@ def test_averaged_weights_that_call_for_more_are_heard() -> None:
     def stood(t_avg: float) -> list[tuple[Estimate, Context]]:
         return [(bracket(3, t_avg), Context(step=step, loss=float(step))) for step in (100, 200, 300, 400)]
 
-    assert run_of(Calibrate(limit=0.4), *stood(-2.1))[-1] == 0.0
-    assert run_of(Calibrate(limit=0.4), *stood(-1.9))[-1] == -0.4
+    assert moves(Calibrate(limit=0.4), *stood(-2.1))[-1] == 0.0
+    assert moves(Calibrate(limit=0.4), *stood(-1.9))[-1] == -0.4
 
 
 def test_standing_still_is_no_reason_by_itself() -> None:
     stood = [(bracket(1.9, 0), Context(step=900 + step, loss=2.0)) for step in range(5)]
-    assert not any(run_of(Calibrate(), (LESS, Context(step=100, loss=1.0)), *stood))
+    assert not any(moves(Calibrate(), (LESS, Context(step=100, loss=1.0)), *stood))
     unknown = [(LESS, Context(step=900 + step)) for step in range(5)]
-    assert not any(run_of(Calibrate(), (LESS, Context(step=100, loss=1.0)), *unknown))
+    assert not any(moves(Calibrate(), (LESS, Context(step=100, loss=1.0)), *unknown))
 
 
 def test_below_the_schedule_as_given_it_returns_where_nothing_speaks_against_it() -> None:
     calibrate = Calibrate(drift=0.25)
     below = Context(shift=-0.6)
-    assert run_of(calibrate, (QUIET, below))[0] == pytest.approx(0.25)
-    assert run_of(calibrate, (QUIET, Context(shift=-0.1)))[0] == pytest.approx(0.1), "not above it"
-    assert run_of(calibrate, (QUIET, Context(shift=0.3)))[0] == 0.0
-    assert run_of(calibrate, (LESS, below))[0] == 0.0
-    assert run_of(calibrate, (QUIET, Context(schedule_now=0.2, shift=-0.6, warming=True)))[0] == 0.0, "too early"
-    assert run_of(Calibrate(drift=0.0), (QUIET, below))[0] == 0.0
+    assert moves(calibrate, (QUIET, below))[0] == pytest.approx(0.25)
+    assert moves(calibrate, (QUIET, Context(shift=-0.1)))[0] == pytest.approx(0.1), "not above it"
+    assert moves(calibrate, (QUIET, Context(shift=0.3)))[0] == 0.0
+    assert moves(calibrate, (LESS, below))[0] == 0.0
+    assert moves(calibrate, (QUIET, Context(schedule_now=0.2, shift=-0.6, warming=True)))[0] == 0.0, "too early"
+    assert moves(Calibrate(drift=0.0), (QUIET, below))[0] == 0.0
 
 
 def test_in_the_warm_up_it_drifts_above_the_schedule_where_more_is_called_for_without_proof() -> None:
     warming = Context(schedule_now=0.5, shift=0.3, warming=True)
     calibrate = Calibrate(drift=0.25)
-    assert run_of(calibrate, (bracket(-0.5, 0), warming))[0] == pytest.approx(0.25)
-    assert run_of(calibrate, (bracket(0.5, 0), warming))[0] == 0.0
-    assert run_of(calibrate, (bracket(-0.5, 0.5), warming))[0] == 0.0, "averaged weights doubt it"
-    assert run_of(calibrate, (bracket(-0.5, 0), replace(warming, warming=False)))[0] == 0.0
-    assert run_of(calibrate, (bracket(-0.5, 0), replace(warming, schedule_now=0.2)))[0] == 0.0, "too early"
-    assert run_of(Calibrate(drift=0.0), (bracket(-0.5, 0), warming))[0] == 0.0
-    assert run_of(calibrate, (DOWN, warming), (bracket(-0.5, 0), warming))[1] == 0.0, "it was lowered"
+    assert moves(calibrate, (bracket(-0.5, 0), warming))[0] == pytest.approx(0.25)
+    assert moves(calibrate, (bracket(0.5, 0), warming))[0] == 0.0
+    assert moves(calibrate, (bracket(-0.5, 0.5), warming))[0] == 0.0, "averaged weights doubt it"
+    assert moves(calibrate, (bracket(-0.5, 0), replace(warming, warming=False)))[0] == 0.0
+    assert moves(calibrate, (bracket(-0.5, 0), replace(warming, schedule_now=0.2)))[0] == 0.0, "too early"
+    assert moves(Calibrate(drift=0.0), (bracket(-0.5, 0), warming))[0] == 0.0
+    assert moves(calibrate, (DOWN, warming), (bracket(-0.5, 0), warming))[1] == 0.0, "it was lowered"
 
 
 def test_what_was_lowered_for_a_reason_does_not_return() -> None:
     below = Context(shift=-0.6)
-    assert run_of(Calibrate(), (DOWN, below), (QUIET, below)) == [pytest.approx(-0.2), 0.0]
+    assert moves(Calibrate(), (DOWN, below), (QUIET, below)) == [pytest.approx(-0.2), 0.0]
     # What looking ahead lowered does.
     ahead = replace(bracket(3, 0), offset=0.5, curvature=None)
-    moved = run_of(Calibrate(), (ahead, Context(warming=True)), (QUIET, below))
+    moved = moves(Calibrate(), (ahead, Context(warming=True)), (QUIET, below))
     assert moved[0] < 0
     assert moved[1] == pytest.approx(0.25)
     # What a rewind did does not.

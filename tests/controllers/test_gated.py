@@ -2,35 +2,32 @@ import math
 
 import numpy as np
 import pytest
+from windows import moves
 
 from hdet.controllers import Context, Estimate, Gated, GatedState
 
 
-def moves(gated: Gated, ts: list[float]) -> list[float]:
-    state, out = gated.start(), []
-    for t in ts:
-        move, state = gated.step(state, Estimate(slope=t, stderr=1.0), Context())
-        out.append(move)
-    return out
+def moves_at(gated: Gated, ts: list[float]) -> list[float]:
+    return moves(gated, *((Estimate(slope=t, stderr=1.0), Context()) for t in ts))
 
 
 def test_weight_decay_rule_by_hand() -> None:
     # u -= 0.5 clip(t / 4, +-1) if |t| > 1
     expected = [0, 0, -0.5 * 1.1 / 4, 0.25, -0.5, 0.5]
-    assert moves(Gated(0.5), [0.5, -1.0, 1.1, -2.0, 4.0, -9.0]) == pytest.approx(expected)
+    assert moves_at(Gated(0.5), [0.5, -1.0, 1.1, -2.0, 4.0, -9.0]) == pytest.approx(expected)
 
 
 def test_accumulating_rule_by_hand() -> None:
     # Z <- .7 Z + t, n <- .49 n + 1, u -= .06 clip(Z / sqrt n / 2, +-1), no gate.
     # t = 1, 1, -3: Z = 1, 1.7, -1.81; n = 1, 1.49, 1.7301.
     expected = [-0.03, -0.03 * 1.7 / math.sqrt(1.49), 0.03 * 1.81 / math.sqrt(1.7301)]
-    assert moves(Gated(0.06, gate=0, saturation=2, memory=0.7), [1, 1, -3]) == pytest.approx(expected)
+    assert moves_at(Gated(0.06, gate=0, saturation=2, memory=0.7), [1, 1, -3]) == pytest.approx(expected)
 
 
 def test_weak_windows_add_up_only_with_memory() -> None:
     weak = [0.7] * 8
-    assert not any(moves(Gated(), weak))
-    assert moves(Gated(memory=0.7), weak)[-1] < 0
+    assert not any(moves_at(Gated(), weak))
+    assert moves_at(Gated(memory=0.7), weak)[-1] < 0
 
 
 def test_accumulated_evidence_of_a_placebo_has_unit_variance() -> None:
@@ -94,7 +91,7 @@ def test_without_full_all_windows_count_alike() -> None:
     assert results[0][0] == pytest.approx(-0.4)
 
 
-def test_late_in_the_run_it_neither_listens_nor_moves() -> None:
+def test_late_in_the_run_it_neither_listens_nor_moves_at() -> None:
     gated, sure = Gated(0.4, until=0.85), Estimate(slope=9.0, stderr=1.0)
     assert [gated.listens(step, 100) for step in (0, 84, 85, 99)] == [True, True, False, False]
     assert gated.listens(10**9, None)

@@ -2,6 +2,7 @@ import math
 from typing import Any
 
 import pytest
+from windows import moves
 
 from hdet.controllers import Context, Estimate, Gated, GatedState, Regularize
 
@@ -12,14 +13,6 @@ def rule(**options: Any) -> Regularize:
 
 def slope(value: float, level: float | None = 2.0, span: float | None = None, t: float = 9.0) -> Estimate:
     return Estimate(slope=value, stderr=abs(value) / t, level=level, span=span)
-
-
-def moves(regularize: Regularize, *windows: tuple[Estimate, Context]) -> list[float]:
-    state, out = regularize.start(), []
-    for estimate, context in windows:
-        move, state = regularize.step(state, estimate, context)
-        out.append(move)
-    return out
 
 
 def move(regularize: Regularize, estimate: Estimate, **context: Any) -> float:
