@@ -62,11 +62,9 @@ class Calibrate(Controller):
       `stall` s or later and 3 windows further), `t_last > significance` and `t_avg >= -significance`: mu -= limit, up
       to 3 windows in a row; then the wait begins anew. In a run that makes progress the last weights call for less all
       the time, and it means nothing.
-    - Drift, where nothing but the look ahead has brought it down. Below the schedule as given (mu < 0), where the last
-      weights do not call for less: mu += `drift`, up to 0. Early in a run the loss is sharper than it will be, and
-      looking ahead lowers too far; what the user set is the better guess until something speaks against it. Above it,
-      during the warm-up, where they call for more without proving it (t_last < 0, t_avg <= 0): mu += `drift`. Smaller
-      steps look better than they are to the last weights; where they do not even look better, they are too small.
+    - Return: below the schedule as given (mu < 0), where the last weights do not call for less and nothing but the look
+      ahead has brought it down: mu += `back`, up to 0. Early in a run the loss is sharper than it will be, and looking
+      ahead lowers too far; what the user set is the better guess until something speaks against it.
     - Cap: the first time that `t_last > significance` in `patience` consecutive warm-up windows, the peak may
       from then on be `headroom` times the present value at most: mu <= mu + log(headroom s). If mu is above
       that, it is brought down at once.
@@ -93,7 +91,7 @@ class Calibrate(Controller):
         slower: factor below what had worked at which the value goes on after a rewind; what is proved later may
             raise it again, up to what had worked.
         stall: how many times longer the run must be than it was at its lowest training loss, to stand still.
-        drift: largest step up in a window that is made without proof, in coordinates; 0 for none.
+        back: largest step of a return in a window, in coordinates; 0 for none.
         settle: share of the run, at its end, over which raising and lowering fade to zero (the cap does not).
 
     Raises:
@@ -118,7 +116,7 @@ class Calibrate(Controller):
     until: float = Field(default=0.85, gt=0, le=1)
     slower: float = Field(default=3.0, ge=1, le=100)
     stall: float = Field(default=1.5, gt=1, le=100)
-    drift: float = Field(default=0.25, ge=0, le=10)
+    back: float = Field(default=0.25, ge=0, le=10)
     settle: float = Field(default=0.0, ge=0, le=1)
 
     def listens(self, step: int, total_steps: int | None) -> bool:
@@ -186,10 +184,7 @@ class Calibrate(Controller):
             return 0.0
         if last.t < -self.significance:
             return max(0.0, newton_move(last, self.limit))
-        if state.lowered:
-            return 0.0
-        doubted = context.warming and last.t < 0 and averaged.t <= 0
-        return self.drift if doubted else min(self.drift, max(0.0, -context.shift))
+        return 0.0 if state.lowered else min(self.back, max(0.0, -context.shift))
 
     def _progress(self, state: CalibrateState, context: Context) -> tuple[CalibrateState, bool]:
         """Keep the lowest training loss; whether there has been none lower for long."""

@@ -249,7 +249,7 @@ def test_a_new_start_is_made_from_below_and_leaves_the_way_up_open() -> None:
     move, state = Calibrate(slower=4.0).restart(old, context)
     assert move == pytest.approx(-math.log(4.0))
     assert state == CalibrateState(since=30)
-    returned, _ = Calibrate(drift=0.2).step(state, bracket(0, 0), context)
+    returned, _ = Calibrate(back=0.2).step(state, bracket(0, 0), context)
     assert returned == 0.2
 
 
@@ -297,26 +297,14 @@ def test_standing_still_is_no_reason_by_itself() -> None:
 
 
 def test_below_the_schedule_as_given_it_returns_where_nothing_speaks_against_it() -> None:
-    calibrate = Calibrate(drift=0.25)
+    calibrate = Calibrate(back=0.25)
     below = Context(shift=-0.6)
     assert moves(calibrate, (QUIET, below))[0] == pytest.approx(0.25)
     assert moves(calibrate, (QUIET, Context(shift=-0.1)))[0] == pytest.approx(0.1), "not above it"
     assert moves(calibrate, (QUIET, Context(shift=0.3)))[0] == 0.0
     assert moves(calibrate, (LESS, below))[0] == 0.0
     assert moves(calibrate, (QUIET, Context(schedule_now=0.2, shift=-0.6, warming=True)))[0] == 0.0, "too early"
-    assert moves(Calibrate(drift=0.0), (QUIET, below))[0] == 0.0
-
-
-def test_in_the_warm_up_it_drifts_above_the_schedule_where_more_is_called_for_without_proof() -> None:
-    warming = Context(schedule_now=0.5, shift=0.3, warming=True)
-    calibrate = Calibrate(drift=0.25)
-    assert moves(calibrate, (bracket(-0.5, 0), warming))[0] == pytest.approx(0.25)
-    assert moves(calibrate, (bracket(0.5, 0), warming))[0] == 0.0
-    assert moves(calibrate, (bracket(-0.5, 0.5), warming))[0] == 0.0, "averaged weights doubt it"
-    assert moves(calibrate, (bracket(-0.5, 0), replace(warming, warming=False)))[0] == 0.0
-    assert moves(calibrate, (bracket(-0.5, 0), replace(warming, schedule_now=0.2)))[0] == 0.0, "too early"
-    assert moves(Calibrate(drift=0.0), (bracket(-0.5, 0), warming))[0] == 0.0
-    assert moves(calibrate, (DOWN, warming), (bracket(-0.5, 0), warming))[1] == 0.0, "it was lowered"
+    assert moves(Calibrate(back=0.0), (QUIET, below))[0] == 0.0
 
 
 def test_what_was_lowered_for_a_reason_does_not_return() -> None:
