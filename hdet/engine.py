@@ -181,7 +181,8 @@ class Engine:
         self.run: str | None = None  # a name that its checkpoints share, given by the first of them
         self.step_count = 0
         self.finished = False
-        self._shared = self._entered = False
+        self._shared = self._entered = self._begun = False
+        self._met = False  # a warm noisy start (`hdet.perturb`) may have set the replicas apart
         self.tally = Tally(replicas)
         self.restores = 0
         self._places = self._hosted_indices()
@@ -314,7 +315,8 @@ class Engine:
     def resume(self, window: int, finished: bool) -> None:
         """Take up a run at `step_count`, where all replicas are alike: open a window, or be at the end."""
         self._last_step = self.total_steps
-        self._home.restored(merged=window > 0)
+        self._met = window > 0
+        self._home.restored(merged=self._met)
         self.finished = finished
         for knob in self.knobs:
             knob.forget()
@@ -392,7 +394,8 @@ class Engine:
                 )
             if self.watch is not None:
                 ahead = {name: moves[name] for name, estimate in estimates.items() if estimate.offset > 0}
-                self._guard(self.watch, harvest, bases, ahead, faults, moves)
+                over = self.step_count == self._last_step  # too late to begin anew
+                self._guard(self.watch, harvest, bases, {} if over else ahead, faults, moves)
         else:
             self._restore(faults)
             if self.watch is not None:
@@ -430,12 +433,13 @@ class Engine:
         """Merge, unless nothing can have come apart."""
         apart = (
             self._apart
-            or self.window.index == 0  # a warm noisy start (`hdet.perturb`) may have set the replicas apart
+            or not self._met
             or not valid.all()
             or any(buffer.is_floating_point() for buffer in self._home.hosts[0][0].buffers())
         )
         if not self._home.diverge:
             self._home.mean_buffers(valid.tolist())
+        self._met = True
         if not (self._home.diverge and apart):
             return False
         self.merge(self._home, valid.tolist())
@@ -466,6 +470,7 @@ class Engine:
         if turn is None:
             return
         faults.append({"kind": turn, "step": watch.go_back(turn, self.step_count)})
+        self._met = turn == "rewound"
         for collector in self.collectors:
             collector.forget()
         self._retreat(watch.bases if turn == "rewound" else None, moves)
@@ -520,6 +525,10 @@ class Engine:
 
     def _enter(self, replica: Replica) -> None:
         self._refuse_if_over()
+        if not self._begun:
+            self._begun = True
+            if self.watch is not None and self.step_count == 0:
+                self.watch.begin()
         self._entered = True
         if self._shared_host:
             for knob in self.knobs:

@@ -42,16 +42,19 @@ class Rewind(Guard):
 
     There is damage that no loss tells in time: first steps that were far too large can leave a network that goes on
     learning, and stays behind to the end. What tells of them is evidence taken ahead of the base during the warm-up
-    (`Estimate.offset`, see `Line`). If it brought a rate down by a factor of `overshoot` in all, those few steps count
-    as lost: the run begins anew from its first weights, once, its step count goes on, and every controller is told
-    (`Controller.restart`). Until looking ahead is over the first weights are kept as well.
+    (`Estimate.offset`, see `Line`). If it brought a rate down by a factor of `overshoot` in all, what was raised set
+    against it, those few steps count as lost: the run begins anew from its first weights, once, its step count goes on,
+    and every controller is told (`Controller.restart`). Until looking ahead is over, which is at the first window that
+    does not, the first weights are kept as well. (As `hdet.recommended` sets things up, a factor of 4 takes three
+    windows, so runs of less than some 400 steps are too short for it.)
 
     Args:
         patience: how many times longer the run must be than it was at its best point.
         significance: standard errors of the paired held-out difference.
         overshoot: the factor above which a rate that looking ahead brought down was far too large; None never begins
             anew.
-        keep: where the best point is kept: one more copy of weights and optimizer state, on the host by default.
+        keep: where the best point is kept: one more copy of weights and optimizer state, on the host by default. The
+            first weights lie there too, for as long as they are kept.
     """
 
     patience: float = Field(default=1.5, gt=1, le=100)
@@ -79,6 +82,11 @@ class Watch:
             self.first = self._anchor()
             self.first.take(0)
 
+    def begin(self) -> None:
+        """The first step is about to be made: weights that were loaded since the engine was made are the first."""
+        if self.first is not None:
+            self.first.take(0)
+
     def look(self, harvest: Harvest, bases: Mapping[str, float], ahead: Mapping[str, float]) -> Turn | None:
         """Whether, and where to, the run should go back; else takes the point if it is the best so far.
 
@@ -86,7 +94,8 @@ class Watch:
 
         Args:
             bases: the window's.
-            ahead: the moves, in coordinates, that evidence taken ahead of the base called for.
+            ahead: the moves, in coordinates, that evidence taken ahead of the base called for. (A window in which
+                all replicas became non-finite is not looked at, and counts neither way.)
         """
         if self._overshot(ahead):
             return "restarted"
@@ -130,11 +139,12 @@ class Watch:
             How many steps the point has had.
         """
         point = self.held
-        if turn == "restarted" and self.first is not None:
-            point = self.first
-            self.first, self.ahead = None, {}
+        if turn == "restarted":
+            assert self.first is not None
+            point, self.first, self.ahead = self.first, None, {}
             self.lowest, self.bases = math.inf, {}
-        self.scene.replicas.restored(merged=True)
+        # The best point was taken after a merge; the first weights may be each process's own (`hdet.perturb`).
+        self.scene.replicas.restored(merged=turn == "rewound")
         for model, optimizer in self.scene.replicas.hosts:
             point.restore(model, optimizer)
         self.since = step

@@ -139,7 +139,8 @@ def recommended(
 
     Learning rate, weight decay, dropout and label smoothing are explored where the model and optimizer have
     them, all by counterfactual evidence. A guard (`hdet.Rewind`) goes back to the best point where training went
-    wrong; it keeps one copy of model and optimizer state in host memory. What was chosen, and why, is printed.
+    wrong; it keeps one copy of model and optimizer state in host memory, early in the warm-up two. What was chosen,
+    and why, is printed.
 
     Args:
         model, optimizer: the rates set in the optimizer are the starting point; the first group's is the peak of

@@ -240,10 +240,12 @@ def test_where_all_replicas_became_non_finite_the_rate_retreats_too(guard: Guard
 # -- first steps that were far too large ----------------------------------------------------------
 
 
-def looking_ahead(peak: float, guard: Guard | None = None, **options: Any) -> Engine:
+def looking_ahead(
+    peak: float, guard: Guard | None = None, controller: hdet.Controller | None = None, **options: Any
+) -> Engine:
     """Windows of 8; the warm-up is looked ahead of for four of them."""
     knob = hdet.LearningRate(
-        schedule=hdet.Cosine(peak, STEPS, warmup=0.5), bounds=(0.0, 1e4), controller=hdet.Calibrate()
+        schedule=hdet.Cosine(peak, STEPS, warmup=0.5), bounds=(0.0, 1e4), controller=controller or hdet.Calibrate()
     )
     return make(peak, guard=guard, knobs=[knob], evidence=hdet.Line(), **options)
 
@@ -277,17 +279,88 @@ def test_where_looking_ahead_brought_the_rate_down_far_the_run_begins_anew(
     assert restarts(rest) == []
 
 
+def until_it_began_anew(engine: Engine) -> list[hdet.WindowRecord]:
+    records = train(engine, WINDOW)
+    while not restarts(records):
+        records += train(engine, engine.step_count + WINDOW)
+        assert engine.step_count <= 32, "looking ahead is over"
+    return records
+
+
+def test_the_first_weights_are_those_of_the_first_step(assert_same: Any) -> None:
+    """Whatever was loaded after the engine had been made."""
+    engine = looking_ahead(10.0, Rewind(overshoot=1.3))
+    ((model, _),) = engine.hosts
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    loaded = copy.deepcopy(model.state_dict())
+    until_it_began_anew(engine)
+    assert_same(model.state_dict(), loaded)
+
+
+def test_nothing_is_left_of_the_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its best point nor evidence that was saved up."""
+    engine = looking_ahead(10.0, Rewind(overshoot=1.3))
+    forgotten: list[int] = []
+    monkeypatch.setattr(engine.collectors[0], "forget", lambda: forgotten.append(engine.step_count))
+    until_it_began_anew(engine)
+    watch = engine.watch
+    assert watch is not None
+    assert forgotten == [engine.step_count]
+    assert (watch.lowest, watch.bases, watch.first, watch.since) == (math.inf, {}, None, engine.step_count)
+    train(engine, engine.step_count + WINDOW)
+    assert watch.held.step == engine.step_count, "the next window's is the best so far"
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_run_that_is_over_does_not_begin_anew(finished: bool) -> None:
+    """It would end with weights that no step has been made with. (Newton listens to the end.)"""
+    newton = hdet.Newton(0.6)
+    stop = until_it_began_anew(looking_ahead(10.0, Rewind(overshoot=1.3), controller=newton))[-1].stop
+    engine = looking_ahead(
+        10.0, Rewind(overshoot=1.3), controller=newton, **({} if finished else {"total_steps": stop})
+    )
+    train(engine, stop - finished)
+    if finished:
+        engine.finish()
+    assert engine.finished
+    last = engine.history.windows[-1]
+    assert last.moves["learning_rate"] < 0.0
+    assert restarts(list(engine.history)) == []
+    assert engine.hosts[0][1].state_dict()["state"]
+
+
 def test_it_begins_anew_only_while_it_looks_ahead() -> None:
     """What brings the rate down later is another matter: the weights are worth something by then."""
     engine = looking_ahead(0.01, Rewind(overshoot=1.01))
     train(engine, 40)
     (knob,) = engine.knobs
     assert engine.watch is not None
-    scene = engine.watch.scene
-    harvest = hdet.evidence.Harvest(engine.window, np.array([1.0]), np.array([True]))
-    assert scene is not None
     assert engine.watch.first is None
+    harvest = hdet.evidence.Harvest(engine.window, np.array([1.0]), np.array([True]))
     assert engine.watch.look(harvest, engine.bases, {knob.name: -5.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "valid", "mean"), [([1.0, 3.0], [True, True], 2.0), ([1.0, 3.0], [True, False], 1.0)]
+)
+def test_a_windows_loss_is_the_mean_over_sound_replicas(losses: list[float], valid: list[bool], mean: float) -> None:
+    window = make().window
+    assert hdet.evidence.Harvest(window, np.array(losses), np.array(valid)).loss == mean
+    unreported = hdet.evidence.Harvest(window, np.array([1.0, math.nan]), np.array([True, True]))
+    assert unreported.loss is None
+
+
+def test_a_window_whose_loss_was_not_reported_is_not_the_best() -> None:
+    engine = make(guard=Rewind())
+    train(engine, 8)
+    watch = engine.watch
+    assert watch is not None
+    before = watch.held.step
+    unreported = hdet.evidence.Harvest(engine.window, np.array([math.nan]), np.array([True]))
+    assert watch.look(unreported, engine.bases, {}) is None
+    assert watch.held.step == before
 
 
 @pytest.mark.parametrize(("peak", "overshoot"), [(0.003, 4.0), (10.0, None), (10.0, 1000.0)])

@@ -166,6 +166,32 @@ def test_half_a_windows_state_brings_the_run_back(name: str, make: Make, assert_
     assert second.engine.bases == whole.engine.bases
 
 
+@pytest.mark.filterwarnings("ignore:hdet does not know")
+@pytest.mark.filterwarnings("ignore:the probe is too small")
+@pytest.mark.parametrize(("name", "make"), CASES)
+def test_a_run_that_begins_anew_goes_on_as_if_just_begun(name: str, make: Make) -> None:
+    """With an optimizer that has been switched to training since the engine was made, too."""
+    run = Run(make, 1.0)
+    watch = run.engine.watch
+    assert watch is not None
+    assert watch.first is not None
+    if hasattr(run.optimizer, "eval"):
+        run.optimizer.eval()
+        watch.first.take(0)
+        run.optimizer.train()
+    real = watch._overshot
+    watch._overshot = lambda ahead: run.engine.step_count == 20 or real(ahead)  # type: ignore[method-assign]
+    first = copy.deepcopy(run.model.state_dict())
+    run.train(until=20)
+    assert [fault["kind"] for fault in run.engine.history.windows[-1].faults] == ["restarted"]
+    for key, value in run.model.state_dict().items():
+        assert torch.equal(value, first[key]), key
+    assert not any(state for state in run.optimizer.state.values())
+    run.train()
+    assert run.engine.finished
+    assert run.engine.history.windows[-1].loss < run.engine.history.windows[0].loss
+
+
 @muon
 def test_two_optimizers_in_one_are_replicated_and_merged(assert_alike: Any) -> None:
     model = network()

@@ -72,7 +72,7 @@ class Calibrate(Controller):
     - Retreat, after a rewind to a point where the value was b: mu is capped where the coming value would be b, and
       brought down to `slower` times below it, unless it is there already.
     - Restart, where the run begins anew from its first weights: `slower` times below the present value, from where
-      it may be raised again without a cap.
+      it may be raised again. There is no new cap.
 
     Args:
         significance: the |t| that is believed of the last iterate.
