@@ -1,0 +1,132 @@
+"""What each knob's moves bring or cost a run that is set well: the recipe, with one knob after another held.
+
+    python benchmarks/held.py                          # the three tasks where a well-set run loses most, 5 seeds
+    python benchmarks/held.py --tasks denoise --seeds 3
+
+Every run starts from the best fixed setting of the task's grid. "All held" is what probes cost and the recipe's
+schedule brings; a guard is on in every row but the last. Differences to the fixed cosine of the same seed, with
+standard errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+
+import numpy as np
+import torch
+from search_parts.contender import Contender
+from search_parts.contenders.recommended import Recommended
+from search_parts.found import all_contenders, all_tasks
+from search_parts.meter import Meter
+from search_parts.sweep import judged
+from search_parts.task import Problem, Setting, Task
+from torch import nn
+
+import hdet
+from hdet.recommended import choose
+
+# As benchmarks/search.py found them.
+BEST = {
+    "tabular": Setting(0.064, 3.0, 0.0),
+    "ratings": Setting(0.064, 0.3, 0.0),
+    "teacher": Setting(0.01, 0.01, 0.0),
+    "denoise": Setting(0.01, 0.1, 0.1),
+    "digits_conv": Setting(0.05, 0.03, 0.0),
+    "digits_noise": Setting(0.4, 3e-3, 0.3),
+    "text_small": Setting(0.016, 0.1, 0.0),
+    "text_momentum": Setting(0.32, 1e-4, 0.0),
+}
+RATE, DECAY, DROPOUT = hdet.LearningRate, hdet.WeightDecay, hdet.Dropout
+
+
+class Held(Recommended):
+    """The recipe with some knobs where they were set."""
+
+    kinds: tuple[type[hdet.Knob], ...] = ()
+
+    def engine(
+        self,
+        task: Task,
+        setting: Setting,
+        problem: Problem,
+        model: nn.Module,
+        probe: hdet.Probe,
+        steps: int,
+        seed: int,
+    ) -> hdet.Engine:
+        optimizer = task.optimizer(problem.groups(model), setting)
+        knobs = [choice.knob for choice in choose(model, optimizer, steps) if choice.knob is not None]
+        return hdet.Engine(
+            hdet.micro_batches(model, optimizer, task.micro_batches),
+            [
+                knob.replace(controller=hdet.Hold(), initial_shift=0.0) if isinstance(knob, self.kinds) else knob
+                for knob in knobs
+            ],
+            window=hdet.GrowingWindow(),
+            signal=probe,
+            seed=seed,
+            total_steps=steps,
+            guard=hdet.Rewind(),
+        )
+
+
+class RateHeld(Held):
+    kinds = (RATE,)
+
+
+class DecayHeld(Held):
+    kinds = (DECAY,)
+
+
+class DropoutHeld(Held):
+    kinds = (DROPOUT,)
+
+
+class OnlyRate(Held):
+    kinds = (DECAY, DROPOUT)
+
+
+class AllHeld(Held):
+    kinds = (RATE, DECAY, DROPOUT)
+
+
+def losses(task: Task, contender: Contender, setting: Setting, seeds: int) -> np.ndarray:
+    """Test loss by seed; a failed run has learnt nothing."""
+    found = []
+    for seed in range(seeds):
+        outcome = contender.run(task, setting, seed, Meter())
+        test = float("nan") if outcome.model is None else outcome.problem.test_loss(outcome.model)
+        found.append(judged(task, test))
+    return np.array(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=sorted(BEST), default=["tabular", "ratings", "teacher"])
+    parser.add_argument("--seeds", type=int, default=5)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "the probe is too small")
+    known = all_contenders()
+    rows: dict[str, Contender] = {
+        "recipe": Held(),
+        "learning rate held": RateHeld(),
+        "weight decay held": DecayHeld(),
+        "dropout held": DropoutHeld(),
+        "decay and dropout held": OnlyRate(),
+        "all held": AllHeld(),
+        "fixed straight line": known["linear"],
+    }
+    for name in given.tasks:
+        task = all_tasks()[name]
+        fixed = losses(task, known["cosine"], BEST[name], given.seeds)
+        print(f"{name}, {given.seeds} seeds; fixed cosine {fixed.mean():.4f}")
+        for title, contender in rows.items():
+            lost = losses(task, contender, BEST[name], given.seeds) - fixed
+            error = lost.std(ddof=1) / np.sqrt(len(lost)) if len(lost) > 1 else float("nan")
+            print(f"  {title:24s} {lost.mean():+.4f} +- {error:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
