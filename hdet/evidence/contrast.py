@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -115,6 +116,7 @@ class ContrastCollector(Collector):
         self.training = math.nan  # mean training loss of the last window
         self.step = 0
         self.exploring = False
+        self.deaf = False  # a pass that gave no gradient was warned of
         self.seen: dict[int, Tensor] = {}  # by host, the gradient that has gathered in this step
         self.trained = tensors.trained(replicas.hosts[0][0])
 
@@ -138,6 +140,13 @@ class ContrastCollector(Collector):
         if not self.exploring:
             return
         self._notice()
+        if not self.deaf and not self.scene.replicas.heard(replica):
+            self.deaf = True
+            warnings.warn(
+                f"no backward pass ran inside `with replica:` in step {step}, so Contrast hears no gradient of replica "
+                f"{replica.index} and counts it as zero; call loss.backward() inside the block (said once)",
+                stacklevel=4,
+            )
         own = self.scene.replicas.own_gradient(replica)
         gradient = own if own is not None else self._added(replica)
         self.record.add(replica, gradient, self._signs(self.window, step), self.half)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.replicas import tensors
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.replica import Replica
 
@@ -97,6 +98,11 @@ class Replicas(ABC):
         `None` where `.grad` shows it, since gradients are shared after all passes. Until the next pass only.
         """
         return None
+
+    def heard(self, replica: Replica) -> bool:
+        """Whether the last pass of an observed replica gave any gradient, as far as can be told without waiting."""
+        own = tensors.trained(replica.model)
+        return not own or any(parameter.grad is not None for parameter in own)
 
     @abstractmethod
     def share_gradients(self) -> None:

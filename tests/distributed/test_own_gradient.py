@@ -7,6 +7,7 @@ with those of a plain model, whose gradients the engine shares after backward.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -411,3 +412,31 @@ def test_outside_the_block_nothing_is_heard_and_no_hook_is_left() -> None:
     with pytest.raises(ZeroDivisionError), own.listening():
         _ = 1 / 0
     assert not any(p._backward_hooks for p in model.parameters())
+
+
+def late(home: str) -> list[str]:
+    """What is warned of where backward is called after the block, on the model wrapped so."""
+    engine = engine_of(WRAPS[home](Network()))
+    with warnings.catch_warnings(record=True) as told_of:
+        warnings.simplefilter("always")
+        for step in range(2):
+            (replica,) = engine.replicas
+            with replica:
+                loss = loss_of(replica.model, batch(step, replica.index))
+            loss.backward()  # type: ignore[no-untyped-call]
+            engine.share_gradients()
+            engine.optimizers[0].step()
+            engine.optimizers[0].zero_grad()
+            engine.step([loss.detach()])
+    return [str(one.message) for one in told_of if "no backward" in str(one.message)]
+
+
+def test_a_backward_that_ddp_hears_and_hdet_does_not_is_warned_of() -> None:
+    for rank, found in enumerate(launch(late_everywhere, RANKS)):
+        for home in ("ddp", "plain"):
+            (message,) = found[home]
+            assert "in step 0, so Contrast hears no gradient of replica " + str(rank) in message
+
+
+def late_everywhere() -> dict[str, list[str]]:
+    return {home: late(home) for home in ("ddp", "plain")}

@@ -113,6 +113,33 @@ def train(
     return records
 
 
+def train_outside(engine: Engine) -> None:
+    losses = []
+    for replica in engine.replicas:
+        with replica:
+            losses.append(scaled(replica.model))
+    torch.stack(losses).sum().backward()
+    engine.share_gradients()
+    for optimizer in engine.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.step([loss.detach() for loss in losses])
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_backward_outside_the_block_is_warned_of_once(copies: bool, recwarn: pytest.WarningsRecorder) -> None:
+    engine = make([knob()], copies=copies)
+    for _ in range(3):
+        train_outside(engine)
+    (warning,) = (one for one in recwarn if "no backward pass ran inside `with replica:` in step 0" in str(one.message))
+    assert warning.filename == __file__
+
+
+def test_a_backward_inside_it_is_not(recwarn: pytest.WarningsRecorder) -> None:
+    train(make([knob()]))
+    assert not [one for one in recwarn if "no backward" in str(one.message)]
+
+
 def secant(width: float = WIDTH) -> float:
     return math.sinh(width) / width
 

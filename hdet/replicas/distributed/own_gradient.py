@@ -35,6 +35,11 @@ class OwnGradient:
         self.flat: Tensor | None = None
         """[P] what the last observed pass gave, in the order of `tensors.trained`; zeros for parameters not used."""
 
+    @property
+    def heard(self) -> bool:
+        """Whether the last observed pass gave anything."""
+        return bool(self._heard) or not self._parameters
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Observe the backward passes inside the block, one or several."""

@@ -169,6 +169,9 @@ class Ranks(Replicas):
     def own_gradient(self, replica: Replica) -> Tensor | None:
         return self._own.flat if self._own is not None else None
 
+    def heard(self, replica: Replica) -> bool:
+        return self._own.heard if self._own is not None else super().heard(replica)
+
     @torch.no_grad()
     def share_gradients(self) -> None:
         if not self._shares:
