@@ -55,7 +55,7 @@ class GrowingWindow(Windows):
     kind: ClassVar[str] = "growing"
 
     minimum: int = Field(default=10, ge=1)
-    fraction: float = Field(default=0.18, gt=0, le=1)
+    fraction: float = Field(default=0.15, gt=0, le=1)
 
     def length(self, step: int) -> int:
         return max(self.minimum, int(self.fraction * step))
