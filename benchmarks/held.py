@@ -14,12 +14,10 @@ import argparse
 import warnings
 
 import numpy as np
-import torch
 from search_parts.contender import Contender
 from search_parts.contenders.recommended import Recommended
 from search_parts.found import all_contenders, all_tasks
-from search_parts.meter import Meter
-from search_parts.sweep import judged
+from search_parts.sweep import losses
 from search_parts.task import Problem, Setting, Task
 from torch import nn
 
@@ -103,26 +101,15 @@ class Unguarded(Held):
     guard = None
 
 
-def losses(task: Task, contender: Contender, setting: Setting, seeds: int) -> np.ndarray:
-    """Test loss by seed; a failed run has learnt nothing."""
-    found = []
-    for seed in range(seeds):
-        outcome = contender.run(task, setting, seed, Meter())
-        test = float("nan") if outcome.model is None else outcome.problem.test_loss(outcome.model)
-        found.append(judged(task, test))
-    return np.array(found)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=sorted(BEST), default=["tabular", "ratings", "teacher"])
     parser.add_argument("--seeds", type=int, default=5)
     given = parser.parse_args()
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "the probe is too small")
     known = all_contenders()
     rows: dict[str, Contender] = {
-        "recipe": Held(),
+        "recipe": known["hdet"],
         "learning rate held": RateHeld(),
         "weight decay held": DecayHeld(),
         "dropout held": DropoutHeld(),
@@ -134,10 +121,10 @@ def main() -> None:
     }
     for name in given.tasks:
         task = all_tasks()[name]
-        fixed = losses(task, known["cosine"], BEST[name], given.seeds)
+        fixed = losses(task, known["cosine"], BEST[name], range(given.seeds))
         print(f"{name}, {given.seeds} seeds; fixed cosine {fixed.mean():.4f}")
         for title, contender in rows.items():
-            lost = losses(task, contender, BEST[name], given.seeds) - fixed
+            lost = losses(task, contender, BEST[name], range(given.seeds)) - fixed
             error = lost.std(ddof=1) / np.sqrt(len(lost)) if len(lost) > 1 else float("nan")
             print(f"  {title:24s} {lost.mean():+.4f} +- {error:.4f}", flush=True)
 

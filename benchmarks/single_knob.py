@@ -16,11 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 from search_parts.contender import Contender
 from search_parts.found import all_contenders, all_tasks
-from search_parts.meter import Meter
-from search_parts.sweep import judged
+from search_parts.sweep import losses
 from search_parts.task import NINE, Grid, Setting, Task
 
 BEST = Setting(0.4, 3e-3, 0.3)  # the grid's best, as benchmarks/search.py found it
@@ -33,19 +31,13 @@ SWEEPS: Mapping[str, Callable[[Setting, Grid], list[Setting]]] = {
 
 def loss(task: Task, contender: Contender, setting: Setting, seeds: Sequence[int]) -> float:
     """Mean test loss over seeds; a failed run has learnt nothing."""
-    losses = []
-    for seed in seeds:
-        outcome = contender.run(task, setting, seed, Meter())
-        test = float("nan") if outcome.model is None else outcome.problem.test_loss(outcome.model)
-        losses.append(judged(task, test))
-    return float(np.mean(losses))
+    return float(losses(task, contender, setting, seeds).mean())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one seed, three starts")
     quick = parser.parse_args().quick
-    torch.set_num_threads(1)
     task, contenders = all_tasks()["digits_noise"], all_contenders()
     starts, seeds = (NINE[::4], range(1)) if quick else (NINE, range(3))
     print(f"{len(seeds)} seeds; grid's best {loss(task, contenders['cosine'], BEST, seeds):.3f}")

@@ -256,6 +256,14 @@ def restarts(records: list[hdet.WindowRecord]) -> list[tuple[int, int]]:
     ]
 
 
+def until_it_began_anew(engine: Engine) -> list[hdet.WindowRecord]:
+    records = train(engine, WINDOW)
+    while not restarts(records):
+        records += train(engine, engine.step_count + WINDOW)
+        assert engine.step_count <= 32, "looking ahead is over"
+    return records
+
+
 @pytest.mark.parametrize(("copies", "n"), [(False, 1), (False, 2), (True, 2)])
 def test_where_looking_ahead_brought_the_rate_down_far_the_run_begins_anew(
     copies: bool, n: int, assert_same: Any
@@ -264,10 +272,7 @@ def test_where_looking_ahead_brought_the_rate_down_far_the_run_begins_anew(
     model = network(nn.BatchNorm1d(16))
     first = copy.deepcopy(model.state_dict())
     engine = looking_ahead(10.0, Rewind(overshoot=1.3), model=model, copies=copies, n=n)
-    records = []
-    while not records or not restarts(records[-1:]):
-        records += train(engine, engine.step_count + WINDOW)
-        assert engine.step_count < 32  # looking ahead is over then
+    records = until_it_began_anew(engine)
     assert restarts(records) == [(engine.step_count, 0)]
     lowered = [record.moves["learning_rate"] for record in records]
     lowered[-1] += math.log(3.0)
@@ -277,14 +282,6 @@ def test_where_looking_ahead_brought_the_rate_down_far_the_run_begins_anew(
         assert optimizer.state_dict()["state"] == {}
     rest = train(engine)
     assert restarts(rest) == []
-
-
-def until_it_began_anew(engine: Engine) -> list[hdet.WindowRecord]:
-    records = train(engine, WINDOW)
-    while not restarts(records):
-        records += train(engine, engine.step_count + WINDOW)
-        assert engine.step_count <= 32, "looking ahead is over"
-    return records
 
 
 def test_the_first_weights_are_those_of_the_first_step(assert_same: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from search_parts import cell
 from search_parts.cell import Cell, Result
 from search_parts.contender import Contender
 from search_parts.task import Setting, Task
@@ -44,10 +46,10 @@ def cells(task: Task, fixed: Contender, seeds: int) -> list[Cell]:
 
 def best(task: Task, swept: Sequence[Cell], results: Mapping[Cell, Result]) -> Best:
     """The setting with the least mean test loss; a failed run counts as having learnt nothing."""
-    losses: dict[Setting, list[float]] = {}
-    for cell in swept:
-        losses.setdefault(cell.setting, []).append(judged(task, results[cell].test))
-    means = {setting: float(np.mean(values)) for setting, values in losses.items()}
+    found: dict[Setting, list[float]] = {}
+    for one in swept:
+        found.setdefault(one.setting, []).append(judged(task, results[one].test))
+    means = {setting: float(np.mean(values)) for setting, values in found.items()}
     setting = min(means, key=lambda one: means[one])
     edge = setting.lr in (min(task.grid.lrs), max(task.grid.lrs)) and len(task.grid.lrs) > 1
     return Best(setting, means[setting], len(swept), edge)
@@ -61,3 +63,9 @@ def failed(task: Task, loss: float) -> bool:
 def judged(task: Task, loss: float) -> float:
     """The loss that enters means: a failed run is one that learnt nothing."""
     return task.ignorance if failed(task, loss) else loss
+
+
+def losses(task: Task, contender: Contender, setting: Setting, seeds: Iterable[int]) -> NDArray[np.float64]:
+    """Judged test losses of runs made here and now, by seed."""
+    runs = (cell.run(task, contender, Cell.of(task, contender, setting, seed)) for seed in seeds)
+    return np.array([judged(task, run.test) for run in runs])

@@ -91,7 +91,7 @@ def test_without_full_all_windows_count_alike() -> None:
     assert results[0][0] == pytest.approx(-0.4)
 
 
-def test_late_in_the_run_it_neither_listens_nor_moves_at() -> None:
+def test_late_in_the_run_it_neither_listens_nor_moves() -> None:
     gated, sure = Gated(0.4, until=0.85), Estimate(slope=9.0, stderr=1.0)
     assert [gated.listens(step, 100) for step in (0, 84, 85, 99)] == [True, True, False, False]
     assert gated.listens(10**9, None)
