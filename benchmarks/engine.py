@@ -37,7 +37,7 @@ from torch.optim import AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
 
 import hdet
-from hdet.tasks.text import Text, TextWorkload
+from hdet.app.tasks.text import Text, TextWorkload
 
 WINDOW = 50
 BATCH = 16

@@ -22,7 +22,7 @@ from search_parts.task import Problem, Setting, Task
 from torch import nn
 
 import hdet
-from hdet.recommended import choose
+from hdet.recipes.recommended import choose
 
 # As benchmarks/search.py found them.
 BEST = {

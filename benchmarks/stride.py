@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 import hdet
-from hdet.tasks import Digits, Text, Workload
+from hdet.app.tasks import Digits, Text, Workload
 
 STRIDES = (1, 2, 5, 10)
 WINDOWS = (20, 60)

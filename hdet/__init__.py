@@ -1,6 +1,7 @@
 """hdet: online hyperparameter search inside one training run."""
 
-from hdet.checkpoint_folder import CheckpointFolder
+from hdet.checkpoints.folder import CheckpointFolder
+from hdet.checkpoints.stateful import Stateful
 from hdet.controllers import (
     Calibrate,
     Comparison,
@@ -18,7 +19,8 @@ from hdet.controllers import (
     Regularize,
     Softmax,
 )
-from hdet.engine import Engine
+from hdet.engine.engine import Engine
+from hdet.engine.guard import Rewind
 from hdet.errors import (
     CheckpointError,
     ConfigError,
@@ -31,8 +33,6 @@ from hdet.errors import (
     StepError,
 )
 from hdet.evidence import Analytic, Contrast, Divergent, Evidence, Line, MixedDifference, Recursion
-from hdet.explored import explore
-from hdet.guard import Rewind
 from hdet.history import History, WindowRecord
 from hdet.hparams import (
     WSD,
@@ -69,16 +69,16 @@ from hdet.hparams import (
     TwoLevel,
     WeightDecay,
 )
-from hdet.merging import Mean, Merge
-from hdet.paper import HeldOneCycle, paper_engine
-from hdet.perturb import perturb
-from hdet.recommended import recommended
+from hdet.overlay.explore import explore
+from hdet.overlay.one_cycle import OneCycleHDET
+from hdet.recipes.paper import HeldOneCycle, paper_engine
+from hdet.recipes.recommended import recommended
 from hdet.replicas import micro_batches, replicate
 from hdet.replicas.distributed import distribute, process_group
-from hdet.schedulers import OneCycleHDET
+from hdet.replicas.merge import Mean, Merge
+from hdet.replicas.perturb import perturb
 from hdet.signals import Objective, Probe, TrainingLoss
 from hdet.spec import Spec, register
-from hdet.stateful import Stateful
 from hdet.windows import FixedWindow, GrowingWindow, Windows
 
 __version__ = "0.1.0"

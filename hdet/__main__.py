@@ -1,6 +1,6 @@
 """`python -m hdet` is the command `hdet`."""
 
-from hdet.cli import main
+from hdet.app.main import main
 
 if __name__ == "__main__":
     main()

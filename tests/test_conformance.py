@@ -23,16 +23,16 @@ from torch.optim import Optimizer
 import hdet
 import hdet.testing
 from hdet import Comparison, Context, Estimate
+from hdet.app.study.controls import Apart
 from hdet.controllers.state import NoState
 from hdet.evidence import Collector, Harvest, Scene
 from hdet.hparams import schedule
 from hdet.hparams.binding import Binding, ModelBinding
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.knob import ActsOn
-from hdet.paper import HeldOneCycle
+from hdet.recipes.paper import HeldOneCycle
 from hdet.replicas import Replicas
 from hdet.spec import Spec
-from hdet.study.controls import Apart
 from hdet.testing import Ground, Law, LawError
 from hdet.testing.ground import ADAMW
 

@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 import hdet
+from hdet.app.run.config import RunConfig
+from hdet.app.run.document import parse
 from hdet.evidence import Evidence
 from hdet.hparams.bound import BoundKnob
-from hdet.running.config import RunConfig
-from hdet.running.document import parse
 from hdet.spec import Spec, members
 
 ROOT = Path(hdet.__file__).parent.parent
@@ -197,7 +197,7 @@ def test_every_built_in_member_of_a_family_is_listed(family: str) -> None:
     root = next(cls for cls in families() if cls.family == family)
     for kind, member in members(root).items():
         # What studies control with is theirs, and known only once they are imported.
-        if member.__module__.startswith("hdet.") and not member.__module__.startswith("hdet.study."):
+        if member.__module__.startswith("hdet.") and not member.__module__.startswith("hdet.app.study."):
             assert re.search(rf"`{member.__name__}[`(]", KNOBS), f"docs/knobs.md does not list the {family} {kind}"
 
 

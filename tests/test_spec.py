@@ -16,13 +16,13 @@ from pydantic import Field
 
 import hdet
 import hdet.spec
+from hdet.app.run.optimizer import Optimizer
+from hdet.app.run.signal import Signal
+from hdet.app.tasks.task import Task
 from hdet.controllers import Momentum
 from hdet.errors import ConfigError
 from hdet.hparams import schedule
-from hdet.running.optimizer import Optimizer
-from hdet.running.signal import Signal
 from hdet.spec import Spec, lookup, members, register
-from hdet.tasks.task import Task
 
 EXAMPLES: list[Spec] = [
     hdet.Rewind(patience=2.0),
@@ -89,7 +89,7 @@ EXAMPLES: list[Spec] = [
 
 def families() -> list[type[Spec]]:
     for module in pkgutil.walk_packages(hdet.__path__, "hdet."):
-        if not module.name.startswith(("hdet.integrations", "hdet.cli", "hdet.__main__")):
+        if not module.name.startswith(("hdet.integrations", "hdet.app", "hdet.__main__")):
             importlib.import_module(module.name)
 
     def roots(cls: type[Spec]) -> Iterator[type[Spec]]:

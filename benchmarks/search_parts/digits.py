@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hdet.tasks import Digits
+from hdet.app.tasks import Digits
 from search_parts.task import Problem
 
 Examples = tuple[Tensor, Tensor]
 
 
 class DigitsProblem(Problem):
-    """`hdet.tasks.Digits` for one seed."""
+    """`hdet.app.tasks.Digits` for one seed."""
 
     def __init__(self, digits: Digits, *, seed: int, batch: int) -> None:
         self.workload = digits.build(seed=seed, batch_size=batch)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hdet.tasks.draws import draws
+from hdet.app.tasks.draws import draws
 from search_parts.task import Problem
 
 Examples = tuple[Tensor, ...]

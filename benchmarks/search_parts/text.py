@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hdet.tasks import Text
+from hdet.app.tasks import Text
 from search_parts.task import Problem, Task
 
 IGNORANCE = math.log(256)
 
 
 class TextProblem(Problem):
-    """`hdet.tasks.Text` for one seed."""
+    """`hdet.app.tasks.Text` for one seed."""
 
     def __init__(self, text: Text, *, seed: int, batch: int) -> None:
         self.workload = text.build(seed=seed, batch_size=batch)

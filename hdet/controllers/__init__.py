@@ -10,16 +10,16 @@
 from hdet.controllers.calibrate import Calibrate, CalibrateState
 from hdet.controllers.controller import Context, Controller
 from hdet.controllers.estimate import Comparison, Estimate, Estimator
+from hdet.controllers.estimators.kalman import Kalman, KalmanState
+from hdet.controllers.estimators.least_squares import LeastSquares
+from hdet.controllers.estimators.marginal import Marginal
+from hdet.controllers.estimators.softmax import Softmax
 from hdet.controllers.gated import Gated, GatedState
 from hdet.controllers.hold import Hold
-from hdet.controllers.kalman import Kalman, KalmanState
-from hdet.controllers.least_squares import LeastSquares
-from hdet.controllers.marginal import Marginal
 from hdet.controllers.momentum import Momentum, MomentumState
 from hdet.controllers.newton import Newton
 from hdet.controllers.paper import Paper, PaperState
 from hdet.controllers.regularize import Regularize
-from hdet.controllers.softmax import Softmax
 from hdet.controllers.state import NoState, from_plain, to_plain
 
 __all__ = [

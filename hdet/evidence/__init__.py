@@ -5,7 +5,7 @@ from hdet.evidence.collector import Collector, Harvest, Scene, Window
 from hdet.evidence.contrast import Contrast
 from hdet.evidence.divergent import Divergent
 from hdet.evidence.line import Line
-from hdet.evidence.mixed import MixedDifference
+from hdet.evidence.mixed_difference import MixedDifference
 from hdet.evidence.recursion import Recursion
 from hdet.hparams.evidence import Evidence
 

@@ -15,10 +15,10 @@ from pydantic import Field
 from torch import Tensor
 
 from hdet.controllers import Estimate
-from hdet.evidence.aim import aim
 from hdet.evidence.collector import Collector, Harvest, Scene, Window
-from hdet.evidence.levels import Levels
-from hdet.evidence.record import Dots, Record, Traces
+from hdet.evidence.parts.gradient_memory import Dots, Record, Traces
+from hdet.evidence.parts.probe_gradient import aim
+from hdet.evidence.parts.two_levels import Levels
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.design import Hadamard, mirrored
 from hdet.hparams.evidence import Evidence

@@ -16,7 +16,7 @@ from hdet.controllers import Comparison, Estimate, Estimator, LeastSquares
 from hdet.controllers.state import from_plain, to_plain
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Harvest, Scene, Window
-from hdet.evidence.points import losses_at
+from hdet.evidence.parts.losses_at import losses_at
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.design import Design, Hadamard, Permutation
 from hdet.hparams.evidence import Evidence

@@ -18,8 +18,8 @@ from torch import Tensor
 from hdet.controllers import Estimate
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Harvest, Scene, Window
-from hdet.evidence.fit import along
-from hdet.evidence.points import losses_at
+from hdet.evidence.parts.line_fit import along
+from hdet.evidence.parts.losses_at import losses_at
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.evidence import Evidence

@@ -13,8 +13,8 @@ from torch.optim import SGD, Adam, AdamW
 
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Harvest, Scene, Window
-from hdet.evidence.direction import Directional, DirectionalCollector
-from hdet.evidence.trace import FirstTrace, MomentumTrace, SecondTrace, Trace, Value
+from hdet.evidence.parts.directional import Directional, DirectionalCollector
+from hdet.evidence.parts.weight_derivative import FirstTrace, MomentumTrace, SecondTrace, Trace, Value
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound import BoundKnob
 from hdet.replicas import tensors

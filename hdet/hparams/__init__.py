@@ -4,7 +4,6 @@ from hdet.hparams.design import Design, Fixed, Hadamard, LatinHypercube, Permuta
 from hdet.hparams.evidence import Evidence
 from hdet.hparams.forward import AttentionTemperature, Dropout, LabelSmoothing
 from hdet.hparams.knob import Knob
-from hdet.hparams.optimizer import Beta1, Beta2, LearningRate, Momentum, WeightDecay
 from hdet.hparams.scalar import Scalar
 from hdet.hparams.schedule import (
     WSD,
@@ -17,6 +16,7 @@ from hdet.hparams.schedule import (
 )
 from hdet.hparams.space import Arcsine, Linear, Log, Logit, Relative, Space
 from hdet.hparams.spread import Geometric, OneSided, Spread, Symmetric, TwoLevel
+from hdet.hparams.update import Beta1, Beta2, LearningRate, Momentum, WeightDecay
 
 __all__ = [
     "WSD",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hdet.controllers import Estimate, Hold
-from hdet.engine import Engine
+from hdet.engine.engine import Engine
 from hdet.errors import ConfigError
 from hdet.evidence import Evidence
 from hdet.history import WindowRecord

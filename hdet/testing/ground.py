@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from hdet.engine import Engine
+from hdet.engine.engine import Engine
 from hdet.errors import ConfigError, MatchError
 from hdet.history import WindowRecord
 from hdet.hparams import Knob

@@ -7,7 +7,7 @@ import math
 import torch
 
 from hdet.controllers import Hold
-from hdet.engine import Engine
+from hdet.engine.engine import Engine
 from hdet.evidence import Divergent, Evidence, Line
 from hdet.hparams import Knob
 from hdet.hparams.binding import Binding

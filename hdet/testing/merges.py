@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.merging import Merge
 from hdet.replicas import Copies, replicate
+from hdet.replicas.merge import Merge
 from hdet.testing.ground import ADAMW, Ground
 from hdet.testing.law import require
 

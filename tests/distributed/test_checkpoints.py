@@ -429,7 +429,7 @@ def test_a_folder_that_cannot_be_cleared_is_told(tmp_path: Path, monkeypatch: py
     def refuse(path: Path) -> None:
         raise PermissionError(f"{path} is not yours")
 
-    monkeypatch.setattr("hdet.checkpoint_folder.shutil.rmtree", refuse)
+    monkeypatch.setattr("hdet.checkpoints.folder.shutil.rmtree", refuse)
     with pytest.raises(hdet.CheckpointError, match="is not yours"):
         hdet.CheckpointFolder(tmp_path).save(engine)
 

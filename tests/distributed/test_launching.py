@@ -15,9 +15,9 @@ from launch import free_port
 from test_run_on_ranks import DECLARED
 
 import hdet
+from hdet.app.run import Run, RunConfig, launching
 from hdet.errors import HdetError
-from hdet.replicas.distributed.lost import LOST
-from hdet.running import Run, RunConfig, launching
+from hdet.replicas.distributed.lost_rank import LOST
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 

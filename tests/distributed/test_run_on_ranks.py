@@ -14,7 +14,7 @@ from launch import free_port, start
 from training import batch, difference, loss_of, network
 
 import hdet
-from hdet.running import Run, RunConfig
+from hdet.app.run import Run, RunConfig
 
 DECLARED = """
 task: {kind: digits, dropout: 0.0}

@@ -22,7 +22,7 @@ import hdet
 import hdet.testing
 from hdet import Contrast, Engine, Probe, TwoLevel
 from hdet.evidence.contrast import ContrastCollector
-from hdet.evidence.record import Dots
+from hdet.evidence.parts.gradient_memory import Dots
 from hdet.hparams.forward import ModuleKnob
 
 RATE, WIDTH, SCALE = 0.1, 0.2, 1.5

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import hdet
 from hdet import Arcsine, Context, Controller, Estimate, Linear, Log, Logit, Relative, TwoLevel
 from hdet.controllers.state import NoState
+from hdet.engine.defaults import complete
 from hdet.errors import CheckpointError, ConfigError
-from hdet.evidence.defaults import complete
 from hdet.hparams.bound import BoundKnob
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hdet.app.tasks import Digits
+from hdet.app.tasks.draws import draws
 from hdet.nn import Dropout
-from hdet.tasks import Digits
-from hdet.tasks.draws import draws
 from search_parts.digits import DigitsProblem
 from search_parts.examples import built
 from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Task, doubling

@@ -6,8 +6,8 @@ import math
 
 from torch import Tensor, nn
 
+from hdet.app.tasks import Digits
 from hdet.nn import CrossEntropyLoss, Dropout
-from hdet.tasks import Digits
 from search_parts.digits import DigitsProblem
 from search_parts.examples import built
 from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Task, doubling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hdet.tasks import Digits
+from hdet.app.tasks import Digits
 from search_parts.digits import DigitsProblem
 from search_parts.task import DECAYS, DROPOUTS, LEARNING_RATES, NINE, Grid, Task, doubling
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from hdet.app.tasks import Text
 from hdet.nn import CrossEntropyLoss
-from hdet.tasks import Text
 from search_parts.examples import built
 from search_parts.task import ALL_OFF, DECAYS, LEARNING_RATES, Grid, Task, doubling
 from search_parts.text import IGNORANCE, TextProblem

@@ -15,7 +15,7 @@ from hdet.replicas.distributed import refusals
 from hdet.replicas.distributed.agreement import agree
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.layout import Group, Layout, of_group, of_mesh
-from hdet.replicas.distributed.lost import translated
+from hdet.replicas.distributed.lost_rank import translated
 from hdet.replicas.distributed.ranks import Ranks
 from hdet.replicas.in_process import check_pair, twin
 

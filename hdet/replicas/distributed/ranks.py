@@ -21,9 +21,9 @@ from hdet.replicas.distributed import fully_sharded, optimizer_mean, refusals
 from hdet.replicas.distributed.agreement import agree
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
+from hdet.replicas.distributed.half_precision import mean_narrow_
 from hdet.replicas.distributed.layout import Group, pooled
-from hdet.replicas.distributed.lost import translated
-from hdet.replicas.distributed.narrow import mean_narrow_
+from hdet.replicas.distributed.lost_rank import translated
 from hdet.replicas.distributed.overlap import Flight
 from hdet.replicas.distributed.own_gradient import OwnGradient
 from hdet.replicas.replica import Replica

@@ -1,0 +1,1 @@
+"""The command `hdet`, the runs it makes and the studies over them."""

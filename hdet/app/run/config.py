@@ -1,0 +1,201 @@
+"""The declaration of a whole run: what `hdet run` reads from YAML and writes back as resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch import nn
+
+from hdet.app.run.document import override, read
+from hdet.app.run.optimizer import AdamW, Optimizer
+from hdet.app.run.signal import Probe, Signal
+from hdet.app.tasks import Task
+from hdet.engine.guard import Guard, Rewind
+from hdet.errors import ConfigError
+from hdet.evidence import Divergent, Evidence
+from hdet.hparams import Knob, LearningRate, Schedule
+from hdet.hparams.schedule import Linear
+from hdet.recipes.recommended import WARMUP, choose
+from hdet.replicas.merge import Mean, Merge
+from hdet.spec import Spec, lookup
+from hdet.windows import GrowingWindow, Windows
+
+PEAKS = ("peak", "max_lr", "value")
+
+
+class RunConfig(Spec):
+    """One training run with the engine.
+
+    A field with a default may leave out its `kind`: `optimizer: {lr: 3e-4}` is AdamW, `window: 50` is fixed.
+
+    Attributes:
+        task: what is trained.
+        steps: optimizer steps.
+        batch_size: examples a replica sees in a step.
+        replicas: N: micro-batches of one model, or copies of it side by side where the evidence has them diverge.
+        gradients: whether the replicas apply the mean gradient or each its own.
+        optimizer: with the learning rate at the schedule's peak.
+        schedule: of the learning rate; `None` holds it. Its peak and length, where not given, are the
+            optimizer's `lr` and `steps`. A `LearningRate` knob without a schedule of its own moves this one.
+        knobs: what is explored; `None`, or "recommended", lets `hdet.recommended` choose.
+        window: steps between two converges, or a rule for them.
+        signal: what the replicas are compared by.
+        evidence: where comparisons come from, for knobs that do not say.
+        merge: how the replicas become one.
+        guard: goes back where training went wrong; `rewind` where the knobs are recommended ones.
+        clip: the largest norm of a replica's gradient; `None` leaves gradients as they are.
+        start: the path of a checkpoint, such as another run's `model.pt`, whose model the run sets out from.
+            `{task}` and `{seed}` in it stand for the task's kind and the run's seed.
+        noise: of a warm noisy start, relative to the weights' norms; see `hdet.perturb`.
+        seed: decides initial weights, batches, designs and the random numbers of dropout.
+        device: where the replicas live, as torch names it.
+        imports: modules to import first, in which knobs, controllers or tasks of your own are registered.
+
+    >>> config = RunConfig(task="text", steps=100, schedule="cosine", optimizer=AdamW(3e-4))
+    >>> config.schedule(30)
+    0.0003
+    >>> RunConfig.from_dict(config.to_dict()) == config
+    True
+    """
+
+    task: Task
+    steps: int = Field(ge=1)
+    batch_size: int = Field(default=16, ge=1)
+    replicas: int = Field(default=8, ge=1)
+    gradients: Literal["shared", "local"] = "shared"
+    optimizer: Optimizer = AdamW()
+    schedule: Schedule | None = None
+    knobs: tuple[Knob, ...] | None = None
+    window: Windows = GrowingWindow()
+    signal: Signal = Probe()
+    evidence: Evidence = Divergent()
+    merge: Merge = Mean()
+    guard: Guard | None = None
+    clip: float | None = Field(default=None, gt=0.0)
+    start: str | None = None
+    noise: float = Field(default=0.0, ge=0.0, le=1.0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    device: str = "cpu"
+    imports: tuple[str, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve(cls, given: Any) -> Any:
+        """Import what registers, add the kinds that go without saying and complete the schedule."""
+        if not isinstance(given, Mapping):
+            return given
+        resolved = dict(given)
+        for module in resolved.get("imports") or ():
+            try:
+                import_module(str(module))
+            except ModuleNotFoundError as error:
+                raise ValueError(
+                    f"imports: there is no module {error.name!r}; start hdet in the folder that holds it"
+                ) from None
+        if isinstance(resolved.get("window"), int):
+            resolved["window"] = {"kind": "fixed", "steps": resolved["window"]}
+        if resolved.get("knobs") in (None, "recommended"):
+            resolved["knobs"] = None
+            resolved.setdefault("guard", Rewind.kind)
+            resolved["schedule"] = resolved.get("schedule") or {"kind": Linear.kind, "warmup": WARMUP}
+        for name, field in cls.model_fields.items():
+            value = resolved.get(name)
+            if isinstance(field.default, Spec) and isinstance(value, Mapping) and "kind" not in value:
+                resolved[name] = {"kind": field.default.kind, **value}
+        if isinstance(resolved.get("schedule"), (str, Mapping)):
+            resolved["schedule"] = _completed(resolved["schedule"], resolved)
+        return resolved
+
+    @field_validator("device")
+    @classmethod
+    def _device_exists(cls, device: str) -> str:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"torch cannot use this device: {str(error).splitlines()[0]}") from None
+        return device
+
+    @model_validator(mode="after")
+    def _schedules_suffice(self) -> RunConfig:
+        for name, schedule in self._schedules():
+            if schedule.total_steps is not None and schedule.total_steps < self.steps:
+                raise ValueError(
+                    f"{name} ends after {schedule.total_steps} steps and the run has {self.steps}; "
+                    f"lower steps, or raise total_steps (leave it out of the run's schedule and it is steps)"
+                )
+        return self
+
+    def _schedules(self) -> Iterable[tuple[str, Schedule]]:
+        if self.schedule is not None:
+            yield "schedule", self.schedule
+        for index, knob in enumerate(self._listed()):
+            if knob.schedule is not None:
+                yield f"the schedule of knobs.{index} ({knob.label})", knob.schedule
+
+    def _listed(self) -> tuple[Knob, ...]:
+        return self.knobs or ()
+
+    @property
+    def start_path(self) -> str | None:
+        """`start` with its placeholders filled in."""
+        if self.start is None:
+            return None
+        return self.start.replace("{task}", self.task.kind).replace("{seed}", str(self.seed))
+
+    @property
+    def copies(self) -> bool:
+        """Whether each replica is a copy of the model that may come apart from the others."""
+        listed = self._listed()
+        # A warm noisy start sets replicas apart by itself.
+        return (
+            self.gradients == "local"
+            or self.noise > 0.0
+            or any((knob.evidence or self.evidence).diverges for knob in listed)
+        )
+
+    def explored(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Knob]:
+        """The knobs, recommended ones chosen; learning rates without a schedule of their own given the run's."""
+        if self.knobs is None:
+            choices = choose(model, optimizer, self.steps, self.schedule)
+            return [choice.knob for choice in choices if choice.knob is not None]
+        return [
+            knob.replace(schedule=self.schedule)
+            if isinstance(knob, LearningRate) and knob.schedule is None and self.schedule is not None
+            else knob
+            for knob in self.knobs
+        ]
+
+    @classmethod
+    def load(cls, path: Path | str, assignments: Iterable[str] = (), *, seed: int | None = None) -> RunConfig:
+        """Read YAML, apply `path=value` overrides, then the seed, and validate.
+
+        Raises:
+            ConfigError: naming the field, the value and what is allowed.
+        """
+        given = override(read(Path(path)), assignments)
+        if seed is not None:
+            given["seed"] = seed
+        return cls.from_dict(given)
+
+
+def _completed(schedule: str | Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """A schedule with its peak and length taken from the run where it does not give them."""
+    fields: dict[str, Any] = {"kind": schedule} if isinstance(schedule, str) else dict(schedule)
+    if "kind" not in fields:
+        return fields  # the family's own message says what is missing
+    known = lookup(Schedule, str(fields["kind"])).model_fields
+    if "total_steps" in known and "steps" in run:
+        fields.setdefault("total_steps", run["steps"])
+    try:
+        optimizer = Optimizer.from_dict(run.get("optimizer", AdamW()))
+    except ConfigError:
+        return fields  # reported at its own field
+    for name in PEAKS:
+        if name in known:
+            fields.setdefault(name, optimizer.lr)
+    return fields

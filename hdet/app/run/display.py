@@ -1,0 +1,127 @@
+"""A run on the screen: a live bar in a terminal, plain lines elsewhere, and a table at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from hdet.app.run.folder import RunFolder
+from hdet.app.run.loop import Watcher
+from hdet.app.run.runner import Result
+from hdet.history import WindowRecord
+
+REFRESH_SECONDS = 0.5
+PLAIN_LINES = 20
+TITLES = {"hdet": "training", "plain": "the same without hdet"}
+
+
+class Display(Watcher):
+    """Shows loss, bases, window and time left.
+
+    The loss is read from the device twice a second at most, so that showing it does not slow the run down.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._live: Live | None = None
+        self._bases = ""
+        self._window = 0
+
+    def begin(self, phase: str, first: int, steps: int) -> None:
+        self._title, self._first, self._steps = TITLES[phase], first, steps
+        self._bases, self._loss, self._window = "", "", 0
+        self._began = self._shown = time.perf_counter()
+        self._lines = 0
+        if first:
+            self.console.print(f"going on from step {first}")
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[loss]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._progress.add_task(self._title, total=steps, completed=first, loss="")
+            self._live = Live(self._rendered(), console=self.console, refresh_per_second=4)
+            self._live.start()
+
+    def step(self, done: int, losses: Sequence[Tensor]) -> None:
+        if self._live is not None:
+            now = time.perf_counter()
+            if now - self._shown >= REFRESH_SECONDS or done == self._steps:
+                self._shown = now
+                loss = f"loss {_mean(losses):.4f}"
+                self._progress.update(self._task, completed=done, loss=loss)
+                self._live.update(self._rendered())
+        elif done * PLAIN_LINES // self._steps > self._lines:
+            self._lines = done * PLAIN_LINES // self._steps
+            elapsed = time.perf_counter() - self._began
+            left = elapsed / max(1, done - self._first) * (self._steps - done)
+            parts = [f"{self._title}: step {done}/{self._steps}", f"loss {_mean(losses):.4f}", self._bases]
+            self.console.print(
+                "  ".join(part for part in (*parts, f"{left:.0f} s left") if part),
+                soft_wrap=True,
+                markup=False,
+            )
+
+    def window(self, record: WindowRecord, bases: dict[str, float]) -> None:
+        self._window = record.window + 1
+        self._bases = f"window {self._window}  {listed(bases)}"
+        for fault in record.faults:
+            self.console.print(f"window {record.window}: {listed(fault)}", soft_wrap=True, markup=False)
+        if self._live is not None:
+            self._live.update(self._rendered())
+
+    def end(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _rendered(self) -> Group:
+        return Group(self._progress, Text(self._bases))
+
+
+def listed(items: Mapping[str, object]) -> str:
+    """Names and values on one line.
+
+    >>> listed({"learning_rate": 0.00123456, "dropout": 0.1})
+    'learning_rate 0.001235  dropout 0.1'
+    """
+    return "  ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in items.items()
+    )
+
+
+def show_result(console: Console, result: Result, folder: RunFolder) -> None:
+    """The closing tables: the knobs, the held-out losses, and where everything lies."""
+    if result.knobs:
+        table = Table("knob", "started", "ended", "how sure", title="knobs (at the peak of their schedule)")
+        for knob in result.knobs:
+            table.add_row(Text(knob.knob), f"{knob.start:.4g}", f"{knob.end:.4g}", knob.words)
+        console.print(table)
+    table = Table("", "held-out loss", "seconds", title="held-out loss")
+    table.add_row("with hdet", _loss(result.test_loss), f"{result.seconds:.0f}")
+    if result.plain is not None:
+        table.add_row("without", _loss(result.plain["test_loss"]), f"{result.plain['seconds']:.0f}")
+    console.print(table)
+    if result.faults:
+        note = f"{result.faults} faults on the way; see {folder.history}"
+        console.print(note, soft_wrap=True, markup=False)
+    console.print(f"written to {folder.path}", soft_wrap=True, markup=False)
+
+
+def _mean(losses: Sequence[Tensor]) -> float:
+    return sum(float(loss) for loss in losses) / len(losses)
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

@@ -1,0 +1,204 @@
+"""A declared run on several ranks: started by torchrun, or by `hdet run --processes` on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from tempfile import TemporaryFile
+from types import FrameType
+from typing import IO, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hdet.errors import ConfigError, HdetError
+from hdet.replicas.distributed import process_group
+from hdet.replicas.distributed.lost_rank import LOST, translated
+
+T = TypeVar("T")
+
+INTERRUPTED, TERMINATED = 130, 143
+
+GRACE_SECONDS = 10.0
+"""How long the other ranks get to tell what happened, once one has failed."""
+
+
+@contextmanager
+def ranks(device: str) -> Iterator[None]:
+    """The group of all ranks, where torchrun (or `launch`) has started this process as one of several.
+
+    Args:
+        device: what the run computes on, as torch names it.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        with process_group("gloo" if torch.device(device).type == "cpu" else None):
+            yield
+    else:
+        yield
+
+
+def world() -> int:
+    """How many ranks there are; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if world() > 1 else 0
+
+
+def leads() -> bool:
+    """Whether this rank writes files and speaks to people."""
+    return rank() == 0
+
+
+def led(act: Callable[[], T]) -> T:
+    """What `act()` returns on the leading rank, which alone calls it, on every rank.
+
+    Raises:
+        HdetError: the leader's, on every rank, so that none waits for one that has gone; an OSError, such as a full
+            disk's, as one too.
+    """
+    told: list[Any] = [None, None]
+    if leads():
+        try:
+            told[0] = act()
+        except HdetError as error:
+            told[1] = error
+        except OSError as error:
+            told[1] = HdetError(f"a file of the run could not be read or written: {error}")
+    if world() > 1:
+        with translated("hearing of the leading rank"):
+            dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise told[1]
+    found: T = told[0]
+    return found
+
+
+def restarted() -> bool:
+    """Whether torchrun has started these ranks again, after an attempt that failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def shared_out(replicas: int, processes: int) -> int:
+    """How many of the replicas each process gets.
+
+    Raises:
+        ConfigError: they cannot be shared out evenly.
+    """
+    each, rest = divmod(replicas, processes)
+    if rest or each == 0:
+        raise ConfigError(
+            f"{replicas} replicas cannot be shared out evenly over {processes} processes; take a multiple of "
+            f"{processes}, by --replicas or in the file"
+        )
+    return each
+
+
+def launch(processes: int, arguments: Sequence[str]) -> int:
+    """Run `hdet` with some arguments as several ranks on this machine; returns the exit code.
+
+    Each rank computes on its share of the cores. Only the first one's output is shown, and the errors of the rank
+    that failed first. The ranks end with this process where it is interrupted or terminated.
+
+    Raises:
+        ConfigError: this process is itself a rank.
+    """
+    if "RANK" in os.environ:
+        raise ConfigError("--processes starts ranks, but torchrun has started this process as one; leave it out")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes))),
+    }
+    with ExitStack() as stack:
+        # In files: a rank that has much to say would wait for ever at a pipe that nobody reads.
+        told = [stack.enter_context(TemporaryFile("w+")) for _ in range(processes)]
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "hdet", *arguments],
+                env={**os.environ, **common, "RANK": str(number), "LOCAL_RANK": str(number)},
+                stdout=None if number == 0 else subprocess.DEVNULL,
+                stderr=None if number == 0 else told[number],
+            )
+            for number in range(processes)
+        ]
+        before = signal.signal(signal.SIGTERM, _terminated)
+        try:
+            return _waited_for(started, told)
+        except KeyboardInterrupt:
+            _ended(started)  # the terminal has interrupted them too
+            return INTERRUPTED
+        except _Terminated:
+            for process in started:
+                process.terminate()
+            _ended(started)
+            return TERMINATED
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            for process in started:
+                process.kill()
+
+
+class _Terminated(BaseException):
+    """This process was told to end."""
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def _waited_for(started: Sequence[subprocess.Popen[bytes]], told: Sequence[IO[str]]) -> int:
+    """The exit code: 0, or that of the rank which was the cause, whose errors are shown."""
+    while True:
+        codes = [process.poll() for process in started]
+        if all(code == 0 for code in codes):
+            return 0
+        if any(codes):
+            break
+        time.sleep(0.05)
+    ended = [number for number, code in enumerate(codes) if code]
+    alone = _ended(started)
+    errors = [_read(file) for file in told]
+    # A rank that only missed another is not the cause, even where it was the first to end. (The first rank's errors
+    # are on the screen, not in a file; that it was the cause shows in no other having been.)
+    own = [number for number in alone if number and started[number].returncode and LOST not in errors[number]]
+    cause = next((number for number in ended if number in own), own[0] if own else ended[0])
+    if cause:
+        print(f"rank {cause}:\n{errors[cause]}", end="", file=sys.stderr)
+    code = started[cause].returncode
+    if code < 0:
+        print(f"error: rank {cause} was ended by signal {-code}; go on by --resume", file=sys.stderr)
+        return 1
+    return code
+
+
+def _ended(started: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait for all, and end those that take too long; returns the ranks that ended by themselves."""
+    alone = []
+    end = time.monotonic() + GRACE_SECONDS
+    for number, process in enumerate(started):
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+            alone.append(number)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    return alone
+
+
+def _read(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()

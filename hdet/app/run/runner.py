@@ -1,0 +1,155 @@
+"""A declared run from beginning to end: check everything, take the folder, train, compare, write results."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hdet.app.run.config import RunConfig
+from hdet.app.run.folder import RunFolder
+from hdet.app.run.launching import leads, led
+from hdet.app.run.loop import Training, Watcher
+from hdet.app.run.plain import train_plain
+from hdet.app.tasks import Workload
+from hdet.errors import ConfigError, MissingExtraError
+from hdet.hparams.bound import BoundKnob
+from hdet.report import Verdict, draw_bases, verdicts
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run ended with; `result.json` holds the same.
+
+    Attributes:
+        test_loss: mean held-out loss of the final model.
+        train_loss: mean training loss over the last window.
+        steps, seconds: length of the run, comparison not counted.
+        knobs: where each knob started and ended, and how sure.
+        facts: what data the task loaded.
+        plain: the same run without hdet, `test_loss` and `seconds`, where it was asked for.
+        faults: how many faults the history holds.
+        versions: of Python and of the packages the numbers depend on.
+    """
+
+    test_loss: float | None
+    train_loss: float | None
+    steps: int
+    seconds: float
+    knobs: list[Verdict]
+    facts: dict[str, str]
+    plain: dict[str, float | None] | None = None
+    faults: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and mappings; each knob's verdict also in words."""
+        return {**asdict(self), "knobs": [{**asdict(knob), "verdict": knob.words} for knob in self.knobs]}
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any]) -> Result:
+        """The inverse of `to_dict`."""
+        knobs = [Verdict(**{key: value for key, value in knob.items() if key != "verdict"}) for knob in given["knobs"]]
+        return cls(**{**given, "knobs": knobs})
+
+
+class Run:
+    """One run in one folder. Making the object checks all there is to check and writes nothing.
+
+    Args:
+        config: what to run.
+        out: the run's folder.
+        force: replace a run that lies there.
+        resume: go on with it.
+
+    Raises:
+        HdetError: the declaration, the task, the model or the folder does not allow the run.
+    """
+
+    def __init__(self, config: RunConfig, out: Path | str, *, force: bool = False, resume: bool = False) -> None:
+        if config.knobs and find_spec("matplotlib") is None:
+            raise MissingExtraError("matplotlib", "cli")  # now, and not after hours of training
+        self.config = config
+        self.folder = RunFolder(out)
+        led(lambda: self.folder.check(config, force=force, resume=resume))
+        self.workload: Workload = config.task.build(
+            seed=config.seed, batch_size=config.batch_size, device=config.device
+        )
+        self.training = Training(config, self.workload)
+        self._resume = resume
+        kept = self.folder.load_result() if resume else None
+        self._finished = Result.from_dict(kept) if kept is not None else None
+
+    def __call__(self, *, compare: bool = False, watcher: Watcher | None = None) -> Result:
+        """Train, and with `compare` train again without hdet; write the folder; return what came out.
+
+        Raises:
+            ConfigError: `resume` was said of a run that is over.
+            DivergedError: every replica became non-finite again and again.
+        """
+        watcher = watcher if watcher is not None else Watcher()
+        result = self._finished
+        if result is not None and self.over(compare=compare):
+            raise ConfigError(
+                f"the run in {self.folder.path} is over (held-out loss {result.test_loss}); "
+                f"start anew by --force, or choose another --out"
+            )
+        if result is None:
+            if not self._resume:
+                led(lambda: self.folder.begin(self.config))
+            result = self._train(watcher)
+        if compare and leads():
+            began = time.perf_counter()
+            model = train_plain(self.config, self.workload, watcher)
+            seconds = time.perf_counter() - began
+            plain = {"test_loss": _finite(self.workload.test_loss(model)), "seconds": seconds}
+            result = Result(**{**vars(result), "plain": plain})
+            self.folder.save_result(result.to_dict())
+        return result
+
+    def over(self, *, compare: bool = False) -> bool:
+        """Whether the run that is to be resumed has nothing left to do."""
+        return self._finished is not None and (not compare or self._finished.plain is not None)
+
+    def _train(self, watcher: Watcher) -> Result:
+        training, engine = self.training, self.training.engine
+        training.run(self.folder, watcher)
+        # Knob values such as an attention temperature are no part of a state dict, and the model needs them.
+        led(lambda: self.folder.save_model({"model": training.model.state_dict(), "bases": engine.bases}))
+        history = engine.history.windows
+        result = Result(
+            test_loss=_finite(self.workload.test_loss(training.model)),
+            train_loss=_finite(history[-1].loss),
+            steps=self.config.steps,
+            seconds=training.seconds,
+            knobs=verdicts(history, {knob.name: _course(knob) for knob in engine.knobs}),
+            facts=dict(self.workload.facts),
+            faults=sum(len(record.faults) for record in history),
+            versions={
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+                "numpy": np.__version__,
+            },
+        )
+        if result.knobs and leads():
+            title = f"{self.config.task.kind}, {self.config.steps} steps"
+            draw_bases(history, self.folder.picture, title=title)
+        led(lambda: self.folder.save_result(result.to_dict()))  # last: it marks the run as over
+        return result
+
+
+def _course(knob: BoundKnob) -> tuple[float, float]:
+    """A knob's declared base and what became of it, both where its schedule stands at its peak."""
+    low, high = knob.spec.bounds
+    return knob.peak, min(max(knob.spec.space.apply(knob.peak, knob.shift), low), high)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,195 @@
+"""A study's folder: a run folder for each different cell, and what has come of them so far."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hdet import __version__
+from hdet.app.run.document import dump
+from hdet.app.study.cells import Cell
+from hdet.app.study.declaration import Study
+from hdet.app.study.statistics import Levels
+from hdet.errors import HdetError
+from hdet.history import History
+
+T = TypeVar("T")
+
+# What marks a cell as over, last of all that is written: a run's result or divergence, a script's end in good order.
+RESULT = "result.json"
+DIVERGED = "diverged.json"
+FINISHED = "finished.json"
+
+
+def finished(folder: Path, *, script: bool) -> bool:
+    """Whether the cell in a folder is over."""
+    return any((folder / name).exists() for name in ((FINISHED,) if script else (RESULT, DIVERGED)))
+
+
+class StudyFolder:
+    """`study.yaml`, `cells/KEY/` with an ordinary run folder each, `cells.csv`, tables and pictures."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def begin(self, study: Study) -> str:
+        """Make the folder, or go on in it: finished cells that are still asked for are not run again.
+
+        Returns the version of hdet that began it, whose cells may lie in it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "study.yaml").write_text(dump(study), encoding="utf-8")
+        version = self.path / "version.txt"
+        if not version.exists():
+            version.write_text(__version__ + "\n", encoding="utf-8")
+        return version.read_text(encoding="utf-8").strip()
+
+    def cell(self, cell: Cell) -> Path:
+        """The run folder of a cell."""
+        return self.path / "cells" / cell.key
+
+    def done(self, cell: Cell) -> bool:
+        """Whether the cell is finished: with a result, or for good without one because it diverged."""
+        return finished(self.cell(cell), script=cell.config is None)
+
+    def result(self, cell: Cell) -> dict[str, Any] | None:
+        """What the cell ended with; `{}` where it diverged, `None` where it is not finished.
+
+        Raises:
+            HdetError: its result is no mapping.
+        """
+        if not self.done(cell):
+            return None
+        path = self.cell(cell) / RESULT
+        return read_result(path) if path.exists() else {}
+
+    def metric(self, cell: Cell, name: str) -> float | None:
+        """A number of the cell's result; NaN where the run diverged, `None` where it is not finished.
+
+        Raises:
+            HdetError: the result has no such number.
+        """
+        result = self.result(cell)
+        if result is None:
+            return None
+        path = self.cell(cell) / RESULT
+        if not path.exists():
+            return math.nan
+        if name not in result:
+            known = sorted(key for key, value in result.items() if isinstance(value, (int, float)))
+            raise HdetError(f"{path} has no {name!r}; it has {known}")
+        value = result[name]
+        try:
+            return math.nan if value is None else float(value)
+        except (TypeError, ValueError):
+            raise HdetError(f"{path}: {name} must be a number, or null where the run diverged; got {value!r}") from None
+
+    def seconds(self, cell: Cell) -> float | None:
+        """Wall time of a finished cell, where it is known."""
+        path = self.cell(cell) / FINISHED
+        if cell.config is None and path.exists():
+            return float(json.loads(path.read_text(encoding="utf-8"))["seconds"])
+        given = (self.result(cell) or {}).get("seconds")
+        return float(given) if isinstance(given, (int, float)) else None
+
+    def groups(
+        self, cells: Sequence[Cell], metric: str, problems: list[str] | None = None
+    ) -> dict[Levels, dict[int, float | None]]:
+        """The cells' values of a metric, by combination of levels and by seed; `None` where there is none yet.
+
+        Args:
+            cells: all that are declared.
+            metric: its name.
+            problems: takes a line for each finished cell without such a number; without it the first is raised.
+        """
+        found: dict[Levels, dict[int, float | None]] = {}
+        for cell in cells:
+            value = tolerated(partial(self.metric, cell, metric), problems)
+            found.setdefault(tuple(cell.levels.items()), {})[cell.seed] = value
+        return found
+
+    def curves(
+        self, cells: Sequence[Cell], problems: list[str] | None = None
+    ) -> dict[Levels, list[list[tuple[int, float]]]]:
+        """The finished cells' training losses, (step, loss) at each window's end, a curve a seed.
+
+        Args:
+            cells: whose.
+            problems: takes a line for each history that cannot be read; without it the first is raised.
+        """
+        found: dict[Levels, list[list[tuple[int, float]]]] = {}
+        for cell in cells:
+            path = self.cell(cell) / "history.jsonl"
+            if self.done(cell) and path.exists():
+                history = tolerated(partial(History, path), problems)
+                curve = [(record.stop, record.loss) for record in history or ()]
+                found.setdefault(tuple(cell.levels.items()), []).append(curve)
+        return found
+
+    def write_cells(self, cells: Sequence[Cell], metrics: Sequence[str], problems: list[str] | None = None) -> None:
+        """`cells.csv`: one line a finished cell, with its folder.
+
+        Args:
+            cells: all that are declared.
+            metrics: their columns.
+            problems: takes a line for each number that cannot be read; without it the first is raised.
+        """
+        with (self.path / "cells.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            factors = list(cells[0].levels) if cells else []
+            writer.writerow([*factors, "seed", "steps", "samples", "seconds", *metrics, "folder"])
+            for cell in cells:
+                if not self.done(cell):
+                    continue
+                result = tolerated(partial(self.result, cell), problems) or {}
+                values = [tolerated(partial(self.metric, cell, metric), problems) for metric in metrics]
+                seconds = tolerated(partial(self.seconds, cell), problems)
+                writer.writerow(
+                    [
+                        *cell.levels.values(),
+                        cell.seed,
+                        result.get("steps", ""),
+                        "" if cell.samples is None else cell.samples,
+                        "" if seconds is None else seconds,
+                        *("" if value is None else repr(value) for value in values),
+                        f"cells/{cell.key}",
+                    ]
+                )
+
+    def write(self, name: str, text: str) -> Path:
+        """A file beside the cells."""
+        path = self.path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """The metrics a cell wrote.
+
+    Raises:
+        HdetError: it is no JSON, or no mapping.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise HdetError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise HdetError(f"{path} must hold a mapping of metrics, it holds a {type(found).__name__}")
+    return found
+
+
+def tolerated(read: Callable[[], T], problems: list[str] | None) -> T | None:
+    """What `read` gives; where it cannot, one line more in `problems`."""
+    try:
+        return read()
+    except HdetError as error:
+        if problems is None:
+            raise
+        if str(error) not in problems:
+            problems.append(str(error))
+        return None

@@ -1,0 +1,165 @@
+"""Running a study's cells: each once, several at a time, those of a killed study resumed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hdet.app.run.config import RunConfig
+from hdet.app.run.runner import Run
+from hdet.app.study.cells import Cell
+from hdet.app.study.folder import DIVERGED, FINISHED, RESULT, StudyFolder, finished, read_result
+from hdet.app.study.turn import LOCK, turn
+from hdet.errors import DivergedError, HdetError
+
+ELSEWHERE = "running elsewhere, in another process"
+ERROR = "error.txt"
+FAILED_RESULT = "result.failed.json"
+
+# Of a worker: several cells share the machine.
+THREADS = 1
+
+Outcome = tuple[Cell, str | None]
+
+_scripts: set[subprocess.Popen[bytes]] = set()
+
+
+def pending(folder: StudyFolder, cells: Sequence[Cell]) -> list[Cell]:
+    """The cells still to run, one for each folder."""
+    unique = {cell.key: cell for cell in reversed(cells)}
+    return [cell for cell in reversed(unique.values()) if not folder.done(cell)]
+
+
+def run(folder: StudyFolder, cells: Sequence[Cell], *, jobs: int = 1) -> Iterator[Outcome]:
+    """Run what is pending, `jobs` cells at a time in processes of their own; yields each as it ends.
+
+    A cell that diverges is finished: that is its result. Any other error ends only its own cell, which is
+    tried again when the study is continued; the message comes with it. A cell that another process is at comes
+    with `ELSEWHERE`.
+    """
+    todo = pending(folder, cells)
+    if jobs == 1:
+        for cell in todo:
+            yield cell, run_cell(*_job(folder, cell))
+        return
+    # Spawned, not forked: a forked child inherits torch's thread pool in whatever state it is.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_worker) as pool:
+        waiting = {pool.submit(run_cell, *_job(folder, cell)): cell for cell in todo}
+        try:
+            for future in as_completed(waiting):
+                error = future.exception()
+                yield (
+                    waiting[future],
+                    f"{type(error).__name__}: {error}" if error is not None else future.result(),
+                )
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def run_cell(config: dict[str, Any] | None, command: tuple[str, ...] | None, out: str) -> str | None:
+    """Run one cell in its folder; returns an error's message, or `None`. The traceback is left in the folder."""
+    folder = Path(out)
+    with turn(folder) as lock:
+        if lock is None:
+            return ELSEWHERE
+        if finished(folder, script=config is None):  # by another process, since this one looked
+            return None
+        (folder / ERROR).unlink(missing_ok=True)
+        try:
+            if config is not None:
+                _train(RunConfig.from_dict(config), folder)
+            else:
+                assert command is not None
+                _call(command, folder, lock)
+        except Exception as error:
+            (folder / ERROR).write_text(traceback.format_exc(), encoding="utf-8")
+            return str(error) if isinstance(error, HdetError) else f"{_said(error)}; see {folder / ERROR}"
+    return None
+
+
+def _job(folder: StudyFolder, cell: Cell) -> tuple[dict[str, Any] | None, tuple[str, ...] | None, str]:
+    return (cell.config.to_dict() if cell.config is not None else None), cell.command, str(folder.cell(cell))
+
+
+def _begin_worker() -> None:
+    torch.set_num_threads(THREADS)
+    threading.Thread(target=_end_with_the_study, daemon=True).start()
+
+
+def _end_with_the_study() -> None:
+    """A study that is killed cannot tell its workers, and they would train on without it."""
+    study = multiprocessing.parent_process()
+    assert study is not None
+    study.join()
+    for script in list(_scripts):
+        script.kill()
+    os._exit(1)
+
+
+def _train(config: RunConfig, out: Path) -> None:
+    begun = (out / "config.yaml").exists()
+    try:
+        # Without a configuration nothing was begun, whatever a kill may have left.
+        Run(config, out, resume=begun, force=not begun)()
+    except DivergedError as error:
+        (out / DIVERGED).write_text(json.dumps({"error": str(error)}), encoding="utf-8")
+
+
+def _call(command: tuple[str, ...], out: Path, lock: int) -> None:
+    """Run a script from its beginning, in an empty folder."""
+    _empty(out)
+    words = [word.replace("{out}", str(out)).replace("{python}", sys.executable) for word in command]
+    began = time.perf_counter()
+    with (out / "log.txt").open("w", encoding="utf-8") as log:
+        try:
+            # The script holds the cell too: where it outlives this process, no other may start it again.
+            script = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, pass_fds=(lock,))
+        except OSError as error:
+            raise HdetError(f"{words[0]!r} cannot be run: {error}") from None
+        _scripts.add(script)
+        try:
+            code = script.wait()
+        except BaseException:
+            script.kill()
+            raise
+        finally:
+            _scripts.discard(script)
+    seconds = time.perf_counter() - began
+    result = out / RESULT
+    if code != 0:
+        if result.exists():
+            result.rename(out / FAILED_RESULT)
+        raise HdetError(f"{' '.join(words)} ended with code {code}; see {out / 'log.txt'}")
+    if not result.exists():
+        raise HdetError(f"{' '.join(words)} wrote no {result}")
+    read_result(result)
+    aside = out / (FINISHED + ".part")
+    aside.write_text(json.dumps({"seconds": seconds}), encoding="utf-8")
+    aside.replace(out / FINISHED)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error) or 'no message'}".splitlines()[0]

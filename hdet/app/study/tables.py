@@ -1,0 +1,218 @@
+"""A study's numbers for one metric as text, CSV, Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from hdet.app.study.statistics import Comparison, Contrast, Levels, Row
+
+LATEX = {
+    **{character: "\\" + character for character in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
+    "|": r"\textbar{}",
+    "<": "$<$",
+    ">": "$>$",
+    "±": r"$\pm$",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is shown of one metric.
+
+    Attributes:
+        metric: its name.
+        rows: a line each.
+        contrasts: what the study tests; empty where the comparisons with the baseline are tested.
+        level: 1 - level is the confidence of the intervals.
+        remarks: sentences to stand below.
+    """
+
+    metric: str
+    rows: Sequence[Row]
+    contrasts: Sequence[Contrast] = ()
+    level: float = 0.05
+    remarks: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Lines of words under a header; the first `left` columns are aligned to the left."""
+
+    header: list[str]
+    body: list[list[str]]
+    left: int
+
+
+def rows_as_csv(rows: Sequence[Row]) -> str:
+    """Every number of every row, in full precision."""
+    names = [field.name for field in fields(Row) if field.name not in ("levels", "versus")]
+    compared = [field.name for field in fields(Comparison) if field.name != "seeds"]
+    return _csv(
+        [*_factors(rows[0].levels), *names, *compared],
+        (
+            [*_levels(row), *(getattr(row, name) for name in names), *(getattr(row.versus, name) for name in compared)]
+            for row in rows
+        ),
+    )
+
+
+def contrasts_as_csv(contrasts: Sequence[Contrast]) -> str:
+    """Every number of every contrast, in full precision."""
+    names = [field.name for field in fields(Contrast) if field.name != "levels"]
+    return _csv(
+        [*_factors(contrasts[0].levels), *names],
+        ([*_levels(one), *(getattr(one, name) for name in names)] for one in contrasts),
+    )
+
+
+def as_text(table: Table) -> str:
+    """Aligned columns; what the numbers mean stands below them."""
+    blocks = []
+    for part in _parts(table):
+        lines = [[cell.replace("±", "+-") for cell in line] for line in [part.header, *part.body]]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(part.header))]
+        shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        rule = "  ".join("-" * width for width in widths)
+        blocks.append("\n".join([shown[0].rstrip(), rule, *(line.rstrip() for line in shown[1:])]))
+    return "\n\n".join([*blocks, _note(table)]) + "\n"
+
+
+def as_markdown(table: Table) -> str:
+    """Pipe tables; what the numbers mean stands below them."""
+    blocks = []
+    for part in _parts(table):
+        lines = [part.header, ["---"] * len(part.header), *part.body]
+        blocks.append("\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines))
+    return "\n\n".join([*blocks, _note(table)]) + "\n"
+
+
+def as_latex(table: Table) -> str:
+    """Tabulars for the package booktabs, their note as a comment."""
+    blocks = ["\n".join(f"% {line}" for line in _note(table).splitlines())]
+    for part in _parts(table):
+        columns = "l" * part.left + "r" * (len(part.header) - part.left)
+        inner = [" & ".join(_escaped(cell) for cell in line) + r" \\" for line in [part.header, *part.body]]
+        blocks.append(
+            "\n".join(
+                [
+                    rf"\begin{{tabular}}{{{columns}}}",
+                    r"\toprule",
+                    inner[0],
+                    r"\midrule",
+                    *inner[1:],
+                    r"\bottomrule",
+                    r"\end{tabular}",
+                ]
+            )
+        )
+    return "\n".join(blocks) + "\n"
+
+
+def _parts(table: Table) -> list[_Part]:
+    """The rows, and below them the contrasts where there are any."""
+    rows, found = table.rows, []
+    if rows:
+        compared = any(row.is_baseline or row.versus.seeds for row in rows)
+        timed = any(not math.isnan(row.seconds) for row in rows)
+        factors = _factors(rows[0].levels)
+        columns = ["difference", "pairs", *(["p", "p (Holm)"] if not table.contrasts else [])] if compared else []
+        body = []
+        for row in rows:
+            line = [*_levels(row), _counted(row.count, row.seeds, row.failed), _measured(row.mean, row.stderr)]
+            line += [_seconds(row.seconds)] if timed else []
+            line += _comparison(row)[: len(columns)]
+            body.append(line)
+        header = [*factors, "seeds", table.metric, *(["seconds"] if timed else []), *columns]
+        found.append(_Part(header, body, left=len(factors)))
+    if table.contrasts:
+        factors = _factors(table.contrasts[0].levels)
+        header = [*factors, "contrast", f"difference in {table.metric}", "pairs", "p", "p (Holm)"]
+        body = [[*_levels(one), f"{one.first} - {one.second}", *_compared(one)] for one in table.contrasts]
+        found.append(_Part(header, body, left=len(factors) + 1))
+    return found
+
+
+def _comparison(row: Row) -> list[str]:
+    if row.is_baseline:
+        return ["baseline", "", "", ""]
+    return _compared(row.versus) if row.versus.seeds else ["", "", "", ""]
+
+
+def _compared(one: Comparison) -> list[str]:
+    difference = "-" if math.isnan(one.difference) else f"{one.difference:+.4f}"
+    if not math.isnan(one.interval):
+        difference += f" ± {one.interval:.4f}"
+    return [difference, _counted(one.pairs, one.seeds, one.diverged), _p(one.p), _p(one.adjusted)]
+
+
+def _counted(count: int, of: int, diverged: int) -> str:
+    text = str(count) if count == of else f"{count} of {of}"
+    return f"{text} ({diverged} diverged)" if diverged else text
+
+
+def _measured(mean: float, stderr: float) -> str:
+    if math.isnan(mean):
+        return "-"
+    return f"{mean:.4f}" if math.isnan(stderr) else f"{mean:.4f} ± {stderr:.4f}"
+
+
+def _seconds(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1f}"
+
+
+def _p(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    return "<0.0001" if value < 1e-4 else f"{value:.4f}"
+
+
+def _note(table: Table) -> str:
+    sentences = ["Mean and standard error over the seeds that did not diverge."]
+    compared: Sequence[Comparison] = table.contrasts or [row.versus for row in table.rows if row.versus.seeds]
+    if compared:
+        what = "named contrasts" if table.contrasts else "comparisons with the baseline"
+        sentences.append(
+            f"Differences are paired by seed, with a {100 * (1 - table.level):g} % confidence interval each, not "
+            f"corrected."
+        )
+        if any(not math.isnan(one.p) for one in compared):
+            sentences.append(f"p of a paired t-test, and after Holm's correction for the {len(compared)} {what}.")
+    if any(math.isnan(one.p) and one.seeds > 1 for one in compared):
+        sentences.append(
+            "No test where a pair diverged or is missing (the seeds left were selected by the outcome), or where all "
+            "pairs differ by the same amount."
+        )
+    lines = [" ".join(sentences)]
+    unfinished = sum(row.seeds - row.count - row.failed for row in table.rows)
+    if unfinished:
+        lines.append(
+            f"Incomplete: {unfinished} of {sum(row.seeds for row in table.rows)} cells have no {table.metric} yet."
+        )
+    return "\n".join([*lines, *table.remarks])
+
+
+def _csv(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(lines)
+    return out.getvalue()
+
+
+def _factors(levels: Levels) -> list[str]:
+    return [factor for factor, _ in levels]
+
+
+def _levels(shown: Row | Contrast) -> list[str]:
+    return [level for _, level in shown.levels]
+
+
+def _escaped(text: str) -> str:
+    return "".join(LATEX.get(character, character) for character in text)

@@ -1,0 +1,53 @@
+"""A user's own task: any function that returns a `Workload`, named `module:function`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+from pydantic import Field
+
+from hdet.app.tasks.task import Task, Workload
+from hdet.errors import ConfigError
+from hdet.spec import register
+
+WORKLOAD = ("facts", "model", "groups", "batch", "loss", "probe", "test_loss")
+
+
+@register
+class Imported(Task):
+    """The workload of the user's own function, called as `function(seed=, batch_size=, device=, **options)`.
+
+    Attributes:
+        path: `module:function`; the module must be importable (`hdet run` adds the working directory).
+        options: further keyword arguments of the function, plain numbers and strings.
+    """
+
+    path: str = Field(pattern=r"^[\w.]+:\w+$", kw_only=False)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    def build(self, *, seed: int, batch_size: int, device: str = "cpu") -> Workload:
+        module_name, function_name = self.path.split(":")
+        try:
+            function = getattr(import_module(module_name), function_name)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"task {self.path!r}: there is no module {error.name!r}; start hdet in the folder that holds "
+                f"it, or install it"
+            ) from None
+        except AttributeError:
+            raise ConfigError(f"task {self.path!r}: module {module_name!r} has no {function_name!r}") from None
+        given = {"seed": seed, "batch_size": batch_size, "device": device, **self.options}
+        try:
+            signature(function).bind(**given)
+        except TypeError as error:
+            raise ConfigError(f"task {self.path!r} is called with {', '.join(given)}=: {error}") from None
+        workload = function(**given)
+        missing = [name for name in WORKLOAD if not hasattr(workload, name)]
+        if missing:
+            raise ConfigError(
+                f"task {self.path!r} returned a {type(workload).__name__} without {', '.join(missing)}; "
+                f"a workload has {', '.join(WORKLOAD)}"
+            )
+        return workload  # type: ignore[no-any-return]  # checked member by member above

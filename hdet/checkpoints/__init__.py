@@ -1,0 +1,1 @@
+"""A search in checkpoints: by torch.distributed.checkpoint, and as folders."""

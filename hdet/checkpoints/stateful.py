@@ -1,0 +1,396 @@
+"""An engine's converged point for torch.distributed.checkpoint: sharded over ranks, loadable by any number of them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet.engine import snapshot
+from hdet.errors import CheckpointError
+from hdet.replicas import tensors
+from hdet.replicas.distributed import Ranks
+from hdet.replicas.distributed.fingerprint import fingerprint
+from hdet.replicas.distributed.lost_rank import translated
+
+if TYPE_CHECKING:
+    from hdet.engine.engine import Engine
+
+Named = dict[str, Any]
+
+
+class Stateful:
+    """What `torch.distributed.checkpoint` saves and loads of an engine: always the last converged point.
+
+        dcp.save({"hdet": hdet.Stateful(engine)}, checkpoint_id="checkpoints/step_1000")
+        dcp.load({"hdet": hdet.Stateful(engine)}, checkpoint_id="checkpoints/step_1000")
+
+    Sharded tensors are stored as shards, each once, and are cut anew for the ranks that load them; the number of
+    ranks, of shards and of replicas may differ. A window under way is run again from its opening.
+
+    Replicas may differ even there: in their optimizers' state under `Mean("keep")`, in their weights before the first
+    merge after `hdet.perturb`. The point is then that of the first place (torch.distributed.checkpoint takes what
+    several ranks hold under one name for identical, and would store a mix). `hdet.CheckpointFolder` stores each
+    replica's beside it.
+
+    The structure is fixed, whatever the moment: it is the template that loading fills.
+
+    - `model`: parameters and buffers by name, as in the model's own state dict.
+    - `optimizer`: by parameter name, its state's tensors.
+    - `control`: bytes by `torch.save` of plain numbers: window, step, bases, controllers, parameter groups.
+
+    What a guard would go back to is not in it: after a load it looks for the best point anew, and has no first one.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the point, so that loading into it changes no engine. All ranks of the run call it together."""
+        return _copied(self.point())  # type: ignore[no-any-return]
+
+    def point(self, *, each: bool = False) -> dict[str, Any]:
+        """References to the point, valid until the next window closes. All ranks of the run call it together.
+
+        Args:
+            each: with `replicas`, by index the optimizer and where they differ the models of this process's
+                replicas, if those of the run are not alike. (Of several in one process they are known only while no
+                step of the window has been made.)
+        """
+        engine = self.engine
+        engine.settle()
+        starts = self._starts()
+        first = starts[0]
+        with translated("comparing replicas before a checkpoint"):
+            models_alike, optimizers_alike = self._alike(starts)
+            apart = not (models_alike and optimizers_alike)
+            found = first.named()
+            differing = ["optimizer", *(["model"] if not models_alike else [])] if each and apart else []
+            whole = len(starts) == len(engine.hosts) and not engine.finished
+            control = self._control(first, found.pop("stateless"), differing if whole else [])
+            found["control"] = self._first_places(_packed(control))
+            if apart:
+                found = _copied(found)
+                self._take_first_places([*_tensors(found["model"]), *_tensors(found["optimizer"])])
+        if differing and whole:
+            found["replicas"] = {str(start.index): start.packed(differing) for start in starts}
+        return found
+
+    def template(self, control: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint of this control is loaded into: a copy, with this process's replicas if it has all."""
+        found = self.state_dict()
+        if control["replicas"] and control["size"] == self.engine.size and self.engine.home.diverge:
+            found["replicas"] = {
+                str(index): {"control": b"", **{key: _copied(found[key]) for key in control["replicas"]}}
+                for index in _first_indices(self.engine)
+            }
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from the point.
+
+        Raises:
+            CheckpointError: it is another engine's, which is left as it was.
+        """
+        control = unpacked(state["control"])
+        self.check(control)
+        model, optimizer = self.engine.hosts[0]
+        shared = {
+            "model": state["model"],
+            "optimizer": _optimizer_of(model, optimizer, state["optimizer"], control),
+        }
+        opening = {
+            index: {
+                "model": own.get("model", state["model"]),
+                "optimizer": _optimizer_of(model, optimizer, own["optimizer"], unpacked(own["control"])),
+            }
+            for index, own in state.get("replicas", {}).items()
+        }
+        snapshot.load_state_dict(
+            self.engine,
+            {
+                **{key: control[key] for key in ("format", "config", "size", "window", "finished", "restores")},
+                "knobs": control["knobs"],
+                "collectors": control["collectors"],
+                "watch": {"held": None, "first": None} if self.engine.watch is not None else None,
+                "open": None,
+                "opening": opening or None,
+                "converged": {"step": control["step"], **shared},
+            },
+        )
+        self.engine.run = control["run"]
+
+    def check(self, control: Mapping[str, Any]) -> None:
+        """Whether a checkpoint's control is of this engine's declaration.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        snapshot.check(self.engine, control)
+        groups = [len(group["params"]) for group in self.engine.hosts[0][1].param_groups]
+        if groups != control["sizes"]:
+            raise CheckpointError(
+                f"the checkpoint's optimizer has parameter groups of {control['sizes']} parameters, this one of "
+                f"{groups}; make the optimizer alike to resume"
+            )
+
+    def _starts(self) -> list[Start]:
+        """This process's replicas as the window found them, as far as that is known; the first always is."""
+        engine = self.engine
+        indices = _first_indices(engine)
+        live = engine.finished or (engine.tally.steps == 0 and not engine.in_flight and len(engine.hosts) > 1)
+        if not live:
+            anchor = engine.anchor
+            return [Start(indices[0], *engine.hosts[0], anchor.held, anchor.optimizer_state)]
+        found = []
+        for index, (model, optimizer) in zip(indices, engine.hosts, strict=True):
+            tensors.reshard(model)
+            held = [tensors.local(t.detach()) for t in (*model.parameters(), *model.buffers())]
+            found.append(Start(index, model, optimizer, held, optimizer.state_dict()))
+        return found
+
+    def _alike(self, starts: Sequence[Start]) -> tuple[bool, bool]:
+        """Whether all replicas of the run hold the same weights and buffers, and the same optimizer state."""
+        marks = torch.stack([start.marks() for start in starts])  # [local, 4]
+        home = self.engine.home
+        if isinstance(home, Ranks):
+            rows = home.exchange.gather(marks.flatten()).cpu()
+            table = rows.view(len(rows), len(starts), -1)[torch.from_numpy(home.layout.table)]
+            marks = table.transpose(1, 2).flatten(0, 1)  # [replicas, parts, 4]
+        same = (marks == marks[0]).flatten(0, -2).all(dim=0)
+        return bool(same[:2].all()), bool(same[2:].all())
+
+    def _first_places(self, control: bytes) -> bytes:
+        home = self.engine.home
+        if not isinstance(home, Ranks):
+            return control
+        box = [control]
+        group = home.layout.everyone()
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+        return box[0]
+
+    def _take_first_places(self, held: list[Tensor]) -> None:
+        home = self.engine.home
+        if isinstance(home, Ranks):
+            home.exchange.broadcast([tensors.local(tensor) for tensor in held], 0)
+
+    def _control(self, first: Start, stateless: list[str], replicas: list[str]) -> dict[str, Any]:
+        engine = self.engine
+        return {
+            "format": snapshot.FORMAT,
+            "config": snapshot.config(engine),
+            "run": engine.run,
+            "size": engine.size,
+            "window": engine.window.index,
+            "finished": engine.finished,
+            "restores": engine.restores,
+            "step": engine.step_count if engine.finished else engine.anchor.step,
+            "knobs": {knob.name: knob.state_dict() for knob in engine.knobs},
+            # Tensors in there belong to the window under way, which is run again.
+            "collectors": [_without_tensors(collector.state_dict()) for collector in engine.collectors],
+            "sizes": [len(group["params"]) for group in first.state["param_groups"]],
+            "groups": first.groups(),
+            "stateless": stateless,
+            "replicas": replicas,
+        }
+
+
+@dataclass(frozen=True)
+class Start:
+    """One replica as a window found it.
+
+    Attributes:
+        held: its parameters and buffers, in the model's order; of sharded ones this rank's part.
+        state: its optimizer's state dict.
+    """
+
+    index: int
+    model: nn.Module
+    optimizer: Optimizer
+    held: list[Tensor]
+    state: Mapping[str, Any]
+
+    def marks(self) -> Tensor:
+        """[4] fingerprints, of the held tensors and of the optimizer's."""
+        device = torch.device("cpu")
+        numbers = [i for group in self.state["param_groups"] for i in group["params"]]
+        states = [tensors.local(t) for i in numbers for t in _tensors(self.state["state"].get(i, {}))]
+        return torch.cat([fingerprint(self.held, device), fingerprint(states, device)])
+
+    def named(self) -> dict[str, Any]:
+        """Model and optimizer by names, and the names of the parameters that have no state yet."""
+        named, stateless = _optimizer_by_name(self.model, self.optimizer, self.state)
+        return {"model": _model_by_name(self.model, self.held), "optimizer": named, "stateless": stateless}
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.state["param_groups"]]
+
+    def packed(self, keys: Sequence[str]) -> dict[str, Any]:
+        """What is stored of a replica that is not like the others."""
+        found = self.named()
+        control = {"groups": self.groups(), "stateless": found["stateless"]}
+        return {"control": _packed(control), **{key: found[key] for key in keys}}
+
+
+def _optimizer_of(
+    model: nn.Module, optimizer: Optimizer, named: Mapping[str, Named], control: Mapping[str, Any]
+) -> dict[str, Any]:
+    """An optimizer's state dict from its state by parameter name."""
+    states: dict[int, Any] = {}
+    groups = []
+    numbered = iter(_names(model, optimizer))
+    for group, saved in zip(optimizer.state_dict()["param_groups"], control["groups"], strict=True):
+        for index in group["params"]:
+            name = next(numbered)
+            if name in named and name not in control["stateless"]:
+                states[index] = named[name]
+        kept = {key: group[key] for key in group if key not in saved}
+        groups.append({**saved, **kept, "params": group["params"]})
+    return {"state": states, "param_groups": groups}
+
+
+def _first_indices(engine: Engine) -> list[int]:
+    """The first replica of each model here."""
+    first: dict[int, int] = {}
+    for replica in engine.replicas:
+        first.setdefault(replica.host, replica.index)
+    return [first[host] for host in range(len(engine.hosts))]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested dictionaries, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def unpacked(control: bytes) -> dict[str, Any]:
+    """The plain numbers of a `control`."""
+    found: dict[str, Any] = torch.load(io.BytesIO(control), weights_only=True)
+    return found
+
+
+def _packed(control: dict[str, Any]) -> bytes:
+    held = io.BytesIO()
+    torch.save(control, held)
+    return held.getvalue()
+
+
+def _model_by_name(model: nn.Module, held: list[Tensor]) -> Named:
+    """The model's state dict with the held tensors in place of its own."""
+    tensors.reshard(model)
+    live = [*model.parameters(), *model.buffers()]
+    place = {id(tensor): number for number, tensor in enumerate(live)}
+    return {
+        name: _like(held[place[id(value)]], value) if id(value) in place else value
+        for name, value in model.state_dict(keep_vars=True).items()
+    }
+
+
+def _like(held: Tensor, live: Tensor) -> Tensor:
+    """The held part of a tensor, sharded as the live tensor is."""
+    if not hasattr(live, "device_mesh"):
+        return held
+    from torch.distributed.tensor import DTensor
+
+    part: Tensor = DTensor.from_local(
+        held.to(tensors.local(live.detach()).device),
+        live.device_mesh,
+        live.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=live.shape,
+        stride=live.stride(),
+    )
+    return part
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    """The names of the optimizer's parameters, in the order of its groups."""
+    tensors.reshard(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield names[id(parameter)]
+
+
+def _optimizer_by_name(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
+) -> tuple[dict[str, Named], list[str]]:
+    """State by parameter name, complete: zeros stand in for parameters that have none yet, which are listed too."""
+    found: dict[str, Named] = {}
+    stateless: list[str] = []
+    names = list(_names(model, optimizer))
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held = state["state"]
+    sample = next(((held[i], parameters[n]) for n, i in enumerate(indices) if held.get(i)), None)
+    if sample is None:  # the point is from before the first step
+        sample = next(((dict(optimizer.state[p]), p) for p in parameters if optimizer.state.get(p)), None)
+    if sample is None:
+        sample = _sample(optimizer)
+    for name, index, parameter in zip(names, indices, parameters, strict=True):
+        if held.get(index):
+            found[name] = dict(held[index])
+            continue
+        stateless.append(name)
+        if sample is not None and parameter.requires_grad:
+            entries, owner = sample
+            found[name] = {key: _zeros(value, owner, parameter) for key, value in entries.items()}
+    return found, stateless
+
+
+def _sample(optimizer: Optimizer) -> tuple[Named, nn.Parameter] | None:
+    """What state this optimizer makes for a parameter, found by an update of nothing at learning rate zero."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not parameters:
+        return None
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    before = tensors.clones([tensors.local(parameter.detach()) for parameter in parameters])
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        optimizer.step()
+        owner = next((parameter for parameter in parameters if optimizer.state.get(parameter)), None)
+        return None if owner is None else (dict(optimizer.state[owner]), owner)
+    finally:
+        optimizer.state.clear()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        tensors.copy_([tensors.local(parameter.detach()) for parameter in parameters], before)
+
+
+def _zeros(value: Any, owner: nn.Parameter, parameter: nn.Parameter) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.zeros_like(parameter, dtype=value.dtype) if value.shape == owner.shape else torch.zeros_like(value)
+
+
+def _without_tensors(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, dict):
+        return {key: _without_tensors(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_tensors(item) for item in value]
+    return value

@@ -1,0 +1,1 @@
+"""From the losses of one window to slopes: one estimator a file."""

@@ -1,0 +1,202 @@
+"""What is refused before a run starts: declarations that contradict each other or cannot be identified."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from hdet.engine.guard import Guard
+from hdet.errors import ConfigError, IdentifiabilityError
+from hdet.evidence.contrast import Contrast
+from hdet.hparams.bound import BoundKnob
+from hdet.hparams.evidence import Evidence
+from hdet.hparams.knob import Knob
+from hdet.replicas import Replicas
+from hdet.signals import Objective, Probe, Signal
+from hdet.spec import Spec
+
+if TYPE_CHECKING:
+    from hdet.engine.engine import Engine
+
+
+def declared(argument: str, given: object, *kinds: type) -> None:
+    """What was passed is of the kind that the argument takes."""
+    if not isinstance(given, kinds) or isinstance(given, bool):
+        allowed = " or ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(f"{argument} must be of type {allowed}, got {given!r}")
+
+
+def unique_names(knobs: Sequence[Knob]) -> None:
+    """Two knobs of one name would share designs and history."""
+    names = [knob.label for knob in knobs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two knobs are called {name!r}; give one of them name=...")
+
+
+def separate_targets(knobs: Sequence[BoundKnob]) -> None:
+    """Two knobs that write one scalar would overwrite each other."""
+    owners: dict[Hashable, str] = {}
+    for knob in knobs:
+        for target in knob.bindings[0].targets:
+            if target in owners:
+                raise ConfigError(
+                    f"knobs {owners[target]!r} and {knob.name!r} write the same scalar; "
+                    f"narrow one of them by groups= or pattern=, or drop it"
+                )
+            owners[target] = knob.name
+
+
+def identifiable(knob: BoundKnob, evidence: Evidence, replicas: Replicas, signal: Signal, gradients: str) -> None:
+    """A knob must be able to show its effect in the evidence it is given."""
+    spec, name = knob.spec, knob.name
+    explored = spec.spread.width != 0.0
+    if evidence.diverges and explored:
+        if replicas.size < 2:
+            raise ConfigError(
+                f"{name}: a spread of {spec.spread.width:g} needs at least 2 replicas to compare, there is "
+                f"{replicas.size}; replicate with n >= 2, set its spread to width 0, or take evidence that needs no "
+                f"divergence"
+            )
+        if not replicas.diverge:
+            raise ConfigError(
+                f"{name}: micro-batches of one model cannot diverge; use hdet.replicate, or evidence that needs no "
+                f"divergence"
+            )
+        if gradients == "shared" and spec.acts_on not in evidence.sees:
+            raise IdentifiabilityError(
+                f"{name} acts in the forward pass, and under shared gradients all replicas receive the same update, so "
+                f"diverged replicas cannot tell its levels apart; use gradients='local', or counterfactual evidence "
+                f"(evidence=hdet.Contrast())"
+            )
+        if spec.biases_loss and not isinstance(signal, Probe) and not spec.accept_bias:
+            raise IdentifiabilityError(
+                f"{name} changes the training loss it would be judged by; give the engine signal=hdet.Probe(...), or "
+                f"accept_bias=True to see what goes wrong"
+            )
+    if not evidence.diverges and spec.acts_on not in evidence.sees:
+        place = {"update": "on the update", "forward": "in the forward pass"}[spec.acts_on]
+        raise IdentifiabilityError(
+            f"{name} acts {place}, of which {evidence.kind} evidence sees nothing; give the knob other evidence "
+            f"(evidence=hdet.Divergent(), or hdet.Line, Analytic, Recursion, Contrast, MixedDifference)"
+        )
+    if evidence.spaces and not isinstance(spec.space, evidence.spaces):
+        raise ConfigError(
+            f"{name}: {evidence.kind} evidence measures factors, which a {type(spec.space).__name__} space has not; "
+            f"give the knob space=hdet.Log(), or other evidence"
+        )
+    if evidence.shared and gradients == "local" and replicas.diverge:
+        raise IdentifiabilityError(
+            f"{name}: {evidence.kind} evidence compares gradients at weights that all replicas share, and local "
+            f"gradients drive the weights apart; use gradients='shared', or evidence=hdet.Divergent()"
+        )
+    if knob.controller.needs_averaged and not evidence.averages:
+        raise ConfigError(
+            f"{name}: the controller {knob.controller.kind} needs a judgement at window-averaged weights, which "
+            f"{evidence.kind} evidence has not; take other evidence (hdet.Line) or another controller, such as "
+            f"hdet.Gated or hdet.Newton"
+        )
+    if evidence.needs_probe and not isinstance(signal, Probe):
+        raise ConfigError(f"{name}: {evidence.kind} evidence measures a held-out loss; give signal=hdet.Probe(...)")
+
+
+def paired(knobs: Sequence[BoundKnob], replicas: Replicas) -> bool:
+    """Whether replicas go in pairs that take the same data: as all `Contrast`s say, and there is a replica for each."""
+    said = {knob.name: knob.evidence.paired for knob in knobs if isinstance(knob.evidence, Contrast)}
+    if len(set(said.values())) > 1:
+        raise ConfigError(
+            f"whether replicas go in pairs is one answer for the whole engine, since it decides which data they take, "
+            f"and the knobs' Contrast(paired=...) differ: {said}; declare the same for all"
+        )
+    if not any(said.values()):
+        return False
+    if replicas.size % 2:
+        raise ConfigError(
+            f"Contrast(paired=True) compares replicas two by two, and there are {replicas.size}; take an even number, "
+            f"or paired=False"
+        )
+    return True
+
+
+def has_objective(knob: BoundKnob, evidence: Evidence, objective: Objective | None) -> None:
+    """Evidence that evaluates the training loss by itself has to be given it."""
+    if evidence.needs_objective and objective is None:
+        raise ConfigError(
+            f"{knob.name}: {evidence.kind} evidence evaluates the training loss by itself, on training batches, and "
+            f"was not told how; give the engine objective=hdet.Objective(loss, batches)"
+        )
+
+
+def common_total(knobs: Sequence[BoundKnob], given: int | None) -> int | None:
+    """The run's length: as given, or as the schedules agree on."""
+    lengths = {knob.name: knob.schedule.total_steps for knob in knobs if knob.schedule.total_steps is not None}
+    if given is not None:
+        declared("total_steps", given, int)
+        if given < 1:
+            raise ConfigError(f"total_steps must be at least 1, got {given}")
+        return given
+    if len(set(lengths.values())) > 1:
+        raise ConfigError(f"the schedules end at different steps {lengths}; give the engine total_steps=")
+    return next(iter(lengths.values()), None)
+
+
+def declaration(engine: Engine) -> dict[str, str]:
+    """By name and as text, what every process of a run must declare alike, because each decides by itself."""
+    signal = engine.signal
+    return {
+        "knobs": _told([_plain(knob.spec) for knob in engine.knobs]),
+        "bases": _told([knob.schedule(0) for knob in engine.knobs]),
+        "evidence": _told([_plain(source) for source in engine.evidence]),
+        "signal": f"probe at {signal.at}, stride {signal.stride}" if isinstance(signal, Probe) else "training loss",
+        "merge": _told(engine.merge.to_dict()),
+        "window": _told(engine.windows.to_dict()),
+        "gradients": engine.gradients,
+        "seed": str(engine.seed),
+        "total_steps": str(engine.total_steps),
+        "guard": _told(_plain(engine.watch.spec) if engine.watch is not None else None),
+        "optimizer's groups": _told(_settings(engine)),
+    }
+
+
+def _settings(engine: Engine) -> list[dict[str, object]]:
+    """What the optimizer's groups hold beside their parameters and the values that knobs write."""
+    optimizer = engine.hosts[0][1]
+    written = frozenset(target for knob in engine.knobs for target in knob.bindings[0].targets)
+
+    def told(index: int, key: str, value: object) -> object:
+        if (id(optimizer), index, key, None) in written:
+            return "a knob's"
+        if isinstance(value, (tuple, list)):
+            return ["a knob's" if (id(optimizer), index, key, i) in written else v for i, v in enumerate(value)]
+        if isinstance(value, Tensor):
+            return value.tolist() if value.numel() == 1 else list(value.shape)
+        return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+
+    return [
+        {key: told(index, key, value) for key, value in group.items() if key != "params"}
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _plain(spec: Spec) -> object:
+    try:
+        return spec.to_dict()
+    except ValueError:  # a function among the fields, which has no text that is the same everywhere
+        return f"{spec.kind} {getattr(spec, 'label', '')}"
+
+
+def _told(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def guarded(guard: Guard | None, signal: Signal) -> None:
+    """A guard is one, and has a held-out loss to judge by."""
+    declared("guard", guard, Guard, type(None))
+    if guard is not None and not isinstance(signal, Probe):
+        raise ConfigError(
+            f"guard={type(guard).__name__}() compares the held-out loss at two points; give the engine "
+            f"signal=hdet.Probe(...)"
+        )

@@ -1,0 +1,177 @@
+"""The guard: notices that training went wrong, goes back to where it had not, and slows down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+
+from hdet.evidence import Harvest, Scene
+from hdet.evidence.parts.line_fit import along
+from hdet.replicas.anchor import Anchor
+from hdet.spec import Spec, register
+
+
+class Guard(Spec, family="guard"):
+    """Decides at a window's end whether the run goes on from an earlier point, and what it keeps for that."""
+
+    def watch(self, scene: Scene) -> Watch:
+        """The guard at work on one engine's replicas."""
+        raise NotImplementedError
+
+
+Turn = Literal["rewound", "restarted"]
+"""What a guard decides: to go on from the best point of the run, or to begin anew from its first weights."""
+
+
+@register
+class Rewind(Guard):
+    """Go back to the best point of the run if a long stretch since then was in vain, and continue slower.
+
+    A network that a step too large has wrecked (dead units, saturated attention) sends no signal by which any
+    knob could mend it. What tells is that training stands still: the window with the lowest mean training loss lies
+    in the first `1 / patience` of the steps done, and the held-out loss there is lower than it is now, on the same
+    batch, by `significance` standard errors. Overfitting does not trip it, since training loss falls then; nor does
+    regularisation that pays, since held-out loss does.
+
+    Then weights, buffers and optimizer return to that point, the step count goes on, and every controller is told
+    (`Controller.retreat`): `Calibrate` continues below the rate that had worked there.
+
+    There is damage that no loss tells in time: first steps that were far too large can leave a network that goes on
+    learning, and stays behind to the end. What tells of them is evidence taken ahead of the base during the warm-up
+    (`Estimate.offset`, see `Line`). If it brought a rate down by a factor of `overshoot` in all, what was raised set
+    against it, those few steps count as lost: the run begins anew from its first weights, once, its step count goes on,
+    and every controller is told (`Controller.restart`). Until looking ahead is over, which is at the first window that
+    does not, the first weights are kept as well. (As `hdet.recommended` sets things up, a factor of 4 takes three
+    windows, so runs of less than some 400 steps are too short for it.)
+
+    Args:
+        patience: how many times longer the run must be than it was at its best point.
+        significance: standard errors of the paired held-out difference.
+        overshoot: the factor above which a rate that looking ahead brought down was far too large; None never begins
+            anew.
+        keep: where the best point is kept: one more copy of weights and optimizer state, on the host by default. The
+            first weights lie there too, for as long as they are kept.
+    """
+
+    patience: float = Field(default=1.5, gt=1, le=100)
+    significance: float = Field(default=3.0, gt=0, le=100)
+    overshoot: float | None = Field(default=4.0, gt=1, le=1000)
+    keep: Literal["host", "device"] = "host"
+
+    def watch(self, scene: Scene) -> Watch:
+        return Watch(self, scene)
+
+
+class Watch:
+    """Keeps the best point of a run, and until looking ahead is over the first."""
+
+    def __init__(self, spec: Rewind, scene: Scene) -> None:
+        self.spec = spec
+        self.scene = scene
+        self.held = self._anchor()
+        self.lowest = math.inf
+        self.since = 0
+        self.bases: dict[str, float] = {}
+        self.first: Anchor | None = None
+        self.ahead: dict[str, float] = {}
+        if spec.overshoot is not None:
+            self.first = self._anchor()
+            self.first.take(0)
+
+    def begin(self) -> None:
+        """The first step is about to be made: weights that were loaded since the engine was made are the first."""
+        if self.first is not None:
+            self.first.take(0)
+
+    def look(self, harvest: Harvest, bases: Mapping[str, float], ahead: Mapping[str, float]) -> Turn | None:
+        """Whether, and where to, the run should go back; else takes the point if it is the best so far.
+
+        Call when the replicas have been merged.
+
+        Args:
+            bases: the window's.
+            ahead: the moves, in coordinates, that evidence taken ahead of the base called for. (A window in which
+                all replicas became non-finite is not looked at, and counts neither way.)
+        """
+        if self._overshot(ahead):
+            return "restarted"
+        loss, step = harvest.loss, harvest.window.stop
+        if loss is not None and loss < self.lowest:
+            self.held.take(step)
+            self.lowest, self.since, self.bases = loss, step, dict(bases)
+            return None
+        if not self.bases or step < self.spec.patience * self.since:
+            return None
+        return "rewound" if self._lost(harvest) > self.spec.significance else None
+
+    def _overshot(self, ahead: Mapping[str, float]) -> bool:
+        """Whether looking ahead, while it lasts, has shown that the first steps were far too large."""
+        if self.first is None or self.spec.overshoot is None:
+            return False
+        if not ahead:
+            self.first, self.ahead = None, {}
+            return False
+        for name, move in ahead.items():
+            self.ahead[name] = self.ahead.get(name, 0.0) + move
+        return min(self.ahead.values()) < -math.log(self.spec.overshoot)
+
+    def _lost(self, harvest: Harvest) -> float:
+        """t of the held-out loss now against that at the held point."""
+        scene = self.scene
+        model, optimizer = scene.replicas.hosts[0]
+        batches = scene.probe.draw(harvest.window.index)
+        with scene.at_base():
+            now = scene.probe.measure(model, harvest.window.index, optimizer, batches)
+            with self.held.substituted():
+                then = scene.probe.measure(model, harvest.window.index, optimizer, batches)
+        # Every process takes the first one's reading: those of others may differ in the last bits.
+        rows = scene.replicas.gather(torch.cat([then, now]).expand(len(scene.replicas.local), -1))
+        return along((0.0, 1.0), rows[0].reshape(2, -1)).t
+
+    def go_back(self, turn: Turn, step: int) -> int:
+        """Put a point into every model; the best one is given until `patience * step` to be bettered.
+
+        Returns:
+            How many steps the point has had.
+        """
+        point = self.held
+        if turn == "restarted":
+            assert self.first is not None
+            point, self.first, self.ahead = self.first, None, {}
+            self.lowest, self.bases = math.inf, {}
+        # The best point was taken after a merge; the first weights may be each process's own (`hdet.perturb`).
+        self.scene.replicas.restored(merged=turn == "rewound")
+        for model, optimizer in self.scene.replicas.hosts:
+            point.restore(model, optimizer)
+        self.since = step
+        return point.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best point and what is known of it; the first one while it is kept."""
+        return {
+            "lowest": self.lowest,
+            "since": self.since,
+            "bases": dict(self.bases),
+            "held": self.held.state_dict() if self.bases else None,
+            "ahead": dict(self.ahead),
+            "first": self.first.state_dict() if self.first is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; without a held point (a sharded checkpoint has none) the watch starts anew."""
+        self.first, self.ahead = None, {}
+        if state["first"] is not None:
+            self.first, self.ahead = self._anchor(), dict(state["ahead"])
+            self.first.load_state_dict(state["first"])
+        if state["held"] is None:
+            self.lowest, self.since, self.bases = math.inf, 0, {}
+            return
+        self.lowest, self.since, self.bases = state["lowest"], state["since"], dict(state["bases"])
+        self.held.load_state_dict(state["held"])
+
+    def _anchor(self) -> Anchor:
+        return Anchor(*self.scene.replicas.hosts[0], device="cpu" if self.spec.keep == "host" else None)

@@ -1,0 +1,1 @@
+"""What several kinds of evidence are made of."""

@@ -1,0 +1,110 @@
+"""The two levels between which knobs of the forward pass are compared, and what is told of a comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+
+from hdet.controllers import Estimate
+from hdet.evidence.collector import Harvest, Scene, Window
+from hdet.evidence.parts.line_fit import along
+from hdet.evidence.parts.losses_at import losses_at
+from hdet.hparams.bound import BoundKnob
+from hdet.replicas import tensors
+
+MARGIN = 0.02
+
+
+class Levels:
+    """For each knob two levels, as far from its base to either side as its spread is wide.
+
+    Near a bound both lie inside it, one of them on the bound. A base on its bound rests before `bound_from`, a share
+    of the run, and later where nothing says that it should leave: where the held-out loss does not exceed the training
+    loss by two standard errors and 2 %. (Knobs that also act in eval mode are no regularisers, and never rest.)
+
+    Attributes:
+        half: [K] half the distance between a knob's levels, in coordinate units; 0 for a knob that rests.
+        centre: [K] their middle, as an offset from the base; 0 but near a bound.
+    """
+
+    def __init__(self, scene: Scene, knobs: Sequence[BoundKnob], bound_from: float) -> None:
+        self.scene = scene
+        self.knobs = knobs
+        self.bound_from = bound_from
+        self.half = np.zeros(len(knobs))
+        self.centre = np.zeros(len(knobs))
+
+    def place(self, window: Window, step: int, training: float) -> None:
+        """Set the levels of a window by the bases at a step of it; `training` is the mean training loss, NaN unknown.
+
+        Takes one probe where a knob may rest, which is the same on every process.
+        """
+        rooms = [knob.spec.space.room(knob.base(step), knob.spec.bounds) for knob in self.knobs]
+        bound = [k for k, room in enumerate(rooms) if 0.0 in room]
+        left = set(bound) if bound and self._rests(window, step, training) else set()
+        for k, (knob, (down, up)) in enumerate(zip(self.knobs, rooms, strict=True)):
+            heard = knob.controller.listens(window.stop, window.total_steps)
+            rests = k in left and not knob.spec.acts_in_eval
+            width = min(knob.spec.spread.width, (down + up) / 2) if heard and not rests else 0.0
+            self.half[k] = width
+            # About the base where there is room on both sides, else with one of the levels on the bound.
+            self.centre[k] = max(0.0, width - down) - max(0.0, width - up)
+
+    def _rests(self, window: Window, step: int, training: float) -> bool:
+        """Whether regularisers on their bounds are left alone in this window: nothing says that they are needed."""
+        early = window.total_steps is not None and step < self.bound_from * window.total_steps
+        if early or not math.isfinite(training):
+            return True
+        model, optimizer = self.scene.replicas.hosts[0]
+        with self.scene.at_base():
+            measured = self.scene.probe.measure(model, window.index, optimizer)
+        # Every process goes by the first one's reading: those of others may differ in the last bits.
+        held_out = self.scene.replicas.gather(measured.expand(len(self.scene.replicas.local), -1))[0]
+        error = float(held_out.std(ddof=1)) / math.sqrt(len(held_out))
+        gap = float(held_out.mean()) - training
+        return not gap > 2.0 * error + MARGIN * abs(training)
+
+    def told(self, estimates: Mapping[int, Estimate], harvest: Harvest) -> dict[str, Estimate]:
+        """What every knob's controller is told, from slopes of one step by the knobs' numbers.
+
+        A knob that also acts in eval mode changes the probe itself, besides what is learned: to the slope of the
+        window's steps is added that of the probe between the two levels, at the window's last weights.
+        """
+        found = {knob.name: Estimate.nothing() for knob in self.knobs}
+        direct = self._direct([k for k in estimates if self.knobs[k].spec.acts_in_eval], harvest)
+        steps = harvest.window.stop - harvest.window.start
+        for k, estimate in estimates.items():
+            slope, stderr = estimate.slope, estimate.stderr
+            if k in direct:
+                slope, stderr = steps * slope + direct[k].slope, math.hypot(steps * stderr, direct[k].stderr)
+            found[self.knobs[k].name] = Estimate(slope=slope, stderr=stderr, offset=float(self.centre[k]))
+        return found
+
+    def _direct(self, numbers: Sequence[int], harvest: Harvest) -> dict[int, Estimate]:
+        """What some knobs do to the probe itself, between their two levels at the weights as they are."""
+        points: list[Callable[[], list[Tensor]]] = []
+        for k in numbers:
+            ends = (self.centre[k] - self.half[k], self.centre[k] + self.half[k])
+            points += [partial(self._displaced, k, float(end), harvest.window.stop - 1) for end in ends]
+        if not points:
+            return {}
+        with self.scene.at_base():
+            losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
+        pairs = losses.reshape(len(numbers), 2, -1)
+        return {k: along((-self.half[k], self.half[k]), pair) for k, pair in zip(numbers, pairs, strict=True)}
+
+    def _displaced(self, number: int, offset: float, step: int) -> list[Tensor]:
+        """The parameters as they are; as a side effect one knob is off its base and the others at theirs."""
+        self.write(step, number, offset)
+        return tensors.clones(tensors.parameters(self.scene.replicas.hosts[0][0]))
+
+    def write(self, step: int, number: int, offset: float) -> None:
+        """Put one knob off its base at a step, and the others at theirs, in all models of this process."""
+        for k, knob in enumerate(self.knobs):
+            value = knob.displaced(step, offset if k == number else 0.0)
+            for host in range(len(self.scene.replicas.hosts)):
+                knob.write(host, value)

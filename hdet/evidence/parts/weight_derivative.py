@@ -1,0 +1,213 @@
+"""How a parameter group's weights depend on momentum or a beta, followed from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hdet.evidence.parts.preconditioner import decoupled
+from hdet.hparams.binding import GroupBinding
+from hdet.replicas import tensors
+
+LEAST_ROOT = torch.finfo(torch.float32).tiny ** 0.5
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A knob's value at a step, and d value / d coordinate there."""
+
+    value: float
+    slope: float
+
+
+class Trace:
+    """The recursion of one knob in one parameter group.
+
+    Attributes:
+        parameters: those that are trained.
+        running: the entry of the optimizer's state that the knob governs.
+        ahead: what the next step's derivative of `running` begins with: all of it that the step before decides.
+        direction: D so far.
+        counts: the optimizer's step count of each parameter.
+    """
+
+    running: ClassVar[str]
+
+    def __init__(self, binding: GroupBinding, index: int, parameters: Sequence[nn.Parameter]) -> None:
+        self.optimizer = binding.optimizer
+        self.index = index
+        self.parameters = list(parameters)
+        self.ahead = [
+            torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)).detach() for p in parameters
+        ]
+        self.direction = tensors.clones(self.ahead)
+        self.counts = [0.0] * len(self.parameters)
+
+    @torch.no_grad()
+    def open(self, first: Value) -> None:
+        """Here the optimizer's state is what it is, whatever the knob will be: its derivative is 0."""
+        for number, parameter in enumerate(self.parameters):
+            state = self.optimizer.state.get(parameter, {})
+            held = state.get(self.running)
+            self.direction[number].zero_()
+            if held is None:
+                self.ahead[number].zero_()
+            else:
+                self.ahead[number].copy_(held).mul_(self._carried(first))
+            self.counts[number] = float(state.get("step", 0.0))
+
+    @torch.no_grad()
+    def follow(self, now: Value, following: Value) -> None:
+        """The optimizer has made a step with the knob at `now`; the next will have it at `following`."""
+        stepped = [number for number, p in enumerate(self.parameters) if self._stepped(number, p)]
+        if not stepped:
+            return
+        states = [self.optimizer.state[self.parameters[number]] for number in stepped]
+        running = [tensors.wide(state[self.running]) for state in states]
+        derivative = [self.ahead[number] for number in stepped]
+        direction = [self.direction[number] for number in stepped]
+        if spent := self._spent(now):
+            torch._foreach_add_(derivative, running, alpha=-spent)
+        change = self._change(now, derivative, states, [self.counts[number] for number in stepped])
+        group = self.optimizer.param_groups[self.index]
+        lr, decay = _number(group["lr"]), _number(group["weight_decay"])
+        if decoupled(self.optimizer, group) and (isinstance(decay, Tensor) or decay != 0.0):
+            torch._foreach_mul_(direction, 1.0 - lr * decay)
+        if isinstance(lr, Tensor):
+            torch._foreach_sub_(direction, torch._foreach_mul(change, lr))
+        else:
+            torch._foreach_add_(direction, change, alpha=-lr)
+        torch._foreach_mul_(derivative, following.value)
+        torch._foreach_add_(derivative, running, alpha=self._carried(following))
+
+    def _stepped(self, number: int, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer has stepped a parameter, its count taken.
+
+        A count on an accelerator is not read, which would wait for it, but assumed to have risen by one.
+        """
+        state = self.optimizer.state.get(parameter, {})
+        if state.get(self.running) is None:
+            return False
+        step = state.get("step")
+        before = self.counts[number]
+        unread = step is None or (isinstance(step, Tensor) and step.device.type != "cpu")
+        self.counts[number] = before + 1.0 if unread else float(step)
+        return self.counts[number] != before
+
+    def _carried(self, value: Value) -> float:
+        """How often the running value of the step before enters the derivative."""
+        raise NotImplementedError
+
+    def _spent(self, value: Value) -> float:
+        """How often this step's running value is taken off the derivative."""
+        raise NotImplementedError
+
+    def _change(
+        self, now: Value, derivative: list[Tensor], states: list[dict[str, Any]], counts: list[float]
+    ) -> Tensors:
+        """The derivative of the update, which the learning rate multiplies."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "ahead": tensors.clones(self.ahead),
+            "direction": tensors.clones(self.direction),
+            "counts": list(self.counts),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        tensors.copy_(self.ahead, state["ahead"])
+        tensors.copy_(self.direction, state["direction"])
+        self.counts = list(state["counts"])
+
+
+class MomentumTrace(Trace):
+    """SGD: buf_t = mu buf_{t-1} + (1 - dampening) g_t."""
+
+    running = "momentum_buffer"
+
+    def _carried(self, value: Value) -> float:
+        return value.slope
+
+    def _spent(self, value: Value) -> float:
+        return 0.0
+
+    def _change(
+        self, now: Value, derivative: list[Tensor], states: list[dict[str, Any]], counts: list[float]
+    ) -> Tensors:
+        if not self.optimizer.param_groups[self.index]["nesterov"]:
+            return derivative
+        change = torch._foreach_mul(derivative, now.value)
+        torch._foreach_add_(change, [tensors.wide(state[self.running]) for state in states], alpha=now.slope)
+        return change
+
+
+class MeanTrace(Trace):
+    """Adam's m and v: m_t = beta m_{t-1} + (1 - beta) g_t, so that m_{t-1} - g_t = (m_{t-1} - m_t) / (1 - beta)."""
+
+    def _carried(self, value: Value) -> float:
+        return value.slope / (1.0 - value.value)
+
+    def _spent(self, value: Value) -> float:
+        return value.slope / (1.0 - value.value)
+
+
+class FirstTrace(MeanTrace):
+    """Adam's beta1, its bias correction included."""
+
+    running = "exp_avg"
+
+    def _change(
+        self, now: Value, derivative: list[Tensor], states: list[dict[str, Any]], counts: list[float]
+    ) -> Tensors:
+        group = self.optimizer.param_groups[self.index]
+        beta1, beta2 = now.value, float(group["betas"][1])
+        left = [1.0 - beta1**t for t in counts]
+        change = torch._foreach_div(derivative, left)
+        correction = [now.slope * t * beta1 ** (t - 1.0) / c**2 for t, c in zip(counts, left, strict=True)]
+        torch._foreach_add_(change, torch._foreach_mul([state[self.running] for state in states], correction))
+        scale = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
+        torch._foreach_div_(scale, [(1.0 - beta2**t) ** 0.5 for t in counts])
+        torch._foreach_add_(scale, group["eps"])
+        torch._foreach_div_(change, scale)
+        return change
+
+
+class SecondTrace(MeanTrace):
+    """Adam's beta2, its bias correction included."""
+
+    running = "exp_avg_sq"
+
+    def _change(
+        self, now: Value, derivative: list[Tensor], states: list[dict[str, Any]], counts: list[float]
+    ) -> Tensors:
+        group = self.optimizer.param_groups[self.index]
+        beta1, beta2 = float(group["betas"][0]), now.value
+        left = [1.0 - beta2**t for t in counts]
+        root = torch._foreach_sqrt([state[self.running] for state in states])
+        torch._foreach_clamp_min_(root, LEAST_ROOT)  # where there never was a gradient
+        # sqrt(vhat)' = (v' / sqrt(v) + sqrt(v) t beta2^(t-1) beta2' / (1 - beta2^t)) / (2 sqrt(1 - beta2^t))
+        change = torch._foreach_div(derivative, root)
+        correction = [now.slope * t * beta2 ** (t - 1.0) / c for t, c in zip(counts, left, strict=True)]
+        torch._foreach_add_(change, torch._foreach_mul(root, correction))
+        torch._foreach_div_(root, [c**0.5 for c in left])
+        torch._foreach_add_(root, group["eps"])
+        torch._foreach_div_(change, root)
+        torch._foreach_div_(change, root)
+        torch._foreach_mul_(change, [state["exp_avg"] for state in states])
+        factors = [-0.5 / (c**0.5 * (1.0 - beta1**t)) for t, c in zip(counts, left, strict=True)]
+        torch._foreach_mul_(change, factors)
+        return change
+
+
+def _number(entry: float | Tensor) -> float | Tensor:
+    """A number where it can be read without waiting for a device, else a 0-dim tensor."""
+    if isinstance(entry, Tensor):
+        return float(entry) if entry.device.type == "cpu" else entry.reshape(())
+    return entry

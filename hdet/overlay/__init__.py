@@ -1,0 +1,1 @@
+"""hdet around a loop that is not its own: under a torch scheduler."""

@@ -1,0 +1,199 @@
+"""`explore`: HDET around any torch learning rate scheduler."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from hdet.controllers import Momentum
+from hdet.engine.tally import Losses
+from hdet.errors import ConfigError
+from hdet.evidence import Evidence
+from hdet.history import History
+from hdet.hparams import LearningRate, Relative, Symmetric
+from hdet.overlay.exploration import KEY, Exploration, how_many, peak, rates, surroundings
+from hdet.overlay.exploring import Exploring
+from hdet.recipes import paper
+from hdet.replicas import Replicas
+from hdet.replicas.merge import Merge
+from hdet.signals import Signal
+from hdet.windows import Windows
+
+Rate = float | Tensor
+HistoryPath = str | os.PathLike[str] | History | None
+
+
+class Explored(Exploring):
+    """What `explore` returns: the face of a torch scheduler, another's rates as bases, an engine underneath.
+
+    What is not its own is the scheduler's: `base_lrs`, `_step_count`, `T_max` and so on are read from it.
+
+    Attributes:
+        scheduler: the one that was given; do not step it yourself.
+        engine: the engine at work.
+    """
+
+    def __init__(self, scheduler: LRScheduler, declared: dict[str, Any]) -> None:
+        # Not torch's constructor: it would make a second initial step.
+        self.scheduler = scheduler
+        self.optimizer = scheduler.optimizer
+        self._declared = declared
+        self._stepped = False
+        if how_many(declared["model"], declared["replicas"]) > 1:
+            self._start(0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not there yet, as while unpickling
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    @property
+    def last_epoch(self) -> int:  # type: ignore[override]
+        """The steps the scheduler has made."""
+        return self.scheduler.last_epoch
+
+    def step(self, loss: Losses | None = None, *arguments: Any, **keywords: Any) -> None:  # type: ignore[override]
+        """Call after the optimizer's step with this process's training loss; the rest goes to the scheduler.
+
+        ReduceLROnPlateau, for instance, takes its metric as `step(loss, metric)`, at every step.
+
+        Raises:
+            StepError: the run is over, a loss is no scalar, or gradients were not shared.
+        """
+        self._advance(lambda: self.scheduler.step(*arguments, **keywords), loss, may_warn=not self._stepped)
+        self._stepped = True
+
+    def get_last_lr(self) -> list[Rate]:
+        """The rates in force in this process."""
+        return rates(self.optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's state, and under `"hdet"` everything a resume needs, the model included.
+
+        Every rank saves its own for a resume in mid-window; one rank's resumes all of them at the last converged
+        point.
+        """
+        return {"scheduler": self.scheduler.state_dict(), **self._explored_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state that `explore` wrote, of any number of replicas, or the scheduler's own.
+
+        One replica keeps the bases that several have learned. A state without exploration starts it at its step.
+        Where the state is of another number of replicas or of another rank, a warning says to which step, that of
+        the last converged point, the run has gone back; go on from `last_epoch`. Load the model's state first.
+
+        Raises:
+            CheckpointError: the state is of another declaration or model, or ranks load states of different
+                moments. The scheduler is as it was.
+        """
+        own = state_dict.get("scheduler", state_dict)
+        self._resume(copy.deepcopy(own), state_dict.get(KEY))
+
+    def _own_state(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+    def _load_own(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state)
+
+    def _own_rates(self) -> list[Rate]:
+        return self.scheduler.get_last_lr()
+
+    def _begin(self, began: int) -> Exploration:
+        declared = self._declared
+        home = surroundings(self.optimizer, declared["model"], declared["replicas"])
+        total = declared["total_steps"]
+        return Exploration(
+            self.optimizer,
+            home,
+            [self._knob(group, home.size == 1) for group in self.optimizer.param_groups],
+            self.scheduler.state_dict,
+            total_steps=None if total is None else total - began,
+            **declared["engine"],
+        )
+
+    def _knob(self, group: dict[str, Any], single: bool) -> LearningRate:
+        knob: LearningRate = self._declared["knob"]
+        fields: dict[str, Any] = {}
+        if knob.bounds == LearningRate.model_fields["bounds"].default:
+            fields["bounds"] = (0.0, max(knob.bounds[1], 10 * peak(group)))
+        if single:  # nothing to spread, but what was learned goes on
+            fields["spread"] = knob.spread.replace(width=0.0)
+        return knob.replace(**fields)
+
+
+def explore(
+    scheduler: LRScheduler,
+    *,
+    knob: LearningRate | None = None,
+    window: int | Windows = paper.WINDOW,
+    model: nn.Module | None = None,
+    replicas: Replicas | None = None,
+    signal: Signal | None = None,
+    evidence: Evidence | None = None,
+    merge: Merge | None = None,
+    gradients: Literal["shared", "local"] = "shared",
+    seed: int = 0,
+    total_steps: int | None = None,
+    history: HistoryPath = None,
+) -> Explored:
+    """Explore around any torch scheduler: its rates are the bases, replicas fan out from them and converge.
+
+        scheduler = hdet.explore(CosineAnnealingLR(optimizer, 1000), window=50)
+        ...
+        loss.backward(); optimizer.step(); scheduler.step(loss)
+
+    Unlike `OneCycleHDET`, whose controller takes the base over, the scheduler stays in charge here and what
+    is learned is a factor on top of it. With one process it only steps the scheduler. Where gradients are not
+    shared by DistributedDataParallel, call `scheduler.engine.share_gradients()` after the last backward of a step.
+
+    Args:
+        scheduler: any of torch's, chains and ReduceLROnPlateau included; already made for its optimizer.
+        knob: space, spread, controller and bounds of every parameter group's rate; by default the paper's
+            spread with momentum on the softmax displacement. Its `schedule`, `groups` and `name` are filled
+            in, and bounds that were left at their default are widened where a group starts above them.
+        window, signal, evidence, merge, gradients, seed, history: as for `hdet.Engine`; the evidence is by
+            default the paper's.
+        total_steps: the run's length; without it call `finish()` after the last step.
+        model, replicas: as for `OneCycleHDET`.
+
+    Raises:
+        ConfigError: the exploration cannot be as declared.
+
+    >>> import torch, hdet
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+    >>> scheduler = hdet.explore(cosine, window=10, replicas=hdet.replicate(model, optimizer, n=3))
+    >>> [round(other.param_groups[0]["lr"], 4) for other in scheduler.engine.optimizers]
+    [0.1, 0.1111, 0.0889]
+    """
+    if not isinstance(scheduler, LRScheduler):
+        raise ConfigError(f"explore takes a torch LR scheduler, got {type(scheduler).__name__}")
+    given = knob if knob is not None else _FACTOR
+    if given.schedule is not None or given.groups is not None or given.name is not None:
+        raise ConfigError("explore fills in the knob's schedule, groups and name; leave them out")
+    return Explored(
+        scheduler,
+        {
+            "knob": given,
+            "model": model,
+            "replicas": replicas,
+            "total_steps": total_steps,
+            "engine": {
+                "window": window,
+                "signal": signal,
+                "evidence": evidence if evidence is not None else paper.evidence(paper.SIGMA),
+                "merge": merge if merge is not None else paper.merge(),
+                "gradients": gradients,
+                "seed": seed,
+                "history": history,
+            },
+        },
+    )
+
+
+_FACTOR = LearningRate(space=Relative(), spread=Symmetric(paper.SPREAD), controller=Momentum())

@@ -1,0 +1,241 @@
+"""`OneCycleHDET`: HDET as a learning rate scheduler, in place of torch's OneCycleLR."""
+
+from __future__ import annotations
+
+import os
+from numbers import Integral
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+
+from hdet.engine.tally import Losses
+from hdet.errors import CheckpointError, ConfigError, StepError
+from hdet.history import History
+from hdet.hparams import LearningRate
+from hdet.overlay.exploration import KEY, Exploration, how_many, rates, surroundings
+from hdet.overlay.exploring import Exploring
+from hdet.recipes import paper
+from hdet.replicas import Replicas
+from hdet.windows import Windows
+
+HistoryPath = str | os.PathLike[str] | History | None
+
+OWN = ("_exploration", "_declared", "_began")
+
+
+class OneCycleHDET(Exploring, OneCycleLR):
+    """`torch.optim.lr_scheduler.OneCycleLR`, and the paper's exploration of it where there is a spread.
+
+    With `spread` 0, or where there is one replica only, it *is* OneCycleLR: its arguments, defaults, errors,
+    attributes, state and rates, bit for bit. Otherwise every parameter group's rate is fanned out over the
+    replicas from the first step, the replicas are averaged every `window` steps, and from the first window
+    that ends `auto_lr_warmup` steps into the run the paper's controller takes the base over from the cycle,
+    holds it within a window and moves it between windows. Momentum goes on cycling.
+
+        loss.backward(); optimizer.step(); scheduler.step(loss)
+
+    `step()` without a loss fans out and converges, and does not control. A state holds the model, the
+    optimizer and where replicas have come apart each of them, so that a resume in mid-window is the same run:
+    every rank saves its own `state_dict()`. From one rank's state, or with another N, all go on from the last
+    converged point: drive the loop from `last_epoch`. A plain OneCycleLR's state starts exploration at its step.
+
+    Under DistributedDataParallel gradients are shared already. Otherwise (replicas in one process, ranks
+    without DDP) call `scheduler.engine.share_gradients()` between the backward passes and the optimizers' steps;
+    a loop that does not is refused with a StepError.
+
+    Args:
+        optimizer, max_lr, ..., last_epoch: torch's, in torch's order.
+        spread: the paper's a; the outermost replicas train at (1 -+ a) times the base.
+        window: the paper's T.
+        auto_lr: whether a controller moves the base.
+        auto_lr_warmup: steps before it does; `None` takes the cycle's rise.
+        sigma, beta, rate: of the controller (`hdet.Softmax`, `hdet.Paper`).
+        model: what is merged; without it the optimizer's parameters alone, and no buffers.
+        replicas: where the replicas live, by default the processes of `torch.distributed`.
+        gradients: "shared", as under DDP, or "local": each replica trains on its own.
+        seed: of the permutations.
+        history: as for `hdet.Engine`.
+
+    Raises:
+        ValueError, TypeError, KeyError: as OneCycleLR.
+        ConfigError: the exploration cannot be as declared.
+
+    >>> import torch, hdet
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    >>> replicas = hdet.replicate(model, optimizer, n=3)
+    >>> scheduler = hdet.OneCycleHDET(optimizer, 0.5, total_steps=100, spread=0.1, replicas=replicas)
+    >>> [round(other.param_groups[0]["lr"], 4) for other in scheduler.engine.optimizers]
+    [0.02, 0.022, 0.018]
+    """
+
+    _declared: dict[str, Any] | None = None
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        max_lr: Any,
+        total_steps: int | None = None,
+        epochs: int | None = None,
+        steps_per_epoch: int | None = None,
+        pct_start: float = 0.3,
+        anneal_strategy: Literal["cos", "linear"] = "cos",
+        cycle_momentum: bool = True,
+        base_momentum: float | list[float] = 0.85,
+        max_momentum: float | list[float] = 0.95,
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+        three_phase: bool = False,
+        last_epoch: int = -1,
+        *,
+        spread: float = 0.0,
+        window: int | Windows = paper.WINDOW,
+        auto_lr: bool = True,
+        auto_lr_warmup: int | None = None,
+        sigma: float = paper.SIGMA,
+        beta: float = paper.BETA,
+        rate: float = paper.RATE,
+        model: nn.Module | None = None,
+        replicas: Replicas | None = None,
+        gradients: Literal["shared", "local"] = "shared",
+        seed: int = 0,
+        history: HistoryPath = None,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            max_lr,
+            total_steps=total_steps,
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
+            pct_start=pct_start,
+            anneal_strategy=anneal_strategy,
+            cycle_momentum=cycle_momentum,
+            base_momentum=base_momentum,
+            max_momentum=max_momentum,
+            div_factor=div_factor,
+            final_div_factor=final_div_factor,
+            three_phase=three_phase,
+            last_epoch=last_epoch,
+        )
+        if spread == 0.0:
+            return
+        size = how_many(model, replicas)
+        self._declared = {
+            "model": model,
+            "replicas": replicas,
+            "knob": {"spread": spread, "auto_lr": auto_lr, "beta": beta, "rate": rate},
+            "warmup": round(pct_start * self.total_steps) if auto_lr_warmup is None else auto_lr_warmup,
+            "engine": {
+                "window": window,
+                "evidence": paper.evidence(sigma),
+                "merge": paper.merge(),
+                "gradients": gradients,
+                "seed": seed,
+                "history": history,
+            },
+        }
+        self._check()
+        if size > 1:
+            self._start(self.last_epoch)
+            self._last_lr = rates(self.optimizer)
+
+    def step(self, loss: Losses | None = None, epoch: int | None = None) -> None:  # type: ignore[override]
+        """Call after the optimizer's step.
+
+        Args:
+            loss: this process's training loss at that step (one for each replica it hosts). An integer is
+                torch's deprecated `epoch`.
+
+        Raises:
+            ValueError: more than `total_steps` steps, as OneCycleLR.
+            StepError: the run is over, a loss is no scalar, gradients were not shared, or a jump to an epoch
+                while exploring.
+        """
+        if isinstance(loss, Integral):
+            loss, epoch = None, int(loss)
+        if self._exploration is not None and epoch is not None:
+            raise StepError(
+                f"step({epoch}) jumps, which an exploring scheduler cannot follow; inside a SequentialLR "
+                f"explore the whole chain: hdet.explore(sequential)"
+            )
+        step = super().step
+        self._advance(lambda: step(epoch), loss, may_warn=self._step_count == 1 or epoch is not None)
+        if self._exploration is not None:
+            self._last_lr = rates(self.optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state, and while exploring under `"hdet"` everything a resume needs, the model included.
+
+        Every rank saves its own for a resume in mid-window; one rank's resumes all of them at the last converged
+        point.
+        """
+        return {**self._own_state(), **self._explored_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state of this class, of any number of replicas, or of OneCycleLR. Load the model's first.
+
+        Where the state is of another number of replicas or of another rank, a warning says to which step, that of
+        the last converged point, the run has gone back; go on from `last_epoch`.
+
+        Raises:
+            CheckpointError: the state explores and this scheduler was not told to, was told to otherwise, or has
+                another model; or ranks load states of different moments. The scheduler is as it was.
+        """
+        own = {key: value for key, value in state_dict.items() if key != KEY}
+        explored = state_dict.get(KEY)
+        if explored is not None and self._declared is None:
+            raise CheckpointError(
+                "the state is an exploring scheduler's, and this one has spread=0; declare the spread it was "
+                "written with to take its bases over"
+            )
+        self._resume(own, explored)
+        if self._exploration is not None:
+            self._last_lr = rates(self.optimizer)
+
+    def _own_state(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if key not in OWN}
+
+    def _load_own(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+
+    def _own_rates(self) -> list[float | Tensor]:
+        return self._last_lr
+
+    def _check(self) -> None:
+        """Refuse a declaration that cannot be even where this process is alone and will not use it."""
+        assert self._declared is not None
+        warmup = self._declared["warmup"]
+        if not isinstance(warmup, int) or warmup < 0:
+            raise ConfigError(f"auto_lr_warmup must be a number of steps, 0 or more; got {warmup!r}")
+        paper.knob(0, floor=1.0, highest=1.0, warmup=warmup, **self._declared["knob"])
+
+    def _knob(self, index: int, warmup: int, single: bool) -> LearningRate:
+        assert self._declared is not None
+        group, declared = self.optimizer.param_groups[index], self._declared["knob"]
+        highest, floor = float(group["max_lr"]), float(group["min_lr"])
+        if highest == 0.0:  # a group at rest: no factor moves it
+            declared = {**declared, "spread": 0.0, "auto_lr": False}
+        elif single:
+            declared = {**declared, "spread": 0.0}
+        if declared["auto_lr"] and floor == 0.0:
+            raise ConfigError(
+                "the cycle ends at a rate of 0, to which the controller cannot decay by factors; give a finite "
+                "final_div_factor, or auto_lr=False"
+            )
+        return paper.knob(index, floor=floor, highest=highest, warmup=warmup, **declared)
+
+    def _begin(self, began: int) -> Exploration:
+        assert self._declared is not None
+        home = surroundings(self.optimizer, self._declared["model"], self._declared["replicas"])
+        warmup = max(0, self._declared["warmup"] - began)
+        return Exploration(
+            self.optimizer,
+            home,
+            # With one replica there is nothing to spread, but what was learned goes on.
+            [self._knob(index, warmup, home.size == 1) for index in range(len(self.optimizer.param_groups))],
+            self._own_state,
+            total_steps=self.total_steps - began,
+            **self._declared["engine"],
+        )

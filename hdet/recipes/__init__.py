@@ -1,0 +1,1 @@
+"""Ready-made engines: the recipe we stand behind, and the paper."""

@@ -1,0 +1,128 @@
+"""YAML in and out, and overrides."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hdet.app.run.document import dump, override, parse, read
+from hdet.app.run.optimizer import AdamW, Optimizer
+from hdet.errors import ConfigError, MissingExtraError
+
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(number=numbers)
+def test_a_number_survives_yaml_whatever_python_calls_it(number: float) -> None:
+    """YAML 1.1 reads `1e-05`, which is how Python writes 0.00001, as a string."""
+    found = parse(f"value: {number!r}", name="test")["value"]
+    assert isinstance(found, float)
+    assert found == number
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("3E4", 3e4),
+        ("-.5e2", -50.0),
+        ("7", 7),
+        ("[1, 2]", [1, 2]),
+        ("1e", "1e"),
+        ("e3", "e3"),
+    ],
+)
+def test_values(text: str, value: object) -> None:
+    found = parse(text, name="test")
+    assert found == value
+    assert type(found) is type(value)
+
+
+@given(lr=st.floats(1e-300, 1e300), decay=st.floats(0, 1e300), beta=st.floats(0, 1))
+def test_a_declaration_survives_yaml(lr: float, decay: float, beta: float) -> None:
+    spec = AdamW(lr, weight_decay=decay, betas=(beta, 0.5))
+    assert Optimizer.from_dict(parse(dump(spec), name="test")) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "the key 'a' is there twice"),
+        ("a: [1, 2\n", "not valid YAML"),
+        ("- 1\n- 2\n", "expected a mapping of the run's fields, got list"),
+        ("", "got NoneType"),
+        ("a: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
+    ],
+)
+def test_a_file_that_cannot_be_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(tmp_path / "run.yaml")
+    assert "run.yaml" in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*absent\.yaml"):
+        read(tmp_path / "absent.yaml")
+
+
+GIVEN: dict[str, Any] = {
+    "steps": 10,
+    "task": "text",
+    "knobs": [{"kind": "dropout"}, {"kind": "learning_rate", "spread": {"width": 0.1}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("assignment", "path", "value"),
+    [
+        ("steps=20", ["steps"], 20),
+        ("task.width=8", ["task"], {"kind": "text", "width": 8}),
+        ("knobs.1.spread.width=1e-2", ["knobs", 1, "spread", "width"], 0.01),
+        ("knobs.0=attention_temperature", ["knobs", 0], "attention_temperature"),
+        ("knobs=[]", ["knobs"], []),
+        ("optimizer.lr=1e-3", ["optimizer"], {"lr": 0.001}),
+        ("clip=null", ["clip"], None),
+        ("device=a=b", ["device"], "a=b"),
+    ],
+)
+def test_an_override_sets_one_entry_and_leaves_the_original(assignment: str, path: list[Any], value: object) -> None:
+    before = repr(GIVEN)
+    result: Any = override(GIVEN, [assignment])
+    assert repr(GIVEN) == before
+    for key in path:
+        result = result[key]
+    assert result == value
+
+
+def test_later_overrides_win_and_build_on_earlier_ones() -> None:
+    assert override({}, ["a.b=1", "a.c=2", "a.b=3"]) == {"a": {"b": 3, "c": 2}}
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("steps", "takes path=value.*got 'steps'"),
+        ("=3", "takes path=value"),
+        ("knobs.2.kind=dropout", "the list has 2 entries, to be named 0 to 1, not '2'"),
+        ("knobs.dropout.kind=x", "not 'dropout'"),
+        ("steps.deep=3", "10 has no field 'deep'"),
+        ("steps=[1", "the value of --set .* is not valid YAML"),
+    ],
+)
+def test_an_override_that_cannot_be_is_named(assignment: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        override(GIVEN, [assignment])
+
+
+def test_without_yaml_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(MissingExtraError, match=r"pyyaml.*hdet\[cli\]"):
+        parse("a: 1", name="test")
+    with pytest.raises(MissingExtraError, match=r"pyyaml.*hdet\[cli\]"):
+        dump(AdamW())

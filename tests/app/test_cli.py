@@ -1,0 +1,258 @@
+"""The command line: exit codes, one-line errors, plain lines without a terminal, tables at the end."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import hdet
+import hdet.app.run
+from hdet.app.main import main
+from hdet.app.run.display import Display
+from hdet.history import WindowRecord
+
+DIGITS = """
+task: {kind: digits, width: 16, dropout: 0.3, probe_examples: 8}
+steps: 24
+batch_size: 8
+replicas: 4
+gradients: local
+schedule: cosine
+window: 6
+knobs:
+  - learning_rate
+  - dropout
+"""
+
+
+@pytest.fixture
+def declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "digits.yaml").write_text(DIGITS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    try:
+        main(["run", *arguments])
+    except SystemExit as left:
+        return int(left.code or 0)
+    return 0
+
+
+def test_a_run_from_end_to_end(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("digits.yaml", "--set", "steps=18", "--set", "window=9", "--seed", "3", "--compare") == 0
+    said = capsys.readouterr().out
+    assert "train: 997 digits, sha256 " in said
+    assert "training: step 9/18  loss " in said
+    assert "the same without hdet: step 18/18" in said
+    for word in (
+        "learning_rate",
+        "dropout",
+        "started",
+        "ended",
+        "how sure",
+        "held-out loss",
+        "with hdet",
+        "without",
+    ):
+        assert word in said
+    assert "\x1b" not in said, "no escape codes without a terminal"
+    kept = hdet.app.run.RunConfig.load(declared / "runs" / "digits" / "config.yaml")
+    assert (kept.steps, kept.seed, kept.window) == (18, 3, hdet.FixedWindow(9))
+
+
+def test_without_knobs_the_recipe_is_taken_and_told(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (declared / "bare.yaml").write_text("{task: {kind: digits, width: 16, dropout: 0.3}, steps: 24, replicas: 4}")
+    assert run("bare.yaml") == 0
+    said = capsys.readouterr().out
+    assert "hdet explores, without any replica diverging:" in said
+    assert "+ learning rate: heads for a peak of 0.001" in said
+    assert {record.merged for record in hdet.History(declared / "runs" / "bare" / "history.jsonl")} == {False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["digits.yaml", "--set", "stepz=3"], "stepz: no such field; there are ["),
+        (["digits.yaml", "--set", "task.widht=3"], "widht: no such field"),
+        (["digits.yaml", "--set", "knobs.2.spread.width=3"], "the list has 2 entries"),
+        (["digits.yaml", "--set", "knobs.0.kind=learning_rat"], "no knob is called 'learning_rat'"),
+        (["digits.yaml", "--set", "knobs.0.groups=head"], "no parameter group 'head'"),
+        (["digits.yaml", "--set", "gradients=shared"], "acts in the forward pass"),
+        (["digits.yaml", "--set", "replicas=1"], "at least 2 replicas"),
+        (["digits.yaml", "--set", "schedule.total_steps=5"], "ends after 5 steps and the run has 24"),
+        (["digits.yaml", "--resume"], "nothing to resume"),
+        (["absent.yaml"], "cannot read absent.yaml"),
+    ],
+)
+def test_bad_input_is_one_line_exit_2_and_writes_nothing(
+    declared: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert run(*arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
+    assert [path.name for path in declared.iterdir()] == ["digits.yaml"]
+
+
+def test_unknown_options_exit_2(declared: Path) -> None:
+    assert run("digits.yaml", "--frobnicate") == 2
+    assert run() == 2
+
+
+def test_a_used_folder_needs_force(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("digits.yaml", "--out", "here", "--set", "steps=6") == 0
+    assert run("digits.yaml", "--out", "here", "--set", "steps=6") == 2
+    assert "--force" in capsys.readouterr().err
+    assert run("digits.yaml", "--out", "here", "--set", "steps=6", "--force") == 0
+
+
+def test_a_run_that_fails_exits_1(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every replica not finite, again and again."""
+    assert run("digits.yaml", "--set", "optimizer={kind: sgd, lr: 1e30}", "--set", "knobs=[dropout]") == 1
+    said = capsys.readouterr()
+    assert "replicas became non-finite" in said.err
+    assert "non_finite" in said.out, "faults are told as they happen"
+
+
+def test_an_interrupt_says_how_to_go_on(
+    declared: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Display, done: int, losses: object) -> None:
+        if done == 10:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Display, "step", interrupted)
+        assert run("digits.yaml") == 130
+    assert "--resume" in capsys.readouterr().err
+    assert run("digits.yaml", "--resume") == 0
+    assert "going on from step 6" in capsys.readouterr().out
+
+
+def test_without_the_extra_the_command_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "hdet.app.commands", raising=False)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert run("digits.yaml") == 2
+    assert "pip install 'hdet[cli]'" in capsys.readouterr().err
+
+
+def test_the_users_own_task_and_knob_are_found_in_the_working_directory(declared: Path) -> None:
+    (declared / "my_cli_kinds.py").write_text(
+        "import hdet\n"
+        "from hdet.app.tasks import Digits\n"
+        "@hdet.register\n"
+        "class RateOfMyOwn(hdet.LearningRate):\n"
+        "    pass\n"
+        "def task(seed, batch_size, device):\n"
+        "    return Digits(width=8).build(seed=seed, batch_size=batch_size, device=device)\n"
+    )
+    (declared / "own.yaml").write_text(
+        "imports: [my_cli_kinds]\n"
+        "task: {kind: imported, path: 'my_cli_kinds:task'}\n"
+        "steps: 6\nwindow: 3\nreplicas: 2\nknobs: [rate_of_my_own]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "hdet", "run", "own.yaml"],
+        cwd=declared,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(hdet.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rate_of_my_own" in done.stdout
+
+
+def test_a_process_killed_outright_is_resumed(declared: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(hdet.__file__).parents[1])}
+    command = [sys.executable, "-m", "hdet", "run", "digits.yaml", "--set", "steps=100000", "--out", "killed"]
+    process = subprocess.Popen(command, cwd=declared, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not (declared / "killed" / "checkpoint.pt").exists():
+            assert process.poll() is None, "it ended by itself"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    state = torch.load(declared / "killed" / "checkpoint.pt", weights_only=True)
+    windows = len(hdet.History(declared / "killed" / "history.jsonl"))
+    assert windows - state["engine"]["window"] in (0, 1)
+    config = hdet.app.run.RunConfig.load(declared / "killed" / "config.yaml")
+    resumed = hdet.app.run.Run(config, declared / "killed", resume=True)
+
+    class Enough(hdet.app.run.Watcher):
+        seen: list[int] = []  # noqa: RUF012
+
+        def window(self, record: WindowRecord, bases: dict[str, float]) -> None:
+            self.seen.append(record.window)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        resumed(watcher=Enough())
+    assert Enough.seen == [state["engine"]["window"]]
+
+
+# -- the display ------------------------------------------------------------------------------------
+
+
+def shown(terminal: bool, steps: int = 40) -> str:
+    out = io.StringIO()
+    display = Display(Console(file=out, force_terminal=terminal, width=100, highlight=False, color_system=None))
+    display.begin("hdet", 0, steps)
+    record = WindowRecord(0, 0, 10, {"rate": 0.1}, {}, [2.0], {}, {}, True, faults=[{"kind": "non_finite"}])
+    for step in range(1, steps + 1):
+        display.step(step, [torch.tensor(2.0), torch.tensor(3.0)])
+        if step == 10:
+            display.window(record, {"rate": 0.125})
+    display.end()
+    return out.getvalue()
+
+
+def test_without_a_terminal_there_are_twenty_lines_whatever_the_steps() -> None:
+    for steps in (40, 4000):
+        said = shown(terminal=False, steps=steps).splitlines()
+        lines = [line for line in said if line.startswith("training: ")]
+        assert len(lines) == 20
+        assert lines[0].startswith(f"training: step {steps // 20}/{steps}  loss 2.5000  ")
+        assert lines[0].endswith(" s left")
+        assert "window 1  rate 0.125" in lines[-1]
+        assert [line for line in said if line not in lines] == ["window 0: kind non_finite"]
+
+
+def test_a_terminal_gets_a_bar_with_loss_bases_window_and_time_left() -> None:
+    text = shown(terminal=True)
+    for part in ("training", "━", "40/40", "loss 2.5000", "window 1  rate 0.125", "0:00:0"):
+        assert part in text
+
+
+def test_showing_the_loss_does_not_wait_for_the_device_at_every_step() -> None:
+    class Counted:
+        reads = 0
+
+        def __float__(self) -> float:
+            Counted.reads += 1
+            return 1.0
+
+    display = Display(Console(file=io.StringIO(), force_terminal=True))
+    display.begin("hdet", 0, 1000)
+    for step in range(1, 1001):
+        display.step(step, [Counted()])  # type: ignore[list-item]
+    display.end()
+    assert Counted.reads <= 10

@@ -1,0 +1,346 @@
+"""Whole runs: what they write, that they resume exactly, that without a spread they are plain training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+from hdet.app.run import Run, RunConfig, RunFolder, Watcher
+from hdet.app.run.plain import train_plain
+from hdet.errors import CheckpointError, ConfigError, MatchError
+from hdet.history import WindowRecord
+
+DIGITS: dict[str, Any] = {
+    "task": {"kind": "digits", "width": 16, "dropout": 0.3, "label_noise": 0.2, "probe_examples": 8},
+    "steps": 33,
+    "batch_size": 8,
+    "replicas": 4,
+    "gradients": "local",
+    "optimizer": {"kind": "sgd", "lr": 0.05},
+    "schedule": "cosine",
+    "window": 6,
+    "knobs": ["learning_rate", {"kind": "dropout", "controller": {"kind": "gated", "gate": 0.0}}],
+}
+CONFIG = RunConfig.from_dict(DIGITS)
+FILES = ["bases.png", "checkpoint.pt", "config.yaml", "history.jsonl", "model.pt", "result.json"]
+
+
+class KilledAt(Watcher):
+    """Ends the run as a kill would, after a number of steps."""
+
+    def __init__(self, step: int) -> None:
+        self.last = step
+
+    def step(self, done: int, losses: object) -> None:
+        if done == self.last:
+            raise KeyboardInterrupt
+
+
+def model_of(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "model.pt", weights_only=True)  # type: ignore[no-any-return]
+
+
+def windows_of(folder: Path) -> list[dict[str, Any]]:
+    """The history without what a clock decides."""
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in ("seconds", "closing")} for line in lines]
+
+
+def same(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    return one["bases"] == two["bases"] and all(torch.equal(one["model"][k], two["model"][k]) for k in one["model"])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    Run(CONFIG, folder)()
+    return folder
+
+
+def test_the_folder_holds_everything(finished: Path) -> None:
+    assert sorted(path.name for path in finished.iterdir()) == FILES
+    assert RunConfig.load(finished / "config.yaml") == CONFIG
+    assert [(w["start"], w["stop"]) for w in windows_of(finished)][-2:] == [(24, 30), (30, 33)]
+    assert (finished / "bases.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_kept_model_with_its_bases_gives_the_reported_loss(finished: Path) -> None:
+    result = json.loads((finished / "result.json").read_text())
+    workload = CONFIG.task.build(seed=0, batch_size=8)
+    model = workload.model()
+    model.load_state_dict(model_of(finished)["model"])
+    assert workload.test_loss(model) == result["test_loss"]
+    assert set(model_of(finished)["bases"]) == {"learning_rate", "dropout"}
+    assert result["facts"] == dict(workload.facts)
+    assert [knob["knob"] for knob in result["knobs"]] == ["learning_rate", "dropout"]
+    assert result["plain"] is None
+
+
+def test_a_knobs_course_is_told_at_the_peak_of_its_schedule(finished: Path) -> None:
+    knob = json.loads((finished / "result.json").read_text())["knobs"][0]
+    moves = sum(window["moves"]["learning_rate"] for window in windows_of(finished))
+    assert knob["start"] == 0.05
+    assert knob["moves"] == pytest.approx(moves)
+    assert knob["end"] == pytest.approx(0.05 * 2.718281828459045**moves)
+
+
+def test_the_same_run_again_is_the_same(finished: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    Run(CONFIG, tmp_path / "again")()
+    assert torch.equal(torch.get_rng_state(), before), "a run must give the caller's generator back"
+    assert same(model_of(tmp_path / "again"), model_of(finished))
+    assert windows_of(tmp_path / "again") == windows_of(finished)
+
+
+def test_another_seed_is_another_run(finished: Path, tmp_path: Path) -> None:
+    Run(CONFIG.replace(seed=1), tmp_path / "other")()
+    assert not same(model_of(tmp_path / "other"), model_of(finished))
+
+
+@pytest.mark.parametrize("step", [1, 5, 6, 7, 20, 32])
+def test_a_killed_run_resumes_as_if_nothing_had_happened(finished: Path, tmp_path: Path, step: int) -> None:
+    folder = tmp_path / "killed"
+    with pytest.raises(KeyboardInterrupt):
+        Run(CONFIG, folder)(watcher=KilledAt(step))
+    assert not (folder / "result.json").exists()
+    Run(CONFIG, folder, resume=True)()
+    assert same(model_of(folder), model_of(finished))
+    assert windows_of(folder) == windows_of(finished)
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+
+
+def test_a_kill_after_the_last_step_only_leaves_the_results_to_write(finished: Path, tmp_path: Path) -> None:
+    class KilledAtTheEnd(Watcher):
+        def end(self) -> None:
+            raise KeyboardInterrupt
+
+    folder = tmp_path / "killed"
+    with pytest.raises(KeyboardInterrupt):
+        Run(CONFIG, folder)(watcher=KilledAtTheEnd())
+    assert not (folder / "model.pt").exists()
+    Run(CONFIG, folder, resume=True)(watcher=KilledAt(1))
+    assert same(model_of(folder), model_of(finished))
+    assert windows_of(folder) == windows_of(finished)
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_a_kill_between_history_and_checkpoint_is_survived(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    saved = 0
+    save = RunFolder.save_checkpoint
+
+    def killed(self: RunFolder, state: dict[str, Any]) -> None:
+        nonlocal saved
+        if saved == window:
+            raise KeyboardInterrupt
+        saved += 1
+        save(self, state)
+
+    folder = tmp_path / "killed"
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "save_checkpoint", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Run(CONFIG, folder)()
+    assert len(windows_of(folder)) == window + 1
+    with (folder / "history.jsonl").open("a") as file:
+        file.write('{"window": 3, "sta')  # torn
+    Run(CONFIG, folder, resume=True)()
+    assert windows_of(folder) == windows_of(finished)
+    assert same(model_of(folder), model_of(finished))
+
+
+def test_checkpoints_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path)
+    folder.save_checkpoint({"n": 1})
+
+    def torn(state: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", torn)
+    with pytest.raises(OSError, match="disk full"):
+        folder.save_checkpoint({"n": 2})
+    assert folder.load_checkpoint() == {"n": 1}
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Run(CONFIG, tmp_path / "run")(watcher=KilledAt(8))
+    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"rubbish")
+    with pytest.raises(CheckpointError, match=r"checkpoint\.pt cannot be read.*--force"):
+        Run(CONFIG, tmp_path / "run", resume=True)()
+
+
+# -- whose folder it is -----------------------------------------------------------------------------
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(finished: Path) -> None:
+    before = {path: path.read_bytes() for path in finished.iterdir()}
+    with pytest.raises(ConfigError, match=r"not empty.*--resume.*--force.*--out"):
+        Run(CONFIG, finished)
+    with pytest.raises(ConfigError, match="say one of them"):
+        Run(CONFIG, finished, force=True, resume=True)
+    with pytest.raises(ConfigError, match=r"steps, schedule.* differ"):
+        Run(RunConfig.from_dict({**DIGITS, "steps": 34}), finished, resume=True)
+    with pytest.raises(ConfigError, match="is over"):
+        Run(CONFIG, finished, resume=True)()
+    assert {path: path.read_bytes() for path in finished.iterdir()} == before
+
+
+def test_nothing_to_resume_and_a_file_in_the_way_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing to resume"):
+        Run(CONFIG, tmp_path / "none", resume=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        Run(CONFIG, tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_force_replaces_a_runs_files_and_no_others(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        Run(CONFIG.replace(seed=5), folder)(watcher=KilledAt(20))
+    (folder / "notes.txt").write_text("mine")
+    Run(CONFIG, folder, force=True)()
+    assert windows_of(folder) == windows_of(finished)
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"knobs": ["attention_temperature"]}, MatchError, "attention_temperature"),
+        ({"knobs": [{"kind": "learning_rate", "groups": "head"}]}, MatchError, "no parameter group 'head'"),
+        ({"knobs": ["learning_rate", "learning_rate"]}, ConfigError, "two knobs are called"),
+        ({"gradients": "shared"}, ConfigError, "acts in the forward pass"),
+        ({"signal": "training_loss"}, ConfigError, "changes the training loss"),
+        ({"replicas": 1}, ConfigError, "at least 2 replicas"),
+        ({"optimizer": {"kind": "torch", "name": "AdamZ"}}, ConfigError, "no optimizer 'AdamZ'"),
+    ],
+)
+def test_a_run_that_cannot_be_writes_nothing(
+    tmp_path: Path, changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Run(RunConfig.from_dict({**DIGITS, **changed}), tmp_path / "deep" / "run")
+    assert not any(tmp_path.iterdir())
+
+
+# -- beside plain training --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [{"kind": "sgd", "lr": 0.05}, {"kind": "adamw", "lr": 0.01}])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_one_replica_without_spread_is_plain_training_bit_for_bit(
+    tmp_path: Path, optimizer: dict[str, Any], clip: float | None
+) -> None:
+    config = RunConfig.from_dict(
+        {
+            **DIGITS,
+            "optimizer": optimizer,
+            "clip": clip,
+            "replicas": 1,
+            "knobs": [
+                {"kind": "learning_rate", "spread": {"kind": "two_level", "width": 0.0}},
+                {"kind": "dropout", "spread": {"kind": "two_level", "width": 0.0}},
+            ],
+        }
+    )
+    Run(config, tmp_path / "run")()
+    plain = train_plain(config, config.task.build(seed=0, batch_size=8), Watcher())
+    kept = model_of(tmp_path / "run")["model"]
+    assert all(torch.equal(kept[name], value) for name, value in plain.state_dict().items())
+
+
+def test_groups_that_no_knob_explores_follow_the_schedule(tmp_path: Path) -> None:
+    """A learning rate explored in one group only must leave the other on the run's schedule."""
+    seen: list[tuple[float, float]] = []
+    config = RunConfig.from_dict(
+        {**DIGITS, "knobs": [{"kind": "learning_rate", "groups": "decay", "controller": "hold"}]}
+    )
+
+    class Look(Watcher):
+        def window(self, record: WindowRecord, bases: dict[str, float]) -> None:
+            groups = run.training.engine.optimizers[0].param_groups
+            seen.append((record.bases["learning_rate[decay]"], groups[1]["lr"]))
+
+    run = Run(config, tmp_path / "run")
+    run(watcher=Look())
+    assert config.schedule is not None
+    assert seen == [(config.schedule(stop - 1), config.schedule(stop - 1)) for stop in (6, 12, 18, 24, 30, 33)]
+
+
+def test_plain_training_follows_a_knobs_own_schedule(tmp_path: Path) -> None:
+    """`schedule: 0.7` on a dropout knob is where the knob starts, whatever the task says."""
+    fixed = RunConfig.from_dict({**DIGITS, "knobs": [{"kind": "dropout", "schedule": 0.7}]})
+    declared = RunConfig.from_dict({**DIGITS, "task": {**DIGITS["task"], "dropout": 0.7}, "knobs": []})
+    one, two = (train_plain(config, config.task.build(seed=0, batch_size=8), Watcher()) for config in (fixed, declared))
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_compare_trains_again_without_hdet_now_or_later(finished: Path, tmp_path: Path) -> None:
+    phases: list[str] = []
+
+    class Phases(Watcher):
+        def begin(self, phase: str, first: int, steps: int) -> None:
+            phases.append(phase)
+
+    folder = tmp_path / "run"
+    result = Run(CONFIG, folder)(compare=True, watcher=Phases())
+    assert phases == ["hdet", "plain"]
+    assert result.plain is not None
+    kept = json.loads((folder / "result.json").read_text())
+    assert kept["plain"]["test_loss"] == result.plain["test_loss"] != result.test_loss
+    assert same(model_of(folder), model_of(finished)), "the comparison must not touch the run"
+
+    kept["plain"] = None
+    (folder / "result.json").write_text(json.dumps(kept))
+    later = Run(CONFIG, folder, resume=True)(compare=True, watcher=Phases())
+    assert phases == ["hdet", "plain", "plain"]
+    assert later.plain is not None
+    assert later.plain["test_loss"] == result.plain["test_loss"]
+    assert later.test_loss == result.test_loss
+
+
+def test_a_run_without_knobs_draws_nothing(tmp_path: Path) -> None:
+    result = Run(RunConfig.from_dict({**DIGITS, "knobs": []}), tmp_path / "run")()
+    assert result.knobs == []
+    assert not (tmp_path / "run" / "bases.png").exists()
+
+
+def test_a_run_evaluates_its_own_training_loss_where_evidence_asks_for_it(tmp_path: Path) -> None:
+    declared = {**DIGITS, "gradients": "shared", "knobs": [{"kind": "dropout", "evidence": "mixed_difference"}]}
+    Run(RunConfig.from_dict(declared), tmp_path / "run")()
+    told = [window["estimates"]["dropout"]["stderr"] for window in windows_of(tmp_path / "run")]
+    assert all(0.0 < stderr < float("inf") for stderr in told[:4])
+
+
+def test_the_text_task_runs_with_all_four_knobs(tmp_path: Path) -> None:
+    config = RunConfig.from_dict(
+        {
+            "task": {"kind": "text", "width": 16, "depth": 1, "heads": 2, "context": 16, "dropout": 0.1},
+            "steps": 12,
+            "batch_size": 2,
+            "gradients": "local",
+            "window": 4,
+            "knobs": ["learning_rate", "weight_decay", "dropout", "attention_temperature"],
+        }
+    )
+    result = Run(config, tmp_path / "run")()
+    assert [knob.knob for knob in result.knobs] == [knob["kind"] for knob in config.to_dict()["knobs"]]
+    assert len(hdet.History(tmp_path / "run" / "history.jsonl")) == 3
+    kept = model_of(tmp_path / "run")
+    workload = config.task.build(seed=0, batch_size=2)
+    model = workload.model()
+    model.load_state_dict(kept["model"])
+    temperature = hdet.AttentionTemperature().bind(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    temperature.write(kept["bases"]["attention_temperature"])
+    assert workload.test_loss(model) == result.test_loss

@@ -1,0 +1,104 @@
+"""Least squares by hand, and whether its errors are honest: a placebo's t must spread as it claims."""
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from hdet.controllers.estimators.regression import regress
+
+Array = NDArray[np.float64]
+
+
+def test_one_column_by_hand() -> None:
+    # x = -1, 0, 1; y = 1, 0, 3: slope = (-1 * 1 + 1 * 3) / 2 = 1; mean 4/3;
+    # residuals = 1 - 1/3, 0 - 4/3, 3 - 7/3 = 2/3, -4/3, 2/3; s^2 = (24/9) / (3 - 1 - 1) = 8/3;
+    # error = sqrt(8/3 / sum x^2) = sqrt(8/3 / 2).
+    fit = regress(np.array([[-1.0], [0.0], [1.0]]), np.array([[1.0], [0.0], [3.0]]))
+    assert fit.coefficients == pytest.approx([1.0])
+    assert fit.stderr == pytest.approx([math.sqrt(4 / 3)])
+
+
+def test_two_columns_by_hand() -> None:
+    # y = 5 + 3 a + b + ab / 2 in orthogonal columns of +-1: the residual is ab / 2, on 4 - 1 - 2 = 1 degree
+    # of freedom, so s^2 = 4 / 4 = 1 and each error sqrt(1 / sum x^2) = 1 / 2.
+    a, b = np.array([-1.0, -1.0, 1.0, 1.0]), np.array([-1.0, 1.0, -1.0, 1.0])
+    fit = regress(np.stack([a, b], axis=1), (5 + 3 * a + b + 0.5 * a * b)[:, None])
+    assert fit.coefficients == pytest.approx([3.0, 1.0])
+    assert fit.stderr == pytest.approx([0.5, 0.5])
+
+
+def test_sub_batches_by_hand() -> None:
+    # Slopes of the three sub-batches: 1, 2, 6: mean 3, sd = sqrt((4 + 1 + 9) / 2), error = sd / sqrt 3.
+    x = np.array([[-1.0], [1.0]])
+    fit = regress(x, x * np.array([1.0, 2.0, 6.0]) + np.array([10.0, -4.0, 0.0]))
+    assert fit.coefficients == pytest.approx([3.0])
+    assert fit.stderr == pytest.approx([math.sqrt(7 / 3)])
+
+
+def test_no_degrees_of_freedom_no_error() -> None:
+    fit = regress(np.array([[-1.0], [1.0]]), np.array([[0.0], [1.0]]))
+    assert fit.coefficients == pytest.approx([0.5])
+    assert fit.stderr.tolist() == [math.inf]
+
+
+def test_aliased_columns_share_the_slope_and_have_no_error() -> None:
+    x = np.array([-1.0, 1.0, -1.0, 1.0])
+    other = np.array([-1.0, -1.0, 1.0, 1.0])
+    fit = regress(np.stack([x, 2 * x, other], axis=1), (3 * x + other)[:, None])
+    # In units of each column's own deviation both halves are 1.5: 1.5 per unit of x and 0.75 per unit of 2x.
+    assert fit.coefficients == pytest.approx([1.5, 0.75, 1.0])
+    assert fit.identified.tolist() == [False, False, True]
+    assert np.isinf(fit.stderr[:2]).all()
+    assert fit.stderr[2] < 1e-6
+
+
+def test_a_column_that_stands_still_says_nothing_and_costs_nothing() -> None:
+    x = np.array([-1.0, 0.0, 1.0])
+    fit = regress(np.stack([x, np.full(3, 0.1)], axis=1), np.array([[1.0], [0.0], [3.0]]))
+    assert fit.coefficients == pytest.approx([1.0, 0.0])
+    assert fit.stderr == pytest.approx([math.sqrt(4 / 3), math.inf])
+
+
+def placebo_t(draw: np.random.Generator, *, batches: int, slopes: float, replicas: float, each: float) -> Array:
+    """t of a placebo knob in 1500 windows of N = 16, K = 3, its neighbours having effects.
+
+    Noise: every sub-batch has slopes of its own (sd `slopes`), every replica an offset common to all
+    sub-batches (sd `replicas`), every pair of them its own (sd `each`).
+    """
+    found = []
+    for _ in range(1500):
+        x = draw.choice([-0.5, 0.5], (16, 3))
+        loss = x @ np.array([[1.0], [-2.0], [0.0]]) + x @ draw.normal(0, slopes, (3, batches))
+        loss = loss + draw.normal(0, replicas, (16, 1)) + draw.normal(0, each, (16, batches))
+        fit = regress(x, loss, replica_noise=replicas > 0)
+        found.append(fit.coefficients[2] / fit.stderr[2])
+    return np.array(found)
+
+
+@pytest.mark.parametrize(
+    ("batches", "slopes", "replicas", "each", "freedom"),
+    [
+        (1, 0.0, 0.0, 1.0, 12),  # residual errors
+        (8, 1.0, 0.0, 0.0, 7),  # shared gradients: replicas on a line, residuals vanish
+        (8, 1.0, 0.0, 1.0, 7),
+        (8, 0.0, 1.0, 0.0, 12),  # local gradients: sub-batches agree about a replica that is merely lucky
+        (8, 1.0, 0.3, 0.3, 7),
+        (8, 0.0, 1e-9, 1.0, 9),  # nothing is counted twice; freedom in between
+    ],
+)
+def test_the_t_of_a_placebo_is_a_t(batches: int, slopes: float, replicas: float, each: float, freedom: int) -> None:
+    t = placebo_t(np.random.default_rng(7), batches=batches, slopes=slopes, replicas=replicas, each=each)
+    claimed = math.sqrt(freedom / (freedom - 2))
+    assert t.std() == pytest.approx(claimed, rel=0.1)
+    assert abs(t.mean()) < 0.12
+
+
+def test_sub_batches_alone_would_trust_a_lucky_replica() -> None:
+    # What `replica_noise` is for: without it the error of this fit is 0.
+    draw = np.random.default_rng(0)
+    x = draw.choice([-0.5, 0.5], (16, 1))
+    loss = np.repeat(draw.normal(0, 1, (16, 1)), 8, axis=1)
+    assert regress(x, loss).stderr[0] < 1e-12
+    assert regress(x, loss, replica_noise=True).stderr[0] > 0.1

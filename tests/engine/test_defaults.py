@@ -1,0 +1,128 @@
+"""What a declaration that leaves evidence or controller open is completed by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+from hdet.engine.defaults import complete, controller, counterfactual
+
+SCALAR = hdet.Scalar("margin", path="margin", bounds=(0.0, 1.0), space=hdet.Linear())
+PULL = hdet.Scalar("pull", path="pull", bounds=(0.1, 1.0), effect="update")
+
+REMEMBERING = hdet.Contrast(horizon=400)
+
+FORWARD_RULE = controller(hdet.Dropout(), hdet.Contrast())
+DECAY_RULE = controller(hdet.WeightDecay(), hdet.Analytic())
+
+
+@pytest.mark.parametrize(
+    ("knob", "evidence", "rule"),
+    [
+        (hdet.LearningRate(), hdet.Line(), hdet.Calibrate()),
+        (hdet.LearningRate(groups=0), hdet.Line(), hdet.Calibrate()),
+        (hdet.WeightDecay(), hdet.Analytic(), DECAY_RULE),
+        (hdet.Dropout(), REMEMBERING, FORWARD_RULE),
+        (hdet.LabelSmoothing(), REMEMBERING, FORWARD_RULE),
+        (hdet.AttentionTemperature(), REMEMBERING, FORWARD_RULE),
+        (SCALAR, REMEMBERING, hdet.Gated()),
+        (hdet.Momentum(), hdet.Recursion(), hdet.Gated()),
+        (hdet.Beta1(), hdet.Recursion(), hdet.Gated()),
+        (hdet.Beta2(), hdet.Recursion(), hdet.Gated()),
+        (PULL, hdet.Divergent(), hdet.Gated()),
+    ],
+)
+def test_without_divergence_each_knob_gets_what_suits_it(knob: Any, evidence: Any, rule: Any) -> None:
+    assert counterfactual(knob) == evidence
+    done = complete(knob, None, diverge=False)
+    assert (done.evidence, done.controller) == (evidence, rule)
+    assert done.replace(evidence=None, controller=None) == knob
+
+
+SURE, UNSURE = (hdet.Estimate(slope=1.0, stderr=error, level=2.0) for error in (0.01, 1.01))
+
+
+def moved(rule: Any, estimate: hdet.Estimate, length: int, step: int = 50) -> float:
+    context = hdet.Context(step=step, total_steps=100, length=length)
+    return float(rule.step(rule.start(), estimate, context)[0])
+
+
+def test_knobs_of_modules_move_in_small_steps() -> None:
+    """However sure a window of 10 steps is, it moves dropout's angle by a few hundredths, and none by 0.1."""
+    assert FORWARD_RULE.to_dict()["memory"] == 0.0  # the evidence remembers
+    assert moved(FORWARD_RULE, SURE, 10) == pytest.approx(-0.032)
+    assert moved(FORWARD_RULE, SURE, 1000) == pytest.approx(-0.08)
+    assert moved(FORWARD_RULE, UNSURE, 1000) == 0.0
+
+
+def test_decay_moves_by_its_share_of_a_window() -> None:
+    """0.013 a step and a factor of 5 in all; it is not lowered where it cannot be felt, and then raised at once."""
+    assert moved(DECAY_RULE, SURE, 10) == pytest.approx(-0.4 / 3)
+    assert moved(DECAY_RULE, SURE, 1000) == pytest.approx(-1.6)
+    assert moved(DECAY_RULE, UNSURE, 1000) == 0.0
+    faint = {sign: hdet.Estimate(slope=sign * 1e-3, stderr=1e-4, level=2.0) for sign in (1, -1)}
+    assert moved(DECAY_RULE, faint[1], 10) == 0.0
+    assert moved(DECAY_RULE, faint[-1], 10) == pytest.approx(1.6)
+    assert moved(DECAY_RULE, faint[-1], 10, step=29) == 0.0
+
+
+@pytest.mark.parametrize("rule", [DECAY_RULE, FORWARD_RULE, hdet.Calibrate()])
+def test_none_of_them_listens_to_the_end(rule: Any) -> None:
+    assert [rule.listens(step, 100) for step in (84, 85)] == [True, False]
+    assert moved(rule, SURE, 10, step=85) == 0.0
+
+
+@pytest.mark.parametrize("knob", [hdet.LearningRate(), hdet.WeightDecay(), hdet.Dropout(), hdet.Momentum()])
+def test_replicas_that_can_come_apart_are_compared(knob: Any) -> None:
+    done = complete(knob, None, diverge=True)
+    assert done.evidence == hdet.Divergent()
+    assert done.controller == controller(knob, hdet.Divergent())
+    assert not done.controller.needs_averaged
+
+
+def test_a_learning_rate_judged_by_divergence_is_not_calibrated() -> None:
+    """Calibrate needs a judgement at averaged weights, which divergent evidence has not."""
+    assert controller(hdet.LearningRate(), hdet.Divergent()) == hdet.Gated()
+    assert controller(hdet.LearningRate(), hdet.Line()) == hdet.Calibrate()
+
+
+def test_what_was_declared_is_kept() -> None:
+    own = hdet.LearningRate(evidence=hdet.Line(width=0.1), controller=hdet.Hold())
+    assert complete(own, hdet.Divergent(), diverge=True) == own
+
+
+def test_a_knobs_own_evidence_goes_before_the_engines_and_that_before_the_default() -> None:
+    engines = hdet.Divergent(estimator=hdet.Marginal())
+    assert complete(hdet.LearningRate(), engines, diverge=False).evidence == engines
+    assert complete(hdet.LearningRate(evidence=hdet.Line()), engines, diverge=True).evidence == hdet.Line()
+
+
+def test_the_controller_follows_the_evidence_that_was_chosen() -> None:
+    assert complete(hdet.LearningRate(), hdet.Line(), diverge=True).controller == hdet.Calibrate()
+    assert complete(hdet.LearningRate(evidence=hdet.Divergent()), None, diverge=False).controller == hdet.Gated()
+
+
+@pytest.mark.parametrize("diverge", [False, True])
+def test_a_knob_without_a_spread_asks_for_no_comparison(diverge: bool) -> None:
+    """So that it needs no probe."""
+    still = hdet.LearningRate(spread=hdet.TwoLevel(0.0))
+    assert complete(still, None, diverge=diverge).evidence == hdet.Divergent()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = hdet.Engine(hdet.micro_batches(model, optimizer, n=2), [still], window=2)
+    assert engine.bases == {"learning_rate": 0.1}
+
+
+def test_the_rule_for_decay_is_for_its_formula_in_log_space_only() -> None:
+    """Elsewhere, say from a decay of 0 in `Linear` space, its units mean nothing."""
+    assert isinstance(controller(hdet.WeightDecay(), hdet.Analytic()), hdet.Regularize)
+    for knob, evidence in (
+        (hdet.WeightDecay(), hdet.Divergent()),
+        (hdet.WeightDecay(space=hdet.Relative()), hdet.Analytic()),
+        (hdet.WeightDecay(space=hdet.Linear(0.2)), hdet.Divergent()),
+    ):
+        assert type(controller(knob, evidence)) is hdet.Gated

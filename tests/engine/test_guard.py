@@ -1,0 +1,485 @@
+"""The guard: a run that a rate too large has wrecked goes back and succeeds, and others are let alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hdet
+from hdet import Engine, Rewind
+from hdet.engine.guard import Guard
+
+STEPS = 240
+WINDOW = 8
+BLIND = hdet.Calibrate(significance=100.0, lower_significance=100.0)
+"""A rule that no evidence moves: what moves the rate is the guard."""
+
+Batch = tuple[Tensor, Tensor]
+
+
+def network(*middle: nn.Module, width: int = 16) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(4, width), nn.ReLU(), *middle, nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+        )
+
+
+def draw(seed: int, count: int = 16, noise: float = 0.1) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 4, generator=generator)
+    y = x.sum(dim=1, keepdim=True).sin() + x[:, :1]
+    return x, y + noise * torch.randn(count, 1, generator=generator)
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def probe() -> hdet.Probe:
+    return hdet.Probe(loss_of, [draw(-1 - j, 32) for j in range(8)])
+
+
+def held_out_loss(model: nn.Module) -> float:
+    with torch.no_grad():
+        return float(torch.stack([loss_of(model.eval(), draw(-100 - j, 64)) for j in range(8)]).mean())
+
+
+def rate(peak: float, **options: Any) -> hdet.LearningRate:
+    return hdet.LearningRate(
+        schedule=hdet.Cosine(peak, STEPS, warmup=0.5),
+        bounds=(0.0, 100.0),
+        controller=BLIND,
+        evidence=hdet.Line(),
+        **options,
+    )
+
+
+def make(
+    peak: float = 0.01,
+    *,
+    guard: Guard | None = None,
+    copies: bool = False,
+    n: int = 1,
+    model: nn.Module | None = None,
+    knobs: list[hdet.Knob] | None = None,
+    **options: Any,
+) -> Engine:
+    own = model if model is not None else network()
+    optimizer = torch.optim.AdamW(own.parameters(), lr=peak, weight_decay=0.0)
+    settings: dict[str, Any] = {"window": WINDOW, "signal": probe(), "total_steps": STEPS, **options}
+    return Engine(
+        (hdet.replicate if copies else hdet.micro_batches)(own, optimizer, n=n),
+        knobs if knobs is not None else [rate(peak)],
+        guard=guard,
+        **settings,
+    )
+
+
+def train(
+    engine: Engine,
+    until: int = STEPS,
+    *,
+    batch: Callable[[int, int], Batch] = lambda step, index: draw(1000 * step + index),
+    before: Callable[[int], object] = lambda step: None,
+    report: Callable[[int, Tensor], Tensor] = lambda step, own: own,
+) -> list[hdet.WindowRecord]:
+    records = []
+    for step in range(engine.step_count, until):
+        before(step)
+        losses = []
+        for replica in engine.replicas:
+            replica.model.train()
+            with replica:
+                own = loss_of(replica.model, batch(step, replica.index))
+                own.backward()
+            losses.append(report(step, own.detach()))
+        engine.share_gradients()
+        for optimizer in engine.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        record = engine.step(losses)
+        if record is not None:
+            records.append(record)
+    return records
+
+
+def wreck(engine: Engine) -> None:
+    """Every prediction is off by 50."""
+    for model, _ in engine.hosts:
+        nn.init.constant_(model[-1].bias, 50.0)  # type: ignore[index]
+
+
+def rewinds(records: list[hdet.WindowRecord]) -> list[tuple[int, int]]:
+    """At which step the run went back, and to which."""
+    return [(record.stop, fault["step"]) for record in records for fault in record.faults if fault["kind"] == "rewound"]
+
+
+# -- a run that goes wrong ------------------------------------------------------------------------
+
+TOO_LARGE = 2.0
+
+
+@pytest.mark.parametrize(("copies", "n"), [(False, 1), (False, 2), (True, 2)])
+def test_a_run_wrecked_by_its_rate_goes_back_and_succeeds(copies: bool, n: int) -> None:
+    alone = make(TOO_LARGE, copies=copies, n=n)
+    train(alone)
+    guarded = make(TOO_LARGE, copies=copies, n=n, guard=Rewind())
+    records = train(guarded)
+    went = rewinds(records)
+    assert went
+    good = make(0.01)
+    train(good)
+    wrecked, saved, best = (held_out_loss(engine.hosts[0][0]) for engine in (alone, guarded, good))
+    assert best < 0.2 * wrecked  # the unguarded run is lost
+    assert saved < 0.4 * wrecked
+    for stop, best_step in went:
+        record = next(record for record in records if record.stop == stop)
+        assert stop >= 1.5 * best_step
+        assert record.moves["learning_rate"] < -1.0
+        following = next(record for record in records if record.start == stop)
+        at_best = next(record for record in records if record.stop == best_step)
+        # A third of what had worked when the point was taken, at the schedule's next step.
+        schedule = guarded.knobs[0].schedule
+        since = schedule(following.stop - 1) / schedule(stop)
+        assert following.bases["learning_rate"] == pytest.approx(at_best.bases["learning_rate"] / 3 * since)
+
+
+def test_it_goes_back_to_the_best_window_and_no_further() -> None:
+    """The mean training loss was lowest there."""
+    engine = make(TOO_LARGE, guard=Rewind())
+    records = train(engine)
+    stop, best = rewinds(records)[0]
+    before = [record for record in records if record.stop <= stop]
+    losses = [sum(loss for loss in record.losses if loss is not None) for record in before]
+    assert before[losses.index(min(losses))].stop == best
+
+
+def test_what_is_put_back_is_the_point_bit_for_bit(assert_same: Any) -> None:
+    """Weights, buffers (BatchNorm's) and the optimizer's state, in every copy; the step count goes on."""
+    model = network(nn.BatchNorm1d(16))
+    engine = make(model=model, copies=True, n=2, guard=Rewind(significance=0.01))
+    best: list[Any] = []
+
+    def state() -> list[Any]:
+        return [copy.deepcopy([m.state_dict(), o.state_dict()["state"]]) for m, o in engine.hosts]
+
+    train(engine, 16)
+    best = state()
+    assert best[0][0]["2.running_mean"].abs().sum() > 0
+    for stop in range(24, 41, 8):
+        (record,) = train(engine, stop, before=lambda step: wreck(engine), report=lambda step, own: own + 10.0)
+        if rewinds([record]):
+            break
+    assert rewinds([record]) == [(24, 16)]
+    assert engine.step_count == 24
+    # As merged after the window, which leaves the first copy's BatchNorm and optimizer in force.
+    assert_same(state()[0], best[0])
+    for name, value in engine.hosts[1][0].state_dict().items():
+        assert torch.equal(value, engine.hosts[0][0].state_dict()[name])
+
+
+def test_after_a_rewind_there_is_time_to_do_better() -> None:
+    """Patience counts from the rewind on: at 1.5 times its step at the earliest comes the next."""
+    engine = make(guard=Rewind(patience=1.5, significance=0.01))
+    train(engine, 16)
+
+    records = train(engine, 120, before=lambda step: wreck(engine), report=lambda step, own: own + 10.0)
+    assert [stop for stop, _ in rewinds(records)] == [24, 40, 64, 96]  # windows end at multiples of 8
+
+
+def test_evidence_from_the_way_that_led_astray_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(guard=Rewind(significance=0.01))
+    forgotten: list[int] = []
+    monkeypatch.setattr(engine.collectors[0], "forget", lambda: forgotten.append(engine.step_count))
+    train(engine, 16)
+    wreck(engine)
+    train(engine, 24, report=lambda step, own: own + 10.0)
+    assert forgotten == [24]
+
+
+def test_controllers_that_remember_begin_anew() -> None:
+    """A knob of another kind stays where it is, and forgets."""
+    gated = hdet.Gated(0.1, gate=0.0, memory=0.9)
+    decay = hdet.WeightDecay(schedule=0.1, controller=gated, evidence=hdet.Analytic())
+    engine = make(knobs=[rate(0.01), decay], guard=Rewind(significance=0.01))
+    train(engine, 16)
+    assert engine.knobs[1].state.total != 0.0
+    wreck(engine)
+    train(engine, 24, report=lambda step, own: own + 10.0)
+    assert engine.knobs[1].state == gated.start()
+    assert engine.knobs[0].state.cap < math.inf
+
+
+@pytest.mark.parametrize("guard", [None, Rewind()])
+def test_where_all_replicas_became_non_finite_the_rate_retreats_too(guard: Guard | None) -> None:
+    """From that of the window in which they did. Without a guard the run goes on as before."""
+    engine = make(0.01, guard=guard)
+    train(engine, 16)
+    before, state = engine.bases["learning_rate"], engine.knobs[0].state
+    (record,) = train(engine, 24, report=lambda step, own: own * math.nan)
+    assert [fault["kind"] for fault in record.faults] == ["non_finite", "restored"]
+    (knob,) = engine.knobs
+    if guard is None:
+        assert (record.moves["learning_rate"], knob.state) == (0.0, state)
+        return
+    worked = record.bases["learning_rate"]
+    assert worked > before
+    assert engine.bases["learning_rate"] == pytest.approx(worked / 3)
+    assert knob.state.cap == pytest.approx(math.log(worked / knob.schedule(24)))
+
+
+# -- first steps that were far too large ----------------------------------------------------------
+
+
+def looking_ahead(
+    peak: float, guard: Guard | None = None, controller: hdet.Controller | None = None, **options: Any
+) -> Engine:
+    """Windows of 8; the warm-up is looked ahead of for four of them."""
+    knob = hdet.LearningRate(
+        schedule=hdet.Cosine(peak, STEPS, warmup=0.5), bounds=(0.0, 1e4), controller=controller or hdet.Calibrate()
+    )
+    return make(peak, guard=guard, knobs=[knob], evidence=hdet.Line(), **options)
+
+
+def restarts(records: list[hdet.WindowRecord]) -> list[tuple[int, int]]:
+    return [
+        (record.stop, fault["step"]) for record in records for fault in record.faults if fault["kind"] == "restarted"
+    ]
+
+
+def until_it_began_anew(engine: Engine) -> list[hdet.WindowRecord]:
+    records = train(engine, WINDOW)
+    while not restarts(records):
+        records += train(engine, engine.step_count + WINDOW)
+        assert engine.step_count <= 32, "looking ahead is over"
+    return records
+
+
+@pytest.mark.parametrize(("copies", "n"), [(False, 1), (False, 2), (True, 2)])
+def test_where_looking_ahead_brought_the_rate_down_far_the_run_begins_anew(
+    copies: bool, n: int, assert_same: Any
+) -> None:
+    """From its first weights, optimizer and buffers, at a third of the rate it had come to; once."""
+    model = network(nn.BatchNorm1d(16))
+    first = copy.deepcopy(model.state_dict())
+    engine = looking_ahead(10.0, Rewind(overshoot=1.3), model=model, copies=copies, n=n)
+    records = until_it_began_anew(engine)
+    assert restarts(records) == [(engine.step_count, 0)]
+    lowered = [record.moves["learning_rate"] for record in records]
+    lowered[-1] += math.log(3.0)
+    assert sum(lowered) < -math.log(1.3) < sum(lowered[:-1])
+    for own, optimizer in engine.hosts:
+        assert_same(own.state_dict(), first)
+        assert optimizer.state_dict()["state"] == {}
+    rest = train(engine)
+    assert restarts(rest) == []
+
+
+def test_the_first_weights_are_those_of_the_first_step(assert_same: Any) -> None:
+    """Whatever was loaded after the engine had been made."""
+    engine = looking_ahead(10.0, Rewind(overshoot=1.3))
+    ((model, _),) = engine.hosts
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    loaded = copy.deepcopy(model.state_dict())
+    until_it_began_anew(engine)
+    assert_same(model.state_dict(), loaded)
+
+
+def test_nothing_is_left_of_the_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its best point nor evidence that was saved up."""
+    engine = looking_ahead(10.0, Rewind(overshoot=1.3))
+    forgotten: list[int] = []
+    monkeypatch.setattr(engine.collectors[0], "forget", lambda: forgotten.append(engine.step_count))
+    until_it_began_anew(engine)
+    watch = engine.watch
+    assert watch is not None
+    assert forgotten == [engine.step_count]
+    assert (watch.lowest, watch.bases, watch.first, watch.since) == (math.inf, {}, None, engine.step_count)
+    train(engine, engine.step_count + WINDOW)
+    assert watch.held.step == engine.step_count, "the next window's is the best so far"
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_run_that_is_over_does_not_begin_anew(finished: bool) -> None:
+    """It would end with weights that no step has been made with. (Newton listens to the end.)"""
+    newton = hdet.Newton(0.6)
+    stop = until_it_began_anew(looking_ahead(10.0, Rewind(overshoot=1.3), controller=newton))[-1].stop
+    engine = looking_ahead(
+        10.0, Rewind(overshoot=1.3), controller=newton, **({} if finished else {"total_steps": stop})
+    )
+    train(engine, stop - finished)
+    if finished:
+        engine.finish()
+    assert engine.finished
+    last = engine.history.windows[-1]
+    assert last.moves["learning_rate"] < 0.0
+    assert restarts(list(engine.history)) == []
+    assert engine.hosts[0][1].state_dict()["state"]
+
+
+def test_it_begins_anew_only_while_it_looks_ahead() -> None:
+    """What brings the rate down later is another matter: the weights are worth something by then."""
+    engine = looking_ahead(0.01, Rewind(overshoot=1.01))
+    train(engine, 40)
+    (knob,) = engine.knobs
+    assert engine.watch is not None
+    assert engine.watch.first is None
+    harvest = hdet.evidence.Harvest(engine.window, np.array([1.0]), np.array([True]))
+    assert engine.watch.look(harvest, engine.bases, {knob.name: -5.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "valid", "mean"), [([1.0, 3.0], [True, True], 2.0), ([1.0, 3.0], [True, False], 1.0)]
+)
+def test_a_windows_loss_is_the_mean_over_sound_replicas(losses: list[float], valid: list[bool], mean: float) -> None:
+    window = make().window
+    assert hdet.evidence.Harvest(window, np.array(losses), np.array(valid)).loss == mean
+    unreported = hdet.evidence.Harvest(window, np.array([1.0, math.nan]), np.array([True, True]))
+    assert unreported.loss is None
+
+
+def test_a_window_whose_loss_was_not_reported_is_not_the_best() -> None:
+    engine = make(guard=Rewind())
+    train(engine, 8)
+    watch = engine.watch
+    assert watch is not None
+    before = watch.held.step
+    unreported = hdet.evidence.Harvest(engine.window, np.array([math.nan]), np.array([True]))
+    assert watch.look(unreported, engine.bases, {}) is None
+    assert watch.held.step == before
+
+
+@pytest.mark.parametrize(("peak", "overshoot"), [(0.003, 4.0), (10.0, None), (10.0, 1000.0)])
+def test_where_it_did_not_the_run_goes_on(peak: float, overshoot: float | None) -> None:
+    engine = looking_ahead(peak, Rewind(overshoot=overshoot))
+    assert restarts(train(engine, 80)) == []
+
+
+def test_it_counts_what_was_lowered_in_all() -> None:
+    """What was raised again in between counts against it, and each knob is counted by itself."""
+    watch = looking_ahead(0.01, Rewind(overshoot=math.exp(1.0))).watch
+    assert watch is not None
+    assert not watch._overshot({"one": -0.6, "two": 0.0})
+    assert not watch._overshot({"one": 0.3, "two": -0.6})
+    assert not watch._overshot({"one": -0.6, "two": -0.3})
+    assert watch._overshot({"one": 0.0, "two": -0.2})
+
+
+# -- runs that do not -----------------------------------------------------------------------------
+
+
+def test_a_healthy_run_never_goes_back() -> None:
+    """And is no other than without a guard."""
+    guarded, alone = make(guard=Rewind()), make()
+    records = train(guarded)
+    train(alone)
+    assert rewinds(records) == []
+    for one, other in zip(guarded.hosts[0][0].parameters(), alone.hosts[0][0].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def few(step: int, index: int) -> Batch:
+    """The same sixteen examples over and over, a good half of them noise."""
+    return draw(5, 16, noise=1.0)
+
+
+def test_a_run_that_overfits_never_goes_back() -> None:
+    """Held-out loss becomes far worse than it was, and training loss goes on falling."""
+    engine = make(guard=Rewind())
+    first = train(engine, 80, batch=few)
+    early = held_out_loss(engine.hosts[0][0])
+    rest = train(engine, batch=few)
+    assert rest[-1].losses[0] < 0.5 * first[-1].losses[0]  # type: ignore[operator]
+    assert held_out_loss(engine.hosts[0][0]) > 1.1 * early
+    assert rewinds(first + rest) == []
+
+
+def test_a_run_whose_dropout_is_raised_never_goes_back() -> None:
+    """Training loss jumps up for good, and held-out loss has nothing against it."""
+    dropout = hdet.Dropout(
+        schedule=hdet.Replay([0.0] * 100 + [0.4] * (STEPS - 100)), spread=hdet.TwoLevel(0.0), controller=hdet.Hold()
+    )
+    engine = make(
+        model=network(hdet.nn.Dropout(0.0), width=48), knobs=[rate(0.005), dropout], guard=Rewind(patience=1.2)
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        records = train(engine, batch=few)
+    losses = [record.losses[0] for record in records]
+    assert min(losses[14:]) > min(losses[:12])  # type: ignore[type-var, operator]
+    assert rewinds(records) == []
+
+
+# -- resume, and what is refused ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [40, 101, 131, 200])
+def test_a_resume_is_the_same_run_bit_for_bit(stop: int, assert_same: Any) -> None:
+    whole = make(TOO_LARGE, guard=Rewind())
+    records = train(whole)
+    assert rewinds(records)
+    first = make(TOO_LARGE, guard=Rewind())
+    train(first, stop)
+    stored = io.BytesIO()
+    torch.save(first.state_dict(), stored)
+    stored.seek(0)
+    second = make(TOO_LARGE, guard=Rewind())
+    second.load_state_dict(torch.load(stored, weights_only=True))
+    rest = train(second)
+    assert rewinds(rest) == [each for each in rewinds(records) if each[0] > stop]
+    assert_same(second.hosts[0][0].state_dict(), whole.hosts[0][0].state_dict())
+    assert_same(second.watch.state_dict(), whole.watch.state_dict())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stop", [4, 12, 20, 28, 40])
+def test_a_resume_before_or_after_a_new_start_is_the_same_run_bit_for_bit(stop: int, assert_same: Any) -> None:
+    whole = looking_ahead(10.0, Rewind(overshoot=2.0))
+    records = train(whole, 80)
+    assert restarts(records)
+    first = looking_ahead(10.0, Rewind(overshoot=2.0))
+    train(first, stop)
+    second = looking_ahead(10.0, Rewind(overshoot=2.0), model=network())
+    with torch.no_grad():
+        second.hosts[0][0][0].weight.add_(1.0)  # type: ignore[operator, index, union-attr]
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    rest = train(second, 80)
+    assert restarts(rest) == [each for each in restarts(records) if each[0] > stop]
+    assert_same(second.hosts[0][0].state_dict(), whole.hosts[0][0].state_dict())
+    assert_same(second.watch.state_dict(), whole.watch.state_dict())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("signal", [None, hdet.TrainingLoss()])
+def test_without_a_probe_it_is_refused(signal: Any) -> None:
+    with pytest.raises(hdet.ConfigError, match=r"guard=Rewind\(\) compares the held-out loss.*signal=hdet\.Probe"):
+        make(guard=Rewind(), signal=signal, knobs=[])
+
+
+@pytest.mark.parametrize("guard", [True, "rewind", Rewind, 1.5])
+def test_what_is_no_guard_is_refused(guard: Any) -> None:
+    with pytest.raises(hdet.ConfigError, match="guard must be of type Guard"):
+        make(guard=guard)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("patience", 1.0), ("significance", 0.0), ("overshoot", 1.0), ("keep", "disk")]
+)
+def test_fields_are_bounded(field: str, value: Any) -> None:
+    with pytest.raises(hdet.ConfigError, match=field):
+        Rewind(**{field: value})
+
+
+@pytest.mark.parametrize("keep", ["host", "device"])
+def test_a_guard_is_declared_in_plain_words(keep: Any) -> None:
+    guard = Rewind(patience=2.0, keep=keep)
+    assert Guard.from_dict(guard.to_dict()) == guard

@@ -1,0 +1,118 @@
+"""The sum of a window's losses, and what it tells of those that were not finite."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+from hdet.engine.tally import CHUNK, Tally
+
+
+@pytest.fixture
+def tally(problem: Any) -> Tally:
+    model = problem.model()
+    return Tally(hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=3))
+
+
+def test_means_and_the_step_of_the_first_bad_loss(tally: Tally) -> None:
+    tally.add([1.0, 1.0, 1.0])
+    tally.add([2.0, math.nan, 2.0])
+    tally.add([3.0, 1.0, 3.0])
+    tally.add([6.0, 1.0, -math.inf])
+    rows = tally.rows()
+    assert rows.shape == (3, 4)
+    assert rows[0].tolist() == [3.0, 0.0, 1.0, 4.0]
+    assert math.isnan(rows[1, 0])
+    assert rows[1, 1] == 3
+    assert rows[2, 0] == -math.inf
+    assert rows[2, 1] == 1
+
+
+def test_infinities_that_cancel_do_not_hide(tally: Tally) -> None:
+    for loss in (math.inf, -math.inf, 1.0):
+        tally.add([loss] * 3)
+    assert not tally.rows()[0, 0].isfinite()
+    assert tally.rows()[0, 1] == 3
+
+
+def test_steps_without_losses_do_not_dilute_the_mean(tally: Tally) -> None:
+    tally.add([2.0] * 3)
+    tally.add(None)
+    tally.add([4.0] * 3)
+    assert tally.steps == 3
+    assert tally.rows()[0].tolist() == [3.0, 0.0, 1.0, 2.0]
+
+
+def test_many_steps_are_added_up_in_double_precision(tally: Tally) -> None:
+    """More than are noted at a time; in single precision a sum of 16777216 takes no 1 any more."""
+    for step in range(3 * CHUNK + 5):
+        loss = 2.0**24 if step == 0 else 1.0
+        tally.add([loss, math.nan if step in (CHUNK + 3, 2 * CHUNK + 1) else 1.0, 1.0])
+    steps = 3 * CHUNK + 5
+    rows = tally.rows()
+    assert rows[0].tolist() == [(2.0**24 + steps - 1) / steps, 0.0, 1.0, steps]
+    assert rows[1, 1] == steps - (CHUNK + 3)
+    assert rows[2].tolist() == [1.0, 0.0, 1.0, steps]
+
+
+@pytest.mark.parametrize("at", [CHUNK - 1, CHUNK, CHUNK + 2])
+def test_a_restored_tally_goes_on_to_the_same_numbers(tally: Tally, problem: Any, at: int) -> None:
+    given = torch.rand(2 * CHUNK, 3, generator=torch.Generator().manual_seed(0))
+    model = problem.model()
+    other = Tally(hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=3))
+    other.add([math.nan] * 3)
+    for step, losses in enumerate(given):
+        if step == at:
+            other.load_state_dict(tally.state_dict())
+        tally.add(losses)
+        if step >= at:
+            other.add(losses)
+    assert torch.equal(tally.rows(), other.rows())
+
+
+def test_a_loss_that_is_changed_later_was_noted_as_it_was(tally: Tally) -> None:
+    """A captured graph writes every step's loss to the same place."""
+    losses = [torch.ones((), requires_grad=True).clone() for _ in range(3)]
+    tally.add(losses)
+    with torch.no_grad():
+        losses[0].fill_(7.0)
+    assert tally.rows()[:, 0].tolist() == [1.0] * 3
+
+
+def test_reset_forgets_all(tally: Tally) -> None:
+    tally.add([math.nan] * 3)
+    tally.reset()
+    tally.add([1.0] * 3)
+    assert tally.rows()[0].tolist() == [1.0, 0.0, 1.0, 1.0]
+
+
+def test_its_state_is_a_copy_that_restores_it(tally: Tally) -> None:
+    tally.add([1.0, math.nan, 3.0])
+    tally.add(None)
+    state = tally.state_dict()
+    before = tally.rows()
+    tally.add([5.0] * 3)
+    tally.load_state_dict(state)
+    assert torch.equal(tally.rows().nan_to_num(-1), before.nan_to_num(-1))
+    assert tally.steps == 2
+
+
+def test_half_precision_losses_are_summed_in_single(tally: Tally) -> None:
+    """In float16 the sum would stop at 2048."""
+    for _ in range(3000):
+        tally.add(torch.ones(3, dtype=torch.float16))
+    assert tally.rows()[:, 0].tolist() == [1.0] * 3
+
+
+def test_seats_of_one_model_have_losses_of_their_own(problem: Any) -> None:
+    model = problem.model()
+    tally = Tally(hdet.micro_batches(model, torch.optim.SGD(model.parameters(), lr=0.1), n=4))
+    tally.add([1.0, 2.0, 3.0, 4.0])
+    assert tally.rows()[:, 0].tolist() == [1.0, 2.0, 3.0, 4.0]
+    with torch.no_grad():
+        model[0].weight[0, 0] = math.nan
+    assert tally.rows()[:, 2].tolist() == [0.0] * 4

@@ -1,0 +1,179 @@
+"""The diagonal P of every optimizer we read, against the updates that torch makes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, NAdam, Optimizer
+
+import hdet.evidence.parts.preconditioner as room
+from hdet.evidence.parts.preconditioner import decoupled, preconditioner
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+GRADIENT = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _forget_warnings() -> Iterator[None]:
+    before = set(room._warned)
+    room._warned.clear()
+    yield
+    room._warned.clear()
+    room._warned.update(before)
+
+
+def trained(make: Make, gradients: list[Tensor]) -> tuple[Optimizer, nn.Parameter, Tensor]:
+    """After a step on each gradient: the optimizer, the parameter, and what the last step took off it."""
+    parameter = nn.Parameter(torch.tensor([3.0, 1.0, -2.0], dtype=torch.float64))
+    optimizer = make([parameter])
+    before = parameter.detach().clone()
+    for gradient in gradients:
+        before = parameter.detach().clone()
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return optimizer, parameter, before - parameter.detach()
+
+
+def read(optimizer: Optimizer, parameter: nn.Parameter) -> Any:
+    return preconditioner(optimizer, optimizer.param_groups[0], parameter)
+
+
+def varied(count: int = 7) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(3, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+# With no memory of gradients (beta1 = 0, no momentum) an update is P g, so the table can be read off it.
+MEMORYLESS: dict[str, Make] = {
+    "sgd": lambda p: SGD(p, lr=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.0, 0.9)),
+    "adam with a large eps": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.0, 0.9), eps=0.5),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.0, 0.99), weight_decay=0.0),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.0, 0.5), amsgrad=True),
+    "nadam": lambda p: NAdam(p, lr=0.1, betas=(0.0, 0.9)),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1, betas=(0.0, 0.9)),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, alpha=0.9, eps=0.01),
+    "rmsprop, centred": lambda p: torch.optim.RMSprop(p, lr=0.1, alpha=0.9, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, eps=0.01),
+    "adagrad with a start and a decaying rate": lambda p: torch.optim.Adagrad(
+        p, lr=0.1, lr_decay=0.2, initial_accumulator_value=0.3
+    ),
+    "adam that maximises": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.0, 0.9), maximize=True),
+    "sgd that maximises": lambda p: SGD(p, lr=0.1, maximize=True),
+    "a rate that is a tensor": lambda p: torch.optim.AdamW(
+        p, lr=torch.tensor(0.1), betas=(0.0, 0.9), weight_decay=0.0, foreach=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEMORYLESS)
+@pytest.mark.parametrize("count", [1, 7])
+def test_an_update_is_p_times_its_gradient(name: str, count: int) -> None:
+    gradients = varied(count)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer, parameter, taken = trained(MEMORYLESS[name], gradients)
+        scale = read(optimizer, parameter)
+    torch.testing.assert_close(scale * gradients[-1], taken, rtol=1e-6, atol=1e-9)
+
+
+# With memory, a gradient that lasts comes to P g in every step.
+LASTING: dict[str, Make] = {
+    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "dampening": lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.4),
+    "dampening as large as momentum": lambda p: SGD(p, lr=0.1, momentum=0.5, dampening=0.5),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, alpha=0.9, momentum=0.8),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0, amsgrad=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", LASTING)
+def test_a_lasting_gradient_comes_to_p_times_itself(name: str) -> None:
+    optimizer, parameter, taken = trained(LASTING[name], [GRADIENT] * 300)
+    torch.testing.assert_close(read(optimizer, parameter) * GRADIENT, taken, rtol=1e-3, atol=1e-9)
+
+
+def test_momentum_and_dampening_by_hand() -> None:
+    optimizer, parameter, _ = trained(lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.4), [GRADIENT])
+    assert read(optimizer, parameter) == pytest.approx(0.1 * 0.6 / 0.1)
+    # Dampening without momentum is without effect, in torch too.
+    optimizer, parameter, _ = trained(lambda p: SGD(p, lr=0.1, dampening=0.4), [GRADIENT])
+    assert read(optimizer, parameter) == pytest.approx(0.1)
+
+
+def test_before_the_first_step_there_is_nothing_to_read_but_for_sgd() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    assert read(torch.optim.AdamW([parameter], lr=0.1), parameter) is None
+    assert read(SGD([parameter], lr=0.1, momentum=0.9), parameter) == pytest.approx(1.0)
+
+
+class Homemade(Optimizer):
+    """Keeps a state of its own, and gives no hint how it uses it."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1, weight_decay: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["memory"] = parameter.grad
+
+
+@pytest.mark.parametrize("make", [Homemade, lambda p: torch.optim.Adadelta(p, lr=0.1)])
+def test_an_unknown_optimizer_is_taken_for_plain_descent_and_named_once(make: Make) -> None:
+    optimizer, parameter, _ = trained(make, [GRADIENT])
+    with pytest.warns(UserWarning, match=type(optimizer).__name__):
+        assert read(optimizer, parameter) == 0.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read(optimizer, parameter) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("make", "want"),
+    [
+        (lambda p: torch.optim.AdamW(p), True),
+        (lambda p: torch.optim.Adam(p), False),
+        (lambda p: SGD(p, lr=0.1), False),
+        (lambda p: torch.optim.RMSprop(p), False),
+        (lambda p: torch.optim.Adagrad(p), False),
+        (lambda p: NAdam(p), False),
+        (lambda p: NAdam(p, decoupled_weight_decay=True), True),
+        (lambda p: torch.optim.RAdam(p, decoupled_weight_decay=True), True),
+        (lambda p: torch.optim.Adafactor(p), True),
+    ],
+)
+def test_whether_decay_acts_on_the_weights_is_as_torch_does_it(make: Make, want: bool) -> None:
+    optimizer, _, _ = trained(make, [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decoupled(optimizer, optimizer.param_groups[0]) is want
+    if not want:
+        return
+    # With no gradient a decoupled decay is lr * decay * weight.
+    group = optimizer.param_groups[0]
+    group["weight_decay"] = 0.3
+    (parameter,) = group["params"]
+    before = parameter.detach().clone()
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(before - parameter.detach(), float(group["lr"]) * 0.3 * before, rtol=1e-6, atol=1e-12)
+
+
+def test_an_unknown_optimizers_decay_is_taken_for_decoupled_and_named_once() -> None:
+    optimizer, _, _ = trained(Homemade, [])
+    group = optimizer.param_groups[0]
+    with pytest.warns(UserWarning, match="Homemade"):
+        assert decoupled(optimizer, group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decoupled(optimizer, group)

@@ -1,0 +1,293 @@
+"""The recipe: what it chooses on which model, what it says of it, and that it does good."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hdet
+from hdet import Engine, Probe
+from hdet.recipes.recommended import CAUTION, LEAST, choose, describe
+
+STEPS = 100
+
+
+def network(*, dropout: Any = None, smoothing: float | None = None) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        middle = [] if dropout is None else [dropout]
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), *middle, nn.Linear(32, 4))
+    if smoothing is not None:
+        model.add_module("criterion", hdet.nn.CrossEntropyLoss(label_smoothing=smoothing))
+    return model
+
+
+def adamw(model: nn.Module, lr: float = 1e-2, weight_decay: float = 0.0) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+
+
+def chosen(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> dict[str, Any]:
+    return {choice.subject: choice.knob for choice in choose(model, optimizer, STEPS, **options)}
+
+
+def probe() -> Probe:
+    return Probe(lambda model, x: model[:-1](x).square().mean(), [torch.ones(8, 8), torch.zeros(8, 8)])
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [None, nn.Dropout(0.1), hdet.nn.Dropout(0.1)])
+@pytest.mark.parametrize("smoothing", [None, 0.1])
+def test_it_explores_what_the_model_has(decay: float, dropout: Any, smoothing: float | None) -> None:
+    model = network(dropout=dropout, smoothing=smoothing)
+    found = chosen(model, adamw(model, weight_decay=decay))
+    assert {subject for subject, knob in found.items() if knob is not None} == {
+        "learning rate",
+        *(["weight decay"] if decay else []),
+        *(["dropout"] if dropout is not None else []),
+        *(["label smoothing"] if smoothing is not None else []),
+    }
+
+
+def test_nothing_it_chooses_diverges() -> None:
+    model = network(dropout=nn.Dropout(0.1), smoothing=0.1)
+    knobs = list(chosen(model, adamw(model, weight_decay=0.1)).values())
+    kinds = [knob.evidence.kind for knob in knobs]
+    assert kinds == ["line", "analytic", "contrast", "contrast"]
+    assert not any(knob.evidence.diverges for knob in knobs)
+    assert isinstance(knobs[0].controller, hdet.Calibrate)
+    assert all(isinstance(knob.controller, hdet.Gated) for knob in knobs[1:])
+
+
+def test_one_group_that_decays_is_enough() -> None:
+    model = network()
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:1], "weight_decay": 0.0}, {"params": parameters[1:], "weight_decay": 0.1}]
+    knob = chosen(model, torch.optim.AdamW(groups, lr=1e-2))["weight decay"]
+    assert knob is not None
+    assert knob.bind(model, torch.optim.AdamW(groups, lr=1e-2)).read() == pytest.approx(0.1)
+
+
+def test_label_smoothing_that_is_off_is_left_alone_and_it_says_so() -> None:
+    model = network(smoothing=0.0)
+    (choice,) = [each for each in choose(model, adamw(model), STEPS) if each.subject == "label smoothing"]
+    assert choice.knob is None
+    assert "is off" in choice.reason
+    engine = hdet.recommended(model, adamw(model), total_steps=STEPS, probe=probe(), quiet=True)
+    assert [knob.name for knob in engine.knobs] == ["learning_rate"]
+
+
+@pytest.mark.parametrize(("rate", "floor"), [(0.0, 0.0), (0.01, 0.0), (0.02, 0.0), (0.03, 0.02), (0.3, 0.02)])
+def test_a_dropout_that_was_set_keeps_a_little(rate: float, floor: float) -> None:
+    model = network(dropout=hdet.nn.Dropout(rate))
+    knob = chosen(model, adamw(model))["dropout"]
+    assert knob.bounds == (floor, hdet.Dropout().bounds[1])
+
+
+@pytest.mark.parametrize(("rate", "entered"), [(0.8, 0.5), (0.51, 0.5), (0.5, 0.5), (0.3, 0.3), (0.0, 0.0)])
+def test_a_dropout_of_most_is_entered_at_a_half(rate: float, entered: float) -> None:
+    model = network(dropout=hdet.nn.Dropout(rate))
+    optimizer = adamw(model)
+    engine = hdet.recommended(model, optimizer, total_steps=STEPS, probe=probe(), quiet=True)
+    assert engine.bases["dropout"] == pytest.approx(entered)
+    knob = chosen(network(dropout=hdet.nn.Dropout(rate)), optimizer)["dropout"]
+    assert knob.bounds[1] > 0.5, "evidence may raise it again"
+
+
+def test_label_smoothing_that_is_on_keeps_a_little_too() -> None:
+    model = network(smoothing=0.1)
+    assert chosen(model, adamw(model))["label smoothing"].bounds[0] == LEAST
+
+
+def test_dropouts_of_different_rates_are_left_alone_and_it_says_so() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.1), nn.Linear(4, 4), nn.Dropout(0.3))
+    found = {choice.subject: choice for choice in choose(model, adamw(model), STEPS)}
+    assert found["dropout"].knob is None
+    assert "different values" in found["dropout"].reason
+
+
+def test_choosing_changes_nothing() -> None:
+    model = network(dropout=hdet.nn.Dropout(0.2))
+    optimizer = adamw(model, lr=0.03, weight_decay=0.1)
+    before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    choose(model, optimizer, STEPS)
+    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == before
+    assert model[2].p == 0.2  # type: ignore[index]
+
+
+# -- the learning rate's schedule -----------------------------------------------------------------
+
+
+def test_the_rate_set_is_the_peak_and_entered_from_below() -> None:
+    model = network()
+    knob = chosen(model, adamw(model, lr=0.02))["learning rate"]
+    course = knob.schedule
+    assert course.total_steps == STEPS
+    assert max(course(step) for step in range(STEPS)) == pytest.approx(0.02)
+    assert course(0) < 0.001
+    assert max(range(STEPS), key=course) == pytest.approx(0.3 * STEPS, abs=2)
+    assert knob.initial_shift == pytest.approx(-math.log(CAUTION))
+
+
+@pytest.mark.parametrize(
+    "schedule", [hdet.Constant(0.02), hdet.Cosine(0.02, STEPS, warmup=0.0), hdet.Replay([0.02] * STEPS)]
+)
+def test_without_a_warm_up_it_begins_where_it_was_told(schedule: hdet.Schedule) -> None:
+    model = network()
+    knob = chosen(model, adamw(model), schedule=schedule)["learning rate"]
+    assert knob.initial_shift == 0.0
+    assert knob.schedule == schedule
+    engine = hdet.recommended(model, adamw(model), total_steps=STEPS, probe=probe(), schedule=schedule, quiet=True)
+    assert engine.bases["learning_rate"] == pytest.approx(0.02)
+
+
+def test_a_warm_up_that_starts_above_what_is_looked_ahead_to_counts_as_none() -> None:
+    high = hdet.Cosine(0.02, STEPS, warmup=0.3, floor=0.01)
+    model = network()
+    assert chosen(model, adamw(model), schedule=high)["learning rate"].initial_shift == 0.0
+    low = hdet.Cosine(0.02, STEPS, warmup=0.3)
+    assert chosen(model, adamw(model), schedule=low)["learning rate"].initial_shift < 0.0
+
+
+# -- what it says ---------------------------------------------------------------------------------
+
+
+def test_it_prints_what_it_chose_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    model = network(dropout=nn.Dropout(0.1))
+    optimizer = adamw(model, lr=0.02)
+    hdet.recommended(model, optimizer, total_steps=STEPS, probe=probe())
+    said = capsys.readouterr().out
+    assert "+ learning rate: heads for a peak of 0.02" in said
+    assert f"from {CAUTION:g} times below" in said
+    assert "- weight decay: no parameter group decays" in said
+    assert "+ dropout:" in said
+    assert "- label smoothing: the model has none" in said
+    assert (
+        "a guard: where training stands still and the held-out loss got worse, it goes back to the best point" in said
+    )
+    model = network(dropout=nn.Dropout(0.1))
+    assert said.strip() == describe(choose(model, adamw(model, lr=0.02), STEPS))
+
+
+def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    model = network()
+    hdet.recommended(model, adamw(model), total_steps=STEPS, probe=probe(), quiet=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_without_a_warm_up_it_does_not_speak_of_caution(capsys: pytest.CaptureFixture[str]) -> None:
+    model = network()
+    hdet.recommended(model, adamw(model), total_steps=STEPS, probe=probe(), schedule=hdet.Constant(0.02))
+    assert "times below" not in capsys.readouterr().out
+
+
+# -- the engine it makes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [None, hdet.TrainingLoss(), lambda model: 0.0, [torch.ones(2)]])
+def test_what_is_no_probe_is_refused(bad: Any) -> None:
+    model = network()
+    with pytest.raises(hdet.ConfigError, match=r"probe must be an hdet\.Probe"):
+        hdet.recommended(model, adamw(model), total_steps=STEPS, probe=bad, quiet=True)
+
+
+def test_one_run_is_paid_for() -> None:
+    model = network()
+    engine = hdet.recommended(model, adamw(model), total_steps=STEPS, probe=probe(), micro_batches=4, quiet=True)
+    assert isinstance(engine, Engine)
+    assert (engine.size, len(engine.hosts), engine.total_steps) == (4, 1, STEPS)
+    assert engine.hosts[0][0] is model
+
+
+def test_a_guard_watches_over_it() -> None:
+    model = network()
+    engine = hdet.recommended(model, adamw(model), total_steps=STEPS, probe=probe(), quiet=True)
+    assert engine.watch is not None
+    assert engine.watch.spec == hdet.Rewind()
+
+
+def test_replicas_may_be_given() -> None:
+    model = network()
+    optimizer = adamw(model)
+    given = hdet.replicate(model, optimizer, n=2)
+    engine = hdet.recommended(model, optimizer, total_steps=STEPS, probe=probe(), replicas=given, quiet=True)
+    assert (engine.size, len(engine.hosts)) == (2, 2)
+    assert [knob.evidence.kind for knob in engine.knobs] == ["line"]
+
+
+# -- what it is good for --------------------------------------------------------------------------
+
+LONG = 500
+with torch.random.fork_rng():
+    torch.manual_seed(1)
+    TEACHER = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).requires_grad_(False)
+    for own in TEACHER.parameters():
+        own.mul_(2.0)
+
+
+def draw(seed: int, count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 8, generator=generator)
+    return x, TEACHER(x) + 0.3 * torch.randn(count, 4, generator=generator)
+
+
+def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def by_sub_batch(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean(dim=1).reshape(8, -1).mean(dim=1)
+
+
+def held_out_loss(model: nn.Module) -> float:
+    model.eval()
+    with torch.no_grad():
+        return squared_error(model, draw(-7, 2000)).item()
+
+
+def trained(lr: float, *, explored: bool) -> tuple[float, float]:
+    """The test loss, and the factor by which the rate was moved in the end."""
+    model = network()
+    optimizer = adamw(model, lr=lr)
+    course = hdet.Cosine(lr, LONG, warmup=0.3)
+    engine = None
+    if explored:
+        held_out = Probe(by_sub_batch, lambda window: [draw(1_000_000 + window, 64)])
+        engine = hdet.recommended(model, optimizer, total_steps=LONG, probe=held_out, quiet=True)
+    for step in range(LONG):
+        if engine is None:
+            optimizer.param_groups[0]["lr"] = course(step)
+            squared_error(model, draw(step, 32)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
+        with engine.replicas[0] as replica:
+            loss = squared_error(replica.model, draw(step, 32))
+            loss.backward()
+        engine.share_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step([loss.detach()])
+    factor = math.exp(engine.knobs[0].shift) if engine is not None else 1.0
+    return held_out_loss(model), factor
+
+
+GOOD = 1e-2
+
+
+def test_a_rate_thirty_times_too_low_is_raised_and_pays() -> None:
+    left, _ = trained(GOOD / 30, explored=False)
+    best, _ = trained(GOOD, explored=False)
+    ours, factor = trained(GOOD / 30, explored=True)
+    assert best < 0.8 * left  # the start is a bad one
+    assert factor > 5.0
+    assert ours < left - 0.5 * (left - best)
+
+
+def test_a_good_rate_is_not_spoilt() -> None:
+    left, _ = trained(GOOD, explored=False)
+    ours, _ = trained(GOOD, explored=True)
+    assert ours < 1.1 * left
