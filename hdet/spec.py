@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from inspect import isabstract
 from typing import Any, ClassVar, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
@@ -112,7 +113,7 @@ class Spec(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        if cls.__dict__.get("_root") is not cls:
+        if cls.__dict__.get("_root") is not cls and not isabstract(cls):
             return handler(source)
         return core_schema.no_info_plain_validator_function(
             cls.from_dict,

@@ -26,7 +26,7 @@ from torch import nn
 
 import hdet
 from hdet.app.run.config import RunConfig
-from hdet.app.run.document import parse
+from hdet.document import parse
 from hdet.evidence import Evidence
 from hdet.hparams.bound import BoundKnob
 from hdet.spec import Spec, members

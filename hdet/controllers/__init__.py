@@ -9,7 +9,8 @@
 
 from hdet.controllers.calibrate import Calibrate, CalibrateState
 from hdet.controllers.controller import Context, Controller
-from hdet.controllers.estimate import Comparison, Estimate, Estimator
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.estimators.estimator import Comparison, Estimator
 from hdet.controllers.estimators.kalman import Kalman, KalmanState
 from hdet.controllers.estimators.least_squares import LeastSquares
 from hdet.controllers.estimators.marginal import Marginal

@@ -12,7 +12,7 @@ from hdet.engine.guard import Guard
 from hdet.errors import ConfigError, IdentifiabilityError
 from hdet.evidence.contrast import Contrast
 from hdet.hparams.bound import BoundKnob
-from hdet.hparams.evidence import Evidence
+from hdet.hparams.evidence_needs import EvidenceNeeds
 from hdet.hparams.knob import Knob
 from hdet.replicas import Replicas
 from hdet.signals import Objective, Probe, Signal
@@ -50,7 +50,7 @@ def separate_targets(knobs: Sequence[BoundKnob]) -> None:
             owners[target] = knob.name
 
 
-def identifiable(knob: BoundKnob, evidence: Evidence, replicas: Replicas, signal: Signal, gradients: str) -> None:
+def identifiable(knob: BoundKnob, evidence: EvidenceNeeds, replicas: Replicas, signal: Signal, gradients: str) -> None:
     """A knob must be able to show its effect in the evidence it is given."""
     spec, name = knob.spec, knob.name
     explored = spec.spread.width != 0.0
@@ -121,7 +121,7 @@ def paired(knobs: Sequence[BoundKnob], replicas: Replicas) -> bool:
     return True
 
 
-def has_objective(knob: BoundKnob, evidence: Evidence, objective: Objective | None) -> None:
+def has_objective(knob: BoundKnob, evidence: EvidenceNeeds, objective: Objective | None) -> None:
     """Evidence that evaluates the training loss by itself has to be given it."""
     if evidence.needs_objective and objective is None:
         raise ConfigError(

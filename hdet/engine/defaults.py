@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from hdet.controllers import Calibrate, Controller, Gated, Regularize
 from hdet.evidence.analytic import Analytic
+from hdet.evidence.collector import Evidence
 from hdet.evidence.contrast import Contrast
 from hdet.evidence.divergent import Divergent
 from hdet.evidence.line import Line
 from hdet.evidence.mixed_difference import MixedDifference
 from hdet.evidence.recursion import Recursion
-from hdet.hparams.evidence import Evidence
+from hdet.hparams.evidence_needs import EvidenceNeeds
 from hdet.hparams.forward import ModuleKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Log
@@ -42,7 +43,7 @@ def counterfactual(knob: Knob) -> Evidence:
     return Contrast(horizon=HORIZON) if knob.acts_on == "forward" else Divergent()
 
 
-def controller(knob: Knob, evidence: Evidence) -> Controller:
+def controller(knob: Knob, evidence: EvidenceNeeds) -> Controller:
     """The rule that suits a knob and its evidence."""
     if isinstance(evidence, Line):
         return Calibrate()

@@ -150,6 +150,7 @@ class Engine:
         self.collectors: list[Collector] = []
         self.evidence = list(dict.fromkeys(chosen))
         for source in self.evidence:
+            assert isinstance(source, Evidence)  # each that can be declared is one
             judged = [knob for knob, own in zip(self.knobs, chosen, strict=True) if own == source]
             self.collectors.append(source.collect(scene, judged))
         admission.guarded(guard, self.signal)

@@ -1,13 +1,13 @@
 """Where comparisons come from."""
 
 from hdet.evidence.analytic import Analytic
-from hdet.evidence.collector import Collector, Harvest, Scene, Window
+from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.contrast import Contrast
 from hdet.evidence.divergent import Divergent
 from hdet.evidence.line import Line
 from hdet.evidence.mixed_difference import MixedDifference
 from hdet.evidence.recursion import Recursion
-from hdet.hparams.evidence import Evidence
+from hdet.evidence.scene import Harvest, Scene, Window
 
 __all__ = [
     "Analytic",

@@ -11,9 +11,9 @@ from pydantic import Field
 from torch import Tensor
 
 from hdet.errors import ConfigError
-from hdet.evidence.collector import Harvest, Scene, Window
 from hdet.evidence.parts.directional import Directional, DirectionalCollector, lengths
 from hdet.evidence.parts.preconditioner import decoupled, preconditioner
+from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.space import Log, Relative, Space

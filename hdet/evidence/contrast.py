@@ -15,13 +15,13 @@ from pydantic import Field
 from torch import Tensor
 
 from hdet.controllers import Estimate
-from hdet.evidence.collector import Collector, Harvest, Scene, Window
+from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.gradient_memory import Dots, Record, Traces
 from hdet.evidence.parts.probe_gradient import aim
 from hdet.evidence.parts.two_levels import Levels
+from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.design import Hadamard, mirrored
-from hdet.hparams.evidence import Evidence
 from hdet.hparams.hadamard import order_from
 from hdet.hparams.spread import TwoLevel
 from hdet.replicas import Replica, tensors

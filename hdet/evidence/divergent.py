@@ -15,11 +15,11 @@ from torch import Tensor
 from hdet.controllers import Comparison, Estimate, Estimator, LeastSquares
 from hdet.controllers.state import from_plain, to_plain
 from hdet.errors import ConfigError
-from hdet.evidence.collector import Collector, Harvest, Scene, Window
+from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.losses_at import losses_at
+from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.design import Design, Hadamard, Permutation
-from hdet.hparams.evidence import Evidence
 from hdet.replicas import tensors
 from hdet.signals import Probe
 from hdet.spec import register

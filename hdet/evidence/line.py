@@ -17,12 +17,12 @@ from torch import Tensor
 
 from hdet.controllers import Estimate
 from hdet.errors import ConfigError
-from hdet.evidence.collector import Collector, Harvest, Scene, Window
+from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.line_fit import along
 from hdet.evidence.parts.losses_at import losses_at
+from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound import BoundKnob
-from hdet.hparams.evidence import Evidence
 from hdet.hparams.space import Log, Relative, Space
 from hdet.replicas import tensors
 from hdet.spec import register

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from hdet.controllers import Estimate
 from hdet.errors import ConfigError
-from hdet.evidence.collector import Collector, Harvest, Scene
+from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.probe_gradient import Aim, aim
 from hdet.evidence.parts.two_levels import Levels
+from hdet.evidence.scene import Harvest, Scene
 from hdet.hparams.bound import BoundKnob
-from hdet.hparams.evidence import Evidence
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.buffers import HeldBuffers
 from hdet.replicas.random_numbers import accelerators, seeded

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
 from hdet.errors import ConfigError
-from hdet.evidence.collector import Harvest, Scene, Window
 from hdet.evidence.parts.directional import Directional, DirectionalCollector
 from hdet.evidence.parts.weight_derivative import FirstTrace, MomentumTrace, SecondTrace, Trace, Value
+from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound import BoundKnob
 from hdet.replicas import tensors

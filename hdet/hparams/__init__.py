@@ -1,7 +1,7 @@
 """What is explored: knobs, the spaces they move in, how far and by whom, and the schedules under them."""
 
 from hdet.hparams.design import Design, Fixed, Hadamard, LatinHypercube, Permutation
-from hdet.hparams.evidence import Evidence
+from hdet.hparams.evidence_needs import EvidenceNeeds
 from hdet.hparams.forward import AttentionTemperature, Dropout, LabelSmoothing
 from hdet.hparams.knob import Knob
 from hdet.hparams.scalar import Scalar
@@ -28,7 +28,7 @@ __all__ = [
     "Cosine",
     "Design",
     "Dropout",
-    "Evidence",
+    "EvidenceNeeds",
     "Fixed",
     "FromCallable",
     "Geometric",

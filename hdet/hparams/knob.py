@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hdet.controllers import Controller
 from hdet.hparams.binding import Binding
-from hdet.hparams.evidence import Evidence
+from hdet.hparams.evidence_needs import EvidenceNeeds
 from hdet.hparams.schedule import Constant, Schedule
 from hdet.hparams.space import Log, Space
 from hdet.hparams.spread import Spread, TwoLevel
@@ -46,7 +46,7 @@ class Knob(Spec, family="knob"):
     spread: Spread = TwoLevel(0.15)
     schedule: Annotated[Schedule | None, BeforeValidator(_as_schedule)] = None
     controller: Controller | None = None
-    evidence: Evidence | None = None
+    evidence: EvidenceNeeds | None = None
     authority: float = Field(default=3.0, ge=0)
     initial_shift: float = 0.0
     accept_bias: bool = False

@@ -17,7 +17,7 @@ def reads_back_equal(spec: Spec) -> None:
     root = spec._root if spec.family else type(spec)
     plain = spec.to_dict()
     texts = [("to_dict", plain), ("JSON", json.loads(json.dumps(plain, allow_nan=False)))]
-    from hdet.app.run import document  # here, because the suite itself needs no YAML
+    from hdet import document  # here, because the suite itself needs no YAML
 
     with suppress(MissingExtraError):  # JSON has shown nearly as much
         texts.append(("YAML", document.parse(document.dump(spec), name="the declaration")))

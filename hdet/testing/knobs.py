@@ -8,7 +8,7 @@ import torch
 
 from hdet.controllers import Hold
 from hdet.engine.engine import Engine
-from hdet.evidence import Divergent, Evidence, Line
+from hdet.evidence import Divergent, Line
 from hdet.hparams import Knob
 from hdet.hparams.binding import Binding
 from hdet.replicas import replicate
@@ -108,18 +108,17 @@ def explored_it_stays_in_bounds(knob: Knob, ground: Ground | None) -> None:
     """Two windows as declared: every value in force lies in the bounds, and all replicas end with one."""
     ground = ground_of(knob, ground)
     steps = WINDOW * WINDOWS
-    evidence: Evidence = knob.evidence or (
+    evidence = knob.evidence or (
         Line() if knob.controller is not None and knob.controller.needs_averaged else Divergent()
     )
     with torch.random.fork_rng(devices=[]):
         engine = Engine(
             replicate(*ground.make(), n=4),
-            [knob],
+            [knob.replace(evidence=evidence)],
             window=WINDOW,
             gradients="shared" if evidence.shared else "local",
             signal=ground.probe(),
             objective=ground.objective(),
-            evidence=evidence,
             total_steps=steps,
         )
         bindings = engine.knobs[0].bindings

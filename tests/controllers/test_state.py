@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from hdet.controllers import NoState, from_plain, to_plain
-from hdet.controllers.estimate import FloatArray
+from hdet.controllers.estimators.estimator import FloatArray
 from hdet.errors import CheckpointError
 
 

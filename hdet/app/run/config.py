@@ -11,10 +11,10 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import nn
 
-from hdet.app.run.document import override, read
 from hdet.app.run.optimizer import AdamW, Optimizer
 from hdet.app.run.signal import Probe, Signal
 from hdet.app.tasks import Task
+from hdet.document import override, read
 from hdet.engine.guard import Guard, Rewind
 from hdet.errors import ConfigError
 from hdet.evidence import Divergent, Evidence

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hdet.app.run.config import RunConfig
-from hdet.app.run.document import dump, read
+from hdet.document import dump, read
 from hdet.errors import CheckpointError, ConfigError
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hdet.app.run.config import RunConfig
-from hdet.app.run.document import override
 from hdet.app.study.declaration import OUT, PYTHON, SEED, VARIANT, Study
+from hdet.document import override
 from hdet.errors import ConfigError
 
 Timer = Callable[[RunConfig], float]

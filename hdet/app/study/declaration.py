@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from hdet.app.run.document import read
+from hdet.document import read
 from hdet.errors import ConfigError
 from hdet.spec import Spec
 

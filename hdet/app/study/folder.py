@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hdet import __version__
-from hdet.app.run.document import dump
 from hdet.app.study.cells import Cell
 from hdet.app.study.declaration import Study
 from hdet.app.study.statistics import Levels
+from hdet.document import dump
 from hdet.errors import HdetError
 from hdet.history import History
 

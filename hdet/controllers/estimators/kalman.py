@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import Field
 
-from hdet.controllers.estimate import Comparison, Estimate, Estimator, FloatArray
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.estimators.estimator import Comparison, Estimator, FloatArray
 from hdet.controllers.estimators.regression import varies
 from hdet.spec import register
 

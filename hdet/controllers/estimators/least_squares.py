@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hdet.controllers.estimate import Comparison, Estimate, Estimator, FloatArray
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.estimators.estimator import Comparison, Estimator, FloatArray
 from hdet.controllers.estimators.regression import Fit, regress, varies
 from hdet.controllers.state import NoState
 from hdet.spec import register

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hdet.controllers.estimate import Comparison, Estimate, Estimator
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.estimators.estimator import Comparison, Estimator
 from hdet.controllers.estimators.regression import regress
 from hdet.controllers.state import NoState
 from hdet.spec import register

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hdet.controllers.estimate import FloatArray
+from hdet.controllers.estimators.estimator import FloatArray
 
 # Relative size below which a singular value, or the variation of a column, is rounding error.
 _NEGLIGIBLE = 1e-10

@@ -12,11 +12,11 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from hdet.controllers import Estimate
-from hdet.evidence.collector import Collector, Harvest, Scene
+from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.line_fit import along
 from hdet.evidence.parts.losses_at import losses_at
+from hdet.evidence.scene import Harvest, Scene
 from hdet.hparams.bound import BoundKnob
-from hdet.hparams.evidence import Evidence
 
 
 class Directional(Evidence):

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet.evidence.collector import Harvest
+from hdet.evidence.scene import Harvest
 from hdet.replicas import Replicas, tensors
 from hdet.signals import Probe
 

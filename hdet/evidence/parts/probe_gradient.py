@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdet.evidence.collector import Scene
 from hdet.evidence.parts.preconditioner import preconditioner
+from hdet.evidence.scene import Scene
 from hdet.replicas import gradients, tensors
 from hdet.replicas.tensors import evaluating
 from hdet.signals.probe import checked, flat

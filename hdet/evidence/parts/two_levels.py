@@ -10,9 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from hdet.controllers import Estimate
-from hdet.evidence.collector import Harvest, Scene, Window
 from hdet.evidence.parts.line_fit import along
 from hdet.evidence.parts.losses_at import losses_at
+from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound import BoundKnob
 from hdet.replicas import tensors
 

@@ -10,9 +10,9 @@ import torch
 
 import hdet
 from hdet.app.run import SGD, AdamW, RunConfig, TorchOptimizer
-from hdet.app.run.document import dump, parse
 from hdet.app.run.signal import Probe, TrainingLoss
 from hdet.app.tasks import Digits, Text
+from hdet.document import dump, parse
 from hdet.errors import ConfigError
 from hdet.hparams.schedule import Linear
 

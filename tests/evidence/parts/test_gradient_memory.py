@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import hdet
 from hdet import Contrast, Engine, Probe, TwoLevel
 from hdet.controllers import Estimate
-from hdet.evidence import record as memory
 from hdet.evidence.contrast import ContrastCollector
+from hdet.evidence.parts import gradient_memory as memory
 from hdet.evidence.parts.gradient_memory import Dots, Record, Traces
 from hdet.hparams.binding import Attribute
 from hdet.hparams.forward import ModuleKnob

@@ -1,23 +1,15 @@
-"""The declaration of where a knob's comparisons come from; `hdet.evidence` holds the kinds there are."""
+"""What a knob must know of the evidence that judges it; `hdet.evidence` holds the kinds there are."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from hdet.hparams.space import Space
 from hdet.spec import Spec
 
-if TYPE_CHECKING:
-    from hdet.evidence.collector import Collector, Scene
-    from hdet.hparams.bound import BoundKnob
 
-
-class Evidence(Spec, family="evidence"):
-    """What a knob is judged by: diverged replicas, or one trajectory read counterfactually.
-
-    A member says what it needs, so that a declaration which cannot work is refused before it runs.
+class EvidenceNeeds(Spec, family="evidence"):
+    """What a kind of evidence needs, so that a declaration which cannot work is refused before it runs.
 
     Attributes:
         diverges: replicas are trained at different values and so come apart; they need a merge.
@@ -36,7 +28,3 @@ class Evidence(Spec, family="evidence"):
     spaces: ClassVar[tuple[type[Space], ...]] = ()
     needs_probe: ClassVar[bool] = False
     needs_objective: ClassVar[bool] = False
-
-    @abstractmethod
-    def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> Collector:
-        """The collector that gathers it over the knobs that share this declaration."""

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdet.app.run.document import dump, override, parse, read
 from hdet.app.run.optimizer import AdamW, Optimizer
+from hdet.document import dump, override, parse, read
 from hdet.errors import ConfigError, MissingExtraError
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)

@@ -1,0 +1,104 @@
+"""What every collector of an engine sees, the window it gathers over and what that produced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hdet.replicas import Replicas, tensors
+from hdet.replicas.anchor import Anchor
+from hdet.replicas.average import Averages
+from hdet.signals import Objective, Probe, Signal
+
+Gradients = Literal["shared", "local"]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What every collector of an engine sees.
+
+    Attributes:
+        replicas: where the replicas live.
+        signal: what they are compared by.
+        gradients: whether they share gradients.
+        seed: of the designs.
+        anchor: the weights at the window's opening.
+        averages: weights averaged over the window, for who asks; the engine feeds them.
+        at_base: a context manager inside which every knob is at its base, for probes of the shared weights.
+        apart: whether replicas come apart in a window, so that "the weights" are their mean.
+        objective: the training loss apart from the loop, for evidence that needs it (`Evidence.needs_objective`).
+    """
+
+    replicas: Replicas
+    signal: Signal
+    gradients: Gradients
+    seed: int
+    anchor: Anchor
+    averages: Averages
+    at_base: Callable[[], AbstractContextManager[None]]
+    apart: bool
+    objective: Objective | None = None
+
+    def weights(self, valid: NDArray[np.bool_]) -> list[Tensor]:
+        """The parameters now; the mean over valid replicas where these have come apart (a collective then)."""
+        if self.apart:
+            return self.replicas.combine(valid / valid.sum())
+        return tensors.clones(tensors.parameters(self.replicas.hosts[0][0]))
+
+    def follow(self, stride: int) -> None:
+        """Average the weights from now on: of one model, or of all this process hosts where they come apart."""
+        for host in range(len(self.replicas.hosts) if self.apart else 1):
+            self.averages.follow(host, stride)
+
+    def averaged(self, valid: NDArray[np.bool_], stride: int) -> list[Tensor]:
+        """The window-averaged parameters; the mean over valid replicas where these have come apart (a collective)."""
+        if not self.apart:
+            return self.averages.follow(0, stride).mean()
+        with ExitStack() as stack:
+            for host, (model, _) in enumerate(self.replicas.hosts):
+                means = self.averages.follow(host, stride).mean()
+                stack.enter_context(tensors.substituted(tensors.parameters(model), means))
+            return self.replicas.combine(valid / valid.sum())
+
+    @property
+    def probe(self) -> Probe:
+        """The probe, for evidence that needs one (the engine refuses such evidence without)."""
+        assert isinstance(self.signal, Probe)
+        return self.signal
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window under way: its number, the steps `start <= t < stop` it covers, and the run's length if known."""
+
+    index: int
+    start: int
+    stop: int
+    total_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Harvest:
+    """What a window produced.
+
+    Attributes:
+        losses: [N] mean training losses, NaN where not finite.
+        valid: [N] replicas whose losses and parameters all stayed finite; at least one.
+    """
+
+    window: Window
+    losses: NDArray[np.float64]
+    valid: NDArray[np.bool_]
+
+    @property
+    def loss(self) -> float | None:
+        """Mean training loss over the valid replicas; None where one of them reported none."""
+        mean = float(self.losses[self.valid].mean())
+        return mean if math.isfinite(mean) else None
