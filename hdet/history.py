@@ -3,59 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hdet.errors import HdetError
+from hdet.record import WindowRecord
 
-
-@dataclass(frozen=True)
-class WindowRecord:
-    """One window, from opening to the moves made at its end.
-
-    Attributes:
-        window: its number, from 0.
-        start, stop: the steps it covers, `start <= t < stop`.
-        bases: each knob's base at its last step.
-        values: each knob's [N] values at its last step, by replica.
-        losses: [N] mean training losses; `None` where a replica was not finite.
-        estimates: by knob: slope, stderr, t, curvature, curvature_stderr, and `averaged` (the same at
-            window-averaged weights) where the evidence has it.
-        moves: by knob, in coordinate units.
-        merged: whether replicas were merged.
-        faults: what went wrong, each with `kind` and the step or replica it concerns.
-        seconds: wall time of the window, and `closing`, the part of it spent at its end.
-    """
-
-    window: int
-    start: int
-    stop: int
-    bases: dict[str, float]
-    values: dict[str, list[float]]
-    losses: list[float | None]
-    estimates: dict[str, dict[str, Any]]
-    moves: dict[str, float]
-    merged: bool
-    faults: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
-    closing: float = 0.0
-
-    @property
-    def loss(self) -> float:
-        """Mean training loss over the replicas that stayed finite; NaN if none did."""
-        sound = [value for value in self.losses if value is not None]
-        return float(np.mean(sound)) if sound else math.nan
-
-    def to_json(self) -> str:
-        """One line of strict JSON; non-finite numbers become null."""
-        return json.dumps(_strict(asdict(self)), allow_nan=False)
+__all__ = ["History", "WindowRecord"]
 
 
 class History:
@@ -134,19 +92,11 @@ def _read(path: Path) -> tuple[list[WindowRecord], bool]:
     windows = []
     for number, line in enumerate(lines, start=1):
         try:
-            windows.append(WindowRecord(**json.loads(line)))
+            windows.append(WindowRecord.from_json(line))
         except (json.JSONDecodeError, TypeError) as error:
             if number == len(lines):
                 return windows, True  # the window it belonged to is run again
             raise HdetError(f"{path}, line {number} is not a window record: {error}") from None
+        except HdetError as error:
+            raise HdetError(f"{path}, line {number} is not a window record of this version: {error}") from None
     return windows, bool(text) and not text.endswith("\n")
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
-    return value

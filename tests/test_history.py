@@ -193,3 +193,23 @@ def test_an_engine_given_a_history_writes_to_it(problem: Any, train: Any, tmp_pa
     assert (one.start, one.stop) == (3, 6)
     assert 0 < one.closing < one.seconds
     assert set(one.estimates["learning_rate"]) >= {"slope", "stderr", "t", "curvature", "curvature_stderr"}
+
+
+def test_advice_in_an_older_history_is_no_fault(tmp_path: Path) -> None:
+    """Hints stood among the faults, and nothing was said of what was learned."""
+    path = tmp_path / "history.jsonl"
+    older = {name: value for name, value in dataclasses.asdict(record(0)).items() if name not in ("hints", "learned")}
+    small = {"kind": "small_probe", "knob": "learning_rate", "step": 5, "factor": 8.0}
+    path.write_text(json.dumps({**older, "faults": [*older["faults"], small]}) + "\n")
+    [again] = History(path)
+    assert again.hints == [small]
+    assert again.faults == older["faults"]
+    assert again.learned == {}
+
+
+def test_a_history_of_a_newer_version_is_refused_and_the_field_named(tmp_path: Path) -> None:
+    """On its last line too, which is otherwise taken for torn."""
+    path = tmp_path / "history.jsonl"
+    path.write_text(json.dumps({**dataclasses.asdict(record(0)), "mood": 1}) + "\n")
+    with pytest.raises(HdetError, match=r"line 1 .* fields \['mood'\]; .* version of hdet that wrote it"):
+        History(path)

@@ -96,6 +96,7 @@ CONTROL_PLANE = under(
     "hdet.errors",
     "hdet.windows",
     "hdet.history",
+    "hdet.record",
 )
 
 
@@ -108,7 +109,7 @@ def test_the_control_plane_never_imports_torch(name: str) -> None:
 
 FLOORS = (
     {"hdet.errors"},
-    {"hdet.spec"},
+    {"hdet.spec", "hdet.record"},
     {"hdet.controllers", "hdet.nn", "hdet.history", "hdet.windows", "hdet.document"},
     {"hdet.hparams"},
     {"hdet.replicas"},

@@ -24,6 +24,7 @@ from hdet.evidence import Collector, Contrast, Evidence, Harvest, Scene, Window
 from hdet.history import History, WindowRecord
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.knob import Knob
+from hdet.hparams.learned import Learned
 from hdet.replicas import Replica, Replicas, Terms
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.average import Averages
@@ -222,8 +223,13 @@ class Engine:
 
     @property
     def bases(self) -> dict[str, float]:
-        """Each knob's base at the coming step."""
+        """Each knob's base at the coming step: its schedule's value there, moved by what was learned."""
         return {knob.name: knob.base(self.step_count) for knob in self.knobs}
+
+    @property
+    def learned(self) -> dict[str, Learned]:
+        """What each knob was set to, what it has been moved to, and the factor between them: its schedule aside."""
+        return {knob.name: knob.learned for knob in self.knobs}
 
     def share_gradients(self) -> None:
         """Call after the last backward of a step, before clipping: gives all replicas the mean gradient.
@@ -373,6 +379,8 @@ class Engine:
         bases = {knob.name: knob.base(last) for knob in self.knobs}
         values = {knob.name: knob.values(last, range(self.size)) for knob in self.knobs}
 
+        opened = {knob.name: knob.learned for knob in self.knobs}
+
         estimates: dict[str, Estimate] = {}
         moves = {knob.name: 0.0 for knob in self.knobs}
         merged = False
@@ -415,8 +423,16 @@ class Engine:
             faults=faults,
             seconds=now - self._clock,
             closing=now - began,
+            learned={
+                knob.name: {
+                    "start": knob.learned.start,
+                    "opened": opened[knob.name].value,
+                    "closed": knob.learned.value,
+                }
+                for knob in self.knobs
+            },
         )
-        record.faults.extend(self._probe_size.look(self.history.windows, record))
+        record.hints.extend(self._probe_size.look(self.history.windows, record))
         self.history.append(record)
         if self.step_count == self._last_step:
             self._end()

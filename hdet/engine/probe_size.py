@@ -57,7 +57,7 @@ class ProbeSize:
         ]
 
     def look(self, earlier: Sequence[WindowRecord], record: WindowRecord) -> list[dict[str, Any]]:
-        """What to add to the faults of the window that has closed, after `earlier` ones; each is warned of too."""
+        """The hints of the window that has closed, after `earlier` ones; each is warned of too."""
         if self._probe is None:
             return []
         found = []
@@ -71,7 +71,7 @@ class ProbeSize:
             if t >= 1.0 or factor <= 1.0:
                 continue
             self._told.add(name)
-            if any(fault.get("knob") == name for one in earlier for fault in one.faults):
+            if any(hint.get("knob") == name for one in earlier for hint in one.hints):
                 continue  # before the resume
             found.append({"kind": "small_probe", "knob": name, "step": record.stop, "factor": round(factor, 1)})
             batches = len(self._probe.draw(record.window))

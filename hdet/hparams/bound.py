@@ -14,6 +14,7 @@ from hdet.controllers.state import from_plain, to_plain
 from hdet.errors import ConfigError
 from hdet.hparams.binding import Binding
 from hdet.hparams.knob import Knob
+from hdet.hparams.learned import Learned
 from hdet.hparams.schedule import Constant
 
 PEAK_SAMPLES = 2000
@@ -74,6 +75,13 @@ class BoundKnob:
         if self.shift != 0.0:
             value = self.spec.space.apply(value, self.shift)
         return min(max(value, low), high)
+
+    @property
+    def learned(self) -> Learned:
+        """What the knob was set to and what it has been moved to, both at the peak of its schedule."""
+        low, high = self.spec.bounds
+        moved = self.spec.space.apply(self.peak, self.shift) if self.shift != 0.0 else self.peak
+        return Learned(start=self.peak, value=min(max(moved, low), high))
 
     def reach(self, base: float) -> float:
         """The factor in [0, 1] by which all levels shrink at a base, so that none leaves the bounds."""

@@ -85,10 +85,10 @@ def records(given: list[dict[str, Any]], name: str = "learning_rate") -> list[Wi
 
 
 def found(size: ProbeSize, history: list[WindowRecord]) -> list[dict[str, Any]]:
-    """The faults of all windows, one after the other."""
+    """The hints of all windows, one after the other."""
     for number, record in enumerate(history):
-        record.faults.extend(size.look(history[:number], record))
-    return [fault for record in history for fault in record.faults]
+        record.hints.extend(size.look(history[:number], record))
+    return [hint for record in history for hint in record.hints]
 
 
 def looker(**options: Any) -> ProbeSize:
@@ -102,9 +102,9 @@ def test_it_tells_once_after_enough_windows_that_taught_something() -> None:
     with pytest.warns(
         UserWarning, match=r"too small for learning_rate: .* median of 0\.70\. The probe has 2 batches"
     ) as told:
-        faults = found(looker(), history)
+        hints = found(looker(), history)
     assert len(told) == 1
-    assert faults == [{"kind": "small_probe", "knob": "learning_rate", "step": WINDOWS + 2, "factor": 8.2}]
+    assert hints == [{"kind": "small_probe", "knob": "learning_rate", "step": WINDOWS + 2, "factor": 8.2}]
     assert "(17 batches)" in str(told[0].message)
 
 
@@ -183,9 +183,11 @@ def test_a_run_with_sixteen_examples_is_told_and_finds_it_in_its_history(tmp_pat
     assert "weight_decay" in names
     assert len(set(names)) == len(names)
     assert all(one.filename == __file__ for one in told)  # the user's line, not the engine's
-    faults = [fault for record in hdet.History(tmp_path / "history.jsonl") for fault in record.faults]
-    assert [fault["knob"] for fault in faults if fault["kind"] == "small_probe"] == names
-    assert all(fault["factor"] > 1.0 for fault in faults if fault["kind"] == "small_probe")
+    history = hdet.History(tmp_path / "history.jsonl")
+    hints = [hint for record in history for hint in record.hints]
+    assert [hint["knob"] for hint in hints if hint["kind"] == "small_probe"] == names
+    assert all(hint["factor"] > 1.0 for hint in hints if hint["kind"] == "small_probe")
+    assert not any(record.faults for record in history), "advice is no fault"
 
 
 def test_a_run_with_a_thousand_examples_is_left_in_peace() -> None:

@@ -77,7 +77,7 @@ class Display(Watcher):
         self._window = record.window + 1
         self._bases = f"window {self._window}  {listed(bases)}"
         for fault in record.faults:
-            self.console.print(f"window {record.window}: {listed(fault)}", soft_wrap=True, markup=False)
+            self.console.print(f"window {record.window}: fault {listed(fault)}", soft_wrap=True, markup=False)
         if self._live is not None:
             self._live.update(self._rendered())
 

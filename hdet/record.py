@@ -1,0 +1,91 @@
+"""What one window of a run did, as plain numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from hdet.errors import HdetError
+
+
+@dataclass(frozen=True)
+class WindowRecord:
+    """One window, from opening to the moves made at its end.
+
+    Attributes:
+        window: its number, from 0.
+        start, stop: the steps it covers, `start <= t < stop`.
+        bases: each knob's base at its last step.
+        values: each knob's [N] values at its last step, by replica.
+        losses: [N] mean training losses; `None` where a replica was not finite.
+        estimates: by knob: slope, stderr, t, curvature, curvature_stderr, and `averaged` (the same at
+            window-averaged weights) where the evidence has it.
+        moves: by knob, in coordinate units.
+        merged: whether replicas were merged.
+        faults: what went wrong, each with `kind` and the step or replica it concerns.
+        seconds: wall time of the window, and `closing`, the part of it spent at its end.
+        hints: advice that concerns no fault, such as a probe that is too small; each with `kind` and `knob`.
+        learned: by knob, its value at the peak of its schedule: as set (`start`), in force in this window (`opened`),
+            and after the moves made at its end (`closed`). Empty in a history written without it.
+    """
+
+    window: int
+    start: int
+    stop: int
+    bases: dict[str, float]
+    values: dict[str, list[float]]
+    losses: list[float | None]
+    estimates: dict[str, dict[str, Any]]
+    moves: dict[str, float]
+    merged: bool
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    closing: float = 0.0
+    hints: list[dict[str, Any]] = field(default_factory=list)
+    learned: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """Mean training loss over the replicas that stayed finite; NaN if none did."""
+        sound = [value for value in self.losses if value is not None]
+        return float(np.mean(sound)) if sound else math.nan
+
+    def to_json(self) -> str:
+        """One line of strict JSON; non-finite numbers become null."""
+        return json.dumps(_strict(asdict(self)), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> WindowRecord:
+        """The inverse of `to_json`; a record without `hints` and `learned` reads too.
+
+        Raises:
+            json.JSONDecodeError, TypeError: the line is not a window record.
+            HdetError: it has fields that this version does not know.
+        """
+        given = json.loads(line)
+        if not isinstance(given, dict):
+            raise TypeError(f"a JSON object is expected, not {type(given).__name__}")
+        unknown = sorted(given.keys() - {one.name for one in fields(cls)})
+        if unknown:
+            raise HdetError(
+                f"hdet here does not know the fields {unknown}; read it with the version of hdet that wrote it"
+            )
+        record = cls(**given)
+        if "hints" not in given:  # they stood among the faults
+            record.hints.extend(fault for fault in record.faults if fault.get("kind") == "small_probe")
+            record.faults[:] = [fault for fault in record.faults if fault.get("kind") != "small_probe"]
+        return record
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    return value
