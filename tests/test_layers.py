@@ -109,7 +109,7 @@ def test_the_control_plane_never_imports_torch(name: str) -> None:
 
 FLOORS = (
     {"hdet.errors"},
-    {"hdet.spec", "hdet.record"},
+    {"hdet.spec", "hdet.record", "hdet.files"},
     {"hdet.controllers", "hdet.nn", "hdet.history", "hdet.windows", "hdet.document"},
     {"hdet.hparams"},
     {"hdet.replicas"},

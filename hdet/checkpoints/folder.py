@@ -12,12 +12,16 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from hdet.checkpoints.leader import led
+from hdet.checkpoints.manifest import NAME as MANIFEST
+from hdet.checkpoints.manifest import Manifest, publish
 from hdet.checkpoints.stateful import Stateful, unpacked
-from hdet.errors import CheckpointError, ConfigError, HdetError
+from hdet.errors import CheckpointError, ConfigError
+from hdet.files import PART, part_of, renamed
 from hdet.replicas.distributed import Ranks
 from hdet.replicas.distributed.layout import Group
 from hdet.replicas.distributed.lost_rank import translated
@@ -25,30 +29,27 @@ from hdet.replicas.distributed.lost_rank import translated
 if TYPE_CHECKING:
     from hdet.engine.engine import Engine
 
-T = TypeVar("T")
-
-WHOLE = ".metadata"
-"""The file that torch.distributed.checkpoint writes last."""
-
 KEY = "hdet"
 
 
 @dataclass(frozen=True)
 class Saving:
-    """A save in the background."""
+    """A save in the background; `published` is done when the checkpoint has its name."""
 
     engine: Engine
     target: Path
-    under_way: Any
+    published: Future[None]
 
 
 class CheckpointFolder:
     """Saves an engine's converged point as `step_00001000/` and so on, and resumes from the newest whole one.
 
     All ranks of the engine's run call the same methods, with one path on storage that all can reach. A save that
-    fails, or is cut short by a kill, leaves the earlier ones as they were. Replicas that differ even at a converged
-    point (`Mean("keep")`) are stored each, and resumed so by as many as were saved; another number starts from the
-    first place's.
+    fails, or is cut short by a kill, leaves the earlier ones as they were: a checkpoint is written as
+    `step_00001000.part/` and gets its name when it is whole and its `manifest.json` lists sizes and checksums. A
+    resume checks these first, and reads everything as data: no code that a file names is called. Replicas that differ
+    even at a converged point (`Mean("keep")`) are stored each, and resumed so by as many as were saved; another number
+    starts from the first place's.
 
     Args:
         path: the folder; made when first saved to.
@@ -74,19 +75,24 @@ class CheckpointFolder:
 
         self.wait()
         target = self.path / f"step_{_step(engine):08d}"
+        part = part_of(target)
+        group = _group(engine)
         try:
             with translated("saving a checkpoint"):
-                engine.run = _led(engine, lambda: engine.run or uuid.uuid4().hex)
-                if not _led(engine, lambda: self._claimed(target, engine.run)):
+                engine.run = run = led(group, lambda: engine.run or uuid.uuid4().hex)
+                if not led(group, lambda: self._claimed(target, run)):
                     return target  # this point is there already: no window has closed since
                 point = {KEY: Stateful(engine).point(each=True)}
                 if wait:
-                    group = _group(engine)
-                    dcp.save(point, checkpoint_id=target, process_group=group, no_dist=group is None)  # type: ignore[attr-defined]
+                    with _quiet():
+                        dcp.save(point, checkpoint_id=part, process_group=group, no_dist=group is None)  # type: ignore[attr-defined]
+                    publish(part, target, run, group)
                 else:
                     group = self._background(engine)
-                    under_way = dcp.async_save(point, checkpoint_id=target, process_group=group)  # type: ignore[attr-defined]
-                    self._saving = Saving(engine, target, under_way)
+                    under_way: Any = dcp.async_save(point, checkpoint_id=part, process_group=group)  # type: ignore[attr-defined]
+                    written: Future[Any] = getattr(under_way, "upload_completion", under_way)
+                    published = _then(written, lambda: publish(part, target, run, group))
+                    self._saving = Saving(engine, target, published)
         except (dcp.api.CheckpointException, OSError) as error:
             raise _failed(target, error) from None
         if wait:
@@ -104,10 +110,9 @@ class CheckpointFolder:
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
-        future: Future[Any] = getattr(saving.under_way, "upload_completion", saving.under_way)
         try:
             with translated("waiting for a checkpoint"):
-                future.result()
+                saving.published.result()
         except (dcp.api.CheckpointException, OSError) as error:
             raise _failed(saving.target, error) from None
         self._prune(saving.engine, saving.target)
@@ -118,23 +123,24 @@ class CheckpointFolder:
         Where there is none the run begins, and the engine's history with it.
 
         Raises:
-            CheckpointError: it is another engine's, or cannot be read. The engine is as it was.
+            CheckpointError: it is another engine's, is not as it was saved, or cannot be read. The engine is as it was.
         """
         import torch.distributed.checkpoint as dcp
 
+        group = _group(engine)
         with translated("loading a checkpoint"):
-            newest = _led(engine, self.latest)  # one rank looks: the others' view of the folder may lag
+            newest = led(group, self._newest)  # one rank looks: the others' view of the folder may lag
             if newest is None:
                 engine.history.truncate(engine.window.index)  # a window may have been written and no checkpoint
                 return None
-            control = _led(engine, lambda: self._control(newest))
+            manifest = led(group, lambda: Manifest.read(newest))
+            manifest.verify(newest, group)
+            control = led(group, lambda: _control(newest, manifest))
             stateful = Stateful(engine)
             try:
                 stateful.check(control)
                 found = {KEY: stateful.template(control)}
-                group = _group(engine)
-                with _quiet():
-                    dcp.load(found, checkpoint_id=newest, process_group=group, no_dist=group is None)  # type: ignore[attr-defined]
+                _load(found, newest, manifest, group)
                 stateful.load_state_dict(found[KEY])
             except dcp.api.CheckpointException as error:
                 raise CheckpointError(f"{newest} cannot be loaded: {_first(error)}") from None
@@ -144,38 +150,31 @@ class CheckpointFolder:
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint."""
-        whole = self._whole()
+        whole = [entry for entry in self._named() if (entry / MANIFEST).exists()]
         return whole[-1] if whole else None
 
-    def _claimed(self, target: Path, run: str | None) -> bool:
-        """Whether a point is still to be written; its folder is free then."""
-        newest = self.latest()
+    def _newest(self) -> Path | None:
+        """The newest checkpoint, be it one that a resume refuses."""
+        named = self._named()
+        return named[-1] if named else None
+
+    def _claimed(self, target: Path, run: str) -> bool:
+        """Whether a point is still to be written; its place is free then."""
+        newest = self._newest()
         if newest is not None and _number(newest) > _number(target):
             raise CheckpointError(
                 f"{self.path} holds {newest.name}, from which this engine has not gone on, and {target.name} would be "
                 f"older; resume(engine) first, choose another folder, or remove that one"
             )
-        if (target / WHOLE).exists():
-            if self._control(target).get("run") == run:
+        if target.exists():
+            if Manifest.read(target).run == run:
                 return False
             raise CheckpointError(
                 f"{target} is another run's; resume(engine) to go on with that, choose another folder, or remove it"
             )
-        if target.exists():
-            shutil.rmtree(target)  # cut short by a kill
+        for cut_short in self.path.glob(f"step_*{PART}"):
+            shutil.rmtree(cut_short)
         return True
-
-    def _control(self, path: Path) -> dict[str, Any]:
-        """The plain numbers of a checkpoint, read by this process alone."""
-        import torch.distributed.checkpoint as dcp
-
-        found = {KEY: {"control": b""}}
-        try:
-            with _quiet():
-                dcp.load(found, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
-        except dcp.api.CheckpointException as error:
-            raise CheckpointError(f"{path} cannot be read: {_first(error)}") from None
-        return unpacked(found[KEY]["control"])
 
     def _background(self, engine: Engine) -> dist.ProcessGroup | None:
         """A group for the writing thread alone: on training's own, its collectives and training's would mix."""
@@ -190,22 +189,21 @@ class CheckpointFolder:
             self._groups[ranks] = Group(dist.new_group(list(ranks), backend="gloo", use_local_synchronization=among))
         return self._groups[ranks]()
 
-    def _whole(self) -> list[Path]:
+    def _named(self) -> list[Path]:
         if not self.path.is_dir():
             return []
-        found = [entry for entry in self.path.iterdir() if re.fullmatch(r"step_\d{8,}", entry.name)]
-        return sorted((entry for entry in found if (entry / WHOLE).exists()), key=_number)
+        return sorted((entry for entry in self.path.iterdir() if re.fullmatch(r"step_\d{8,}", entry.name)), key=_number)
 
     def _prune(self, engine: Engine, target: Path) -> None:
         """Drop this run's checkpoints before the one just written, but for the last few."""
         if not engine.home.is_leader:
             return
-        earlier = [entry for entry in self._whole() if _number(entry) <= _number(target)]
+        earlier = [entry for entry in self._named() if _number(entry) <= _number(target)]
         for old in earlier[: -self.keep]:
             try:
-                if self._control(old).get("run") == engine.run:
-                    (old / WHOLE).unlink()  # the file that makes it count as whole goes first
-                    shutil.rmtree(old)
+                if Manifest.read(old).run == engine.run:
+                    renamed(old, part_of(old))  # half of it never counts as a checkpoint
+                    shutil.rmtree(part_of(old))
             except (OSError, CheckpointError) as error:
                 warnings.warn(f"{old} is no longer needed and cannot be removed: {error}", stacklevel=3)
 
@@ -223,32 +221,48 @@ def _group(engine: Engine) -> dist.ProcessGroup | None:
     return engine.home.layout.everyone() if isinstance(engine.home, Ranks) else None
 
 
-def _led(engine: Engine, act: Callable[[], T]) -> T:
-    """What `act()` returns on the run's leading rank, which alone calls it, on every rank.
+def _control(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """The plain numbers of a checkpoint, read by this process alone."""
+    import torch.distributed.checkpoint as dcp
 
-    Raises:
-        HdetError: the leader's, on every rank, so that none waits for one that has gone; an OSError as one too.
-    """
-    group = _group(engine)
-    found: list[Any] = [None, None]
-    if engine.home.is_leader:
+    found = {KEY: {"control": b""}}
+    try:
+        _load(found, path, manifest, None)
+    except dcp.api.CheckpointException as error:
+        raise CheckpointError(f"{path} cannot be read: {_first(error)}") from None
+    return unpacked(found[KEY]["control"])
+
+
+def _load(into: dict[str, Any], path: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from hdet.checkpoints.data_only import DataPlanner, DataReader
+
+    reader = DataReader(path, manifest.files)
+    with _quiet():
+        dcp.load(into, storage_reader=reader, planner=DataPlanner(), process_group=group, no_dist=group is None)  # type: ignore[attr-defined]
+
+
+def _then(done: Future[Any], act: Callable[[], None]) -> Future[None]:
+    """A future of `act()`, which is called, on the thread that was at work, once `done` has come well."""
+    after: Future[None] = Future()
+
+    def follow(_: Future[Any]) -> None:
         try:
-            found[0] = act()
-        except HdetError as error:
-            found[1] = error
-        except OSError as error:
-            found[1] = CheckpointError(f"the checkpoints' folder cannot be used: {error}")
-    if group is not None:
-        dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
-    if found[1] is not None:
-        raise found[1]
-    value: T = found[0]
-    return value
+            done.result()
+            act()
+        except BaseException as error:  # raised again by `after.result()`
+            after.set_exception(error)
+        else:
+            after.set_result(None)
+
+    done.add_done_callback(follow)
+    return after
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warning that a load in one process is one."""
+    """Without the warning that a save or load in one process is one."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -258,6 +272,8 @@ def _first(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = next(iter(sorted(failures.items(), key=lambda item: item[0])))
+        if isinstance(cause, CheckpointError):
+            return str(cause)
         return f"rank {rank}: {type(cause).__name__}: {cause}"
     return f"{type(error).__name__}: {error}"
 

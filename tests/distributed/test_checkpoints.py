@@ -424,7 +424,7 @@ def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_cleared_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = one_process()
     train(engine, 4)
-    (tmp_path / "step_00000004").mkdir()  # cut short by a kill
+    (tmp_path / "step_00000004.part").mkdir()  # cut short by a kill
 
     def refuse(path: Path) -> None:
         raise PermissionError(f"{path} is not yours")

@@ -1,0 +1,62 @@
+"""Files that a kill or a power cut leaves whole: the old one or the new one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PART = ".part"
+"""What a file or folder is called, after its name, until it is whole."""
+
+
+def part_of(path: Path) -> Path:
+    """Where the content of `path` is written before it is whole."""
+    return path.with_name(path.name + PART)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Write the file that the block is given; it takes the place of `path` when the block ends.
+
+    The content reaches the disk before the name does, so a power cut leaves no empty file under the name.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "result.json"
+    >>> with replaced(path) as part:
+    ...     _ = part.write_text("{}")
+    >>> path.read_text()
+    '{}'
+    """
+    part = part_of(path)
+    try:
+        yield part
+        synchronise(part)
+        renamed(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)  # what is left of it fills the disk
+        raise
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Put `content` into a file, or leave the file as it was."""
+    with replaced(path) as part:
+        part.write_bytes(content)
+
+
+def renamed(part: Path, path: Path) -> None:
+    """Give a file or folder that is on the disk its name, and have the disk keep the name."""
+    os.replace(part, path)
+    synchronise(path.parent)
+
+
+def synchronise(path: Path) -> None:
+    """Wait until the disk holds a file's content, or a folder's names."""
+    if path.is_dir() and os.name != "posix":
+        return  # only POSIX opens folders
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

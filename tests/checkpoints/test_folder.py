@@ -1,0 +1,187 @@
+"""Attacks on a folder of checkpoints: forged, damaged and incomplete ones; nothing that a file names is run."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+from hdet.checkpoints.manifest import content
+from hdet.errors import CheckpointError
+
+
+class Forged:
+    """Leaves a file behind where a pickle of it is read."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return (exec, (f"open({str(self.trace)!r}, 'w').close()",))
+
+
+def sign(checkpoint: Path) -> None:
+    """A forger who can write files writes their checksums too."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name in manifest["files"]:
+        manifest["files"][name] = vars(content(checkpoint / name))
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture
+def start(problem: Any) -> Callable[[], hdet.Engine]:
+    def make() -> hdet.Engine:
+        model = problem.model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return hdet.Engine(
+            hdet.replicate(model, optimizer, n=2), [hdet.LearningRate()], window=4, gradients="local", total_steps=12
+        )
+
+    return make
+
+
+@pytest.fixture
+def saved(start: Callable[[], hdet.Engine], train: Any, tmp_path: Path) -> Path:
+    engine = start()
+    train(engine, 4)
+    return hdet.CheckpointFolder(tmp_path / "checkpoints").save(engine)
+
+
+def refusal(saved: Path, engine: hdet.Engine, assert_same: Any) -> str:
+    """What a resume says, which changes nothing."""
+    before = engine.state_dict()
+    with pytest.raises(CheckpointError) as caught:
+        hdet.CheckpointFolder(saved.parent).resume(engine)
+    assert_same(engine.state_dict(), before)
+    return str(caught.value)
+
+
+def test_a_manifest_names_every_file_with_its_size_and_checksum(saved: Path) -> None:
+    manifest = json.loads((saved / "manifest.json").read_text())
+    assert set(manifest["files"]) | {"manifest.json"} == {path.name for path in saved.iterdir()}
+    assert manifest["files"][".metadata"]["bytes"] == (saved / ".metadata").stat().st_size
+
+
+@pytest.mark.parametrize("signed", [False, True], ids=["as it is", "with its manifest"])
+@pytest.mark.parametrize("place", ["metadata", "entry"])
+def test_a_forged_file_runs_nothing(
+    place: str, signed: bool, saved: Path, start: Callable[[], hdet.Engine], assert_same: Any, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace"
+    if place == "metadata":
+        (saved / ".metadata").write_bytes(pickle.dumps(Forged(trace)))
+    else:
+        forged = io.BytesIO()
+        torch.save(Forged(trace), forged)
+        metadata = pickle.loads((saved / ".metadata").read_bytes())
+        (index,) = [index for index in metadata.storage_data if index.fqn == "hdet.control"]
+        where = metadata.storage_data[index]
+        data = saved / where.relative_path
+        where.offset, where.length = data.stat().st_size, len(forged.getvalue())
+        data.write_bytes(data.read_bytes() + forged.getvalue())
+        (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    if signed:
+        sign(saved)
+    said = refusal(saved, start(), assert_same)
+    assert not trace.exists()
+    assert "forged or damaged" in said or "no plain data" in said or "is not as it was saved" in said
+    assert ("is not as it was saved" in said) != signed
+
+
+def test_metadata_cannot_point_outside_of_its_checkpoint(
+    saved: Path, start: Callable[[], hdet.Engine], assert_same: Any
+) -> None:
+    shutil.copy(saved / "__0_0.distcp", saved.parent / "elsewhere")
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    for where in metadata.storage_data.values():
+        where.relative_path = "../elsewhere"
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    sign(saved)
+    assert "points to '../elsewhere', which its manifest does not name" in refusal(saved, start(), assert_same)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda content: content[:-1] + bytes([content[-1] ^ 1]), "has another SHA-256"),
+        (lambda content: content[:-1], r"has \d+ bytes instead of \d+"),
+        (lambda content: None, "is missing"),
+    ],
+    ids=["a flipped bit", "cut short", "removed"],
+)
+def test_damage_is_named_before_anything_is_read(
+    name: str,
+    harm: Callable[[bytes], bytes | None],
+    message: str,
+    saved: Path,
+    start: Callable[[], hdet.Engine],
+    assert_same: Any,
+) -> None:
+    harmed = harm((saved / name).read_bytes())
+    if harmed is None:
+        (saved / name).unlink()
+    else:
+        (saved / name).write_bytes(harmed)
+    said = refusal(saved, start(), assert_same)
+    assert re.search(f"{re.escape(name)} {message}", said)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ["", "[]", '{"format": 1}', '{"format": 1, "run": "x", "files": {".metadata": 3}}', '{"format": 2}', "\ud800"],
+)
+def test_a_broken_manifest_is_refused(
+    manifest: str, saved: Path, start: Callable[[], hdet.Engine], assert_same: Any
+) -> None:
+    (saved / "manifest.json").write_bytes(manifest.encode("utf-8", "surrogatepass"))
+    assert "manifest" in refusal(saved, start(), assert_same)
+
+
+def test_a_checkpoint_without_a_manifest_is_not_passed_over(
+    saved: Path, start: Callable[[], hdet.Engine], assert_same: Any
+) -> None:
+    """Another version's, say: to begin anew without a word would lose the run."""
+    (saved / "manifest.json").unlink()
+    said = refusal(saved, start(), assert_same)
+    assert "has no manifest.json" in said
+    assert "hdet.Stateful" in said
+
+
+def test_a_save_cut_short_does_not_count_and_is_cleared_away(
+    saved: Path, start: Callable[[], hdet.Engine], train: Any
+) -> None:
+    cut = saved.with_name("step_00000008.part")
+    shutil.copytree(saved, cut)
+    (cut / ".metadata").unlink()
+    checkpoints = hdet.CheckpointFolder(saved.parent)
+    engine = start()
+    assert checkpoints.resume(engine) == 4
+    train(engine, 8)
+    checkpoints.save(engine)
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["step_00000004", "step_00000008"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_save_in_the_background_gets_its_name_without_anybody_waiting(
+    start: Callable[[], hdet.Engine], train: Any, tmp_path: Path
+) -> None:
+    """A kill long after it must find it whole."""
+    engine = start()
+    train(engine, 4)
+    target = hdet.CheckpointFolder(tmp_path).save(engine, wait=False)
+    end = time.monotonic() + 60
+    while not target.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert hdet.CheckpointFolder(tmp_path).resume(start()) == 4
