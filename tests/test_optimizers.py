@@ -172,7 +172,7 @@ def test_half_a_windows_state_brings_the_run_back(name: str, make: Make, assert_
 def test_a_run_that_begins_anew_goes_on_as_if_just_begun(name: str, make: Make) -> None:
     """With an optimizer that has been switched to training since the engine was made, too."""
     run = Run(make, 1.0)
-    watch = run.engine.watch
+    watch = run.engine.cycle.watch
     assert watch is not None
     assert watch.first is not None
     if hasattr(run.optimizer, "eval"):

@@ -79,7 +79,7 @@ class CheckpointFolder:
         group = _group(engine)
         try:
             with translated("saving a checkpoint"):
-                engine.run = run = led(group, lambda: engine.run or uuid.uuid4().hex)
+                engine.cycle.run = run = led(group, lambda: engine.cycle.run or uuid.uuid4().hex)
                 if not led(group, lambda: self._claimed(target, run)):
                     return target  # this point is there already: no window has closed since
                 point = {KEY: Stateful(engine).point(each=True)}
@@ -131,7 +131,7 @@ class CheckpointFolder:
         with translated("loading a checkpoint"):
             newest = led(group, self._newest)  # one rank looks: the others' view of the folder may lag
             if newest is None:
-                engine.history.truncate(engine.window.index)  # a window may have been written and no checkpoint
+                engine.history.truncate(engine.cycle.window.index)  # a window may have been written and no checkpoint
                 return None
             manifest = led(group, lambda: Manifest.read(newest))
             manifest.verify(newest, group)
@@ -201,7 +201,7 @@ class CheckpointFolder:
         earlier = [entry for entry in self._named() if _number(entry) <= _number(target)]
         for old in earlier[: -self.keep]:
             try:
-                if Manifest.read(old).run == engine.run:
+                if Manifest.read(old).run == engine.cycle.run:
                     renamed(old, part_of(old))  # half of it never counts as a checkpoint
                     shutil.rmtree(part_of(old))
             except (OSError, CheckpointError) as error:
@@ -209,7 +209,7 @@ class CheckpointFolder:
 
 
 def _step(engine: Engine) -> int:
-    return engine.step_count if engine.finished else engine.anchor.step
+    return engine.step_count if engine.finished else engine.cycle.anchor.step
 
 
 def _number(path: Path) -> int:

@@ -64,7 +64,7 @@ class Stateful:
                 step of the window has been made.)
         """
         engine = self.engine
-        engine.settle()
+        engine.home.settle()
         starts = self._starts()
         first = starts[0]
         with translated("comparing replicas before a checkpoint"):
@@ -113,18 +113,18 @@ class Stateful:
             for index, own in state.get("replicas", {}).items()
         }
         snapshot.load_state_dict(
-            self.engine,
+            self.engine.cycle,
             {
                 **{key: control[key] for key in ("format", "config", "size", "window", "finished", "restores")},
                 "knobs": control["knobs"],
                 "collectors": control["collectors"],
-                "watch": {"held": None, "first": None} if self.engine.watch is not None else None,
+                "watch": {"held": None, "first": None} if self.engine.cycle.watch is not None else None,
                 "open": None,
                 "opening": opening or None,
                 "converged": {"step": control["step"], **shared},
             },
         )
-        self.engine.run = control["run"]
+        self.engine.cycle.run = control["run"]
 
     def check(self, control: Mapping[str, Any]) -> None:
         """Whether a checkpoint's control is of this engine's declaration.
@@ -132,7 +132,7 @@ class Stateful:
         Raises:
             CheckpointError: it is not.
         """
-        snapshot.check(self.engine, control)
+        snapshot.check(self.engine.cycle, control)
         groups = [len(group["params"]) for group in self.engine.hosts[0][1].param_groups]
         if groups != control["sizes"]:
             raise CheckpointError(
@@ -144,9 +144,11 @@ class Stateful:
         """This process's replicas as the window found them, as far as that is known; the first always is."""
         engine = self.engine
         indices = _first_indices(engine)
-        live = engine.finished or (engine.tally.steps == 0 and not engine.in_flight and len(engine.hosts) > 1)
+        live = engine.finished or (
+            engine.cycle.tally.steps == 0 and not engine.home.in_flight and len(engine.hosts) > 1
+        )
         if not live:
-            anchor = engine.anchor
+            anchor = engine.cycle.anchor
             return [Start(indices[0], *engine.hosts[0], anchor.held, anchor.optimizer_state)]
         found = []
         for index, (model, optimizer) in zip(indices, engine.hosts, strict=True):
@@ -184,16 +186,16 @@ class Stateful:
         engine = self.engine
         return {
             "format": snapshot.FORMAT,
-            "config": snapshot.config(engine),
-            "run": engine.run,
+            "config": snapshot.config(engine.cycle),
+            "run": engine.cycle.run,
             "size": engine.size,
-            "window": engine.window.index,
+            "window": engine.cycle.window.index,
             "finished": engine.finished,
-            "restores": engine.restores,
-            "step": engine.step_count if engine.finished else engine.anchor.step,
+            "restores": engine.cycle.restores,
+            "step": engine.step_count if engine.finished else engine.cycle.anchor.step,
             "knobs": {knob.name: knob.state_dict() for knob in engine.knobs},
             # Tensors in there belong to the window under way, which is run again.
-            "collectors": [_without_tensors(collector.state_dict()) for collector in engine.collectors],
+            "collectors": [_without_tensors(collector.state_dict()) for collector in engine.cycle.collectors],
             "sizes": [len(group["params"]) for group in first.state["param_groups"]],
             "groups": first.groups(),
             "stateless": stateless,

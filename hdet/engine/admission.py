@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from hdet.engine.guard import Guard
 from hdet.errors import ConfigError, IdentifiabilityError
@@ -16,10 +12,6 @@ from hdet.hparams.evidence_needs import EvidenceNeeds
 from hdet.hparams.knob import Knob
 from hdet.replicas import Replicas
 from hdet.signals import Objective, Probe, Signal
-from hdet.spec import Spec
-
-if TYPE_CHECKING:
-    from hdet.engine.engine import Engine
 
 
 def declared(argument: str, given: object, *kinds: type) -> None:
@@ -141,55 +133,6 @@ def common_total(knobs: Sequence[BoundKnob], given: int | None) -> int | None:
     if len(set(lengths.values())) > 1:
         raise ConfigError(f"the schedules end at different steps {lengths}; give the engine total_steps=")
     return next(iter(lengths.values()), None)
-
-
-def declaration(engine: Engine) -> dict[str, str]:
-    """By name and as text, what every process of a run must declare alike, because each decides by itself."""
-    signal = engine.signal
-    return {
-        "knobs": _told([_plain(knob.spec) for knob in engine.knobs]),
-        "bases": _told([knob.schedule(0) for knob in engine.knobs]),
-        "evidence": _told([_plain(source) for source in engine.evidence]),
-        "signal": f"probe at {signal.at}, stride {signal.stride}" if isinstance(signal, Probe) else "training loss",
-        "merge": _told(engine.merge.to_dict()),
-        "window": _told(engine.windows.to_dict()),
-        "gradients": engine.gradients,
-        "seed": str(engine.seed),
-        "total_steps": str(engine.total_steps),
-        "guard": _told(_plain(engine.watch.spec) if engine.watch is not None else None),
-        "optimizer's groups": _told(_settings(engine)),
-    }
-
-
-def _settings(engine: Engine) -> list[dict[str, object]]:
-    """What the optimizer's groups hold beside their parameters and the values that knobs write."""
-    optimizer = engine.hosts[0][1]
-    written = frozenset(target for knob in engine.knobs for target in knob.bindings[0].targets)
-
-    def told(index: int, key: str, value: object) -> object:
-        if (id(optimizer), index, key, None) in written:
-            return "a knob's"
-        if isinstance(value, (tuple, list)):
-            return ["a knob's" if (id(optimizer), index, key, i) in written else v for i, v in enumerate(value)]
-        if isinstance(value, Tensor):
-            return value.tolist() if value.numel() == 1 else list(value.shape)
-        return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
-
-    return [
-        {key: told(index, key, value) for key, value in group.items() if key != "params"}
-        for index, group in enumerate(optimizer.param_groups)
-    ]
-
-
-def _plain(spec: Spec) -> object:
-    try:
-        return spec.to_dict()
-    except ValueError:  # a function among the fields, which has no text that is the same everywhere
-        return f"{spec.kind} {getattr(spec, 'label', '')}"
-
-
-def _told(value: object) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
 
 
 def guarded(guard: Guard | None, signal: Signal) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from hdet.history import WindowRecord
 from hdet.hparams.bound import BoundKnob
 from hdet.signals import Probe, Signal
+from hdet.user_warning import warn
 
 WINDOWS = 8
 REACH = 50
@@ -77,11 +77,10 @@ class ProbeSize:
             batches = len(self._probe.draw(record.window))
             needed = _batches(math.ceil(batches * factor)) if factor < math.inf else "more than any"
             nothing = "" if proven and factor <= HOPELESS else ", or the knob does nothing here"
-            warnings.warn(
+            warn(
                 f"the probe is too small for {name}: over {WINDOWS} windows the |t| of its slope had a median of "
                 f"{t:.2f}. The probe has {_batches(batches)}; a slope worth knowing would show with |t| = 2 in about "
-                f"{factor:.3g} times as many examples ({needed}){nothing}",
-                stacklevel=4,
+                f"{factor:.3g} times as many examples ({needed}){nothing}"
             )
         return found
 

@@ -14,108 +14,107 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet.engine.cycle import Cycle
 from hdet.errors import CheckpointError
-from hdet.replicas import tensors
+from hdet.replicas import Replica, tensors
 from hdet.replicas.distributed.fingerprint import fingerprint
-
-if TYPE_CHECKING:
-    from hdet.engine.engine import Engine
-    from hdet.replicas import Replica
 
 FORMAT = 2
 
 
-def state_dict(engine: Engine) -> dict[str, Any]:
+def state_dict(cycle: Cycle) -> dict[str, Any]:
     """See the module's layout. With the window just opened, `open` holds no replicas: all are the converged one."""
+    cycle.home.settle()
     # A replica that a merge has still to reach is no state to go on from.
-    fresh = engine.tally.steps == 0 or engine.in_flight
-    apart = fresh and not (engine.in_flight or engine.finished or _alike(engine))
+    fresh = cycle.tally.steps == 0 or cycle.home.in_flight
+    apart = fresh and not (cycle.home.in_flight or cycle.finished or _alike(cycle))
     return {
         "format": FORMAT,
-        "config": config(engine),
-        "size": engine.size,
-        "window": engine.window.index,
-        "finished": engine.finished,
-        "restores": engine.restores,
-        "converged": _finished_point(engine) if engine.finished else engine.anchor.state_dict(),
-        "opening": _replicas(engine) if apart else None,
-        "watch": engine.watch.state_dict() if engine.watch is not None else None,
-        "knobs": {knob.name: knob.state_dict() for knob in engine.knobs},
-        "collectors": [collector.state_dict() for collector in engine.collectors],
+        "config": config(cycle),
+        "size": cycle.home.size,
+        "window": cycle.window.index,
+        "finished": cycle.finished,
+        "restores": cycle.restores,
+        "converged": _finished_point(cycle) if cycle.finished else cycle.anchor.state_dict(),
+        "opening": _replicas(cycle) if apart else None,
+        "watch": cycle.watch.state_dict() if cycle.watch is not None else None,
+        "knobs": {knob.name: knob.state_dict() for knob in cycle.knobs},
+        "collectors": [collector.state_dict() for collector in cycle.collectors],
         "open": None
-        if fresh or engine.finished
+        if fresh or cycle.finished
         else {
-            "step": engine.step_count,
-            "exploring": _exploring(engine),
-            "tally": engine.tally.state_dict(),
-            "averages": engine.averages.state_dict(),
-            "replicas": _replicas(engine),
+            "step": cycle.step_count,
+            "exploring": _exploring(cycle),
+            "tally": cycle.tally.state_dict(),
+            "averages": cycle.averages.state_dict(),
+            "replicas": _replicas(cycle),
         },
     }
 
 
-def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
+def load_state_dict(cycle: Cycle, state: dict[str, Any]) -> None:
     """Resume in mid-window where N, spreads and window are the same, else from the converged point.
 
     Raises:
         CheckpointError: another format, other knobs, or a model that does not fit. The engine is as it was.
     """
-    check(engine, state)
+    check(cycle, state)
     point = state["converged"]
-    _check_fit(engine, point)
-    before = [knob.state_dict() for knob in engine.knobs]
+    _check_fit(cycle, point)
+    before = [knob.state_dict() for knob in cycle.knobs]
     try:
-        for knob in engine.knobs:
+        for knob in cycle.knobs:
             knob.load_state_dict(state["knobs"][knob.name])
     except CheckpointError:
-        for knob, own_state in zip(engine.knobs, before, strict=True):
+        for knob, own_state in zip(cycle.knobs, before, strict=True):
             knob.load_state_dict(own_state)
         raise
     opening = state["opening"]
-    firsts = _one_a_host(engine)
-    known = opening is None or (state["size"] == engine.size and all(str(r.index) in opening for r in firsts))
-    own_starts = engine.all_agree(known) and opening is not None
+    firsts = _one_a_host(cycle)
+    known = opening is None or (state["size"] == cycle.home.size and all(str(r.index) in opening for r in firsts))
+    own_starts = _all_agree(cycle, known) and opening is not None
     for replica in firsts:
-        model, optimizer = engine.hosts[replica.host]
+        model, optimizer = cycle.hosts[replica.host]
         start = opening[str(replica.index)] if own_starts else point
         model.load_state_dict(start["model"])
         optimizer.load_state_dict(copy.deepcopy(start["optimizer"]))
-    if engine.watch is not None:
-        engine.watch.load_state_dict(state["watch"])
-    engine.restores = state["restores"]
-    engine.step_count = point["step"]
-    engine.history.truncate(state["window"] + (1 if state["finished"] else 0))
-    engine.resume(state["window"], state["finished"])
-    if engine.finished:
+    if cycle.watch is not None:
+        cycle.watch.load_state_dict(state["watch"])
+    cycle.restores = state["restores"]
+    cycle.step_count = point["step"]
+    cycle.history.truncate(state["window"] + (1 if state["finished"] else 0))
+    cycle.resume(state["window"], state["finished"])
+    if cycle.finished:
         return
     under_way = state["open"]
-    same = engine.all_agree(
+    same = _all_agree(
+        cycle,
         under_way is not None
-        and under_way["exploring"] == _exploring(engine)
-        and all(str(replica.index) in under_way["replicas"] for replica in _one_a_host(engine))
+        and under_way["exploring"] == _exploring(cycle)
+        and all(str(replica.index) in under_way["replicas"] for replica in _one_a_host(cycle)),
     )
-    for collector, own_state in zip(engine.collectors, state["collectors"], strict=True):
-        collector.load_state_dict(own_state, engine.window if same else None)
+    for collector, own_state in zip(cycle.collectors, state["collectors"], strict=True):
+        collector.load_state_dict(own_state, cycle.window if same else None)
     if not same:
-        engine.reapply()  # what outlives windows may decide who explores in this one
+        cycle.reapply()  # what outlives windows may decide who explores in this one
         return
-    engine.step_count = under_way["step"]
-    engine.tally.load_state_dict(under_way["tally"])
-    engine.averages.load_state_dict(under_way["averages"])
-    for replica in _one_a_host(engine):
+    cycle.step_count = under_way["step"]
+    cycle.tally.load_state_dict(under_way["tally"])
+    cycle.averages.load_state_dict(under_way["averages"])
+    for replica in _one_a_host(cycle):
         own_state = under_way["replicas"][str(replica.index)]
-        engine.hosts[replica.host][0].load_state_dict(own_state["model"])
+        cycle.hosts[replica.host][0].load_state_dict(own_state["model"])
         replica.optimizer.load_state_dict(copy.deepcopy(own_state["optimizer"]))
-    engine.reapply()
+    cycle.reapply()
 
 
-def check(engine: Engine, state: Mapping[str, Any]) -> None:
+def check(cycle: Cycle, state: Mapping[str, Any]) -> None:
     """Whether a state's format and declaration are this engine's.
 
     Raises:
@@ -123,7 +122,7 @@ def check(engine: Engine, state: Mapping[str, Any]) -> None:
     """
     if state.get("format") != FORMAT:
         raise CheckpointError(f"checkpoint format {state.get('format')!r}; this version reads format {FORMAT}")
-    saved, own = state["config"], config(engine)
+    saved, own = state["config"], config(cycle)
     for field in own:
         if saved.get(field) != own[field]:
             raise CheckpointError(
@@ -132,38 +131,44 @@ def check(engine: Engine, state: Mapping[str, Any]) -> None:
             )
 
 
-def config(engine: Engine) -> dict[str, Any]:
+def config(cycle: Cycle) -> dict[str, Any]:
     """What must be declared alike for a state to be this engine's (N may differ)."""
     return {
-        "knobs": [knob.name for knob in engine.knobs],
-        "evidence": [source.to_dict() for source in engine.evidence],
-        "seed": engine.seed,
-        "gradients": engine.gradients,
-        "total_steps": engine.total_steps,
-        "guard": engine.watch.spec.to_dict() if engine.watch is not None else None,
+        "knobs": [knob.name for knob in cycle.knobs],
+        "evidence": [source.to_dict() for source in cycle.plan.evidence],
+        "seed": cycle.plan.seed,
+        "gradients": cycle.plan.gradients,
+        "total_steps": cycle.plan.total_steps,
+        "guard": cycle.watch.spec.to_dict() if cycle.watch is not None else None,
     }
 
 
-def _one_a_host(engine: Engine) -> list[Replica]:
+def _all_agree(cycle: Cycle, fact: bool) -> bool:
+    """Whether a fact holds in every process; each asks at the same time."""
+    row = torch.full((len(cycle.home.local), 1), float(fact), device=cycle.tally.sums.device)
+    return bool((cycle.home.gather(row) == 1.0).all())
+
+
+def _one_a_host(cycle: Cycle) -> list[Replica]:
     """The first replica of each model this process holds; seats at one model share all there is to save."""
-    return list({replica.host: replica for replica in reversed(engine.replicas)}.values())
+    return list({replica.host: replica for replica in reversed(cycle.home.local)}.values())
 
 
-def _replicas(engine: Engine) -> dict[str, Any]:
+def _replicas(cycle: Cycle) -> dict[str, Any]:
     return {
         str(replica.index): {
-            "model": copy.deepcopy(engine.hosts[replica.host][0].state_dict()),
+            "model": copy.deepcopy(cycle.hosts[replica.host][0].state_dict()),
             "optimizer": copy.deepcopy(replica.optimizer.state_dict()),
         }
-        for replica in _one_a_host(engine)
+        for replica in _one_a_host(cycle)
     }
 
 
-def _alike(engine: Engine) -> bool:
+def _alike(cycle: Cycle) -> bool:
     """Whether all models of this process hold the same bits, and their optimizers the same state."""
     marks = [
         fingerprint([*tensors.parameters(model), *model.buffers(), *_state_tensors(optimizer)], torch.device("cpu"))
-        for model, optimizer in (engine.hosts if len(engine.hosts) > 1 else ())
+        for model, optimizer in (cycle.hosts if len(cycle.hosts) > 1 else ())
     ]
     return all(bool((mark == marks[0]).all()) for mark in marks)
 
@@ -176,18 +181,18 @@ def _state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
                     yield value
 
 
-def _exploring(engine: Engine) -> dict[str, Any]:
+def _exploring(cycle: Cycle) -> dict[str, Any]:
     """What a window under way must have been opened with for it to be gone on with."""
     return {
-        "size": engine.size,
-        "windows": engine.windows.to_dict(),
-        "spreads": [knob.spec.spread.to_dict() for knob in engine.knobs],
+        "size": cycle.home.size,
+        "windows": cycle.plan.windows.to_dict(),
+        "spreads": [knob.spec.spread.to_dict() for knob in cycle.knobs],
     }
 
 
-def _check_fit(engine: Engine, point: dict[str, Any]) -> None:
+def _check_fit(cycle: Cycle, point: dict[str, Any]) -> None:
     """The converged point is of this model and optimizer."""
-    model, optimizer = engine.hosts[0]
+    model, optimizer = cycle.hosts[0]
     own, saved = _shapes(model.state_dict()), _shapes(point["model"])
     odd = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
     if odd:
@@ -208,10 +213,10 @@ def _shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     return {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in model.items()}
 
 
-def _finished_point(engine: Engine) -> dict[str, Any]:
-    model, optimizer = engine.hosts[0]
+def _finished_point(cycle: Cycle) -> dict[str, Any]:
+    model, optimizer = cycle.hosts[0]
     return {
-        "step": engine.step_count,
+        "step": cycle.step_count,
         "model": copy.deepcopy(model.state_dict()),
         "optimizer": copy.deepcopy(optimizer.state_dict()),
     }

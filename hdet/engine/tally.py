@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hdet.errors import StepError
 from hdet.replicas import Replicas, tensors
 
 Losses = Tensor | float | Sequence[Tensor | float]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a window's losses came to, the same on every process.
+
+    Attributes:
+        losses: [N] mean training losses; NaN where a replica is not valid or reported none.
+        valid: [N] replicas whose losses and parameters all stayed finite.
+        faults: an entry for each that is not, with the step at which it became non-finite.
+    """
+
+    losses: NDArray[np.float64]
+    valid: NDArray[np.bool_]
+    faults: list[dict[str, Any]]
 
 
 CHUNK = 64
@@ -99,6 +119,18 @@ class Tally:
 
     def _ready(self, loss: Tensor) -> bool:
         return loss.dim() == 0 and loss.dtype == self.noted.dtype and loss.device == self.noted.device
+
+    def read(self, step: int) -> Reading:
+        """The window's losses over all processes, after `step` steps of the run. Waits for the device."""
+        table = self._replicas.gather(self.rows())
+        valid = np.isfinite(table[:, 0]) & (table[:, 2] == 1.0)
+        losses = np.where(valid & (table[:, 3] > 0), table[:, 0], np.nan)
+        faults: list[dict[str, Any]] = []
+        for index in np.flatnonzero(~valid).tolist():
+            since = math.ceil(table[index, 1])
+            # A loss that stayed finite leaves the last update to blame.
+            faults.append({"kind": "non_finite", "replica": index, "step": step - max(1, since)})
+        return Reading(losses, valid, faults)
 
     @torch.no_grad()
     def rows(self) -> Tensor:

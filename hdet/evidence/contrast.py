@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -26,6 +25,7 @@ from hdet.hparams.hadamard import order_from
 from hdet.hparams.spread import TwoLevel
 from hdet.replicas import Replica, tensors
 from hdet.spec import register
+from hdet.user_warning import warn
 
 SMALLEST_BLOCK = 4
 
@@ -142,10 +142,9 @@ class ContrastCollector(Collector):
         self._notice()
         if not self.deaf and not self.scene.replicas.heard(replica):
             self.deaf = True
-            warnings.warn(
+            warn(
                 f"no backward pass ran inside `with replica:` in step {step}, so Contrast hears no gradient of replica "
-                f"{replica.index} and counts it as zero; call loss.backward() inside the block (said once)",
-                stacklevel=4,
+                f"{replica.index} and counts it as zero; call loss.backward() inside the block (said once)"
             )
         own = self.scene.replicas.own_gradient(replica)
         gradient = own if own is not None else self._added(replica)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,32 @@ from hdet.hparams.learned import Learned
 from hdet.hparams.schedule import Constant
 
 PEAK_SAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a run stands between two windows.
+
+    Attributes:
+        step: the step that the next window opens at.
+        total_steps: of the run; None for an open end.
+        window: the number of the window that has closed.
+        windows_left: still to come; None for an open end.
+        window_steps: of the window that has closed.
+        loss: its mean training loss over valid replicas; None if one of them reported none.
+    """
+
+    step: int
+    total_steps: int | None
+    window: int
+    windows_left: int | None = None
+    window_steps: int = 1
+    loss: float | None = None
+
+    @property
+    def between(self) -> Moment:
+        """The same place in the run, with no window just closed: the run went back."""
+        return replace(self, windows_left=None, window_steps=0, loss=None)
 
 
 class BoundKnob:
@@ -132,48 +159,23 @@ class BoundKnob:
         self._offsets: list[float] = (centre + levels).tolist()
         self._placed = (-1, 0.0, 0.0, 1.0)
 
-    def judge(
-        self,
-        estimate: Estimate,
-        step: int,
-        total_steps: int | None,
-        window: int,
-        windows_left: int | None,
-        length: int = 1,
-        loss: float | None = None,
-    ) -> float:
-        """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units.
-
-        Args:
-            step: the step the next window opens at.
-            length: steps in the window that has closed.
-            loss: its mean training loss.
-        """
-        context = self._context(step, total_steps, window, windows_left, length, loss)
-        move, self.state = self.controller.step(self.state, estimate, context)
+    def judge(self, estimate: Estimate, moment: Moment) -> float:
+        """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units."""
+        move, self.state = self.controller.step(self.state, estimate, self._context(moment))
         return self._move(float(move))
 
-    def retreat(self, worked: float, step: int, total_steps: int | None, window: int) -> float:
+    def retreat(self, worked: float, moment: Moment) -> float:
         """The run went back to a point at which the base was `worked`. Returns the move made, as `judge` does."""
-        context = self._context(step, total_steps, window, None, 0)
-        move, self.state = self.controller.retreat(self.state, context, worked)
+        move, self.state = self.controller.retreat(self.state, self._context(moment.between), worked)
         return self._move(float(move))
 
-    def restart(self, step: int, total_steps: int | None, window: int) -> float:
+    def restart(self, moment: Moment) -> float:
         """The run began anew from its first weights. Returns the move made, as `judge` does."""
-        context = self._context(step, total_steps, window, None, 0)
-        move, self.state = self.controller.restart(self.state, context)
+        move, self.state = self.controller.restart(self.state, self._context(moment.between))
         return self._move(float(move))
 
-    def _context(
-        self,
-        step: int,
-        total_steps: int | None,
-        window: int,
-        windows_left: int | None,
-        length: int,
-        loss: float | None = None,
-    ) -> Context:
+    def _context(self, moment: Moment) -> Context:
+        step = moment.step
         now, following = self.schedule(max(step - 1, 0)), self.schedule(step)
         if self.schedule.total_steps is None:
             self.peak = max(self.peak, now, following)
@@ -183,15 +185,15 @@ class BoundKnob:
             schedule_next=following,
             peak=self.peak,
             step=step,
-            total_steps=total_steps,
-            window=window,
-            windows_left=windows_left,
-            length=length,
+            total_steps=moment.total_steps,
+            window=moment.window,
+            windows_left=moment.windows_left,
+            length=moment.window_steps,
             shift=self.shift,
             authority=self.spec.authority,
             spread=float(np.abs(self.levels).max(initial=0.0)),
             warming=following > now,
-            loss=loss,
+            loss=moment.loss,
         )
 
     def _move(self, move: float) -> float:

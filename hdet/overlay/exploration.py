@@ -107,7 +107,7 @@ class Exploration:
         self._follow(0)
         self.engine.reapply()
         self._opening = self._point()
-        alike = replicas.diverge and replicas.size > 1 and self.engine.gradients == "shared"
+        alike = replicas.diverge and replicas.size > 1 and self.engine.plan.gradients == "shared"
         self._sharing = Sharing(replicas) if alike else None
 
     def advance(self, step_scheduler: Callable[[], None], losses: Losses | None) -> WindowRecord | None:

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from hdet.engine.engine import Engine
 from hdet.engine.tally import Losses
 from hdet.errors import StepError
-from hdet.overlay.callers import relayed, warn
 from hdet.overlay.exploration import KEY, Exploration, rates, write_rates
+from hdet.user_warning import relayed, warn
 
 
 class Exploring(LRScheduler):
@@ -101,7 +101,7 @@ class Exploring(LRScheduler):
                 self._start(began)
                 assert self._exploration is not None
                 self._exploration.load_state_dict(kept)
-                self._exploration.engine.history = exploration.engine.history
+                self._exploration.engine.cycle.history = exploration.engine.history
             elif exploration is None:
                 self._exploration = None
                 write_rates(self.optimizer, rates_before)

@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
                 file.write(f"{attempt} {start}\n")
         for step in range(engine.step_count, STEPS):
             train(engine, step + 1)
-            if engine.anchor.step == engine.step_count:
+            if engine.cycle.anchor.step == engine.step_count:
                 checkpoints.save(engine)
             if attempt == 0 and step == 6 and rank == 2:
                 os.kill(os.getpid(), signal.SIGKILL)

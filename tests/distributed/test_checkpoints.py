@@ -380,12 +380,12 @@ def test_a_refused_resume_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
     model = network()
     engine = cases.engine_of(hdet.replicate(model, optimizer_of(model), n=2), seed=7)
     train(engine, 5)
-    before = [tensor.clone() for tensor in engine.anchor.held]
+    before = [tensor.clone() for tensor in engine.cycle.anchor.held]
     with pytest.raises(hdet.CheckpointError, match="seed=0, this engine has 7"):
         hdet.CheckpointFolder(tmp_path / "folder").resume(engine)
     with pytest.raises(hdet.CheckpointError, match="seed=0, this engine has 7"):
         dcp.load({"hdet": hdet.Stateful(engine)}, checkpoint_id=tmp_path / "bare")
-    assert all(map(torch.equal, before, engine.anchor.held))
+    assert all(map(torch.equal, before, engine.cycle.anchor.held))
     assert engine.step_count == 5
 
 
@@ -438,11 +438,11 @@ def test_a_guard_looks_for_the_best_point_anew_after_a_sharded_checkpoint(tmp_pa
     options: Found = {"signal": probe(), "guard": hdet.Rewind()}
     engine = one_process(**options)
     train(engine, 8)
-    assert engine.watch is not None
-    assert engine.watch.bases
+    assert engine.cycle.watch is not None
+    assert engine.cycle.watch.bases
     checkpoints = hdet.CheckpointFolder(tmp_path)
     checkpoints.save(engine)
     checkpoints.resume(engine)
-    assert not engine.watch.bases
+    assert not engine.cycle.watch.bases
     train(engine, cases.STEPS)
-    assert engine.watch.bases
+    assert engine.cycle.watch.bases

@@ -76,7 +76,7 @@ def options(folder: Path) -> Found:
     engine = overlapped(DistributedDataParallel, WINDOW + 1)
     state = engine.state_dict()
     found["saved"] = {
-        "in flight": engine.in_flight,
+        "in flight": engine.home.in_flight,
         "open": state["open"],
         "model": list(state["converged"]["model"].values()),
     }
@@ -175,10 +175,10 @@ def stale() -> Found:
     engine, other = overlapped(DistributedDataParallel, 0), overlapped(DistributedDataParallel, 0)
     state = engine.state_dict()
     train(engine, WINDOW + 1)
-    before = engine.in_flight
+    before = engine.home.in_flight
     for loaded in (engine, other):
         loaded.load_state_dict(state)
-    after = engine.in_flight
+    after = engine.home.in_flight
     for loaded in (engine, other):
         train(loaded, DELAY + 1)
     return {

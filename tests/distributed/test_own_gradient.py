@@ -111,7 +111,7 @@ def sent() -> Iterator[list[int]]:
 
 def trained(engine: hdet.Engine, parts: int = 1, quiet: bool = False) -> Found:
     """Train, each pass beside its twin's; `parts` batches a pass, under DDP's `no_sync` but for the last if `quiet`."""
-    (collector,) = engine.collectors
+    (collector,) = engine.cycle.collectors
     assert isinstance(collector, ContrastCollector)
     seen: list[Tensor] = []
     add = collector.record.add

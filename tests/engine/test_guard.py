@@ -199,7 +199,7 @@ def test_after_a_rewind_there_is_time_to_do_better() -> None:
 def test_evidence_from_the_way_that_led_astray_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(guard=Rewind(significance=0.01))
     forgotten: list[int] = []
-    monkeypatch.setattr(engine.collectors[0], "forget", lambda: forgotten.append(engine.step_count))
+    monkeypatch.setattr(engine.cycle.collectors[0], "forget", lambda: forgotten.append(engine.step_count))
     train(engine, 16)
     wreck(engine)
     train(engine, 24, report=lambda step, own: own + 10.0)
@@ -300,9 +300,9 @@ def test_nothing_is_left_of_the_run_before(monkeypatch: pytest.MonkeyPatch) -> N
     """Neither its best point nor evidence that was saved up."""
     engine = looking_ahead(10.0, Rewind(overshoot=1.3))
     forgotten: list[int] = []
-    monkeypatch.setattr(engine.collectors[0], "forget", lambda: forgotten.append(engine.step_count))
+    monkeypatch.setattr(engine.cycle.collectors[0], "forget", lambda: forgotten.append(engine.step_count))
     until_it_began_anew(engine)
-    watch = engine.watch
+    watch = engine.cycle.watch
     assert watch is not None
     assert forgotten == [engine.step_count]
     assert (watch.lowest, watch.bases, watch.first, watch.since) == (math.inf, {}, None, engine.step_count)
@@ -333,17 +333,17 @@ def test_it_begins_anew_only_while_it_looks_ahead() -> None:
     engine = looking_ahead(0.01, Rewind(overshoot=1.01))
     train(engine, 40)
     (knob,) = engine.knobs
-    assert engine.watch is not None
-    assert engine.watch.first is None
-    harvest = hdet.evidence.Harvest(engine.window, np.array([1.0]), np.array([True]))
-    assert engine.watch.look(harvest, engine.bases, {knob.name: -5.0}) is None
+    assert engine.cycle.watch is not None
+    assert engine.cycle.watch.first is None
+    harvest = hdet.evidence.Harvest(engine.cycle.window, np.array([1.0]), np.array([True]))
+    assert engine.cycle.watch.look(harvest, engine.bases, {knob.name: -5.0}) is None
 
 
 @pytest.mark.parametrize(
     ("losses", "valid", "mean"), [([1.0, 3.0], [True, True], 2.0), ([1.0, 3.0], [True, False], 1.0)]
 )
 def test_a_windows_loss_is_the_mean_over_sound_replicas(losses: list[float], valid: list[bool], mean: float) -> None:
-    window = make().window
+    window = make().cycle.window
     assert hdet.evidence.Harvest(window, np.array(losses), np.array(valid)).loss == mean
     unreported = hdet.evidence.Harvest(window, np.array([1.0, math.nan]), np.array([True, True]))
     assert unreported.loss is None
@@ -352,10 +352,10 @@ def test_a_windows_loss_is_the_mean_over_sound_replicas(losses: list[float], val
 def test_a_window_whose_loss_was_not_reported_is_not_the_best() -> None:
     engine = make(guard=Rewind())
     train(engine, 8)
-    watch = engine.watch
+    watch = engine.cycle.watch
     assert watch is not None
     before = watch.held.step
-    unreported = hdet.evidence.Harvest(engine.window, np.array([math.nan]), np.array([True]))
+    unreported = hdet.evidence.Harvest(engine.cycle.window, np.array([math.nan]), np.array([True]))
     assert watch.look(unreported, engine.bases, {}) is None
     assert watch.held.step == before
 
@@ -368,7 +368,7 @@ def test_where_it_did_not_the_run_goes_on(peak: float, overshoot: float | None) 
 
 def test_it_counts_what_was_lowered_in_all() -> None:
     """What was raised again in between counts against it, and each knob is counted by itself."""
-    watch = looking_ahead(0.01, Rewind(overshoot=math.exp(1.0))).watch
+    watch = looking_ahead(0.01, Rewind(overshoot=math.exp(1.0))).cycle.watch
     assert watch is not None
     assert not watch._overshot({"one": -0.6, "two": 0.0})
     assert not watch._overshot({"one": 0.3, "two": -0.6})
@@ -439,7 +439,7 @@ def test_a_resume_is_the_same_run_bit_for_bit(stop: int, assert_same: Any) -> No
     rest = train(second)
     assert rewinds(rest) == [each for each in rewinds(records) if each[0] > stop]
     assert_same(second.hosts[0][0].state_dict(), whole.hosts[0][0].state_dict())
-    assert_same(second.watch.state_dict(), whole.watch.state_dict())  # type: ignore[union-attr]
+    assert_same(second.cycle.watch.state_dict(), whole.cycle.watch.state_dict())  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("stop", [4, 12, 20, 28, 40])
@@ -456,7 +456,7 @@ def test_a_resume_before_or_after_a_new_start_is_the_same_run_bit_for_bit(stop: 
     rest = train(second, 80)
     assert restarts(rest) == [each for each in restarts(records) if each[0] > stop]
     assert_same(second.hosts[0][0].state_dict(), whole.hosts[0][0].state_dict())
-    assert_same(second.watch.state_dict(), whole.watch.state_dict())  # type: ignore[union-attr]
+    assert_same(second.cycle.watch.state_dict(), whole.cycle.watch.state_dict())  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("signal", [None, hdet.TrainingLoss()])

@@ -93,7 +93,7 @@ def found(size: ProbeSize, history: list[WindowRecord]) -> list[dict[str, Any]]:
 
 def looker(**options: Any) -> ProbeSize:
     made = engine(**options)
-    return ProbeSize(made.knobs, made.signal, made.gradients)
+    return ProbeSize(made.knobs, made.plan.signal, made.plan.gradients)
 
 
 def test_it_tells_once_after_enough_windows_that_taught_something() -> None:

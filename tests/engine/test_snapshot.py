@@ -204,7 +204,7 @@ def test_another_spread_or_window_opens_the_window_anew(straight: Any, problem: 
     engine = build(problem, window=hdet.FixedWindow(3))
     engine.load_state_dict(states[14])
     assert engine.step_count == 10
-    assert (engine.window.start, engine.window.stop) == (10, 13)
+    assert (engine.cycle.window.start, engine.cycle.window.stop) == (10, 13)
     train(engine)
     engine = build(problem, decay_spread=hdet.Symmetric(0.2))
     engine.load_state_dict(states[14])
@@ -396,9 +396,9 @@ def test_a_guard_resumes_with_the_point_it_holds(step: int, problem: Any, train:
     engine.load_state_dict(state)
     go(engine, 24)
     assert_same(outcome(engine), outcome(whole))
-    assert engine.watch is not None
-    assert whole.watch is not None
-    assert_same(engine.watch.state_dict(), whole.watch.state_dict())
+    assert engine.cycle.watch is not None
+    assert whole.cycle.watch is not None
+    assert_same(engine.cycle.watch.state_dict(), whole.cycle.watch.state_dict())
     with pytest.raises(CheckpointError, match="guard="):
         start(guard=None).load_state_dict(state)
 

@@ -360,7 +360,7 @@ def test_a_block_that_the_windows_end_would_cut_short_is_not_explored() -> None:
     train(engine, 19, loss=noisy, watch=lambda model: seen.append(model.a))
     assert seen[16:] == [SCALE] * 3
     assert SCALE not in seen[:16]
-    (collector,) = engine.collectors
+    (collector,) = engine.cycle.collectors
     assert isinstance(collector, ContrastCollector)
     assert isinstance(collector.record, Dots)
     assert [len(saved) for saved in collector.record.saved] == [4]
@@ -404,7 +404,7 @@ def explored_windows(
         watch=lambda model: seen.append(of(model)),
         report=lambda step, own: torch.tensor(training(step)),
     )
-    windows = np.array(seen).reshape(-1, engine.window.stop - engine.window.start, engine.size)
+    windows = np.array(seen).reshape(-1, engine.cycle.window.stop - engine.cycle.window.start, engine.size)
     return [number for number, window in enumerate(windows) if (window != base).any()]
 
 
@@ -739,7 +739,7 @@ def placebo_ts(
         signal=Probe(lambda m, batch: m.w.sum() + batch, [0.0, 0.5]),
         total_steps=windows * window,
     )
-    (collector,) = engine.collectors
+    (collector,) = engine.cycle.collectors
     assert isinstance(collector, ContrastCollector)
     collector.design = design or collector.design  # type: ignore[assignment]
     generator = torch.Generator().manual_seed(n)

@@ -269,7 +269,7 @@ def collector(knobs: list[hdet.Knob], n: int = 8, **options: Any) -> tuple[Engin
     model = Vector()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, weight_decay=0.1)
     engine = Engine(hdet.replicate(model, optimizer, n=n), knobs, **options)
-    (only,) = engine.collectors
+    (only,) = engine.cycle.collectors
     assert isinstance(only, DivergentCollector)
     return engine, only
 
@@ -327,7 +327,7 @@ def test_knobs_with_evidence_of_their_own_are_judged_apart() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, weight_decay=0.1)
     knobs = [hdet.LearningRate(), hdet.WeightDecay(evidence=own)]
     engine = Engine(hdet.replicate(model, optimizer, n=4), knobs, window=2)
-    assert [[knob.name for knob in one.knobs] for one in engine.collectors] == [
+    assert [[knob.name for knob in one.knobs] for one in engine.cycle.collectors] == [
         ["learning_rate"],
         ["weight_decay"],
     ]

@@ -183,9 +183,9 @@ def with_dropout(
 
 def by_gradients(engine: Engine) -> np.ndarray[Any, np.dtype[np.float64]]:
     """[J] -<v, g(u + d) - g(u - d)> / (2 d) by autograd, with the random numbers of the window's measurement."""
-    (collector,) = engine.collectors
+    (collector,) = engine.cycle.collectors
     assert isinstance(collector, MixedDifferenceCollector)
-    scene, levels, window = collector.scene, collector.levels, engine.window
+    scene, levels, window = collector.scene, collector.levels, engine.cycle.window
     model = scene.replicas.hosts[0][0]
     found = aim(scene, window.index)
     assert found is not None
@@ -241,7 +241,7 @@ def test_batch_by_batch_it_is_the_gradients_own_contrast(
 
     monkeypatch.setattr(MixedDifferenceCollector, "_losses", spied)
     estimate = trained_alike(engine)
-    (up, down), half = np.moveaxis(held["losses"], 0, -1), engine.collectors[0].levels.half[0]  # type: ignore[attr-defined]
+    (up, down), half = np.moveaxis(held["losses"], 0, -1), engine.cycle.collectors[0].levels.half[0]  # type: ignore[attr-defined]
     mixed = -((up[0] - up[1]) - (down[0] - down[1])) / (4 * held["distance"] * half)
     expected = held["expected"]
     assert np.corrcoef(mixed, expected)[0, 1] > 0.9999
@@ -277,7 +277,7 @@ def test_training_a_step_again_says_the_same() -> None:
     """With the batches' mean gradient, at weights that were trained; dropout's own random numbers."""
     engine = with_dropout(window=40, windows=2, batches=8, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.05))
     estimate = trained_alike(engine, lambda step: examples(1000 + step % 4, 16))
-    (collector,) = engine.collectors
+    (collector,) = engine.cycle.collectors
     assert isinstance(collector, MixedDifferenceCollector)
     scene, levels = collector.scene, collector.levels
     assert scene.objective is not None

@@ -97,7 +97,7 @@ def train(engine: Engine, until: int | None = None, watch: Callable[[Any], objec
         for replica in engine.replicas:
             with replica:
                 watch(replica)
-                loss = loss_of(replica.model, data(1000 * step + replica.data_index + 10**6 * engine.seed))
+                loss = loss_of(replica.model, data(1000 * step + replica.data_index + 10**6 * engine.plan.seed))
                 loss.backward()
             losses.append(loss.detach())
         engine.share_gradients()

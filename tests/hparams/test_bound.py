@@ -16,7 +16,7 @@ from hdet import Arcsine, Context, Controller, Estimate, Linear, Log, Logit, Rel
 from hdet.controllers.state import NoState
 from hdet.engine.defaults import complete
 from hdet.errors import CheckpointError, ConfigError
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound import BoundKnob, Moment
 
 
 class Cell:
@@ -57,7 +57,7 @@ def bound(n: int = 4, value: float = 0.1, **fields: Any) -> BoundKnob:
 
 
 def wish(knob: BoundKnob, move: float, step: int = 1) -> float:
-    return knob.judge(Estimate(slope=move, stderr=0.1), step, 100, 0, 3)
+    return knob.judge(Estimate(slope=move, stderr=0.1), Moment(step=step, total_steps=100, window=0, windows_left=3))
 
 
 SPACES = st.sampled_from([Log(), Logit(), Linear(0.3), Relative(), Arcsine()])

@@ -205,8 +205,8 @@ def test_one_run_is_paid_for() -> None:
 def test_a_guard_watches_over_it() -> None:
     model = network()
     engine = hdet.recommended(model, adamw(model), total_steps=STEPS, probe=probe(), quiet=True)
-    assert engine.watch is not None
-    assert engine.watch.spec == hdet.Rewind()
+    assert engine.cycle.watch is not None
+    assert engine.cycle.watch.spec == hdet.Rewind()
 
 
 def test_replicas_may_be_given() -> None:

@@ -149,4 +149,4 @@ def test_the_engine_says_where_averages_lie(problem: Any) -> None:
     replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
     for option, device in (("device", None), ("host", "cpu")):
         made = hdet.Engine(replicas, [hdet.LearningRate()], averages=option)  # type: ignore[arg-type]
-        assert made.averages.device == device
+        assert made.cycle.averages.device == device

@@ -119,7 +119,7 @@ class Training:
 
     def _resume(self, folder: RunFolder) -> None:
         if leads():
-            self.engine.history = History(folder.history)
+            self.engine.cycle.history = History(folder.history)
         state = folder.load_checkpoint()
         if state is None:
             self.engine.history.truncate(0)  # a first window may have been written and its checkpoint not

@@ -440,7 +440,7 @@ def test_seats_of_one_model_remember_what_copies_remember() -> None:
 
 def test_a_resume_with_another_number_of_replicas_drops_the_traces() -> None:
     def collector(engine: Engine) -> Traces:
-        (own,) = engine.collectors
+        (own,) = engine.cycle.collectors
         assert isinstance(own, ContrastCollector)
         assert isinstance(own.record, Traces)
         return own.record

@@ -1,4 +1,4 @@
-"""Warnings at the line of the caller's own code, not at one of this package's."""
+"""Warnings at the line of the user's own code, not at one of this package's."""
 
 from __future__ import annotations
 

@@ -1,0 +1,334 @@
+"""The cycle: a window opens, is trained, compared, merged and judged; the only file that knows this order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hdet.controllers import Estimate
+from hdet.engine import recovery
+from hdet.engine.declaration import declaration
+from hdet.engine.guard import Watch
+from hdet.engine.plan import Plan
+from hdet.engine.probe_size import ProbeSize
+from hdet.engine.tally import Losses, Reading, Tally
+from hdet.errors import DivergedError
+from hdet.evidence import Collector, Harvest, Scene, Window
+from hdet.history import History, WindowRecord
+from hdet.hparams.bound import Moment
+from hdet.replicas import Replica, Terms
+from hdet.replicas.anchor import Anchor
+from hdet.replicas.average import Averages
+from hdet.replicas.distributed.lost_rank import translated
+
+MAX_RESTORES = 3
+
+
+class Cycle:
+    """The windows of one run, from the first step to the last.
+
+    Attributes:
+        step_count: optimizer steps done.
+        window: the one under way.
+        anchor: the point it opened at.
+        restores: windows on end in which all replicas became non-finite.
+        run: a name that the run's checkpoints share, given by the first of them.
+    """
+
+    def __init__(self, plan: Plan, history: History) -> None:
+        self.plan = plan
+        self.home = plan.replicas
+        self.hosts = plan.replicas.hosts
+        self.knobs = plan.knobs
+        self.history = history
+        self.anchor = Anchor(*self.hosts[0], device="cpu" if plan.anchor == "host" else None)
+        self.averages = Averages(self.hosts, device="cpu" if plan.averages == "host" else None)
+        scene = Scene(
+            self.home,
+            plan.signal,
+            plan.gradients,
+            plan.seed,
+            self.anchor,
+            self.averages,
+            self.at_base,
+            plan.apart,
+            plan.objective,
+        )
+        self.collectors: list[Collector] = [source.collect(scene, plan.judged_by(source)) for source in plan.evidence]
+        self.watch: Watch | None = plan.guard.watch(scene) if plan.guard is not None else None
+        self.tally = Tally(self.home)
+        self._probe_size = ProbeSize(self.knobs, plan.signal, plan.gradients)
+        self.home.begin(
+            Terms(
+                gradients=plan.gradients,
+                explored=plan.explored or plan.counterfactual,
+                apart=plan.apart,
+                observed=any(type(collector).exit is not Collector.exit for collector in self.collectors),
+                anchor=self.anchor,
+                merge=plan.merge.to_dict(),
+                declaration=declaration(plan),
+            )
+        )
+        self.run: str | None = None
+        self.step_count = 0
+        self.finished = False
+        self.restores = 0
+        self._last_step = plan.total_steps
+        self._begun = False
+        self._met = False  # a warm noisy start (`hdet.perturb`) may have set the replicas apart
+        self._seats_share_models = len(self.home.local) > len(self.hosts)
+        self._places = _first_indices(self.home.local, len(self.hosts))
+        self._clock = time.perf_counter()
+        self.window = self.open_window(0)
+
+    # -- what a step is made of -------------------------------------------------------------------
+
+    def enter(self, replica: Replica) -> None:
+        """A replica is about to run forward."""
+        if not self._begun:
+            self._begun = True
+            if self.watch is not None and self.step_count == 0:
+                self.watch.begin()
+        if self._seats_share_models:
+            for knob in self.knobs:
+                knob.write(replica.host, knob.values(self.step_count, [replica.index])[0])
+        for collector in self.collectors:
+            collector.enter(replica, self.step_count)
+
+    def exit(self, replica: Replica) -> None:
+        """A replica has run backward; its gradient is not yet shared."""
+        for collector in self.collectors:
+            collector.exit(replica, self.step_count)
+
+    def step(self, losses: Losses | None) -> WindowRecord | None:
+        """The optimizers have made a step. Returns the window's record when this step ends one."""
+        if self.tally.steps == 0:
+            self.history.expect(self.window.index)
+        self.tally.add(losses)
+        self.averages.add()
+        for collector in self.collectors:
+            collector.after_update(self.window, self.step_count)
+        self.step_count += 1
+        self.home.advance()
+        if self.step_count < self.window.stop:
+            self.apply()
+            return None
+        with translated("closing a window"):
+            return self.close_window()
+
+    def apply(self) -> None:
+        """Put the coming step's values in force."""
+        for knob in self.knobs:
+            for host, value in enumerate(knob.values(self.step_count, self._places)):
+                knob.write(host, value)
+
+    def reapply(self) -> None:
+        """The same, after something else wrote or loaded a model or an optimizer."""
+        for knob in self.knobs:
+            knob.forget()
+        self.apply()
+
+    @contextmanager
+    def at_base(self) -> Iterator[None]:
+        """Every knob at its base inside the block."""
+        for knob in self.knobs:
+            base = knob.base(self.step_count)
+            for host in range(len(self.hosts)):
+                knob.write(host, base)
+        try:
+            yield
+        finally:
+            self.apply()
+
+    # -- what a window is made of -----------------------------------------------------------------
+
+    def open_window(self, index: int) -> Window:
+        """All replicas are alike: anchor the point, draw the designs, put the values in force."""
+        start = self.step_count
+        stop = start + self.plan.windows.length(start)
+        if self._last_step is not None:
+            stop = min(stop, self._last_step)
+        self.window = Window(index, start, stop, self._last_step)
+        for knob in self.knobs:
+            knob.rest()
+        self.apply()  # so that the anchored optimizer holds the bases, not the first replica's levels
+        self.anchor.take(start)
+        self.tally.reset()
+        self.averages.reset()
+        for collector in self.collectors:
+            collector.open(self.window)
+        self.apply()
+        self._clock = time.perf_counter()
+        return self.window
+
+    def close_window(self) -> WindowRecord:
+        """Gather, judge, merge, move; then open the next window, or end the run.
+
+        Raises:
+            DivergedError: all replicas became non-finite in several windows on end.
+        """
+        began = time.perf_counter()
+        self.home.advance(now=True)
+        window = Window(self.window.index, self.window.start, self.step_count, self._last_step)
+        reading = self.tally.read(self.step_count)
+        last = window.stop - 1
+        bases = {knob.name: knob.base(last) for knob in self.knobs}
+        values = {knob.name: knob.values(last, range(self.home.size)) for knob in self.knobs}
+        opened = {knob.name: knob.learned for knob in self.knobs}
+        estimates: dict[str, Estimate] = {}
+        moves = {knob.name: 0.0 for knob in self.knobs}
+        merged, faults = False, list(reading.faults)
+        if reading.valid.any():
+            self.restores = 0
+            harvest = Harvest(window, reading.losses, reading.valid)
+            for collector in self.collectors:
+                estimates.update(collector.close(harvest))
+            merged = self._converge(reading.valid)
+            moment = self._moment(window, harvest.loss)
+            for knob in self.knobs:
+                moves[knob.name] = knob.judge(estimates[knob.name], moment)
+            went_back = self._guard(harvest, bases, estimates, moves, moment)
+            if went_back is not None:
+                faults.append(went_back.fault)
+                moves = _sum(moves, went_back.moves)
+        else:
+            self.restores += 1
+            faults.append(recovery.restore(self.plan, self.anchor))
+            if self.watch is not None:
+                moves = recovery.retreat(self.knobs, bases, self._moment(window, None))
+        now = time.perf_counter()
+        record = WindowRecord(
+            window=window.index,
+            start=window.start,
+            stop=window.stop,
+            bases=bases,
+            values=values,
+            losses=[float(loss) if np.isfinite(loss) else None for loss in reading.losses],
+            estimates={name: estimate.to_dict() for name, estimate in estimates.items()},
+            moves=moves,
+            merged=merged,
+            faults=faults,
+            seconds=now - self._clock,
+            closing=now - began,
+            learned={
+                knob.name: {
+                    "start": knob.learned.start,
+                    "opened": opened[knob.name].value,
+                    "closed": knob.learned.value,
+                }
+                for knob in self.knobs
+            },
+        )
+        record.hints.extend(self._probe_size.look(self.history.windows, record))
+        self.history.append(record)
+        if self.step_count == self._last_step:
+            self.end()
+        else:
+            self.open_window(window.index + 1)
+        self._refuse_to_go_on(reading, bases)
+        return record
+
+    def _moment(self, window: Window, loss: float | None) -> Moment:
+        left = None if self._last_step is None else self.plan.windows.count(self.step_count, self._last_step)
+        return Moment(
+            step=self.step_count,
+            total_steps=self.plan.total_steps,
+            window=window.index,
+            windows_left=left,
+            window_steps=window.stop - window.start,
+            loss=loss,
+        )
+
+    def _converge(self, valid: NDArray[np.bool_]) -> bool:
+        """Merge, unless nothing can have come apart."""
+        apart = (
+            self.plan.apart
+            or not self._met
+            or not valid.all()
+            or any(buffer.is_floating_point() for buffer in self.hosts[0][0].buffers())
+        )
+        if not self.home.diverge:
+            self.home.mean_buffers(valid.tolist())
+        self._met = True
+        if not (self.home.diverge and apart):
+            return False
+        self.plan.merge(self.home, valid.tolist())
+        for knob in self.knobs:
+            knob.forget()  # a failed replica took over another's optimizer, knob values included
+        return True
+
+    def _guard(
+        self,
+        harvest: Harvest,
+        bases: dict[str, float],
+        estimates: dict[str, Estimate],
+        moves: dict[str, float],
+        moment: Moment,
+    ) -> recovery.Recovery | None:
+        if self.watch is None:
+            return None
+        too_late = self.step_count == self._last_step  # to begin anew
+        ahead = {} if too_late else {name: moves[name] for name, told in estimates.items() if told.offset > 0}
+        went_back = recovery.guarded(self.plan, self.watch, harvest, bases, ahead, moment)
+        if went_back is not None:
+            self._met = went_back.alike
+            for collector in self.collectors:
+                collector.forget()
+        return went_back
+
+    def _refuse_to_go_on(self, reading: Reading, bases: dict[str, float]) -> None:
+        if self.restores > MAX_RESTORES:
+            raise DivergedError(
+                f"all {self.home.size} replicas became non-finite in {self.restores} windows on end, the last at step "
+                f"{reading.faults[0]['step']}; the models hold the last converged point. Start from lower values; the "
+                f"bases were {bases}"
+            )
+
+    # -- how a run ends, and goes on --------------------------------------------------------------
+
+    def finish(self) -> WindowRecord | None:
+        """End the run now: closes and merges a window under way."""
+        if self.finished:
+            return None
+        self._last_step = self.step_count
+        if self.tally.steps:
+            return self.close_window()
+        self.end()
+        return None
+
+    def end(self) -> None:
+        """The last step is made: every knob is at its base."""
+        self.finished = True
+        self.home.advance(now=True)
+        for knob in self.knobs:
+            knob.rest()
+        self.apply()
+
+    def resume(self, window: int, finished: bool) -> None:
+        """Take up a run at `step_count`, where all replicas are alike: open a window, or be at the end."""
+        self._last_step = self.plan.total_steps
+        self._met = window > 0
+        self.home.restored(merged=self._met)
+        self.finished = finished
+        for knob in self.knobs:
+            knob.forget()
+        if finished:
+            self.end()
+        else:
+            self.open_window(window)
+
+
+def _sum(moves: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    return {name: move + more[name] for name, move in moves.items()}
+
+
+def _first_indices(replicas: Sequence[Replica], hosts: int) -> list[int]:
+    """The replica whose values each host holds at rest: its first."""
+    first: dict[int, int] = {}
+    for replica in replicas:
+        first.setdefault(replica.host, replica.index)
+    return [first[host] for host in range(hosts)]

@@ -1,0 +1,60 @@
+"""What every process of a run must declare alike, because each decides by itself."""
+
+from __future__ import annotations
+
+import json
+
+from torch import Tensor
+
+from hdet.engine.plan import Plan
+from hdet.signals import Probe
+from hdet.spec import Spec
+
+
+def declaration(plan: Plan) -> dict[str, str]:
+    """By name and as text, what every process of a run must declare alike, because each decides by itself."""
+    signal = plan.signal
+    return {
+        "knobs": _told([_plain(knob.spec) for knob in plan.knobs]),
+        "bases": _told([knob.schedule(0) for knob in plan.knobs]),
+        "evidence": _told([_plain(source) for source in plan.evidence]),
+        "signal": f"probe at {signal.at}, stride {signal.stride}" if isinstance(signal, Probe) else "training loss",
+        "merge": _told(plan.merge.to_dict()),
+        "window": _told(plan.windows.to_dict()),
+        "gradients": plan.gradients,
+        "seed": str(plan.seed),
+        "total_steps": str(plan.total_steps),
+        "guard": _told(_plain(plan.guard) if plan.guard is not None else None),
+        "optimizer's groups": _told(_settings(plan)),
+    }
+
+
+def _settings(plan: Plan) -> list[dict[str, object]]:
+    """What the optimizer's groups hold beside their parameters and the values that knobs write."""
+    optimizer = plan.replicas.hosts[0][1]
+    written = frozenset(target for knob in plan.knobs for target in knob.bindings[0].targets)
+
+    def told(index: int, key: str, value: object) -> object:
+        if (id(optimizer), index, key, None) in written:
+            return "a knob's"
+        if isinstance(value, (tuple, list)):
+            return ["a knob's" if (id(optimizer), index, key, i) in written else v for i, v in enumerate(value)]
+        if isinstance(value, Tensor):
+            return value.tolist() if value.numel() == 1 else list(value.shape)
+        return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+
+    return [
+        {key: told(index, key, value) for key, value in group.items() if key != "params"}
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _plain(spec: Spec) -> object:
+    try:
+        return spec.to_dict()
+    except ValueError:  # a function among the fields, which has no text that is the same everywhere
+        return f"{spec.kind} {getattr(spec, 'label', '')}"
+
+
+def _told(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)

@@ -1,0 +1,142 @@
+"""The plan: what an engine was declared to do, worked out and found possible before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hdet.engine import admission
+from hdet.engine.defaults import complete
+from hdet.engine.guard import Guard
+from hdet.errors import ConfigError
+from hdet.evidence import Contrast, Evidence
+from hdet.hparams.bound import BoundKnob
+from hdet.hparams.knob import Knob
+from hdet.replicas import Replicas
+from hdet.replicas.merge import Mean, Merge
+from hdet.signals import Objective, Probe, Signal, TrainingLoss
+from hdet.windows import FixedWindow, Windows
+
+Gradients = Literal["shared", "local"]
+Place = Literal["device", "host"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is explored, by what evidence, over which windows; see `hdet.Engine` for its arguments.
+
+    Attributes:
+        knobs: bound to the replicas of this process, with their evidence and controllers filled in.
+        evidence: the distinct declarations, in the order of the knobs that name them.
+        explored: whether any knob is explored by replicas that diverge.
+        apart: whether replicas come apart within a window.
+        paired: whether replicas go in pairs that take the same data.
+        total_steps: the run's length; None for an open end.
+    """
+
+    replicas: Replicas
+    knobs: list[BoundKnob]
+    evidence: list[Evidence]
+    windows: Windows
+    signal: Signal
+    merge: Merge
+    gradients: Gradients
+    seed: int
+    total_steps: int | None
+    anchor: Place
+    averages: Place
+    guard: Guard | None
+    objective: Objective | None
+    explored: bool
+    apart: bool
+    paired: bool
+
+    @classmethod
+    def of(
+        cls,
+        replicas: Replicas,
+        knobs: Sequence[Knob],
+        *,
+        window: int | Windows,
+        signal: Signal | None,
+        evidence: Evidence | None,
+        merge: Merge | None,
+        gradients: Gradients,
+        seed: int,
+        total_steps: int | None,
+        anchor: Place,
+        averages: Place,
+        guard: Guard | None,
+        objective: Objective | None,
+    ) -> Plan:
+        """Work a declaration out.
+
+        Raises:
+            ConfigError: it cannot be; the message names the knob and the way out.
+        """
+        for name, given, allowed in (
+            ("gradients", gradients, ("shared", "local")),
+            ("anchor", anchor, ("device", "host")),
+            ("averages", averages, ("device", "host")),
+        ):
+            if given not in allowed:
+                raise ConfigError(f"{name} must be {allowed[0]!r} or {allowed[1]!r}, got {given!r}")
+        admission.declared("replicas", replicas, Replicas)
+        admission.declared("window", window, int, Windows)
+        admission.declared("signal", signal, TrainingLoss, Probe, type(None))
+        admission.declared("evidence", evidence, Evidence, type(None))
+        admission.declared("merge", merge, Merge, type(None))
+        admission.declared("objective", objective, Objective, type(None))
+        for declared in knobs:
+            admission.declared("a knob", declared, Knob)
+        admission.unique_names(knobs)
+        signal = signal if signal is not None else TrainingLoss()
+        bound = [
+            BoundKnob(knob, [knob.bind(model, optimizer) for model, optimizer in replicas.hosts], replicas.size)
+            for knob in (complete(knob, evidence, replicas.diverge) for knob in knobs)
+        ]
+        admission.separate_targets(bound)
+        for knob in bound:
+            admission.identifiable(knob, knob.evidence, replicas, signal, gradients)
+            admission.has_objective(knob, knob.evidence, objective)
+        paired = admission.paired(bound, replicas)
+        total_steps = admission.common_total(bound, total_steps)
+        admission.guarded(guard, signal)
+        sources: dict[Evidence, None] = {}
+        for knob in bound:
+            assert isinstance(knob.evidence, Evidence)  # each that can be declared is one
+            sources[knob.evidence] = None
+        explored = any(knob.evidence.diverges and knob.spec.spread.width for knob in bound)
+        return cls(
+            replicas=replicas,
+            knobs=bound,
+            evidence=list(sources),
+            windows=FixedWindow(window) if isinstance(window, int) else window,
+            signal=signal,
+            merge=merge if merge is not None else Mean(),
+            gradients=gradients,
+            seed=seed,
+            total_steps=total_steps,
+            anchor=anchor,
+            averages=averages,
+            guard=guard,
+            objective=objective,
+            explored=explored,
+            apart=replicas.diverge and (gradients == "local" or explored),
+            paired=paired,
+        )
+
+    @property
+    def numbered(self) -> bool:
+        """Whether passes draw random numbers of their own: pairs that are compared, and something to compare."""
+        return self.paired and any(knob.spec.spread.width for knob in self.knobs if isinstance(knob.evidence, Contrast))
+
+    @property
+    def counterfactual(self) -> bool:
+        """Whether any knob is judged without replicas that diverge."""
+        return not all(knob.evidence.diverges for knob in self.knobs)
+
+    def judged_by(self, source: Evidence) -> list[BoundKnob]:
+        """The knobs that one evidence judges, jointly."""
+        return [knob for knob in self.knobs if knob.evidence == source]
