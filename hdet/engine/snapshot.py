@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from hdet.engine.cycle import Cycle
 from hdet.errors import CheckpointError
-from hdet.replicas import Replica, tensors
+from hdet.replicas import Replica, held_optimizer, tensors
 from hdet.replicas.distributed.fingerprint import fingerprint
 
 FORMAT = 2
@@ -83,7 +83,7 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any]) -> None:
         model, optimizer = cycle.hosts[replica.host]
         start = opening[str(replica.index)] if own_starts else point
         model.load_state_dict(start["model"])
-        optimizer.load_state_dict(copy.deepcopy(start["optimizer"]))
+        held_optimizer.load(optimizer, start["optimizer"])
     if cycle.watch is not None:
         cycle.watch.load_state_dict(state["watch"])
     cycle.restores = state["restores"]
@@ -110,7 +110,7 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any]) -> None:
     for replica in _one_a_host(cycle):
         own_state = under_way["replicas"][str(replica.index)]
         cycle.hosts[replica.host][0].load_state_dict(own_state["model"])
-        replica.optimizer.load_state_dict(copy.deepcopy(own_state["optimizer"]))
+        held_optimizer.load(replica.optimizer, own_state["optimizer"])
     cycle.reapply()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.replicas import tensors
+from hdet.replicas.held_optimizer import HeldOptimizer
 
 
 class Anchor:
-    """A copy of one model's parameters, buffers and optimizer state at a window's opening.
+    """A copy of one model's parameters and buffers, and of its optimizer's state, at a window's opening.
+
+    Copies lie in memory that persists from one window to the next. Frozen parameters are not copied, unless the
+    optimizer holds them or somebody writes them all the same (a teacher that follows by moving averages; noticed when
+    it has been written for the first time).
 
     Args:
         model, optimizer: the pair it is taken from.
@@ -25,76 +31,111 @@ class Anchor:
         self._model = model
         self._optimizer = optimizer
         self._device = device
-        self._held: list[Tensor] = []
-        self._optimizer_state: dict[str, Any] = {}
+        self._state = HeldOptimizer(optimizer, device)
+        self._parameters: dict[int, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._versions: dict[int, int] = {}
         self.step = 0
 
     @torch.no_grad()
     def take(self, step: int) -> None:
         """Copy the point as it is now; `step` is the number of updates it has had."""
         self.step = step
-        live = _everything(self._model)
-        if len(self._held) == len(live):
-            tensors.copy_(self._held, live)
-        else:
-            self._held = tensors.clones(live, self._device)
-        self._optimizer_state = self._kept(self._optimizer.state_dict())
+        live = self._moving()
+        self._parameters = self._refilled(self._parameters, live)
+        self._buffers = self._refilled(self._buffers, _buffers(self._model))
+        self._state.take()
 
-    def _kept(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _refilled(self, held: dict[Any, Tensor], live: dict[Any, Tensor]) -> dict[Any, Tensor]:
+        fits = {key for key in live if key in held and held[key].shape == live[key].shape}
+        tensors.copy_([held[key] for key in live if key in fits], [live[key] for key in live if key in fits])
         return {
-            key: _copied(value, self._device) if key == "state" else copy.deepcopy(value)
-            for key, value in state.items()
+            key: held[key] if key in fits else value.to(device=self._device, copy=True) for key, value in live.items()
         }
+
+    def _moving(self) -> dict[int, Tensor]:
+        """The parameters that training can change, by their number in the model."""
+        own = [*self._model.parameters()]
+        moving = {}
+        for number, (parameter, moves) in enumerate(zip(own, self._movable(), strict=True)):
+            version = 0 if parameter.is_inference() else parameter._version
+            moves = moves or number in self._parameters or self._versions.get(number, version) != version
+            if moves:
+                moving[number] = tensors.local(parameter.detach())
+            else:
+                self._versions[number] = version
+        return moving
+
+    def _movable(self) -> list[bool]:
+        tensors.reshard(self._model)
+        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        return [p.requires_grad or id(p) in held for p in self._model.parameters()]
 
     def parameters(self) -> list[Tensor]:
         """The anchored values of `hdet.replicas.tensors.parameters(model)`, in its order."""
-        tensors.reshard(self._model)
-        whole = [parameter.numel() for parameter in self._model.parameters()]
-        return [held for held, size in zip(self._held[: len(whole)], whole, strict=True) if size]
+        return [
+            held for held, whole in zip(self._all_parameters(), self._model.parameters(), strict=True) if whole.numel()
+        ]
 
     @property
     def held(self) -> list[Tensor]:
-        """The anchored values of all parameters and buffers, in the model's order; of sharded ones this rank's part."""
-        return self._held
+        """The anchored values of all parameters and buffers, in the model's order; of sharded ones this rank's part.
+
+        What is not copied, because nothing changes it, is the model's own.
+        """
+        return [*self._all_parameters(), *(self._buffers.get(n, b) for n, b in _buffers(self._model).items())]
+
+    def _all_parameters(self) -> list[Tensor]:
+        tensors.reshard(self._model)
+        live = (tensors.local(parameter.detach()) for parameter in self._model.parameters())
+        return [self._parameters.get(number, own) for number, own in enumerate(live)]
 
     @property
     def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state dict as it was."""
-        return self._optimizer_state
+        """The optimizer's state dict as it was; held tensors, not copies."""
+        return self._state.state_dict()
 
     def restore(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Put the point back into a model and its optimizer."""
-        tensors.copy_(_everything(model), self._held)
-        optimizer.load_state_dict(copy.deepcopy(self._optimizer_state))
+        """Put the point back into a model and its optimizer, in the memory that they have.
 
-    def substituted(self) -> AbstractContextManager[None]:
+        Of the optimizer's parameter groups only what it keeps there as state is written: learning rates and the like
+        are the user's, a scheduler's or a knob's.
+        """
+        pairs = self._pairs(model)
+        tensors.copy_([live for live, _ in pairs], [held for _, held in pairs])
+        self._state.put_back(optimizer)
+
+    def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """The model's tensors with what is held for them. A buffer that has come since, or has grown, is let be."""
+        tensors.reshard(model)
+        own = [tensors.local(parameter.detach()) for parameter in model.parameters()]
+        found = [(own[number], held) for number, held in self._parameters.items()]
+        buffers = _buffers(model)
+        fits = [name for name, held in self._buffers.items() if name in buffers and buffers[name].shape == held.shape]
+        return found + [(buffers[name], self._buffers[name]) for name in fits]
+
+    @contextmanager
+    def substituted(self) -> Iterator[None]:
         """The anchored parameters and buffers in place of the model's, inside a block."""
-        return tensors.substituted(_everything(self._model), self._held)
+        pairs = self._pairs(self._model)
+        with tensors.substituted([live for live, _ in pairs], [held for _, held in pairs]):
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """The point as a model's and an optimizer's state dict."""
         with self.substituted():
             model = copy.deepcopy(self._model.state_dict())
-        return {"step": self.step, "model": model, "optimizer": copy.deepcopy(self._optimizer_state)}
+        return {"step": self.step, "model": model, "optimizer": copy.deepcopy(self.optimizer_state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold the point of a `state_dict`. Buffers that it does not name (not persistent) are held as they are now."""
         self.take(state["step"])
         with self.substituted():
             self._model.load_state_dict(state["model"])
-            tensors.copy_(self._held, _everything(self._model))
-        self._optimizer_state = self._kept(state["optimizer"])
+            pairs = self._pairs(self._model)
+            tensors.copy_([held for _, held in pairs], [live for live, _ in pairs])
+        self._state.load_state_dict(state["optimizer"])
 
 
-def _copied(value: Any, device: str | None) -> Any:
-    """A copy of nested state; tensors go to `device`, from which `Optimizer.load_state_dict` fetches them back."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device=device, copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(item, device) for key, item in value.items()}
-    return copy.deepcopy(value)
-
-
-def _everything(model: nn.Module) -> list[Tensor]:
-    tensors.reshard(model)
-    return [tensors.local(t.detach()) for t in (*model.parameters(), *model.buffers())]
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensors.local(buffer.detach()) for name, buffer in model.named_buffers()}

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
 from hdet.replicas import optimizer_states, tensors
+from hdet.replicas.held_optimizer import HeldOptimizer
 from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas
 
@@ -50,8 +51,11 @@ class Copies(Replicas):
         merged = [tensors.parameters(model) for model, _ in self.hosts]
         tensors.mean_([own for own, ok in zip(merged, valid, strict=True) if ok], merged)
         self.mean_buffers(valid)
-        for _, optimizer in failed:
-            optimizer.load_state_dict(copy.deepcopy(source_optimizer.state_dict()))
+        if failed:
+            held = HeldOptimizer(source_optimizer)
+            held.take()
+            for _, optimizer in failed:
+                held.put_back(optimizer)
         if optimizer_state == "average":
             optimizer_states.average([optimizer for _, optimizer in sound], [optimizer for _, optimizer in self.hosts])
         elif optimizer_state == "reset":

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.replicas import tensors
+from hdet.replicas.held_optimizer import kept_in_groups
 
 
 def average(sound: Sequence[Optimizer], every: Sequence[Optimizer]) -> None:
@@ -18,8 +19,8 @@ def average(sound: Sequence[Optimizer], every: Sequence[Optimizer]) -> None:
     Floating tensors are averaged. Counters and all else are taken over from the first that holds them. A
     parameter without a gradient in some replica has no state there; it gets that of those where it has one.
 
-    Numbers which an optimizer keeps in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are
-    averaged too. The values of knobs are among them, and have to be written anew.
+    Numbers which an optimizer keeps as state in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are
+    averaged too. Learning rates and the like are not: they are the user's, a scheduler's or a knob's.
     """
     # Tensors that all hold are averaged in one call.
     members: list[list[Tensor]] = [[] for _ in sound]
@@ -46,16 +47,14 @@ def average(sound: Sequence[Optimizer], every: Sequence[Optimizer]) -> None:
 
 
 def _average_groups(sound: Sequence[Optimizer], every: Sequence[Optimizer]) -> None:
-    for index, group in enumerate(sound[0].param_groups):
-        for key in [key for key in group if key != "params"]:
-            values = [optimizer.param_groups[index][key] for optimizer in sound]
-            if any(isinstance(optimizer.param_groups[index][key], Tensor) for optimizer in (*sound, *every)):
-                continue
-            apart = any(value != values[0] for value in values)
-            merged = sum(values) / len(values) if apart and isinstance(values[0], float) else values[0]
-            for optimizer in every:
-                if optimizer.param_groups[index][key] != merged:
-                    optimizer.param_groups[index][key] = copy.deepcopy(merged)
+    for index, key in kept_in_groups(sound[0]):
+        values = [optimizer.param_groups[index][key] for optimizer in sound]
+        if any(isinstance(optimizer.param_groups[index][key], Tensor) for optimizer in (*sound, *every)):
+            continue
+        apart = any(value != values[0] for value in values)
+        merged = sum(values) / len(values) if apart and isinstance(values[0], float) else values[0]
+        for optimizer in every:
+            optimizer.param_groups[index][key] = merged
 
 
 def _state(optimizer: Optimizer, index: int, place: int) -> dict[str, Any]:

@@ -125,6 +125,37 @@ def test_if_all_fail_the_last_converged_point_comes_back(
     assert all(record.faults == [] for record in records)
 
 
+@pytest.mark.parametrize("failing", [range(N), [1]])
+def test_a_users_scheduler_goes_on_as_if_nothing_had_failed(failing: Any, problem: Any, train: Any) -> None:
+    """A chainable one, which reads the rate that it wrote last."""
+    model = problem.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    knob = hdet.WeightDecay(spread=hdet.TwoLevel(0.3), controller=hdet.Hold())
+    engine = Engine(hdet.replicate(model, optimizer, n=N), [knob], window=5, total_steps=20, gradients="local")
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(own, 0.96) for own in engine.optimizers]
+    poisoned = poison(engine, 7, failing)
+
+    def after(step: int) -> None:
+        poisoned(step)
+        for scheduler in schedulers:
+            scheduler.step()
+
+    records = train(engine, after_update=after)
+    assert records[1].faults
+    for own in engine.optimizers:
+        assert own.param_groups[0]["lr"] == pytest.approx(0.01 * 0.96**20, rel=1e-12)
+
+
+def test_a_restored_point_lies_in_the_tensors_there_were(problem: Any, train: Any) -> None:
+    """Captured graphs and references see it."""
+    engine = build(problem)
+    train(engine, 5)
+    live = [own.state[p]["exp_avg"] for own in engine.optimizers for p in own.param_groups[0]["params"]]
+    train(engine, 15, after_update=poison(engine, 7, range(N)))
+    after = [own.state[p]["exp_avg"] for own in engine.optimizers for p in own.param_groups[0]["params"]]
+    assert all(one is other for one, other in zip(live, after, strict=True))
+
+
 def test_the_anchor_may_lie_on_the_host(problem: Any, train: Any, assert_same: Any) -> None:
     engine = build(problem, anchor="host")
     train(engine, 5)

@@ -421,6 +421,18 @@ def test_a_run_whose_dropout_is_raised_never_goes_back() -> None:
     assert rewinds(records) == []
 
 
+def test_what_the_users_own_schedule_wrote_is_not_taken_back() -> None:
+    engine = make(TOO_LARGE, guard=Rewind())
+    optimizer = engine.optimizers[0]
+
+    def before(step: int) -> None:
+        optimizer.param_groups[0]["eps"] *= 1.01
+
+    records = train(engine, before=before)
+    assert rewinds(records)
+    assert optimizer.param_groups[0]["eps"] == pytest.approx(1e-8 * 1.01**STEPS, rel=1e-9)
+
+
 # -- resume, and what is refused ------------------------------------------------------------------
 
 

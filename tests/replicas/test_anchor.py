@@ -66,14 +66,81 @@ def test_its_parameters_are_in_the_order_of_the_models(pair: Any) -> None:
     assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(held, live, strict=True))
 
 
-def test_a_tensor_rate_is_held_by_value(problem: Any) -> None:
+def test_a_tensor_rate_is_held_by_value_and_stays_as_it_was_written_since(problem: Any) -> None:
     model = problem.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     anchor = Anchor(model, optimizer)
     anchor.take(0)
     optimizer.param_groups[0]["lr"].fill_(0.5)
     anchor.restore(model, optimizer)
-    assert optimizer.param_groups[0]["lr"].item() == pytest.approx(0.1)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.5
+    assert anchor.state_dict()["optimizer"]["param_groups"][0]["lr"].item() == pytest.approx(0.1)
+
+
+def test_restoring_keeps_every_tensor_the_object_that_it_was(pair: Any, problem: Any) -> None:
+    """A captured graph, and whoever holds a reference, goes on seeing the state in force."""
+    model, optimizer = pair
+    step(problem, model, optimizer, 0)
+    anchor = Anchor(model, optimizer)
+    anchor.take(1)
+    live = [*model.parameters(), *model.buffers(), *(t for own in optimizer.state.values() for t in own.values())]
+    group = optimizer.param_groups[0]
+    step(problem, model, optimizer, 1)
+    anchor.restore(model, optimizer)
+    after = [*model.parameters(), *model.buffers(), *(t for own in optimizer.state.values() for t in own.values())]
+    assert all(one is other for one, other in zip(live, after, strict=True))
+    assert optimizer.param_groups[0] is group
+
+
+def test_copies_lie_in_the_same_memory_window_after_window(pair: Any, problem: Any) -> None:
+    model, optimizer = pair
+    anchor = Anchor(model, optimizer)
+    held: list[list[int]] = []
+    for number in range(3):
+        step(problem, model, optimizer, number)
+        anchor.take(number + 1)
+        moments = [own["exp_avg"] for own in anchor.optimizer_state["state"].values()]
+        held.append([t.data_ptr() for t in (*anchor.held, *moments)])
+    assert held[0] == held[1] == held[2]
+
+
+def test_frozen_parameters_are_not_copied_unless_somebody_writes_them(problem: Any) -> None:
+    """A LoRA base is not; a teacher that follows by moving averages is, from the first time it was seen to move."""
+    model = nn.ModuleDict({"base": nn.Linear(4, 6), "teacher": nn.Linear(6, 6), "adapter": nn.Linear(6, 1)})
+    model["base"].requires_grad_(False)
+    model["teacher"].requires_grad_(False)
+    optimizer = torch.optim.SGD(model["adapter"].parameters(), lr=0.1)
+    anchor = Anchor(model, optimizer)
+    anchor.take(0)
+    live = {p.data_ptr() for p in model.parameters()}
+    assert [t.data_ptr() in live for t in anchor.parameters()] == [True] * 4 + [False] * 2
+    with torch.no_grad():
+        model["teacher"].weight.mul_(0.5)
+    anchor.take(1)
+    before = model["teacher"].weight.clone()
+    with torch.no_grad():
+        model["teacher"].weight.fill_(float("nan"))
+    anchor.restore(model, optimizer)
+    assert torch.equal(model["teacher"].weight, before)
+    assert anchor.parameters()[0].data_ptr() == model["base"].weight.data_ptr()
+
+
+def test_a_buffer_that_came_or_grew_since_is_let_be(problem: Any) -> None:
+    model = problem.model()
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    anchor = Anchor(model, optimizer)
+    anchor.take(0)
+    model.register_buffer("late", torch.ones(1))
+    model.cache = torch.ones(5)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    anchor.restore(model, optimizer)
+    assert torch.equal(model.late, torch.ones(1))
+    assert torch.equal(model.cache, torch.ones(5))
+    assert model[0].weight.abs().sum() > 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

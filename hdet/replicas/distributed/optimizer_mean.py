@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hdet.replicas import optimizer_states
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
+from hdet.replicas.held_optimizer import kept_in_groups
 from hdet.replicas.tensors import local
 
 Entry = tuple[int, int, str]
@@ -28,9 +29,8 @@ def average(exchange: Exchange, optimizers: Sequence[Optimizer], valid: Sequence
     """Give every optimizer of every rank the mean state of the valid replicas'.
 
     Floating tensors are averaged; counters and integers are taken over from the first valid replica. Numbers which an
-    optimizer keeps in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are averaged too; values of
-    knobs are among them, and have to be written anew. A parameter without a gradient in some replica has no state
-    there and gets the mean of those that have one.
+    optimizer keeps as state in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are averaged too. A
+    parameter without a gradient in some replica has no state there and gets the mean of those that have one.
 
     Args:
         optimizers: of this rank's replicas.
@@ -148,13 +148,9 @@ def _union(exchange: Exchange, own: Structure) -> list[tuple[Entry, tuple[tuple[
 
 
 def _numbers(optimizer: Optimizer) -> dict[tuple[int, str], float]:
-    """What an optimizer keeps in its groups as floating numbers, by group and key."""
-    return {
-        (index, key): value
-        for index, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if isinstance(value, float)
-    }
+    """What an optimizer keeps as state in its groups, as floating numbers, by group and key."""
+    found = {(index, key): optimizer.param_groups[index][key] for index, key in kept_in_groups(optimizer)}
+    return {place: value for place, value in found.items() if isinstance(value, float)}
 
 
 def _code(own: Structure) -> Tensor:

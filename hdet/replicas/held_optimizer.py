@@ -1,0 +1,215 @@
+"""An optimizer's state as it was, to be put back without touching what the user or a scheduler wrote since."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet.replicas import tensors
+
+State = dict[str, Any]
+
+
+@cache
+def _arguments(kind: type) -> frozenset[str]:
+    """The names of a class's constructor arguments, its bases' included."""
+    constructors = (vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base))
+    return frozenset(name for constructor in constructors for name in inspect.signature(constructor).parameters)
+
+
+def kept_in_groups(optimizer: Optimizer) -> list[tuple[int, str]]:
+    """Group and key of every number that an optimizer keeps as state in its parameter groups.
+
+    These are Schedule-Free's `weight_sum`, Prodigy's `d` and the like: the optimizer put them there itself, and they
+    are no arguments of its constructor. Learning rates and the like are, and belong to the user, a scheduler or a knob;
+    so does whatever somebody else added to the groups.
+    """
+    own = set(optimizer.defaults) - _arguments(type(optimizer))  # type: ignore[arg-type]
+    own.add("step")  # as some count in their groups, from the first step on
+    return [
+        (index, key)
+        for index, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key in own and isinstance(value, (int, float, Tensor))
+    ]
+
+
+class HeldOptimizer:
+    """A copy of an optimizer's state, in memory that persists from one `take` to the next.
+
+    Args:
+        optimizer: whose state is copied.
+        device: where copies lie; `None` beside the originals.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: str | None = None) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self._states: list[State] = []
+        self._others: dict[Hashable, Any] = {}
+        self._groups: list[State] = []
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the state as it is now."""
+        live = self._optimizer.state
+        parameters = _parameters(self._optimizer)
+        known = {id(parameter) for parameter in parameters}
+        self._take([live.get(parameter, {}) for parameter in parameters])
+        self._others = {key: self._copied(value) for key, value in live.items() if id(key) not in known}
+        self._groups = [
+            {key: self._copied(value) for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+
+    def _take(self, states: list[State]) -> None:
+        before = self._states if len(self._states) == len(states) else [{} for _ in states]
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        self._states = []
+        for held, live in zip(before, states, strict=True):
+            own: State = {}
+            for key, value in live.items():
+                if _fits(held.get(key), value):
+                    own[key] = held[key]
+                    targets.append(tensors.local(own[key]))
+                    sources.append(tensors.local(value.detach()))
+                else:
+                    own[key] = self._copied(value)
+            self._states.append(own)
+        tensors.copy_(targets, sources)
+
+    @torch.no_grad()
+    def put_back(self, optimizer: Optimizer) -> None:
+        """Give the state to an optimizer of the same groups, in the memory that its own state has.
+
+        Tensors of the state stay the same objects, so that captured graphs and references see the values put back. Of
+        the parameter groups only what the optimizer keeps there as state is written.
+        """
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for (parameter, group), held in zip(_with_groups(optimizer), self._states, strict=True):
+            if not held:
+                optimizer.state.pop(parameter, None)
+                continue
+            live = optimizer.state[parameter]
+            for key in [key for key in live if key not in held]:
+                del live[key]
+            for key, value in held.items():
+                if _fits(live.get(key), value):
+                    targets.append(tensors.local(live[key]))
+                    sources.append(tensors.local(value))
+                else:
+                    live[key] = _beside(parameter, group, key, value)
+        tensors.copy_(targets, sources)
+        optimizer.state.update({key: _copied(value, None) for key, value in self._others.items()})  # type: ignore[misc]
+        for index, key in kept_in_groups(optimizer):
+            if key in self._groups[index]:
+                _write(optimizer.param_groups[index], key, self._groups[index][key])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as the optimizer's `state_dict` would have given it, groups included; held tensors, not copies."""
+        with self._substituted():
+            return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hold what an optimizer's `state_dict` gave."""
+        packed = state["state"]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        self._take([packed.get(number, {}) for number in numbers])
+        self._others = {key: self._copied(packed[key]) for key in packed if key not in set(numbers)}
+        self._groups = [
+            {key: self._copied(value) for key, value in group.items() if key != "params"}
+            for group in state["param_groups"]
+        ]
+
+    @contextmanager
+    def _substituted(self) -> Iterator[None]:
+        """The held state in place of the optimizer's own inside the block; nothing is copied."""
+        state, groups = self._optimizer.state, self._optimizer.param_groups
+        states_before, groups_before = dict(state), [dict(group) for group in groups]
+        held: dict[Tensor, Any] = {
+            parameter: own for parameter, own in zip(_parameters(self._optimizer), self._states, strict=True) if own
+        }
+        try:
+            state.clear()
+            state.update(held)
+            state.update(self._others)  # type: ignore[arg-type]
+            for group, own in zip(groups, self._groups, strict=True):
+                group.update(own)
+            yield
+        finally:
+            state.clear()
+            state.update(states_before)
+            for group, before in zip(groups, groups_before, strict=True):
+                group.clear()
+                group.update(before)
+
+    def _copied(self, value: Any) -> Any:
+        return _copied(value, self._device)
+
+
+def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict`, in the memory of the state it has: tensors that fit stay the same objects."""
+    states = [dict(optimizer.state.get(parameter, {})) for parameter in _parameters(optimizer)]
+    groups = [dict(group) for group in optimizer.param_groups]
+    optimizer.load_state_dict(copy.deepcopy(state))
+    for parameter, before in zip(_parameters(optimizer), states, strict=True):
+        if before:
+            _keep(optimizer.state[parameter], before)
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        _keep(group, before)
+
+
+@torch.no_grad()
+def _keep(loaded: State, before: State) -> None:
+    """Put the tensors of before in place of the loaded ones, with these one's values."""
+    for key, value in loaded.items():
+        if _fits(before.get(key), value) and before[key].dtype == value.dtype:
+            tensors.local(before[key]).copy_(tensors.local(value))
+            loaded[key] = before[key]
+
+
+def _write(entries: State, key: str, value: Any) -> None:
+    if _fits(entries.get(key), value):
+        entries[key].copy_(value)
+    else:
+        entries[key] = _copied(value, None)
+
+
+def _fits(held: Any, value: Any) -> bool:
+    """Whether a tensor's values can be copied into the memory of another."""
+    return isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape
+
+
+def _beside(parameter: nn.Parameter, group: State, key: str, value: Any) -> Any:
+    """A copy where torch keeps such a state: beside its parameter, and a step count on the host unless it is fused."""
+    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+    return _copied(value, None if on_host else parameter.device)
+
+
+def _copied(value: Any, device: torch.device | str | None) -> Any:
+    """A copy of nested state; tensors go to `device`."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device=device, copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item, device) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copied(item, device) for item in value]
+    return copy.deepcopy(value)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _with_groups(optimizer: Optimizer) -> list[tuple[nn.Parameter, State]]:
+    return [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
