@@ -6,12 +6,14 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hdet.errors import HdetError
 from hdet.record import WindowRecord
+from hdet.report.figures import overview
 
 __all__ = ["History", "WindowRecord"]
 
@@ -83,6 +85,15 @@ class History:
         if knob not in known:
             raise HdetError(f"no knob {knob!r} in this history; there are {sorted(known)}")
         return np.array([[record.stop, record.bases[knob]] for record in self.windows if knob in record.bases])
+
+    def plot(self) -> Any:
+        """The run as one matplotlib figure: losses, and each knob's values and evidence. A notebook shows it.
+
+        Raises:
+            ConfigError: the history explores no knob.
+            MissingExtraError: matplotlib is not installed (the extra `report`).
+        """
+        return overview(self.windows)
 
 
 def _read(path: Path) -> tuple[list[WindowRecord], bool]:

@@ -1,8 +1,8 @@
-"""What a run did, for people: tables and pictures made from its history alone."""
+"""What a run did, for people: tables and figures made from its history alone."""
 
 from __future__ import annotations
 
-from hdet.report.bases import draw_bases
-from hdet.report.verdict import Verdict, verdicts
+from hdet.report.figures import course, evidence, losses, overview, save_figures
+from hdet.report.verdict import Course, Verdict, verdicts
 
-__all__ = ["Verdict", "draw_bases", "verdicts"]
+__all__ = ["Course", "Verdict", "course", "evidence", "losses", "overview", "save_figures", "verdicts"]

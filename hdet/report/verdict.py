@@ -1,15 +1,49 @@
-"""For each knob: where it started, where it ended and how sure one may be."""
+"""For each knob: what moved it, on what evidence, and what is still asked for."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from hdet.history import WindowRecord
+from hdet.record import WindowRecord
+from hdet.report.reading import EARLIER, GUARD, SURE, decided, readings
 
-SURE = 2.0
 BELIEVABLE = 10.0
+SUPPORTED = 2 / 3
+WEAK = 1 / 3
+RETURNS = 0.5
+
+
+@dataclass(frozen=True)
+class Course:
+    """All windows that moved a knob in one direction.
+
+    Attributes:
+        windows: how many.
+        first, last: the steps at which the first and the last of these moves were made.
+        move: how far they moved it in all, in coordinate units, positive.
+        evidence: by what the moves rest on, the largest |t|; 0 where no single window is clear.
+    """
+
+    windows: int
+    first: int
+    last: int
+    move: float
+    evidence: dict[str, float]
+
+    @property
+    def words(self) -> str:
+        """The course in words.
+
+        >>> Course(7, 10, 80, 3.5, {"looking ahead": 28.3, "last weights": 32.3}).words
+        '7 windows, steps 10 to 80, by looking ahead (|t| up to 28.3) and last weights (|t| up to 32.3)'
+        """
+        where = f"step {self.first}" if self.windows == 1 else f"steps {self.first} to {self.last}"
+        up_to = "" if self.windows == 1 else "up to "
+        by = [name + (f" (|t| {up_to}{t:.1f})" if t else "") for name, t in self.evidence.items()]
+        return f"{self.windows} window{'s' * (self.windows > 1)}, {where}, by {' and '.join(by)}"
 
 
 @dataclass(frozen=True)
@@ -18,77 +52,132 @@ class Verdict:
 
     Attributes:
         knob: its name.
-        start: its base as declared; at the schedule's peak, for a knob that has a schedule.
-        end: the same with all that was learned.
-        moves: how far its controller moved it in all, in coordinate units, up positive.
-        overall: t of the whole run's evidence; negative where larger values did better.
-        late: the same of the last quarter of the windows: whether it was still pulled when the run ended.
+        start, end: its value as it was set and as it was left, at the schedule's peak; None where the history does
+            not tell.
+        up, down: the moves in each direction; None where there were none.
+        support: share of all movement that rests on |t| >= 2 in its own window, or on the guard.
+        asked: mean t of the windows measured since the last move; negative where more is asked for. The mean and not a
+            sum: errors of windows that share a probe do not average out, and a mean holds for any correlation.
+        asked_windows: how many these are.
+        measured_until: the step up to which there is evidence; None without any.
+        stop: the step at which the history ends.
     """
 
     knob: str
-    start: float
-    end: float
-    moves: float
-    overall: float
-    late: float
+    start: float | None
+    end: float | None
+    up: Course | None
+    down: Course | None
+    support: float
+    asked: float
+    asked_windows: int
+    measured_until: int | None
+    stop: int
 
     @property
-    def words(self) -> str:
-        """How sure, in words.
+    def factor(self) -> float | None:
+        """end / start; None where there is none."""
+        return self.end / self.start if self.start and self.end is not None else None
 
-        >>> Verdict("learning_rate", 3e-4, 2e-3, 1.9, overall=-6.0, late=-0.3).words
-        'up was better (t = -6.0), settled'
-        """
-        if abs(self.overall) < SURE:
-            return f"no clear sign (t = {self.overall:+.1f})"
-        better = "down" if self.overall > 0 else "up"
-        if abs(self.late) < SURE:
-            tail = "settled"
+    @property
+    def trust(self) -> str:
+        """Whether its moves deserve trust: `clear`, `partly clear`, `weak`, `to and fro` or `not moved`."""
+        total = sum(course.move for course in (self.up, self.down) if course)
+        if total == 0.0:
+            return "not moved"
+        if self.support < WEAK:
+            return "weak"
+        both = min(self.up.move, self.down.move) if self.up and self.down else 0.0
+        if 2 * both > RETURNS * total:
+            return "to and fro"
+        return "clear" if self.support >= SUPPORTED else "partly clear"
+
+    @property
+    def moved(self) -> str:
+        """What moved it, and when."""
+        said = [f"{name} in {course.words}" for name, course in (("up", self.up), ("down", self.down)) if course]
+        return "; ".join(said) if said else "nothing"
+
+    @property
+    def outlook(self) -> str:
+        """What is still asked for."""
+        if self.measured_until is None:
+            return "never measured"
+        since = "since it last moved" if self.up or self.down else "in the run"
+        if not self.asked_windows:
+            return f"not measured {since}"
+        if abs(self.asked) < SURE:
+            told = "nothing clear is asked for"
         else:
-            tail = f"still pulled {'down' if self.late > 0 else 'up'} (t = {self.late:+.1f})"
-        return f"{better} was better (t = {self.overall:+.1f}), {tail}"
+            told = f"{'less' if self.asked > 0 else 'more'} is still asked for"
+        told = f"{told} (mean t = {self.asked:+.1f} in {self.asked_windows} window{'s' * (self.asked_windows > 1)})"
+        return told if self.measured_until >= self.stop else f"{told}; not measured after step {self.measured_until}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, with what is read off them."""
+        return {**asdict(self), "trust": self.trust, "moved": self.moved, "outlook": self.outlook}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Verdict:
+        """The inverse of `to_dict`."""
+        fields = {name: value for name, value in given.items() if name not in ("trust", "moved", "outlook")}
+        courses = {name: Course(**fields[name]) if fields[name] else None for name in ("up", "down")}
+        return cls(**{**fields, **courses})
 
 
-def verdicts(history: Sequence[WindowRecord], courses: Mapping[str, tuple[float, float]]) -> list[Verdict]:
-    """One verdict a knob.
-
-    Evidence adds up over windows as Stouffer's Z = sum_w t_w / sqrt(W), which has unit variance for a knob
-    without effect; no window counts for more than |t| = 10, since an error of almost nothing proves little.
+def verdicts(history: Sequence[WindowRecord]) -> list[Verdict]:
+    """One verdict a knob, in the order in which the history names them.
 
     Args:
         history: the run's windows, in order.
-        courses: by knob, where it started and where it ended.
     """
-    found = []
-    for knob, (start, end) in courses.items():
-        windows = [record for record in history if knob in record.bases]
-        recent = windows[-max(1, len(windows) // 4) :]
-        found.append(
-            Verdict(
-                knob=knob,
-                start=start,
-                end=end,
-                moves=math.fsum(record.moves[knob] for record in windows),
-                overall=_stouffer(windows, knob),
-                late=_stouffer(recent, knob),
-            )
-        )
-    return found
+    return [_verdict(list(history), knob) for knob in dict.fromkeys(name for one in history for name in one.bases)]
 
 
-def t_statistic(record: WindowRecord, knob: str) -> float | None:
-    """A window's slope over its standard error, or `None` where the window taught nothing of the knob."""
-    estimate = record.estimates.get(knob)
-    if estimate is None or estimate.get("slope") is None or estimate.get("stderr") is None:
+def _verdict(history: list[WindowRecord], knob: str) -> Verdict:
+    windows = [record for record in history if knob in record.bases]
+    moved = [record for record in windows if record.moves.get(knob)]
+    total = math.fsum(abs(record.moves[knob]) for record in moved)
+    resting = {record.window: decided(record, knob) for record in moved}
+    supported = [record for record in moved if _supports(*resting[record.window])]
+    last_move = moved[-1].window if moved else -1
+    found = {record.window: readings(record, knob) for record in windows}
+    measured = [record for record in windows if found[record.window]]
+    since = [found[record.window][0].t for record in measured if record.window > last_move]
+    return Verdict(
+        knob=knob,
+        start=_learned(windows[0], knob, "start"),
+        end=_learned(windows[-1], knob, "closed"),
+        up=_course([record for record in moved if record.moves[knob] > 0], knob, resting),
+        down=_course([record for record in moved if record.moves[knob] < 0], knob, resting),
+        support=math.fsum(abs(record.moves[knob]) for record in supported) / total if total else 0.0,
+        asked=math.fsum(max(-BELIEVABLE, min(BELIEVABLE, t)) for t in since) / len(since) if since else 0.0,
+        asked_windows=len(since),
+        measured_until=measured[-1].stop if measured else None,
+        stop=windows[-1].stop,
+    )
+
+
+def _supports(source: str, t: float | None) -> bool:
+    return source == GUARD or (source != EARLIER and t is not None and abs(t) >= SURE)
+
+
+def _course(records: list[WindowRecord], knob: str, resting: Mapping[int, tuple[str, float | None]]) -> Course | None:
+    if not records:
         return None
-    slope, stderr = float(estimate["slope"]), float(estimate["stderr"])
-    if not (math.isfinite(slope) and math.isfinite(stderr)):
-        return None
-    return slope / stderr if stderr > 0 else math.copysign(math.inf, slope) if slope else 0.0
+    evidence: dict[str, float] = {}
+    for record in records:
+        source, t = resting[record.window]
+        evidence[source] = max(evidence.get(source, 0.0), min(abs(t), 1e3) if t is not None else 0.0)
+    return Course(
+        windows=len(records),
+        first=records[0].stop,
+        last=records[-1].stop,
+        move=math.fsum(abs(record.moves[knob]) for record in records),
+        evidence=evidence,
+    )
 
 
-def _stouffer(windows: Sequence[WindowRecord], knob: str) -> float:
-    evidence = [t for record in windows if (t := t_statistic(record, knob)) is not None]
-    if not evidence:
-        return 0.0
-    return math.fsum(min(max(t, -BELIEVABLE), BELIEVABLE) for t in evidence) / math.sqrt(len(evidence))
+def _learned(record: WindowRecord, knob: str, when: str) -> float | None:
+    value = record.learned.get(knob, {}).get(when)
+    return None if value is None else float(value)

@@ -58,9 +58,10 @@ def test_a_run_from_end_to_end(declared: Path, capsys: pytest.CaptureFixture[str
     for word in (
         "learning_rate",
         "dropout",
-        "started",
-        "ended",
-        "how sure",
+        "set to",
+        "learned",
+        "trust",
+        "at the end",
         "held-out loss",
         "with hdet",
         "without",

@@ -16,6 +16,7 @@ from hdet.app.run.folder import RunFolder
 from hdet.app.run.loop import Watcher
 from hdet.app.run.runner import Result
 from hdet.history import WindowRecord
+from hdet.report import Verdict
 
 REFRESH_SECONDS = 0.5
 PLAIN_LINES = 20
@@ -77,7 +78,7 @@ class Display(Watcher):
         self._window = record.window + 1
         self._bases = f"window {self._window}  {listed(bases)}"
         for fault in record.faults:
-            self.console.print(f"window {record.window}: fault {listed(fault)}", soft_wrap=True, markup=False)
+            self.console.print(f"window {record.window}: {listed(fault)}", soft_wrap=True, markup=False)
         if self._live is not None:
             self._live.update(self._rendered())
 
@@ -104,10 +105,13 @@ def listed(items: Mapping[str, object]) -> str:
 def show_result(console: Console, result: Result, folder: RunFolder) -> None:
     """The closing tables: the knobs, the held-out losses, and where everything lies."""
     if result.knobs:
-        table = Table("knob", "started", "ended", "how sure", title="knobs (at the peak of their schedule)")
+        table = Table("knob", "set to", "learned", "trust", title="knobs, their schedules aside")
         for knob in result.knobs:
-            table.add_row(Text(knob.knob), f"{knob.start:.4g}", f"{knob.end:.4g}", knob.words)
+            table.add_row(*(Text(cell) for cell in (knob.knob, *_learned(knob), knob.trust)))
         console.print(table)
+        for knob in result.knobs:
+            console.print(f"{knob.knob} moved: {knob.moved}", soft_wrap=True, markup=False)
+            console.print(f"{knob.knob} at the end: {knob.outlook}", soft_wrap=True, markup=False)
     table = Table("", "held-out loss", "seconds", title="held-out loss")
     table.add_row("with hdet", _loss(result.test_loss), f"{result.seconds:.0f}")
     if result.plain is not None:
@@ -117,6 +121,14 @@ def show_result(console: Console, result: Result, folder: RunFolder) -> None:
         note = f"{result.faults} faults on the way; see {folder.history}"
         console.print(note, soft_wrap=True, markup=False)
     console.print(f"written to {folder.path}", soft_wrap=True, markup=False)
+
+
+def _learned(knob: Verdict) -> tuple[str, str]:
+    """The value that was set, and the one that was learned with their ratio."""
+    if knob.start is None or knob.end is None:
+        return "not recorded", "not recorded"
+    factor = "" if knob.factor is None else f" (x {knob.factor:.3g})"
+    return f"{knob.start:.4g}", f"{knob.end:.4g}{factor}"
 
 
 def _mean(losses: Sequence[Tensor]) -> float:

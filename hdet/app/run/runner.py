@@ -20,8 +20,7 @@ from hdet.app.run.loop import Training, Watcher
 from hdet.app.run.plain import train_plain
 from hdet.app.tasks import Workload
 from hdet.errors import ConfigError, MissingExtraError
-from hdet.hparams.bound import BoundKnob
-from hdet.report import Verdict, draw_bases, verdicts
+from hdet.report import Verdict, overview, verdicts
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Result:
         test_loss: mean held-out loss of the final model.
         train_loss: mean training loss over the last window.
         steps, seconds: length of the run, comparison not counted.
-        knobs: where each knob started and ended, and how sure.
+        knobs: what moved each knob, on what evidence, and what is still asked for.
         facts: what data the task loaded.
         plain: the same run without hdet, `test_loss` and `seconds`, where it was asked for.
         faults: how many faults the history holds.
@@ -51,13 +50,12 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and mappings; each knob's verdict also in words."""
-        return {**asdict(self), "knobs": [{**asdict(knob), "verdict": knob.words} for knob in self.knobs]}
+        return {**asdict(self), "knobs": [knob.to_dict() for knob in self.knobs]}
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Result:
         """The inverse of `to_dict`."""
-        knobs = [Verdict(**{key: value for key, value in knob.items() if key != "verdict"}) for knob in given["knobs"]]
-        return cls(**{**given, "knobs": knobs})
+        return cls(**{**given, "knobs": [Verdict.from_dict(knob) for knob in given["knobs"]]})
 
 
 class Run:
@@ -129,7 +127,7 @@ class Run:
             train_loss=_finite(history[-1].loss),
             steps=self.config.steps,
             seconds=training.seconds,
-            knobs=verdicts(history, {knob.name: _course(knob) for knob in engine.knobs}),
+            knobs=verdicts(history),
             facts=dict(self.workload.facts),
             faults=sum(len(record.faults) for record in history),
             versions={
@@ -140,15 +138,9 @@ class Run:
         )
         if result.knobs and leads():
             title = f"{self.config.task.kind}, {self.config.steps} steps"
-            draw_bases(history, self.folder.picture, title=title)
+            overview(history, title=title).savefig(self.folder.picture, dpi=110)
         led(lambda: self.folder.save_result(result.to_dict()))  # last: it marks the run as over
         return result
-
-
-def _course(knob: BoundKnob) -> tuple[float, float]:
-    """A knob's declared base and what became of it, both where its schedule stands at its peak."""
-    low, high = knob.spec.bounds
-    return knob.peak, min(max(knob.spec.space.apply(knob.peak, knob.shift), low), high)
 
 
 def _finite(value: float) -> float | None:

@@ -1,0 +1,305 @@
+"""Figures of a run for papers and notebooks, by matplotlib: losses, what was learned, and the evidence."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hdet.errors import ConfigError, MissingExtraError
+from hdet.record import WindowRecord
+from hdet.report.reading import AHEAD, AVERAGED, LAST, ONLY, SURE, TURNS, decided, readings
+
+Figure = Any
+"""matplotlib's `Figure`, which is imported when one is drawn."""
+
+# Okabe and Ito's colours, which colour-blind readers tell apart; shapes and strokes do the same in black and white.
+BLUE = "#0072B2"
+SKY = "#56B4E9"
+ORANGE = "#E69F00"
+RED = "#D55E00"
+GREY = "#767676"
+INK = "#222222"
+DECADES = 1e3
+FORMATS = ("pdf", "svg", "png")
+TICKS = (-1000, -100, -20, -5, -2, 0, 2, 5, 20, 100, 1000)
+MARKS = {
+    AVERAGED: ("o", BLUE, "averaged weights"),
+    LAST: ("s", ORANGE, "last weights"),
+    AHEAD: ("D", RED, "looking ahead"),
+    ONLY: ("o", BLUE, "the window's evidence"),
+}
+
+
+def overview(history: Iterable[WindowRecord], *, title: str = "") -> Figure:
+    """The whole run: losses on top, then a row a knob, its values on the left and its evidence on the right.
+
+    Raises:
+        ConfigError: the history explores no knob.
+        MissingExtraError: matplotlib is not installed (the extra `report`).
+    """
+    windows = list(history)
+    knobs = knobs_of(windows)
+    figure = _figure(11.0, 2.6 + 2.2 * len(knobs))
+    grid = figure.add_gridspec(1 + len(knobs), 2, height_ratios=[1.0] + [1.1] * len(knobs))
+    top = figure.add_subplot(grid[0, :])
+    _draw_losses(top, windows)
+    for row, knob in enumerate(knobs, start=1):
+        left = figure.add_subplot(grid[row, 0], sharex=top)
+        right = figure.add_subplot(grid[row, 1], sharex=top)
+        _draw_course(left, windows, knob)
+        _draw_evidence(right, windows, knob)
+        if row == 1:
+            left.set_title("value: learned (at its schedule's peak), and in force", fontsize=9, color=GREY)
+            right.set_title("evidence: t, drawn so that up asks for more", fontsize=9, color=GREY)
+        for axis in (left, right):
+            axis.tick_params(labelbottom=row == len(knobs))
+        if row == len(knobs):
+            left.set_xlabel("step")
+            right.set_xlabel("step")
+    figure.legend(handles=_legend(windows, knobs), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    if title:
+        figure.suptitle(_plain(title), fontsize=11)
+    return figure
+
+
+def losses(history: Iterable[WindowRecord]) -> Figure:
+    """Mean training loss by window, the held-out loss where evidence tells it, faults and returns to earlier points."""
+    figure = _figure(6.0, 3.2)
+    axis = figure.add_subplot()
+    _draw_losses(axis, list(history))
+    axis.set_xlabel("step")
+    return figure
+
+
+def course(history: Iterable[WindowRecord], knob: str) -> Figure:
+    """A knob's learned value, the value in force, the replicas' levels as a band, and every move."""
+    windows = _of(history, knob)
+    figure = _figure(6.0, 3.2)
+    axis = figure.add_subplot()
+    _draw_course(axis, windows, knob)
+    axis.set_xlabel("step")
+    return figure
+
+
+def evidence(history: Iterable[WindowRecord], knob: str) -> Figure:
+    """A knob's evidence by window, as t with its sign turned: up asks for more."""
+    windows = _of(history, knob)
+    figure = _figure(6.0, 3.2)
+    axis = figure.add_subplot()
+    _draw_evidence(axis, windows, knob)
+    axis.set_xlabel("step")
+    axis.legend(handles=_evidence_legend(windows, [knob]), fontsize=8, frameon=False)
+    return figure
+
+
+def save_figures(
+    history: Iterable[WindowRecord], folder: Path | str, *, formats: Sequence[str] = FORMATS, title: str = ""
+) -> list[Path]:
+    """Write every figure of a run in every format; returns the files.
+
+    Raises:
+        ConfigError: the history explores no knob, or a format is not known.
+        MissingExtraError: matplotlib is not installed (the extra `report`).
+    """
+    unknown = [name for name in formats if name not in FORMATS]
+    if unknown:
+        raise ConfigError(f"figures are written as {', '.join(FORMATS)}, not as {', '.join(unknown)}")
+    windows = list(history)
+    made = {"overview": overview(windows, title=title), "losses": losses(windows)}
+    for number, knob in enumerate(knobs_of(windows)):
+        named = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in knob)
+        made[f"{number}_{named}_values"] = course(windows, knob)
+        made[f"{number}_{named}_evidence"] = evidence(windows, knob)
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    import matplotlib
+
+    written = []
+    with matplotlib.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):  # text stays text
+        for name, figure in made.items():
+            for ending in formats:
+                path = target / f"{name}.{ending}"
+                figure.savefig(path, format=ending, dpi=200)
+                written.append(path)
+    return written
+
+
+def knobs_of(windows: Sequence[WindowRecord]) -> list[str]:
+    """The knobs a history names, in order.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    knobs = list(dict.fromkeys(name for record in windows for name in record.bases))
+    if not knobs:
+        raise ConfigError("there is nothing to draw: the history is empty or explores no knob")
+    return knobs
+
+
+def held_out(windows: Sequence[WindowRecord]) -> tuple[list[int], list[float]]:
+    """Steps and held-out losses, of the windows whose evidence tells the level of its signal."""
+    steps, found = [], []
+    for record in windows:
+        levels = [one.get("level") for one in record.estimates.values()]
+        level = next((value for value in levels if isinstance(value, (int, float)) and math.isfinite(value)), None)
+        if level is not None:
+            steps.append(record.stop)
+            found.append(float(level))
+    return steps, found
+
+
+def _of(history: Iterable[WindowRecord], knob: str) -> list[WindowRecord]:
+    windows = list(history)
+    known = knobs_of(windows)
+    if knob not in known:
+        raise ConfigError(f"no knob {knob!r} in this history; there are {known}")
+    return windows
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure as Drawn
+    except ModuleNotFoundError:
+        raise MissingExtraError("matplotlib", "report") from None
+
+    class Shown(Drawn):
+        """A figure that a notebook shows without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            image = io.BytesIO()
+            self.savefig(image, format="png", dpi=110)
+            return image.getvalue()
+
+    figure = Shown(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _draw_losses(axis: Any, windows: Sequence[WindowRecord]) -> None:
+    steps = [record.stop for record in windows]
+    axis.plot(steps, [record.loss for record in windows], color=INK, linewidth=1.5, label="training loss")
+    probed, levels = held_out(windows)
+    if probed:
+        axis.plot(probed, levels, color=RED, linewidth=1.2, linestyle="--", label="held-out loss")
+    shown = np.array([*levels, *(record.loss for record in windows)])
+    shown = shown[np.isfinite(shown)]
+    if len(shown) and shown.min() > 0 and shown.max() > 4 * shown.min():
+        axis.set_yscale("log")
+    axis.set_ylabel("loss", fontsize=9)
+    axis.legend(fontsize=8, frameon=False, loc="upper right")
+    _dress(axis, windows, labelled=True)
+
+
+def _draw_course(axis: Any, windows: Sequence[WindowRecord], knob: str) -> None:
+    windows = [record for record in windows if knob in record.bases]
+    stops = [record.stop for record in windows]
+    bases = [record.bases[knob] for record in windows]
+    values = [record.values.get(knob) or [base] for record, base in zip(windows, bases, strict=True)]
+    lows, highs = [min(one) for one in values], [max(one) for one in values]
+    if lows != highs:
+        axis.fill_between(stops, lows, highs, color=SKY, alpha=0.35, linewidth=0)
+    learned = [(one, one.learned[knob]) for one in windows if knob in one.learned]
+    if len(learned) < len(windows) or any(one.bases[knob] != told["opened"] for one, told in learned):
+        axis.plot(stops, bases, color=GREY, linewidth=1.2, linestyle="--")  # there is a schedule
+    if learned:
+        edges = [learned[0][0].start, *(one.stop for one, _ in learned)]
+        axis.stairs([told["opened"] for _, told in learned], edges, baseline=None, color=BLUE, linewidth=2.0)
+        axis.axhline(learned[0][1]["start"], color=GREY, linewidth=0.7, linestyle=":")
+    for record in windows:
+        if record.moves.get(knob):
+            _, t = decided(record, knob)
+            up = record.moves[knob] > 0
+            color = BLUE if up else RED
+            at = record.learned[knob]["closed"] if knob in record.learned else record.bases[knob]
+            axis.plot(
+                record.stop,
+                at,
+                "^" if up else "v",
+                markersize=6,
+                markeredgecolor=color,
+                markerfacecolor=color if t is not None and abs(t) >= SURE else "white",
+                zorder=4,
+            )
+    levels = [*lows, *highs, *(told[when] for _, told in learned for when in ("start", "opened", "closed"))]
+    if min(levels) > 0 and max(levels) > 4 * min(levels):
+        axis.set_yscale("log")
+        axis.set_ylim(bottom=max(min(levels), max(levels) / DECADES) / 1.3)  # a schedule's way to 0 is no news
+    axis.set_ylabel(_plain(knob), fontsize=9)
+    _dress(axis, windows)
+
+
+def _draw_evidence(axis: Any, windows: Sequence[WindowRecord], knob: str) -> None:
+    for record in windows:
+        for place, one in enumerate(readings(record, knob)):
+            shape, color, _ = MARKS[one.source]
+            at, height = (record.start + record.stop) / 2, -max(-1e3, min(1e3, one.t))
+            if place == 0:
+                axis.plot([at, at], [0.0, height], color=color, linewidth=1.0, alpha=0.7)
+            fill = color if place == 0 else "white"
+            axis.plot(at, height, shape, markersize=4.5, markeredgecolor=color, markerfacecolor=fill)
+    axis.set_yscale("symlog", linthresh=5.0)
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(low, -2 * SURE), max(high, 2 * SURE))
+    low, high = axis.get_ylim()
+    axis.set_yticks([-t for t in TICKS if low <= -t <= high], [f"{t:g}" for t in TICKS if low <= -t <= high])
+    axis.set_yticks([], minor=True)
+    axis.axhline(0.0, color=GREY, linewidth=0.7)
+    axis.axhspan(-SURE, SURE, color=GREY, alpha=0.12, linewidth=0)
+    axis.text(0.008, 0.97, "more", transform=axis.transAxes, va="top", fontsize=8, color=GREY)
+    axis.text(0.008, 0.03, "less", transform=axis.transAxes, va="bottom", fontsize=8, color=GREY)
+    axis.set_ylabel("t", fontsize=9)
+    _dress(axis, windows)
+
+
+def _dress(axis: Any, windows: Sequence[WindowRecord], *, labelled: bool = False) -> None:
+    axis.grid(alpha=0.25, linewidth=0.5)
+    axis.tick_params(labelsize=8)
+    for record in windows:
+        kinds = list(dict.fromkeys(str(fault.get("kind")) for fault in record.faults))
+        if kinds:
+            turned = any(kind in TURNS for kind in kinds)
+            axis.axvline(record.stop, color=RED, linewidth=1.0 if turned else 0.7, linestyle="-" if turned else ":")
+            if labelled:
+                label = _plain(", ".join(kinds))
+                axis.annotate(
+                    label, (record.stop, 1.0), xycoords=("data", "axes fraction"), fontsize=7, rotation=90, va="top"
+                )
+
+
+def _legend(windows: Sequence[WindowRecord], knobs: Sequence[str]) -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    return [
+        Line2D([], [], color=BLUE, linewidth=2, label="learned value"),
+        Line2D([], [], color=GREY, linestyle="--", label="in force, schedule included"),
+        Line2D([], [], color=GREY, linestyle=":", label="as it was set"),
+        Patch(color=SKY, alpha=0.35, label="levels of the replicas"),
+        Line2D([], [], color=BLUE, marker="^", linestyle="", label="moved up (hollow: |t| < 2)"),
+        Line2D([], [], color=RED, marker="v", linestyle="", label="moved down (hollow: |t| < 2)"),
+        *_evidence_legend(windows, knobs),
+    ]
+
+
+def _evidence_legend(windows: Sequence[WindowRecord], knobs: Sequence[str]) -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    there = {one.source for knob in knobs for record in windows for one in readings(record, knob)}
+    return [
+        Line2D([], [], marker=shape, color=color, label=f"evidence: {label}")
+        for source, (shape, color, label) in MARKS.items()
+        if source in there
+    ]
+
+
+def _plain(text: str) -> str:
+    """Text that matplotlib takes as it is: no mathematics, no control characters."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text).replace(
+        "$", r"\$"
+    )

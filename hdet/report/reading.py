@@ -1,0 +1,92 @@
+"""What a window's evidence said of a knob, and which of its judgements decided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hdet.record import WindowRecord
+
+SURE = 2.0
+"""|t| from which a judgement counts as clear."""
+
+AHEAD = "looking ahead"
+AVERAGED = "averaged weights"
+LAST = "last weights"
+ONLY = "its evidence"
+EARLIER = "earlier windows"
+GUARD = "the guard"
+TURNS = ("rewound", "restarted", "restored")
+"""Faults after which the run went on from an earlier point."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One judgement of a knob in one window.
+
+    Attributes:
+        source: what it was read from, such as `AVERAGED`.
+        slope: change of the signal for one unit of the knob's coordinate; negative where more is better.
+        stderr: its standard error.
+    """
+
+    source: str
+    slope: float
+    stderr: float
+
+    @property
+    def t(self) -> float:
+        """slope / stderr; infinite where the error vanishes."""
+        if self.stderr > 0:
+            return self.slope / self.stderr
+        return math.copysign(math.inf, self.slope) if self.slope else 0.0
+
+
+def readings(record: WindowRecord, knob: str) -> list[Reading]:
+    """What a window measured of a knob, the judgement that decides first; empty where it taught nothing.
+
+    Averaged weights decide where they were read. The last weights favour small steps, because these quiet
+    gradient noise now and cost progress later (Wu et al. 2018, arXiv:1803.02021).
+    """
+    estimate = record.estimates.get(knob)
+    if not isinstance(estimate, Mapping):
+        return []
+    averaged = estimate.get("averaged")
+    own = LAST if isinstance(averaged, Mapping) else ONLY
+    found = [_reading(averaged, AVERAGED), _reading(estimate, AHEAD if looks_ahead(record, knob) else own)]
+    return [one for one in found if one is not None]
+
+
+def looks_ahead(record: WindowRecord, knob: str) -> bool:
+    """Whether a window judged the peak of the knob's schedule before the schedule was there."""
+    offset = _number(record.estimates.get(knob, {}).get("offset"))
+    learned = record.learned.get(knob, {}).get("opened")
+    base = record.bases.get(knob)
+    return offset is not None and offset > 0 and learned is not None and base is not None and base < learned
+
+
+def decided(record: WindowRecord, knob: str) -> tuple[str, float | None]:
+    """What a window's move rests on: the source, and its t where this window has one that calls for the move."""
+    if any(fault.get("kind") in TURNS for fault in record.faults):
+        return GUARD, None
+    move = record.moves[knob]
+    agreeing = [one for one in readings(record, knob) if one.t * move < 0 and abs(one.t) >= 1.0]
+    if not agreeing:
+        return EARLIER, None
+    chosen = next((one for one in agreeing if abs(one.t) >= SURE), max(agreeing, key=lambda one: abs(one.t)))
+    return chosen.source, chosen.t
+
+
+def _reading(estimate: Any, source: str) -> Reading | None:
+    if not isinstance(estimate, Mapping):
+        return None
+    slope, stderr = _number(estimate.get("slope")), _number(estimate.get("stderr"))
+    return None if slope is None or stderr is None else Reading(source, slope, stderr)
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, or None: histories hold null for those that are not finite."""
+    usable = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if usable else None
