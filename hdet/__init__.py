@@ -69,8 +69,10 @@ from hdet.hparams import (
     TwoLevel,
     WeightDecay,
 )
+from hdet.overlay.attach import attach
 from hdet.overlay.explore import explore
 from hdet.overlay.one_cycle import OneCycleHDET
+from hdet.overlay.search import Search
 from hdet.recipes.paper import HeldOneCycle, paper_engine
 from hdet.recipes.recommended import recommended
 from hdet.replicas import micro_batches, replicate
@@ -153,6 +155,7 @@ __all__ = [
     "Rewind",
     "Scalar",
     "Schedule",
+    "Search",
     "Softmax",
     "Space",
     "Spec",
@@ -165,6 +168,7 @@ __all__ = [
     "WeightDecay",
     "WindowRecord",
     "Windows",
+    "attach",
     "distribute",
     "explore",
     "micro_batches",

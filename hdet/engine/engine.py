@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hdet.engine import snapshot
 from hdet.engine.cycle import Cycle
 from hdet.engine.guard import Guard
-from hdet.engine.plan import Plan
+from hdet.engine.plan import Bind, Plan
 from hdet.engine.tally import Losses
 from hdet.errors import StepError
 from hdet.evidence import Evidence
@@ -54,6 +54,7 @@ class Engine:
         guard: goes back where training went wrong, such as `hdet.Rewind()`; needs a probe.
         objective: the training loss and training batches, for evidence that evaluates them by itself
             (`MixedDifference`).
+        bind: how a knob is bound to a model and its optimizer, instead of `knob.bind(model, optimizer)`.
 
     Raises:
         ConfigError: the declaration cannot be; the message names the knob and the way out.
@@ -95,6 +96,7 @@ class Engine:
         averages: Literal["device", "host"] = "device",
         guard: Guard | None = None,
         objective: Objective | None = None,
+        bind: Bind | None = None,
     ) -> None:
         self.plan = Plan.of(
             replicas,
@@ -110,6 +112,7 @@ class Engine:
             averages=averages,
             guard=guard,
             objective=objective,
+            bind=bind,
         )
         held = history if isinstance(history, History) else History(history if replicas.is_leader else None)
         self.cycle = Cycle(self.plan, held)

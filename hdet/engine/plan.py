@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from torch import nn
+from torch.optim import Optimizer
 
 from hdet.engine import admission
 from hdet.engine.defaults import complete
 from hdet.engine.guard import Guard
 from hdet.errors import ConfigError
 from hdet.evidence import Contrast, Evidence
+from hdet.hparams.binding import Binding
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.replicas import Replicas
@@ -19,6 +23,7 @@ from hdet.signals import Objective, Probe, Signal, TrainingLoss
 from hdet.windows import FixedWindow, Windows
 
 Gradients = Literal["shared", "local"]
+Bind = Callable[[Knob, nn.Module, Optimizer], Binding]
 Place = Literal["device", "host"]
 
 
@@ -69,6 +74,7 @@ class Plan:
         averages: Place,
         guard: Guard | None,
         objective: Objective | None,
+        bind: Bind | None = None,
     ) -> Plan:
         """Work a declaration out.
 
@@ -92,8 +98,9 @@ class Plan:
             admission.declared("a knob", declared, Knob)
         admission.unique_names(knobs)
         signal = signal if signal is not None else TrainingLoss()
+        bind = bind if bind is not None else lambda knob, model, optimizer: knob.bind(model, optimizer)
         bound = [
-            BoundKnob(knob, [knob.bind(model, optimizer) for model, optimizer in replicas.hosts], replicas.size)
+            BoundKnob(knob, [bind(knob, model, optimizer) for model, optimizer in replicas.hosts], replicas.size)
             for knob in (complete(knob, evidence, replicas.diverge) for knob in knobs)
         ]
         admission.separate_targets(bound)

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
 from hdet.engine.defaults import complete
 from hdet.engine.engine import Engine
-from hdet.engine.guard import Rewind
+from hdet.engine.guard import Guard, Rewind
 from hdet.errors import ConfigError, MatchError
-from hdet.evidence import Line, MixedDifference
+from hdet.evidence import Analytic, Line, MixedDifference
 from hdet.history import History
 from hdet.hparams import Dropout, Knob, LabelSmoothing, LearningRate, Schedule, WeightDecay
+from hdet.hparams.forward import ModuleKnob
 from hdet.hparams.schedule import Linear
+from hdet.hparams.update import Groups
 from hdet.replicas import Replicas, in_process
 from hdet.replicas.distributed import refusals
 from hdet.signals import Objective, Probe
-from hdet.windows import GrowingWindow
+from hdet.windows import GrowingWindow, Windows
 
 WARMUP = 0.3
 CAUTION = 4.0
 LEAST, MOST = 0.02, 0.5
 BY_GRADIENTS = "micro-batches run at two levels, fresh signs every step; their gradients are compared along the probe's"
+GUARD = (
+    "  a guard: where training stands still and the held-out loss got worse, it goes back to the best point and on "
+    "with a lower rate; where the first steps were far too large it begins anew"
+)
+DEFAULT_GUARD = Rewind()
 BY_FORWARD_PASSES = "training batches run at two levels at a window's end, on both sides along the probe's gradient"
 
 
@@ -41,9 +50,14 @@ class Choice:
 def choose(
     model: nn.Module,
     optimizer: Optimizer,
-    total_steps: int,
+    total_steps: int | None,
     schedule: Schedule | None = None,
     objective: Objective | None = None,
+    *,
+    rates: Mapping[Groups, Schedule] | None = None,
+    knobs: Sequence[Knob] = (),
+    exclude: Sequence[str] = (),
+    stride: int = 1,
 ) -> list[Choice]:
     """What the recipe explores on this model and optimizer, and why; nothing is changed.
 
@@ -52,68 +66,118 @@ def choose(
             parameter group's present rate as its peak.
         objective: the training loss and training batches, by which knobs of the forward pass are judged where the
             model is sharded over ranks.
+        rates: instead of `schedule`, the schedule of each learning rate that is explored on its own, by its groups
+            (`None` for one rate of all groups).
+        knobs: in place of the recipe's knob of the same name, or beside them.
+        exclude: names of knobs of the recipe that are left out.
+        stride: of averaged weights, take every stride-th step's.
+
+    Raises:
+        ConfigError: `exclude` names a knob that the recipe does not have, or one that `knobs` declares.
     """
-    peak = float(optimizer.param_groups[0]["lr"])
-    course = schedule if schedule is not None else Linear(peak=peak, total_steps=total_steps, warmup=WARMUP)
-    # Only a warm-up that is looked ahead of can be entered from below: nothing else makes up for it in time.
-    cautious = course(0) < Line().preview * course_peak(course)
-    shift = -math.log(CAUTION) if cautious else 0.0
-    choices = [
-        Choice(
-            "learning rate",
-            complete(LearningRate(schedule=course, initial_shift=shift), None, diverge=False),
-            f"heads for a peak of {course_peak(course):g}"
-            + (f", from {CAUTION:g} times below while it looks ahead" if cautious else "")
-            + "; read off the window's own update, raised on what the last weights prove, lowered on what averaged "
-            "weights prove",
-        )
-    ]
-    if any(float(group.get("weight_decay", 0.0)) > 0.0 for group in optimizer.param_groups):
-        choices.append(
-            Choice(
-                "weight decay",
-                complete(WeightDecay(), None, diverge=False),
-                "its pull on the weights is known by its formula; the probe is read on both sides of it",
-            )
-        )
-    else:
-        choices.append(Choice("weight decay", None, "no parameter group decays (0 stays 0 in log space)"))
+    rates = rates if rates is not None else {None: schedule or own_schedule(optimizer, total_steps)}
+    choices = [_rate(groups, course, stride) for groups, course in rates.items()]
+    choices.append(_decay(optimizer, stride))
     sharded = refusals.sharded(model)
-    forward = MixedDifference() if sharded else None
-    for subject, knob in (
-        ("dropout", complete(Dropout(), forward, diverge=False)),
-        ("label smoothing", complete(LabelSmoothing(), forward, diverge=False)),
-    ):
-        try:
-            value = knob.bind(model, optimizer).read()
-        except MatchError:
-            choices.append(Choice(subject, None, "the model has none (plain nn.Dropout counts; see hdet.nn)"))
-        except ConfigError as error:
-            choices.append(Choice(subject, None, f"left alone: {error}"))
+    for knob in (Dropout(), LabelSmoothing()):
+        choices.append(_forward(knob, model, optimizer, sharded, objective))
+    return _adapted(choices, knobs, exclude)
+
+
+def own_schedule(optimizer: Optimizer, total_steps: int | None, group: int = 0) -> Schedule:
+    """The recipe's schedule of a learning rate, around what a parameter group holds.
+
+    Raises:
+        ConfigError: without the run's length.
+    """
+    if total_steps is None:
+        raise ConfigError("the recipe's schedule ends with the run; give total_steps=, or a schedule of your own")
+    peak = float(optimizer.param_groups[group]["lr"])
+    return Linear(peak=peak, total_steps=total_steps, warmup=WARMUP)
+
+
+def _rate(groups: Groups, course: Schedule, stride: int) -> Choice:
+    peak = course_peak(course)
+    subject = "learning rate" if groups is None else f"learning rate of group {groups}"
+    if groups is not None and peak == 0.0:
+        return Choice(subject, None, "is 0, which no factor moves")
+    # Only a warm-up that is looked ahead of can be entered from below: nothing else makes up for it in time.
+    cautious = course(0) < Line().preview * peak
+    shift = -math.log(CAUTION) if cautious else 0.0
+    knob = LearningRate(groups=groups, schedule=course, initial_shift=shift, evidence=Line(stride=stride))
+    heads = f"heads for a peak of {peak:g}" if course.total_steps is not None else "follows what the optimizer is given"
+    return Choice(
+        subject,
+        complete(knob, None, diverge=False),
+        heads
+        + (f", from {CAUTION:g} times below while it looks ahead" if cautious else "")
+        + "; read off the window's own update, raised on what the last weights prove, lowered on what averaged "
+        "weights prove",
+    )
+
+
+def _decay(optimizer: Optimizer, stride: int) -> Choice:
+    if not any(float(group.get("weight_decay", 0.0)) > 0.0 for group in optimizer.param_groups):
+        return Choice("weight decay", None, "no parameter group decays (0 stays 0 in log space)")
+    return Choice(
+        "weight decay",
+        complete(WeightDecay(evidence=Analytic(stride=stride)), None, diverge=False),
+        "its pull on the weights is known by its formula; the probe is read on both sides of it",
+    )
+
+
+def _forward(
+    declared: ModuleKnob, model: nn.Module, optimizer: Optimizer, sharded: bool, objective: Objective | None
+) -> Choice:
+    subject = declared.label.replace("_", " ")
+    knob = complete(declared, MixedDifference() if sharded else None, diverge=False)
+    try:
+        value = knob.bind(model, optimizer).read()
+    except MatchError:
+        return Choice(subject, None, "the model has none (plain nn.Dropout counts; see hdet.nn)")
+    except ConfigError as error:
+        return Choice(subject, None, f"left alone: {error}")
+    if value == 0.0 and isinstance(knob, LabelSmoothing):
+        return Choice(subject, None, "is off; declare LabelSmoothing() to explore it")
+    if sharded and objective is None:
+        return Choice(
+            subject,
+            None,
+            "left alone: on shards no gradient is seen whole; give objective=hdet.Objective(loss, batches) to have it "
+            "judged by forward passes",
+        )
+    reason = BY_FORWARD_PASSES if sharded else BY_GRADIENTS
+    if value > MOST:
+        # Networks of which most is dropped may learn nothing at all, and then nothing tells why.
+        knob = knob.replace(initial_shift=knob.space.difference(MOST, value))
+        reason = f"entered at {MOST:g}; {reason}"
+    if value > LEAST:
+        # A base at 0 can only be explored on one side and rarely; who set a rate wants one.
+        knob = knob.replace(bounds=(LEAST, knob.bounds[1]))
+    return Choice(subject, knob, reason)
+
+
+def _adapted(choices: Sequence[Choice], knobs: Sequence[Knob], exclude: Sequence[str]) -> list[Choice]:
+    """The recipe's choices with the caller's own: by name left out, replaced or added."""
+    known = {_name(choice) for choice in choices}
+    own = {knob.label: knob for knob in knobs}
+    for name in exclude:
+        if name not in known:
+            raise ConfigError(f"exclude names {name!r}, which the recipe does not explore; it has {sorted(known)}")
+        if name in own:
+            raise ConfigError(f"{name!r} is both in knobs= and in exclude=; leave one of them out")
+    adapted = []
+    for choice in choices:
+        name = _name(choice)
+        if name in own:
+            adapted.append(Choice(choice.subject, own.pop(name), "as you declared it"))
         else:
-            if value == 0.0 and subject == "label smoothing":
-                choices.append(Choice(subject, None, "is off; declare LabelSmoothing() to explore it"))
-                continue
-            if sharded and objective is None:
-                choices.append(
-                    Choice(
-                        subject,
-                        None,
-                        "left alone: on shards no gradient is seen whole; give objective=hdet.Objective(loss, batches) "
-                        "to have it judged by forward passes",
-                    )
-                )
-                continue
-            reason = BY_FORWARD_PASSES if sharded else BY_GRADIENTS
-            if value > MOST:
-                # Networks of which most is dropped may learn nothing at all, and then nothing tells why.
-                knob = knob.replace(initial_shift=knob.space.difference(MOST, value))
-                reason = f"entered at {MOST:g}; {reason}"
-            if value > LEAST:
-                # A base at 0 can only be explored on one side and rarely; who set a rate wants one.
-                knob = knob.replace(bounds=(LEAST, knob.bounds[1]))
-            choices.append(Choice(subject, knob, reason))
-    return choices
+            adapted.append(Choice(choice.subject, None, "excluded") if name in exclude else choice)
+    return [*adapted, *(Choice(name.replace("_", " "), knob, "as you declared it") for name, knob in own.items())]
+
+
+def _name(choice: Choice) -> str:
+    return choice.knob.label if choice.knob is not None else choice.subject.replace(" ", "_")
 
 
 def course_peak(course: Schedule) -> float:
@@ -134,6 +198,13 @@ def recommended(
     seed: int = 0,
     history: str | os.PathLike[str] | History | None = None,
     quiet: bool = False,
+    knobs: Sequence[Knob] = (),
+    exclude: Sequence[str] = (),
+    window: int | Windows | None = None,
+    guard: Guard | None = DEFAULT_GUARD,
+    anchor: Literal["device", "host"] = "device",
+    averages: Literal["device", "host"] = "device",
+    stride: int = 1,
 ) -> Engine:
     """An engine with the recipe we stand behind: nothing diverges, no replicas are made, one run is paid for.
 
@@ -156,6 +227,13 @@ def recommended(
         seed: of the designs.
         history: a path for one JSON line a window, or a `History`.
         quiet: print nothing.
+        knobs: in place of the recipe's knob of the same name, or beside them.
+        exclude: names of the recipe's knobs that are left as they are: "learning_rate", "weight_decay", "dropout",
+            "label_smoothing".
+        window: steps between two readings, or a rule for them; by default `hdet.GrowingWindow()`.
+        guard: instead of `hdet.Rewind()`; None goes on whatever happens.
+        anchor, averages: where the window's first weights, and its averaged weights, are kept.
+        stride: of averaged weights, take every stride-th step's.
 
     Raises:
         ConfigError: the declaration cannot be.
@@ -170,30 +248,30 @@ def recommended(
     """
     if not isinstance(probe, Probe):
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
-    choices = choose(model, optimizer, total_steps, schedule, objective)
+    choices = choose(model, optimizer, total_steps, schedule, objective, knobs=knobs, exclude=exclude, stride=stride)
     if not quiet:
-        print(describe(choices))
+        print(describe(choices, guarded=guard is not None))
     return Engine(
         replicas if replicas is not None else in_process.micro_batches(model, optimizer, micro_batches),
         [choice.knob for choice in choices if choice.knob is not None],
-        window=GrowingWindow(),
+        window=window if window is not None else GrowingWindow(),
         signal=probe,
         objective=objective,
         seed=seed,
         total_steps=total_steps,
         history=history,
-        guard=Rewind(),
+        guard=guard,
+        anchor=anchor,
+        averages=averages,
     )
 
 
-def describe(choices: list[Choice]) -> str:
+def describe(choices: Sequence[Choice], *, guarded: bool = True) -> str:
     """The choices in words, a line each."""
     lines = ["hdet explores, without any replica diverging:"]
     for choice in choices:
         mark = "+" if choice.knob is not None else "-"
         lines.append(f"  {mark} {choice.subject}: {choice.reason}")
-    lines.append(
-        "  a guard: where training stands still and the held-out loss got worse, it goes back to the best point and on "
-        "with a lower rate; where the first steps were far too large it begins anew"
-    )
+    if guarded:
+        lines.append(GUARD)
     return "\n".join(lines)

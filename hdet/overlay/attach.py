@@ -1,0 +1,234 @@
+"""`hdet.attach`: the one line that a training loop needs."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hdet.engine.engine import Engine
+from hdet.engine.guard import Guard
+from hdet.errors import ConfigError
+from hdet.history import History
+from hdet.hparams import Knob, LearningRate, Schedule
+from hdet.hparams.update import GroupKnob, Groups
+from hdet.overlay.lent_bindings import Lending
+from hdet.overlay.rates import RATE, Rates
+from hdet.overlay.search import Search
+from hdet.overlay.surroundings import home
+from hdet.overlay.told_schedule import Follower, Told
+from hdet.recipes.recommended import DEFAULT_GUARD, choose, describe, own_schedule
+from hdet.replicas import Replicas
+from hdet.signals import Objective, Probe
+from hdet.windows import GrowingWindow, Windows
+
+OWN: Literal["own"] = "own"
+_searches: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Search]] = weakref.WeakKeyDictionary()
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    probe: Probe,
+    total_steps: int | None = None,
+    scheduler: Any = None,
+    scheduler_every: int = 1,
+    schedule: Schedule | Literal["own"] | None = OWN,
+    rates: Literal["together", "groups"] = "together",
+    knobs: Sequence[Knob] = (),
+    exclude: Sequence[str] = (),
+    micro_batches: int | None = None,
+    replicas: Replicas | None = None,
+    objective: Objective | None = None,
+    window: int | Windows | None = None,
+    guard: Guard | None = DEFAULT_GUARD,
+    anchor: Literal["device", "host"] = "device",
+    averages: Literal["device", "host"] = "device",
+    stride: int = 1,
+    history: str | os.PathLike[str] | History | None = None,
+    seed: int = 0,
+    quiet: bool = False,
+) -> Search:
+    """Explore hyperparameters in a training loop that stays as it is.
+
+    Four torch hooks do what `with replica:` and `engine.step` do in a loop written for `hdet.Engine`. The optimizer
+    goes on holding what you or your scheduler put there: what hdet learned is multiplied in just before
+    `optimizer.step()` and taken out just after it. Levels of dropout and other knobs of the forward pass are in force
+    from a training pass to its optimizer step.
+
+    Args:
+        model: what the loop calls: wrapped in DistributedDataParallel or compiled, if it is.
+        optimizer: what the loop steps. The rates it holds are the starting point.
+        probe: held-out loss; 8 sub-batches, together about as large as one training batch.
+        total_steps: the run's length in optimizer steps; needed where something is looked ahead at.
+        scheduler: the torch scheduler that the loop steps. A copy is simulated to know where it goes.
+        scheduler_every: optimizer steps between two steps of the scheduler (steps per epoch, for one that is stepped
+            every epoch).
+        schedule: without a scheduler, hdet's own: 30 % warm-up and a straight line to 0 around the rate found ("own"),
+            or a `hdet.Schedule`; it drives the rate inside the step. `None` follows whatever is written into the
+            optimizer, and never looks ahead.
+        rates: "together", one factor for the rates of all parameter groups, or "groups", one for each.
+        knobs: in place of the recipe's knob of the same name, or beside them.
+        exclude: names of the recipe's knobs that are left as they are: "learning_rate", "weight_decay", "dropout",
+            "label_smoothing".
+        micro_batches: passes of this process to an optimizer step. By default those of the first step are counted,
+            and nothing is explored in it.
+        replicas: instead of what is found: from `hdet.micro_batches` or `hdet.distribute`.
+        objective: the training loss and training batches, for evidence that evaluates them by itself.
+        window: steps between two readings, or a rule for them; by default `hdet.GrowingWindow()`.
+        guard: goes back where training went wrong; `None` goes on whatever happens.
+        anchor, averages: where the window's first weights, and its averaged weights, are kept.
+        stride: of averaged weights, take every stride-th step's.
+        history: a path for one JSON line a window, or a `History`.
+        seed: of the designs.
+        quiet: do not print what was chosen.
+
+    Raises:
+        ConfigError: what was given cannot be; the message names it and the way out.
+
+    >>> import torch, hdet
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> probe = hdet.Probe(lambda model, x: model(x).square().mean(1), [torch.ones(8, 2)])
+    >>> search = hdet.attach(model, optimizer, probe=probe, total_steps=30, quiet=True)
+    >>> for step in range(30):
+    ...     loss = model(torch.randn(8, 2)).square().mean()
+    ...     search.loss(loss).backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> search.finished, optimizer.param_groups[0]["lr"], sorted(search.shifts)
+    (True, 0.001, ['dropout', 'learning_rate', 'weight_decay'])
+    """
+    if not isinstance(probe, Probe):
+        raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
+    optimizer = _inner(optimizer)
+    _end_earlier(optimizer)
+    follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
+    found = Rates(optimizer, follower, driven=follower is None and schedule is not None)
+    length = total_steps if follower is not None else None
+
+    def course_of(group: int) -> Schedule:
+        if found.driven:
+            return schedule if isinstance(schedule, Schedule) else own_schedule(optimizer, total_steps, group)
+        return Told(found.course(RATE, length), group, length)
+
+    everything: dict[Groups, Schedule]
+    if rates == "groups":
+        everything = {index: course_of(index) for index in range(len(optimizer.param_groups))}
+    else:
+        everything = {None: course_of(_leading(found, length))}
+    choices = choose(
+        model,
+        optimizer,
+        total_steps,
+        objective=objective,
+        rates=everything,
+        knobs=knobs,
+        exclude=exclude,
+        stride=stride,
+    )
+    explored = [_relative(choice.knob, found, optimizer, model, course_of) for choice in choices if choice.knob]
+    found.driven = found.driven and any(isinstance(knob, LearningRate) for knob in explored)
+    if not quiet:
+        print(describe(choices, guarded=guard is not None))
+
+    held = history if isinstance(history, History) else History(history)
+
+    def build(seats: int, lending: Lending) -> Engine:
+        return Engine(
+            replicas if replicas is not None else home(model, optimizer, seats),
+            explored,
+            window=window if window is not None else GrowingWindow(),
+            signal=probe,
+            objective=objective,
+            seed=seed,
+            total_steps=total_steps,
+            history=held,
+            guard=guard,
+            anchor=anchor,
+            averages=averages,
+            bind=lending.bind,
+        )
+
+    search = Search(model, optimizer, build, found, micro_batches if replicas is None else len(replicas.local))
+    _searches[optimizer] = weakref.ref(search)
+    return search
+
+
+def _inner(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside a trainer's wrapper.
+
+    Raises:
+        ConfigError: it is none, or several.
+    """
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    if isinstance(optimizer, (list, tuple, dict)):
+        raise ConfigError(
+            "hdet.attach takes one optimizer, got several; attach one search to each model and its optimizer, or put "
+            "all parameters into groups of one optimizer"
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    return optimizer
+
+
+def _end_earlier(optimizer: Optimizer) -> None:
+    """A notebook's cell may run twice: the search of the first time ends."""
+    earlier = _searches.get(optimizer)
+    search = earlier() if earlier is not None else None
+    if search is not None:
+        search.detach()
+
+
+def _follower(
+    optimizer: Optimizer,
+    scheduler: Any,
+    scheduler_every: int,
+    schedule: Schedule | Literal["own"] | None,
+    total_steps: int | None,
+) -> Follower | None:
+    if scheduler is not None:
+        if schedule != OWN:
+            raise ConfigError(
+                "give scheduler= or schedule=, not both: a scheduler is yours and writes the rates, a schedule "
+                "is hdet's and drives them"
+            )
+        if total_steps is None:
+            raise ConfigError("a scheduler is simulated to the run's end; give total_steps=, in optimizer steps")
+        return Follower(scheduler, optimizer, scheduler_every)
+    if not (schedule is None or schedule == OWN or isinstance(schedule, Schedule)):
+        raise ConfigError(
+            f'schedule is an hdet.Schedule, "own" or None, got {schedule!r}; a torch scheduler is scheduler='
+        )
+    if schedule == OWN and any("initial_lr" in group for group in optimizer.param_groups):
+        raise ConfigError(
+            "a torch scheduler drives this optimizer (its groups hold 'initial_lr'), and hdet was not told of it; give "
+            "scheduler=, or schedule=None to follow what it writes, or schedule=hdet.Cosine(...) to have hdet drive "
+            "the rate instead"
+        )
+    return None
+
+
+def _leading(found: Rates, total_steps: int | None) -> int:
+    """The group that a common factor is measured at: the first with a rate above 0 at some time."""
+    peaks = found.read(RATE)
+    if found.follower is not None and total_steps is not None:
+        course = found.course(RATE, total_steps)
+        peaks = [max(column) for column in zip(*course.forecast, strict=True)]
+    return next((index for index, peak in enumerate(peaks) if peak > 0.0), 0)
+
+
+def _relative(knob: Knob, found: Rates, optimizer: Optimizer, model: nn.Module, course_of: Any) -> Knob:
+    """An update knob without a schedule of its own is relative to what the optimizer holds."""
+    if not isinstance(knob, GroupKnob) or knob.schedule is not None:
+        return knob
+    group = knob.bind(model, optimizer).indices[0]
+    if isinstance(knob, LearningRate):
+        return knob.replace(schedule=course_of(group))
+    return knob.replace(schedule=Told(found.course((knob.key, knob.item)), group, None))

@@ -1,0 +1,140 @@
+"""The four torch hooks by which a search rides on a training loop that knows nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Closure = Callable[[], Any]
+
+
+class Rider(Protocol):
+    """What the hooks speak to."""
+
+    def before_forward(self) -> None: ...
+
+    def after_forward(self, output: Any) -> None: ...
+
+    def before_step(self) -> None: ...
+
+    def after_step(self) -> None: ...
+
+
+class _Hook:
+    """One hook. A copy of the model or of the optimizer, as for weights averaged over time, has an idle one."""
+
+    def __init__(self, act: Callable[..., Any]) -> None:
+        # A compiled model or step breaks its graph here instead of failing on what hdet does.
+        self._act = torch.compiler.disable(act)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._act(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _idle
+
+    def __reduce__(self) -> str:
+        return "_idle"
+
+
+def _idle(*arguments: Any) -> None:
+    """The hook of a copy: does nothing."""
+
+
+class Hooks:
+    """Forward pre-hook and hook of the root module, step pre-hook and post-hook of the optimizer.
+
+    A forward pass counts where the root module trains and gradients are enabled. What autograd runs again in backward
+    (activation checkpointing) does not, nor does evaluation.
+    """
+
+    def __init__(self, rider: Rider, root: nn.Module, optimizer: Optimizer) -> None:
+        self._rider = rider
+        self._in_pass = False
+        self._handles = [
+            root.register_forward_pre_hook(_Hook(self._before_forward)),
+            root.register_forward_hook(_Hook(self._after_forward)),
+            optimizer.register_step_pre_hook(_Hook(self._before_step)),
+            optimizer.register_step_post_hook(_Hook(self._after_step)),
+        ]
+
+    def remove(self) -> None:
+        """Leave the model and the optimizer as they were."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_forward(self, module: nn.Module, arguments: Any) -> None:
+        self._in_pass = module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        if self._in_pass:
+            self._rider.before_forward()
+
+    def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if self._in_pass:
+            self._in_pass = False
+            self._rider.after_forward(output)
+
+    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        # The optimizer itself is the first of the arguments.
+        by_name = "closure" in keywords
+        closure: Closure | None = keywords["closure"] if by_name else arguments[1] if len(arguments) > 1 else None
+        if closure is None:
+            self._rider.before_step()
+            return None
+        closure = self._closed(closure)
+        return (
+            (arguments, {**keywords, "closure": closure})
+            if by_name
+            else ((arguments[0], closure, *arguments[2:]), keywords)
+        )
+
+    def _after_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        self._rider.after_step()
+
+    def _closed(self, closure: Closure) -> Closure:
+        """The user's closure, and then what comes before a step: it runs forward and backward inside the step."""
+
+        def closed() -> Any:
+            loss = closure()
+            self._rider.before_step()
+            return loss
+
+        return closed
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """The training loss in what a model returned: itself, `.loss`, `["loss"]`, or the only scalar of a tuple."""
+    if _is_loss(output):
+        found: Tensor = output
+        return found
+    named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if _is_loss(named):
+        return named
+    if isinstance(output, (tuple, list)):
+        scalars = [part for part in output if _is_loss(part)]
+        return scalars[0] if len(scalars) == 1 else None
+    return None
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point() and value.requires_grad
+
+
+def differentiable(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a model returned through which backward can come."""
+    if isinstance(output, Tensor):
+        if output.requires_grad:
+            yield output
+    elif isinstance(output, (tuple, list)):
+        for part in output:
+            yield from differentiable(part)
+    elif isinstance(output, dict):
+        for part in output.values():
+            yield from differentiable(part)
+    elif hasattr(output, "__dict__"):
+        for part in vars(output).values():
+            if isinstance(part, Tensor):
+                yield from differentiable(part)

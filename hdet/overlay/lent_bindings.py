@@ -1,0 +1,251 @@
+"""Bindings whose values are in force for a moment only; the rest of the time the user's own are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet.errors import StepError
+from hdet.hparams.binding import Binding, GroupBinding, fit
+from hdet.hparams.bound import BoundKnob
+from hdet.hparams.knob import Knob
+from hdet.hparams.space import Space
+from hdet.overlay.told_schedule import Course, Told
+
+
+@dataclass
+class Hand:
+    """What is put in, whether it is, and what was there."""
+
+    value: float | None = None
+    in_force: bool = False
+    theirs: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LentGroups(GroupBinding):
+    """Entries of parameter groups: `write` says what is to be there, `put_in` puts it there, `take_out` takes it back.
+
+    With a `course` the value is relative to what the user or a scheduler writes: each group's own value is moved as far
+    as that of the group at index `reference`. Without one hdet's own schedule drives the entry, and groups keep their
+    first ratios.
+    """
+
+    course: Course | None
+    reference: int
+    space: Space
+    step: Callable[[], int]
+    hand: Hand = field(default_factory=Hand, compare=False)
+
+    def read(self) -> float:
+        return self.hand.value if self.hand.value is not None else super().read()
+
+    def write(self, value: float) -> None:
+        self.hand.value = value
+        if self.hand.in_force:
+            self._put(value)
+
+    def put_in(self) -> None:
+        """Put the value last written in force."""
+        if self.hand.in_force:
+            return
+        self.hand.theirs = [kept(self.optimizer.param_groups[index][self.key]) for index in self.indices]
+        self.hand.in_force = True
+        if self.hand.value is not None:
+            self._put(self.hand.value)
+
+    def take_out(self) -> None:
+        """Put back what was there."""
+        if not self.hand.in_force:
+            return
+        self.hand.in_force = False
+        for index, theirs in zip(self.indices, self.hand.theirs, strict=True):
+            put_back(self.optimizer.param_groups[index], self.key, theirs)
+
+    def _put(self, value: float) -> None:
+        if self.course is None:
+            super().write(value)
+            return
+        row = self.course.at(self.step())
+        reference = row[self.reference]
+        for index, theirs in zip(self.indices, self.hand.theirs, strict=True):
+            group = self.optimizer.param_groups[index]
+            if isinstance(theirs, Tensor):
+                # As a factor, so that a rate that lies on a device is not read.
+                with torch.no_grad():
+                    group[self.key].copy_(theirs)
+                    if value != reference:
+                        group[self.key].mul_(value / reference)
+                continue
+            own = self._moved(row[index], value, reference)
+            if self.item is None:
+                group[self.key] = own
+            else:
+                entry = list(theirs)
+                held = entry[self.item]
+                if isinstance(held, Tensor):
+                    entry[self.item] = torch.full_like(held, fit(own, self.bounds, held.dtype))
+                else:
+                    entry[self.item] = own
+                group[self.key] = tuple(entry)
+
+    def _moved(self, theirs: float, value: float, reference: float) -> float:
+        """A group's own value, moved as the reference group's was from `reference` to `value`."""
+        if value == reference:
+            return theirs
+        if theirs == reference:
+            return value
+        return self.space.apply(theirs, self.space.difference(value, reference))
+
+
+class LentScalar:
+    """A scalar inside the model, lent for the time of a pass.
+
+    Args:
+        inner: where it is.
+        name: the knob's.
+        stays: the model's output depends on it in evaluation too, so that between passes its base is there.
+    """
+
+    def __init__(self, inner: Binding, name: str, stays: bool) -> None:
+        self.inner = inner
+        self.name = name
+        self.stays = stays
+        self.theirs = inner.read()
+        self.hand = Hand()
+        self.rest: Callable[[], float] | None = None
+        self._left = self.theirs
+
+    @property
+    def targets(self) -> frozenset[Hashable]:
+        return self.inner.targets
+
+    def read(self) -> float:
+        return self.hand.value if self.hand.value is not None else self.theirs
+
+    def write(self, value: float) -> None:
+        self.hand.value = value
+        if self.hand.in_force:
+            self.inner.write(value)
+
+    def put_in(self) -> None:
+        """Put the value last written in force.
+
+        Raises:
+            StepError: something else has written the scalar since it was last left.
+        """
+        if self.hand.in_force:
+            return
+        found = self.inner.read()
+        if found != self._left:
+            raise StepError(
+                f"{self.name} was {self._left:g} when hdet left it and is {found:g} now: something else writes what "
+                f"hdet explores; leave one of the two out, hdet's by exclude=({self.name!r},)"
+            )
+        self.hand.in_force = True
+        if self.hand.value is not None:
+            self.inner.write(self.hand.value)
+
+    def take_out(self) -> None:
+        """Put back what was there; the base, where evaluation depends on it."""
+        if not self.hand.in_force:
+            return
+        self.hand.in_force = False
+        self.inner.write(self.rest() if self.stays and self.rest is not None else self.theirs)
+        self._left = self.inner.read()
+
+
+class Lending:
+    """All that hdet lends a model and its optimizer: update knobs for a step, forward knobs for a pass."""
+
+    def __init__(self, step: Callable[[], int]) -> None:
+        self._step = step
+        self.groups: list[LentGroups] = []
+        self.scalars: list[LentScalar] = []
+
+    def bind(self, knob: Knob, model: nn.Module, optimizer: Optimizer) -> Binding:
+        """The knob's own binding, lent."""
+        inner = knob.bind(model, optimizer)
+        if isinstance(inner, GroupBinding):
+            told = knob.schedule if isinstance(knob.schedule, Told) else None
+            lent = LentGroups(
+                inner.optimizer,
+                inner.indices,
+                inner.ratios,
+                inner.key,
+                inner.item,
+                inner.bounds,
+                told.course if told is not None else None,
+                told.group if told is not None else inner.indices[0],
+                knob.space,
+                self._step,
+            )
+            self.groups.append(lent)
+            return lent
+        scalar = LentScalar(inner, knob.label, knob.acts_in_eval)
+        self.scalars.append(scalar)
+        return scalar
+
+    def rest_at_bases(self, knobs: Sequence[BoundKnob]) -> None:
+        """Let scalars that evaluation depends on rest at their knobs' bases."""
+        for knob in knobs:
+            binding = knob.bindings[0]
+            if isinstance(binding, LentScalar):
+                binding.rest = _base(knob, self._step)
+
+    def put_in_forward(self) -> None:
+        """Forward knobs are in force: a pass begins."""
+        for scalar in self.scalars:
+            scalar.put_in()
+
+    def take_out_forward(self) -> None:
+        """A pass is over."""
+        for scalar in self.scalars:
+            scalar.take_out()
+
+    def put_in_update(self) -> None:
+        """Update knobs are in force: the optimizer steps."""
+        for group in self.groups:
+            group.put_in()
+
+    def take_out_update(self) -> None:
+        """The optimizer has stepped."""
+        for group in self.groups:
+            group.take_out()
+
+    @contextmanager
+    def all_in_force(self) -> Iterator[None]:
+        """Everything as hdet has it inside the block; afterwards as it was before."""
+        lent: list[LentGroups | LentScalar] = [*self.groups, *self.scalars]
+        mine = [one for one in lent if not one.hand.in_force]
+        for one in mine:
+            one.put_in()
+        try:
+            yield
+        finally:
+            for one in mine:
+                one.take_out()
+
+
+def _base(knob: BoundKnob, step: Callable[[], int]) -> Callable[[], float]:
+    return lambda: knob.base(step())
+
+
+def kept(entry: Any) -> Any:
+    """What a group holds under a key, to be put back; a tensor's value."""
+    return entry.detach().clone() if isinstance(entry, Tensor) else entry
+
+
+def put_back(group: dict[str, Any], key: str, entry: Any) -> None:
+    """What `kept` gave is there again; a tensor in place."""
+    if isinstance(entry, Tensor) and isinstance(group.get(key), Tensor):
+        with torch.no_grad():
+            group[key].copy_(entry)
+    else:
+        group[key] = entry

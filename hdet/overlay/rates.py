@@ -1,0 +1,122 @@
+"""What the user or a scheduler holds in the optimizer: read before each step, and refused where it cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdet.errors import StepError
+from hdet.overlay.told_schedule import Course, Follower
+
+Entry = tuple[str, int | None]
+RATE: Entry = ("lr", None)
+
+
+class Rates:
+    """The entries of the optimizer's groups that knobs are relative to, and the rate where hdet's schedule drives it.
+
+    Args:
+        follower: the scheduler, where it is known.
+        driven: hdet's own schedule drives the learning rate, which the user is to leave as it is.
+    """
+
+    def __init__(self, optimizer: Optimizer, follower: Follower | None, driven: bool) -> None:
+        self.optimizer = optimizer
+        self.follower = follower
+        self.driven = driven
+        self.courses: dict[Entry, Course] = {}
+        self._first = self.read(RATE)
+
+    def course(self, entry: Entry, total_steps: int | None = None) -> Course:
+        """What all groups hold under an entry; the learning rate's is foreseen where the scheduler is known."""
+        if entry not in self.courses:
+            forecast = []
+            between = 1
+            if entry == RATE and self.follower is not None and total_steps is not None:
+                forecast = self.follower.forecast(total_steps, _rates)
+                between = self.follower.steps_between
+            self.courses[entry] = Course(self.read(entry), forecast, between)
+        return self.courses[entry]
+
+    def read(self, entry: Entry) -> list[float]:
+        """What the groups hold; 0 where one has no such entry, the last known where it lies on a device."""
+        return [self._value(index, entry) for index in range(len(self.optimizer.param_groups))]
+
+    def tell(self, step: int) -> bool:
+        """The coming step is made with what the optimizer holds now. Returns whether that is not what was foreseen.
+
+        Raises:
+            StepError: a rate that nobody was to move has moved, or not as the scheduler would have moved it.
+        """
+        if self.driven:
+            self._refuse_moved()
+        surprised = False
+        for entry, course in self.courses.items():
+            foreseen = course.at(step)
+            if entry == RATE and self.follower is not None and course.forecast:
+                course.tell(step, self._followed(course, step), self.follower.position)
+            else:
+                course.tell(step, self.read(entry))
+            surprised = surprised or course.at(step) != foreseen
+        return surprised
+
+    def forget_before(self, step: int) -> None:
+        """A window has opened at a step."""
+        for course in self.courses.values():
+            course.forget_before(step - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "courses": {_named(entry): course.state_dict() for entry, course in self.courses.items()},
+            "simulated_at": self.follower.first if self.follower is not None else 0,
+            "found": list(self._first),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for entry, course in self.courses.items():
+            course.load_state_dict(state["courses"][_named(entry)])
+        self._first = list(state["found"])
+        if self.follower is not None:
+            self.follower.first = int(state["simulated_at"])
+
+    def _followed(self, course: Course, step: int) -> list[float]:
+        assert self.follower is not None
+        held = self.read(RATE)
+        expected = course.foreseen(self.follower.position)
+        if held != expected:
+            raise StepError(
+                f"the learning rates at step {step} are {held}, where {type(self.follower.scheduler).__name__} would "
+                f"have put {expected}: something else writes them too; give hdet.attach schedule=None, which follows "
+                f"whatever comes and never looks ahead"
+            )
+        return held
+
+    def _refuse_moved(self) -> None:
+        held = self.read(RATE)
+        if held != self._first:
+            raise StepError(
+                f"the optimizer's learning rates were {self._first} when hdet was attached and are {held} now, and "
+                f"hdet was told of no scheduler and brings a schedule of its own; give hdet.attach scheduler=, your "
+                f"torch scheduler, or schedule=None to follow what comes, or leave the rates as they are"
+            )
+
+    def _value(self, index: int, entry: Entry) -> float:
+        key, item = entry
+        group = self.optimizer.param_groups[index]
+        if key not in group:
+            return 0.0
+        held = group[key] if item is None else group[key][item]
+        if isinstance(held, Tensor) and held.device.type != "cpu" and entry in self.courses:
+            return self.courses[entry].told[max(self.courses[entry].told)][index]  # reading would wait for the device
+        return float(held)
+
+
+def _rates(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _named(entry: Entry) -> str:
+    key, item = entry
+    return key if item is None else f"{key}[{item}]"

@@ -1,0 +1,311 @@
+"""A search that rides on a training loop of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet.engine.engine import Engine
+from hdet.errors import CheckpointError, StepError
+from hdet.history import History, WindowRecord
+from hdet.hparams.learned import Learned
+from hdet.overlay.hooks import Hooks, differentiable, loss_in
+from hdet.overlay.lent_bindings import Lending, kept, put_back
+from hdet.overlay.rates import Rates
+from hdet.replicas import Replica
+
+Callback = TypeVar("Callback", bound=Callable[[WindowRecord], object])
+FORMAT = 1
+
+
+class Search(AbstractContextManager["Search"]):
+    """hdet on a training loop that goes on as it was; made by `hdet.attach`.
+
+    As a context manager it detaches at the block's end.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        build: Callable[[int, Lending], Engine],
+        rates: Rates,
+        micro_batches: int | None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._build = build
+        self._rates = rates
+        self._counting = micro_batches is None
+        self._callbacks: list[Callable[[WindowRecord], object]] = []
+        self._passes = 0  # begun since the optimizer's last step
+        self._open: Replica | None = None
+        self._forward_done = False
+        self._backward_ran = False
+        self._losses: dict[int, Tensor] = {}
+        self._stepping = False  # update knobs are in force for an optimizer's step
+        self._busy = False  # the engine is at work, and passes are its own
+        self._take_seats(micro_batches or 1)
+        self._hooks: Hooks | None = Hooks(self, model, optimizer)
+
+    # -- what a person asks -----------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that the loop drives. (Where micro-batches are counted, another one from the first step on.)"""
+        return self._engine
+
+    @property
+    def history(self) -> History:
+        """The windows so far."""
+        return self._engine.history
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over."""
+        return self._engine.finished
+
+    @property
+    def shifts(self) -> dict[str, Learned]:
+        """What was learned of each hyperparameter: values at the peak of its schedule, and the factor between them."""
+        return self._engine.learned
+
+    def on_window(self, callback: Callback) -> Callback:
+        """Call `callback(record)` when a window has closed. Returns it, so that this is a decorator too."""
+        self._callbacks.append(callback)
+        return callback
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """Say what the training loss of the pass under way is, and get it back: `search.loss(loss).backward()`.
+
+        Only needed where the model does not return it. It is the mean over the micro-batch, on the probe's scale.
+        """
+        self._losses[max(0, self._passes - 1)] = loss.detach()
+        return loss
+
+    def detach(self) -> None:
+        """Leave the model and the optimizer as if hdet had never been there; what was trained stays."""
+        if self._hooks is None:
+            return
+        self._hooks.remove()
+        self._hooks = None
+        if self._open is not None:
+            self._leave(heard=False)
+        self._lending.take_out_update()
+        self._lending.take_out_forward()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._hooks is not None and kind is None and not self._engine.finished and self._engine.step_count:
+            with self._lending.all_in_force():
+                record = self._engine.finish()
+            self._tell(record)
+        self.detach()
+
+    # -- what is saved ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resume needs, as plain numbers and tensors. Take it between two optimizer steps."""
+        return {
+            "format": FORMAT,
+            "micro_batches": None if self._counting else len(self._engine.replicas),
+            "engine": self._engine.state_dict(),
+            "peaks": {knob.name: knob.peak for knob in self._engine.knobs},
+            "rates": self._rates.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`, before or after the model, the optimizer and the scheduler are restored.
+
+        Raises:
+            CheckpointError: the state is another search's.
+        """
+        if state.get("format") != FORMAT:
+            raise CheckpointError(f"format {state.get('format')!r} of a search's state; this version reads {FORMAT}")
+        if self._open is not None:
+            self._leave(heard=False)
+        self._passes, self._losses = 0, {}
+        seats = state["micro_batches"]
+        if seats is not None and seats != len(self._engine.replicas):
+            self._take_seats(seats)
+        self._counting = seats is None
+        before = self._rates.state_dict()
+        try:
+            self._rates.load_state_dict(state["rates"])
+            for knob in self._engine.knobs:
+                knob.peak = state["peaks"].get(knob.name, knob.peak)
+            with _groups_kept(self.optimizer):
+                self._engine.load_state_dict(state["engine"])
+        except Exception:
+            self._rates.load_state_dict(before)
+            raise
+
+    # -- what the hooks say -----------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """A training pass begins."""
+        if self._busy:
+            return
+        if self._open is not None:
+            if self._forward_done and not self._backward_ran:
+                return  # several forwards to one backward are one pass
+            self._leave(heard=self._forward_done)
+        if self._passes and not self._gradients_wait():
+            self._drop()
+        self._follow()
+        if self._engine.finished or self._passes >= len(self._engine.replicas):
+            self._lending.put_in_forward()  # at what is in force: the bases, or the last seat's levels
+        else:
+            self._enter(self._engine.replicas[self._passes])
+        self._passes += 1
+        self._forward_done = self._backward_ran = False
+
+    def after_forward(self, output: Any) -> None:
+        """The pass has run forward."""
+        if self._busy:
+            return
+        self._forward_done = True
+        loss = loss_in(output)
+        if loss is not None:
+            self._losses[self._passes - 1] = loss.detach()
+        for tensor in differentiable(output):
+            tensor.register_hook(self._heard_backward)  # type: ignore[no-untyped-call]
+
+    def before_step(self) -> None:
+        """The optimizer is about to step, its gradients complete."""
+        if self._open is not None:
+            self._leave(heard=True)
+        self._lending.take_out_forward()
+        self._lending.take_out_update()  # if the step before raised
+        if self._counting and self._engine.step_count == 0:
+            self._counting = False
+            if self._passes > 1:
+                self._take_seats(self._passes)
+        self._follow()
+        self._refuse_if_over()
+        self._lending.put_in_update()
+        self._stepping = True
+
+    def after_step(self) -> None:
+        """The optimizer has stepped."""
+        if not self._stepping:
+            return  # it was given a closure, and did not call it
+        self._stepping = False
+        record = None
+        try:
+            if not self._engine.finished and not _skipped(self.optimizer):
+                record = self._advance()
+        finally:
+            self._lending.take_out_forward()
+            self._lending.take_out_update()
+            self._passes, self._losses = 0, {}
+        self._tell(record)
+
+    # -- how it is done ---------------------------------------------------------------------------
+
+    def _take_seats(self, micro_batches: int) -> None:
+        """An engine for that many micro-batches a step. No step may have been made."""
+        self._lending = Lending(lambda: self._engine.step_count if hasattr(self, "_engine") else 0)
+        self._busy = True
+        try:
+            self._engine = self._build(micro_batches, self._lending)
+        finally:
+            self._busy = False
+        self._lending.rest_at_bases(self._engine.knobs)
+
+    def _follow(self) -> None:
+        """The coming step is made with what the optimizer holds now."""
+        if self._rates.tell(self._engine.step_count):
+            self._engine.reapply()
+
+    def _enter(self, replica: Replica) -> None:
+        self._lending.put_in_update()
+        try:
+            replica.__enter__()
+            self._open = replica
+            self._lending.put_in_forward()
+        finally:
+            self._lending.take_out_update()
+
+    def _leave(self, *, heard: bool) -> None:
+        """The pass is over; its gradient counts if it was heard."""
+        replica, self._open = self._open, None
+        assert replica is not None
+        self._lending.put_in_update()
+        try:
+            if heard:
+                replica.__exit__(None, None, None)
+            else:
+                replica.__exit__(StepError, StepError("the pass was given up"), None)
+        finally:
+            self._lending.take_out_update()
+            self._lending.take_out_forward()
+
+    def _advance(self) -> WindowRecord | None:
+        self._engine.gradients_are_shared()
+        self._busy = True
+        try:
+            with self._lending.all_in_force():
+                return self._engine.step(self._told())
+        finally:
+            self._busy = False
+            self._rates.forget_before(self._engine.cycle.window.start)
+
+    def _told(self) -> list[Tensor] | None:
+        """The step's losses, one a seat; a seat without one is given the mean of the others."""
+        if not self._losses:
+            return None
+        mean = torch.stack([loss.reshape(()) for loss in self._losses.values()]).mean()
+        return [self._losses.get(seat, mean) for seat in range(len(self._engine.replicas))]
+
+    def _tell(self, record: WindowRecord | None) -> None:
+        if record is not None:
+            for callback in self._callbacks:
+                callback(record)
+
+    def _heard_backward(self, gradient: Tensor) -> None:
+        self._backward_ran = True
+
+    def _gradients_wait(self) -> bool:
+        """Whether gradients of earlier passes are there: else they were dropped, as by a GradScaler that skipped."""
+        return any(p.grad is not None for p in self.model.parameters())
+
+    def _drop(self) -> None:
+        """The passes since the last step led to none."""
+        self._passes, self._losses = 0, {}
+
+    def _refuse_if_over(self) -> None:
+        if self._engine.finished and self._rates.driven:
+            raise StepError(
+                f"the run is over after {self._engine.step_count} steps, and with it the schedule that hdet gave the "
+                f"learning rate; give hdet.attach more total_steps, or call search.detach() to train on at the "
+                f"optimizer's own rate"
+            )
+
+
+@contextmanager
+def _groups_kept(optimizer: Optimizer) -> Iterator[None]:
+    """What the groups hold is the user's and their scheduler's, whatever the engine restores inside the block."""
+    held = [{key: kept(entry) for key, entry in group.items() if key != "params"} for group in optimizer.param_groups]
+    try:
+        yield
+    finally:
+        for group, entries in zip(optimizer.param_groups, held, strict=True):
+            for key, entry in entries.items():
+                put_back(group, key, entry)
+
+
+def _skipped(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer was told that its gradients are not finite, and so changed nothing.
+
+    Asked only where no device is waited for.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found.item())

@@ -1,0 +1,206 @@
+"""What somebody else writes into an optimizer: told step by step, and foreseen where a scheduler can be simulated."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from pydantic import PrivateAttr
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
+
+from hdet.errors import ConfigError
+from hdet.hparams import Schedule
+
+Row = Sequence[float]
+
+
+class Course:
+    """The values that all parameter groups hold under one entry, by optimizer step.
+
+    Attributes:
+        forecast: the values after 0, 1, 2, ... steps of the scheduler, counted from where it was simulated; empty where
+            nothing is foreseen.
+        steps_between: optimizer steps between two steps of the scheduler.
+        steps_each: scheduler steps made then.
+    """
+
+    def __init__(self, first: Row, forecast: Sequence[Row] = (), steps_between: int = 1, steps_each: int = 1) -> None:
+        self.told: dict[int, list[float]] = {0: list(first)}
+        self.forecast = [list(row) for row in forecast]
+        self.steps_between = steps_between
+        self.steps_each = steps_each
+        self._position = 0
+        self._moved_at = 0
+
+    def at(self, step: int) -> list[float]:
+        """The values at a step: as told, else as foreseen, else the last that were told."""
+        if step in self.told:
+            return self.told[step]
+        last = max(self.told)
+        if step < last:
+            raise ConfigError(f"the optimizer's values at step {step} are not remembered (only {sorted(self.told)})")
+        return self.foreseen(self._ahead(step)) if self.forecast else self.told[last]
+
+    def foreseen(self, position: int) -> list[float]:
+        """The values after that many steps of the scheduler; the last of them once it has ended."""
+        return self.forecast[min(max(position, 0), len(self.forecast) - 1)]
+
+    def tell(self, step: int, values: Row, position: int = 0) -> None:
+        """The values at a step are these, and the scheduler has made `position` steps."""
+        self.told[step] = list(values)
+        if position != self._position:
+            self._position, self._moved_at = position, step
+
+    def forget_before(self, step: int) -> None:
+        """Keep the steps from one on, and the last one told."""
+        last = max(self.told)
+        self.told = {at: values for at, values in self.told.items() if at >= step or at == last}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, and the forecast as one tensor."""
+        return {
+            "told": {step: list(values) for step, values in self.told.items()},
+            "forecast": torch.tensor(self.forecast, dtype=torch.float64),
+            "position": self._position,
+            "moved_at": self._moved_at,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.told = {int(step): list(values) for step, values in state["told"].items()}
+        self.forecast = state["forecast"].tolist()
+        self._position, self._moved_at = int(state["position"]), int(state["moved_at"])
+
+    def _ahead(self, step: int) -> int:
+        return self._position + (step - self._moved_at) // self.steps_between * self.steps_each
+
+
+class Told(Schedule):
+    """One parameter group's part of a course."""
+
+    kind = "told"
+    _course: Course = PrivateAttr()
+    _group: int = PrivateAttr()
+    _total_steps: int | None = PrivateAttr()
+
+    def __init__(self, course: Course, group: int, total_steps: int | None) -> None:
+        super().__init__()
+        self._course, self._group = course, group
+        self._total_steps = total_steps
+
+    @property
+    def course(self) -> Course:
+        """What is told of all groups."""
+        return self._course
+
+    @property
+    def group(self) -> int:
+        """The index of the group whose values these are."""
+        return self._group
+
+    @property
+    def total_steps(self) -> int | None:
+        """How far the course is foreseen; None where it is not."""
+        return self._total_steps
+
+    def __call__(self, t: int) -> float:
+        """The value at step t."""
+        return self._course.at(t)[self._group]
+
+
+class Follower:
+    """A torch scheduler, asked where it stands, and simulated on a copy to know where it goes.
+
+    Args:
+        scheduler: steps `optimizer`.
+        steps_between: optimizer steps between two of its steps.
+
+    Raises:
+        ConfigError: it is no torch scheduler, belongs to another optimizer, or waits for a metric.
+    """
+
+    def __init__(self, scheduler: Any, optimizer: Optimizer, steps_between: int = 1) -> None:
+        self.scheduler = bare(scheduler)
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "ReduceLROnPlateau waits for a metric, so nobody knows where it goes; give hdet.attach schedule=None, "
+                "which follows what it writes and never looks ahead"
+            )
+        if not isinstance(self.scheduler, LRScheduler):
+            raise ConfigError(
+                f"scheduler= takes a torch.optim.lr_scheduler.LRScheduler, got {type(scheduler).__name__}; give "
+                f"schedule=None to follow what something else writes, or schedule=hdet.Cosine(...) for one of hdet's"
+            )
+        if getattr(self.scheduler, "optimizer", optimizer) is not optimizer:
+            raise ConfigError(
+                "the scheduler belongs to another optimizer; give hdet.attach the optimizer that it steps"
+            )
+        if steps_between < 1:
+            raise ConfigError(f"scheduler_every is a number of optimizer steps, at least 1; got {steps_between}")
+        self.optimizer = optimizer
+        self.steps_between = steps_between
+        self.first = self._count()
+        """Where the scheduler stood when it was simulated."""
+
+    @property
+    def position(self) -> int:
+        """How many steps the scheduler has made since it was simulated."""
+        return self._count() - self.first
+
+    def forecast(self, total_steps: int, read: Callable[[Optimizer], list[float]]) -> list[list[float]]:
+        """What `read` gives after 0, 1, 2, ... steps of the scheduler, until `total_steps` optimizer steps are over."""
+        shadow = _shadow(self.optimizer)
+        try:
+            scheduler = copy.deepcopy(self.scheduler, {id(self.optimizer): shadow})
+        except Exception as error:
+            raise ConfigError(
+                f"{type(self.scheduler).__name__} cannot be copied, and so not be simulated ahead ({error}); give "
+                f"hdet.attach schedule=None, which follows what it writes and never looks ahead"
+            ) from error
+        rows = [read(shadow)]
+        for _ in range(-(-total_steps // self.steps_between)):
+            try:
+                scheduler.step()
+            except ValueError:  # OneCycleLR refuses to go beyond its end
+                break
+            rows.append(read(shadow))
+        return rows
+
+    def _count(self) -> int:
+        scheduler: Any = self.scheduler
+        while isinstance(scheduler, ChainedScheduler):
+            scheduler = scheduler._schedulers[-1]
+        return int(scheduler.last_epoch)
+
+
+def bare(scheduler: Any) -> Any:
+    """The torch scheduler inside a trainer's wrapper."""
+    while not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) and hasattr(scheduler, "scheduler"):
+        scheduler = scheduler.scheduler
+    return scheduler
+
+
+def _shadow(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of no parameters whose groups hold what the given one's hold."""
+    shadow = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    shadow.defaults = copy.deepcopy(optimizer.defaults)
+    shadow.param_groups = [
+        {key: [] if key == "params" else _plain(value) for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+
+    def step() -> None:
+        """Never called. Torch looks at it to warn of a scheduler that steps before its optimizer."""
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    shadow.step = step  # type: ignore[assignment, method-assign]
+    shadow._opt_called = True  # type: ignore[attr-defined]
+    return shadow
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

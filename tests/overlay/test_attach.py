@@ -1,0 +1,360 @@
+"""`hdet.attach`: a loop that stays as it is, bit for bit the loop without hdet, or the loop written for the engine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
+
+import hdet
+
+STEPS = 40
+
+
+def network() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+
+def batch(step: int, part: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + part)
+    inputs = torch.randn(8, 4, generator=generator)
+    return inputs, inputs[:, :3].argmax(dim=1)
+
+
+def loss_of(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(given[0]), given[1])
+
+
+def probe() -> hdet.Probe:
+    return hdet.Probe(loss_of, [batch(-1, part) for part in range(8)])
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    first, last = list(model[0].parameters()), list(model[3].parameters())  # type: ignore[index]
+    groups = [{"params": first, "lr": 3e-3, "weight_decay": 0.1}, {"params": last, "lr": 1e-3, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, **options)
+
+
+HELD = [
+    hdet.LearningRate(controller=hdet.Hold()),
+    hdet.WeightDecay(controller=hdet.Hold()),
+    hdet.Dropout(controller=hdet.Hold(), spread=hdet.TwoLevel(0.0)),
+]
+"""Measured as ever and moved nowhere."""
+
+
+def loop(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any = None,
+    search: hdet.Search | None = None,
+    *,
+    start: int = 0,
+    stop: int = STEPS,
+    parts: Callable[[int], int] = lambda step: 1,
+) -> None:
+    """The user's, which knows of hdet no more than to say what the loss is."""
+    for step in range(start, stop):
+        count = parts(step)
+        for part in range(count):
+            loss = loss_of(model, batch(step, part))
+            if search is not None:
+                loss = search.loss(loss)
+            (loss / count).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+
+
+def seeded() -> None:
+    torch.manual_seed(7)
+
+
+def states(model: nn.Module, optimizer: Any, scheduler: Any = None) -> list[Any]:
+    return [model.state_dict(), optimizer.state_dict(), scheduler.state_dict() if scheduler is not None else {}]
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, STEPS),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, [3e-3, 1e-3], total_steps=STEPS + 1),
+    "warm-up from 0": lambda optimizer: LambdaLR(optimizer, lambda step: min(step / 10, 1.0)),
+    "sequential": lambda optimizer: SequentialLR(
+        optimizer, [LinearLR(optimizer, 0.1, 1.0, 10), CosineAnnealingLR(optimizer, 30)], [10]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("parts", [1, 4])
+def test_held_it_is_the_loop_without_it_bit_for_bit(name: str, parts: int, assert_same: Any) -> None:
+    found = []
+    for attached in (False, True):
+        seeded()
+        model = network()
+        optimizer = adamw(model)
+        scheduler = SCHEDULERS[name](optimizer)
+        search = None
+        if attached:
+            search = hdet.attach(
+                model, optimizer, probe=probe(), total_steps=STEPS, scheduler=scheduler, knobs=HELD, quiet=True
+            )
+        loop(model, optimizer, scheduler, search, parts=lambda step: parts)
+        found.append(copy.deepcopy(states(model, optimizer, scheduler)))
+        if search is not None:
+            assert search.finished
+            assert all(record.estimates["learning_rate"]["t"] is not None for record in search.history)
+    assert_same(*found)
+
+
+def explicit(engine: hdet.Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The loop written for the engine."""
+    for step in range(engine.step_count, STEPS):
+        losses = []
+        for replica in engine.replicas:
+            with replica:
+                loss = loss_of(model, batch(step, replica.index))
+                loss.backward()
+            losses.append(loss.detach())
+        engine.share_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step(losses)
+
+
+def told(history: hdet.History) -> list[dict[str, Any]]:
+    records = [dict(vars(record)) for record in history]
+    for record in records:
+        del record["seconds"], record["closing"]
+    return records
+
+
+def decided(history: hdet.History) -> list[dict[str, Any]]:
+    """Without the slopes, which are those of the gradients as the loop divided them."""
+    records = told(history)
+    for record in records:
+        record["estimates"] = {name: estimate["t"] for name, estimate in record["estimates"].items()}
+    return records
+
+
+def plain_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_the_recipe_is_the_explicit_loops_bit_for_bit(parts: int, assert_same: Any) -> None:
+    options = {"total_steps": STEPS, "probe": probe(), "quiet": True, "micro_batches": parts, "window": 5}
+    seeded()
+    model = network()
+    optimizer = plain_adamw(model)
+    engine = hdet.recommended(model, optimizer, **options)  # type: ignore[arg-type]
+    explicit(engine, model, optimizer)
+
+    seeded()
+    other = network()
+    own = plain_adamw(other)
+    search = hdet.attach(other, own, **options)  # type: ignore[arg-type]
+    loop(other, own, search=search, parts=lambda step: parts)
+    assert_same(model.state_dict(), other.state_dict())
+    assert_same(optimizer.state_dict()["state"], own.state_dict()["state"])
+    assert decided(engine.history) == decided(search.history)
+    assert engine.knobs[0].shift != 0.0
+    assert any(record.estimates["dropout"]["stderr"] for record in search.history)
+    assert own.param_groups[0]["lr"] == 3e-3
+    assert other[2].p == 0.2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["cosine", "warm-up from 0"])
+def test_beside_a_scheduler_it_is_the_engine_with_that_schedule(name: str, assert_same: Any) -> None:
+    """What a scheduler will write is known from a simulated copy."""
+    model = network()
+    optimizer = plain_adamw(model)
+    scheduler = SCHEDULERS[name](optimizer)
+    rates = []
+    for _ in range(STEPS):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+
+    seeded()
+    model = network()
+    optimizer = plain_adamw(model)
+    engine = hdet.recommended(
+        model, optimizer, total_steps=STEPS, probe=probe(), quiet=True, window=5, schedule=hdet.Replay(tuple(rates))
+    )
+    explicit(engine, model, optimizer)
+
+    seeded()
+    other = network()
+    own = plain_adamw(other)
+    scheduler = SCHEDULERS[name](own)
+    search = hdet.attach(
+        other,
+        own,
+        total_steps=STEPS,
+        probe=probe(),
+        quiet=True,
+        window=5,
+        scheduler=scheduler,
+        micro_batches=1,
+    )
+    loop(other, own, scheduler, search)
+    assert told(engine.history) == told(search.history)
+    assert_same(model.state_dict(), other.state_dict())
+    assert engine.knobs[0].shift != 0.0
+
+
+def test_what_the_user_set_is_what_the_user_finds(assert_same: Any) -> None:
+    model = network()
+    optimizer = adamw(model)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    inside: list[list[float]] = []
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, window=5)
+    step = type(optimizer).step
+
+    def observed(*arguments: Any, **keywords: Any) -> Any:
+        inside.append([group["lr"] for group in optimizer.param_groups])
+
+    handle = optimizer.register_step_pre_hook(observed)
+    assert step is type(optimizer).step
+    for number in range(STEPS):
+        loop(model, optimizer, search=search, start=number, stop=number + 1)
+        assert [group["lr"] for group in optimizer.param_groups] == rates
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+        assert model[2].p == 0.2
+    handle.remove()
+    assert len({row[0] for row in inside}) > 10
+    assert all(row[0] == pytest.approx(3 * row[1]) for row in inside)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 7, 40])
+def test_detached_at_any_step_nothing_is_left(stop: int) -> None:
+    model = network()
+    optimizer = adamw(model)
+    before = set(vars(model)), set(vars(optimizer)), optimizer.state_dict()["param_groups"]
+    hooks = len(model._forward_pre_hooks), len(model._forward_hooks)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, window=5)
+    loop(model, optimizer, search=search, stop=stop)
+    model(batch(stop)[0])  # a pass under way
+    search.detach()
+    search.detach()
+    assert (set(vars(model)), set(vars(optimizer)), optimizer.state_dict()["param_groups"]) == before
+    assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert model[2].p == 0.2
+    steps = search.engine.step_count
+    loop(model, optimizer, stop=2)
+    assert search.engine.step_count == steps
+
+
+def test_as_a_context_manager_it_closes_the_window_under_way_and_detaches() -> None:
+    model = network()
+    optimizer = adamw(model)
+    seen: list[hdet.WindowRecord] = []
+    with hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, window=5) as search:
+        search.on_window(seen.append)
+        loop(model, optimizer, search=search, stop=13)
+    assert [record.stop for record in seen] == [5, 10, 13]
+    assert not model._forward_pre_hooks
+    assert search.finished
+
+
+def closed_pass(model: nn.Module, optimizer: torch.optim.Optimizer, search: hdet.Search, step: int) -> Tensor:
+    optimizer.zero_grad()
+    loss = search.loss(loss_of(model, batch(step)))
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_closure_runs_its_pass_inside_the_step(by_name: bool, assert_same: Any) -> None:
+    found = []
+    for closed in (False, True):
+        seeded()
+        model = network()
+        optimizer = plain_adamw(model)
+        search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, window=5, micro_batches=1)
+        if not closed:
+            loop(model, optimizer, search=search)
+        for step in range(STEPS if closed else 0):
+            closure = partial(closed_pass, model, optimizer, search, step)
+
+            given = optimizer.step(closure=closure) if by_name else optimizer.step(closure)  # type: ignore[arg-type]
+            assert isinstance(given, Tensor)
+        found.append((model.state_dict(), told(search.history)))
+    assert_same(*found)
+
+
+class Saved:
+    """A run saved by its parts, each in the way of its own."""
+
+    def __init__(self, scheduled: bool) -> None:
+        self.model = network()
+        self.optimizer = plain_adamw(self.model)
+        self.scheduler = SCHEDULERS["cosine"](self.optimizer) if scheduled else None
+        self.parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        if self.scheduler is not None:
+            self.parts["scheduler"] = self.scheduler
+
+    def attach(self) -> None:
+        self.search = hdet.attach(
+            self.model,
+            self.optimizer,
+            probe=probe(),
+            total_steps=STEPS,
+            scheduler=self.scheduler,
+            quiet=True,
+            window=5,
+            micro_batches=1,
+        )
+        self.parts["search"] = self.search
+
+    def train(self, start: int, stop: int) -> None:
+        for step in range(start, stop):
+            torch.manual_seed(step)
+            loop(self.model, self.optimizer, self.scheduler, self.search, start=step, stop=step + 1)
+
+
+ORDERS = [
+    ("model", "optimizer", "scheduler", "attach", "search"),
+    ("attach", "search", "model", "optimizer", "scheduler"),
+    ("attach", "model", "search", "scheduler", "optimizer"),
+    ("attach", "train", "search", "scheduler", "optimizer", "model"),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("at", [10, 13])
+def test_restored_in_any_order_it_is_the_same_run(
+    order: tuple[str, ...], scheduled: bool, at: int, assert_same: Any
+) -> None:
+    straight = Saved(scheduled)
+    straight.attach()
+    straight.train(0, at)
+    state = copy.deepcopy({name: part.state_dict() for name, part in straight.parts.items()})
+    straight.train(at, STEPS)
+
+    resumed = Saved(scheduled)
+    for part in order:
+        if part == "attach":
+            resumed.attach()
+        elif part == "train":
+            resumed.train(0, 2)
+        elif part in state:
+            resumed.parts[part].load_state_dict(copy.deepcopy(state[part]))
+    resumed.train(at, STEPS)
+    assert_same(straight.model.state_dict(), resumed.model.state_dict())
+    assert_same(straight.optimizer.state_dict(), resumed.optimizer.state_dict())
+    assert told(straight.search.history)[-3:] == told(resumed.search.history)[-3:]
+    assert straight.search.shifts == resumed.search.shifts
