@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdet.errors import HdetError
+from hdet.files import replace
 from hdet.record import WindowRecord
 from hdet.report.figures import overview
 
@@ -21,8 +21,13 @@ __all__ = ["History", "WindowRecord"]
 class History:
     """The windows of a run, in memory and, with a path, one line each in a JSON-lines file.
 
-    A line is flushed to the operating system before training goes on, so a kill loses at most the window under
-    way. Reading skips a torn last line.
+    A line is handed to the operating system before training goes on, so a kill loses at most the window under way.
+    Reading skips a last line that a kill cut short. A line that could not be written, on a full disk say, is kept in
+    memory and written with the next.
+
+    Raises:
+        HdetError: the file cannot be read, or is not the record of one run: windows follow each other, none is
+            missing, and each begins at the step where the one before ended.
 
     >>> History().windows
     []
@@ -34,6 +39,7 @@ class History:
         self._torn = False
         if self.path is not None and self.path.exists():
             self.windows, self._torn = _read(self.path)
+        self._written = len(self.windows)
 
     def __iter__(self) -> Iterator[WindowRecord]:
         return iter(self.windows)
@@ -53,27 +59,70 @@ class History:
                 f"{window} is to be run: resume a checkpoint, give another path, or drop them by truncate({window})"
             )
 
+    def require(self, windows: int, step: int, *, whole: bool = False) -> None:
+        """A run is to go on at a window that opens at `step`, with `windows` before it.
+
+        Args:
+            whole: the file is known to have begun with the run. Else it may have begun at a later resume.
+
+        Raises:
+            HdetError: the file lacks some of these, or they ended at another step.
+        """
+        if self.path is None:
+            return  # what was in memory is gone with the process that trained
+        held = [record for record in self.windows if record.window < windows]
+        first, past = (held[0].window, held[-1].window + 1) if held else (0, 0)
+        if (held and past != windows) or (whole and (first, past) != (0, windows)):
+            raise HdetError(
+                f"the history {self.path} holds {f'windows {first} to {past - 1}' if held else 'no window'} of the "
+                f"{windows} before the checkpoint, so lines of it are missing; put the file back that was beside the "
+                f"checkpoint{'' if whole else ', or give another path'}"
+            )
+        if held and held[-1].stop != step:
+            raise HdetError(
+                f"the history {self.path} is of another run: its window {held[-1].window} ends at step "
+                f"{held[-1].stop}, and the checkpoint goes on at step {step}; put the file back that was beside the "
+                f"checkpoint{'' if whole else ', or give another path'}"
+            )
+
     def append(self, record: WindowRecord) -> None:
-        """Add a window and write its line."""
-        if self._torn:
-            self.truncate(len(self.windows) and self.windows[-1].window + 1)
+        """Add a window and write its line, and those that could not be written before.
+
+        Raises:
+            HdetError: the file cannot be written. The window is kept, and is written with the next.
+        """
         self.windows.append(record)
-        if self.path is not None:
-            try:
+        if self.path is None:
+            return
+        try:
+            if self._torn:
+                replace(self.path, _lines(self.windows).encode())
+            else:
+                self._torn = True  # until all is written
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open("a", encoding="utf-8") as file:
-                    file.write(record.to_json() + "\n")
-            except OSError as error:
-                raise HdetError(f"the history {self.path} could not be written: {error}") from error
+                    file.write(_lines(self.windows[self._written :]))
+        except OSError as error:
+            raise HdetError(
+                f"the history {self.path} could not be written: {error}; the window is kept in memory, and is written "
+                f"with the next"
+            ) from error
+        self._torn = False
+        self._written = len(self.windows)
 
     def truncate(self, windows: int) -> None:
-        """Drop the windows from a number on (they are about to be run again), a torn line too; atomically."""
-        self.windows = [record for record in self.windows if record.window < windows]
+        """Drop the windows from a number on (they are about to be run again), a torn line too; atomically.
+
+        Raises:
+            HdetError: the file cannot be written; it is as it was.
+        """
+        kept = [record for record in self.windows if record.window < windows]
         if self.path is not None and self.path.exists():
-            beside = self.path.with_name(self.path.name + ".tmp")
-            beside.write_text("".join(record.to_json() + "\n" for record in self.windows), encoding="utf-8")
-            os.replace(beside, self.path)
-        self._torn = False
+            try:
+                replace(self.path, _lines(kept).encode())
+            except OSError as error:
+                raise HdetError(f"the history {self.path} could not be written: {error}") from error
+        self.windows, self._torn, self._written = kept, False, len(kept)
 
     def bases(self, knob: str) -> NDArray[np.float64]:
         """[windows, 2]: the step a window stopped at, and the knob's base there.
@@ -96,18 +145,41 @@ class History:
         return overview(self.windows)
 
 
+def _lines(windows: Sequence[WindowRecord]) -> str:
+    return "".join(record.to_json() + "\n" for record in windows)
+
+
 def _read(path: Path) -> tuple[list[WindowRecord], bool]:
     """The windows in a file, and whether its last line was cut short by a kill."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    lines = text.splitlines()
-    windows = []
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise HdetError(f"the history {path} cannot be read: {error}") from None
+    lines = content.split(b"\n")
+    cut = lines.pop()  # what follows the last line's end
+    windows: list[WindowRecord] = []
     for number, line in enumerate(lines, start=1):
         try:
-            windows.append(WindowRecord.from_json(line))
-        except (json.JSONDecodeError, TypeError) as error:
-            if number == len(lines):
-                return windows, True  # the window it belonged to is run again
-            raise HdetError(f"{path}, line {number} is not a window record: {error}") from None
-        except HdetError as error:
-            raise HdetError(f"{path}, line {number} is not a window record of this version: {error}") from None
-    return windows, bool(text) and not text.endswith("\n")
+            windows.append(_follows(WindowRecord.from_json(line.decode()), windows))
+        except (HdetError, ValueError, RecursionError) as error:
+            raise HdetError(f"{path}, line {number} is not a window record: {_first_line(error)}") from None
+    if cut:
+        try:
+            windows.append(_follows(WindowRecord.from_json(cut.decode()), windows))
+        except (HdetError, ValueError, RecursionError):
+            return windows, True  # the window it belonged to is run again
+    return windows, bool(cut)
+
+
+def _follows(record: WindowRecord, before: Sequence[WindowRecord]) -> WindowRecord:
+    if before and (before[-1].window + 1, before[-1].stop) != (record.window, record.start):
+        last = before[-1]
+        raise HdetError(
+            f"window {record.window} begins at step {record.start}, but window {last.window}, before it, ends at step "
+            f"{last.stop}: lines are missing, doubled or out of order"
+        )
+    return record
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from typing import Any
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from hdet.errors import HdetError
 
@@ -32,6 +34,8 @@ class WindowRecord:
         learned: by knob, its value at the peak of its schedule: as set (`start`), in force in this window (`opened`),
             and after the moves made at its end (`closed`). Empty in a history written without it.
     """
+
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False)
 
     window: int
     start: int
@@ -63,18 +67,26 @@ class WindowRecord:
         """The inverse of `to_json`; a record without `hints` and `learned` reads too.
 
         Raises:
-            json.JSONDecodeError, TypeError: the line is not a window record.
-            HdetError: it has fields that this version does not know.
+            ValueError: the line is not JSON.
+            HdetError: it is not a window record, or has fields that this version does not know.
         """
-        given = json.loads(line)
+        given = json.loads(line, parse_constant=_refuse)
         if not isinstance(given, dict):
-            raise TypeError(f"a JSON object is expected, not {type(given).__name__}")
+            raise HdetError(f"a JSON object is expected, not {type(given).__name__}")
         unknown = sorted(given.keys() - {one.name for one in fields(cls)})
         if unknown:
             raise HdetError(
                 f"hdet here does not know the fields {unknown}; read it with the version of hdet that wrote it"
             )
-        record = cls(**given)
+        try:
+            record = _checked().validate_json(line, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise HdetError(f"{place or 'the line'}: {first['msg']}, got {first['input']!r:.60}") from None
+        _require_numbers("estimates", record.estimates)
+        if record.window < 0 or not 0 <= record.start < record.stop:
+            raise HdetError(f"window {record.window} from step {record.start} to {record.stop} cannot be")
         if "hints" not in given:  # they stood among the faults
             record.hints.extend(fault for fault in record.faults if fault.get("kind") == "small_probe")
             record.faults[:] = [fault for fault in record.faults if fault.get("kind") != "small_probe"]
@@ -89,3 +101,24 @@ def _strict(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_strict(item) for item in value]
     return value
+
+
+@cache
+def _checked() -> TypeAdapter[WindowRecord]:
+    return TypeAdapter(WindowRecord)
+
+
+def _require_numbers(place: str, value: Any) -> None:
+    """Nothing but numbers and null, in mappings and lists."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _require_numbers(f"{place}.{name}", item)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            _require_numbers(f"{place}.{number}", item)
+    elif value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise HdetError(f"{place}: a number or null is expected, got {value!r:.60}")
+
+
+def _refuse(constant: str) -> None:
+    raise HdetError(f"{constant} is no JSON; non-finite numbers are written as null")

@@ -6,10 +6,15 @@ import dataclasses
 import json
 import math
 import os
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hdet
 from hdet.errors import HdetError
@@ -180,8 +185,6 @@ def test_records_are_frozen() -> None:
 
 
 def test_an_engine_given_a_history_writes_to_it(problem: Any, train: Any, tmp_path: Path) -> None:
-    import torch
-
     model = problem.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     history = History(tmp_path / "history.jsonl")
@@ -212,4 +215,96 @@ def test_a_history_of_a_newer_version_is_refused_and_the_field_named(tmp_path: P
     path = tmp_path / "history.jsonl"
     path.write_text(json.dumps({**dataclasses.asdict(record(0)), "mood": 1}) + "\n")
     with pytest.raises(HdetError, match=r"line 1 .* fields \['mood'\]; .* version of hdet that wrote it"):
+        History(path)
+
+
+# -- a disk that is full, and files that are damaged -----------------------------------------------
+
+
+@contextmanager
+def full_disk(bytes_left: int, path: Path) -> Iterator[None]:
+    """Files can grow to a size that `path` nearly has."""
+    size = path.stat().st_size if path.exists() else 0
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + bytes_left, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("bytes_left", [0, 100])
+def test_a_line_that_a_full_disk_cut_is_written_with_the_next(bytes_left: int, tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    records = write(path, 2)
+    history = History(path)
+    for window in (2, 3):
+        with full_disk(bytes_left, path), pytest.raises(HdetError, match=r"could not be written: .* with the next"):
+            history.append(record(window))
+    assert list(History(path)) == records  # as a kill now would leave it
+    history.append(record(4))
+    assert list(History(path)) == list(history) == [*records, record(2), record(3), record(4)]
+    assert os.listdir(tmp_path) == ["history.jsonl"]
+
+
+def test_training_goes_on_where_the_disk_was_full(problem: Any, train: Any, assert_same: Any, tmp_path: Path) -> None:
+    def engine(path: Path) -> hdet.Engine:
+        model = problem.model()
+        replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
+        return hdet.Engine(replicas, [hdet.LearningRate()], window=3, total_steps=12, history=path)
+
+    whole, hit = engine(tmp_path / "whole"), engine(tmp_path / "hit")
+    train(whole)
+    train(hit, 5)
+    with full_disk(50, tmp_path / "hit"), pytest.raises(HdetError, match="could not be written"):
+        train(hit, 6)
+    assert hit.step_count == 6
+    train(hit)
+    assert_same(hit.state_dict(), whole.state_dict())
+    kept = [one.bases for one in History(tmp_path / "hit")]
+    assert kept == [one.bases for one in whole.history]
+
+
+def test_dropping_windows_on_a_full_disk_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    records = write(path, 3)
+    history = History(path)
+    with full_disk(-path.stat().st_size + 10, path), pytest.raises(HdetError, match="could not be written"):
+        history.truncate(2)
+    assert list(history) == list(History(path)) == records
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"window": 1', '"window": null', "window: Input should be a valid integer, got None"),
+        ('"stop": 10', '"stop": "10"', "stop: Input should be a valid integer"),
+        ('"stop": 10', '"stop": 5', "window 1 from step 5 to 5 cannot be"),
+        ('"losses": [1.0, null]', '"losses": ["low", null]', "losses.0: Input should be a valid number, got 'low'"),
+        ('"losses": [1.0, null]', '"losses": null', "losses: "),
+        ('"moves": {"learning_rate": 0.4}', '"moves": {"learning_rate": null}', "moves.learning_rate: "),
+        ('"merged": true', '"merged": 1', "merged: "),
+        ('"seconds": 1.5', '"seconds": Infinity', "Infinity is no JSON"),
+        ('"faults": [', '"faults": ["late", ', "faults.0: "),
+        ('"slope": -0.5', '"slope": "steep"', "estimates.learning_rate.slope: "),
+        ('"moves": {"learning', '"moves": {"\\ud800learning', "Invalid JSON"),
+        ('{"window"', "[" * 100_000 + '{"window"', ""),
+    ],
+)
+def test_a_line_with_a_field_that_cannot_be_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "history.jsonl"
+    write(path)
+    lines = path.read_text().splitlines()
+    assert old in lines[1]
+    path.write_text("\n".join([lines[0], lines[1].replace(old, new), lines[2]]) + "\n")
+    with pytest.raises(HdetError, match=f"line 2 is not a window record.*{re.escape(message)}"):
+        History(path)
+
+
+def test_a_damaged_byte_is_no_letter(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    write(path)
+    content = path.read_bytes().replace(b"learning_rate", b"learning\xffrate", 1)
+    path.write_bytes(content)
+    with pytest.raises(HdetError, match=r"line 1 is not a window record: .*decode"):
         History(path)

@@ -224,11 +224,11 @@ class Cycle:
             },
         )
         record.hints.extend(self._probe_size.look(self.history.windows, record))
-        self.history.append(record)
         if self.step_count == self._last_step:
             self.end()
         else:
             self.open_window(window.index + 1)
+        self.history.append(record)  # last: where the disk is full, the engine can go on all the same
         self._refuse_to_go_on(reading, bases)
         return record
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.engine.cycle import Cycle
-from hdet.errors import CheckpointError
+from hdet.engine.fit import require_fit
+from hdet.errors import CheckpointError, HdetError
 from hdet.replicas import Replica, held_optimizer, tensors
 from hdet.replicas.distributed.fingerprint import fingerprint
 
@@ -61,20 +62,48 @@ def state_dict(cycle: Cycle) -> dict[str, Any]:
 def load_state_dict(cycle: Cycle, state: dict[str, Any]) -> None:
     """Resume in mid-window where N, spreads and window are the same, else from the converged point.
 
+    Names, shapes and types of all that is loaded are checked before anything changes. What only the parts themselves
+    can tell is found out while they load; for that the engine's own state is held until all has been loaded.
+
     Raises:
         CheckpointError: another format, other knobs, or a model that does not fit. The engine is as it was.
     """
-    check(cycle, state)
-    point = state["converged"]
-    _check_fit(cycle, point)
-    before = [knob.state_dict() for knob in cycle.knobs]
+    problem = _problem(cycle, state)
+    if not _all_agree(cycle, problem is None):
+        raise problem or CheckpointError("another process cannot load its state; this one's engine is as it was")
+    before = state_dict(cycle)
     try:
-        for knob in cycle.knobs:
-            knob.load_state_dict(state["knobs"][knob.name])
-    except CheckpointError:
-        for knob, own_state in zip(cycle.knobs, before, strict=True):
-            knob.load_state_dict(own_state)
-        raise
+        _load(cycle, state)
+    except Exception as error:
+        _load(cycle, before)
+        if isinstance(error, HdetError):
+            raise
+        raise CheckpointError(
+            f"the checkpoint cannot be loaded ({type(error).__name__}: {error}); the engine is as it was"
+        ) from error
+    cycle.history.truncate(_windows(state))
+
+
+def _problem(cycle: Cycle, state: Mapping[str, Any]) -> HdetError | None:
+    """Why a state cannot be loaded, as far as that shows beforehand."""
+    try:
+        check(cycle, state)
+        require_fit(cycle, state)
+        cycle.history.require(_windows(state), state["converged"]["step"])
+    except HdetError as error:
+        return error
+    return None
+
+
+def _windows(state: Mapping[str, Any]) -> int:
+    """How many windows lie before the converged point."""
+    return int(state["window"]) + (1 if state["finished"] else 0)
+
+
+def _load(cycle: Cycle, state: dict[str, Any]) -> None:
+    point = state["converged"]
+    for knob in cycle.knobs:
+        knob.load_state_dict(state["knobs"][knob.name])
     opening = state["opening"]
     firsts = _one_a_host(cycle)
     known = opening is None or (state["size"] == cycle.home.size and all(str(r.index) in opening for r in firsts))
@@ -88,7 +117,6 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any]) -> None:
         cycle.watch.load_state_dict(state["watch"])
     cycle.restores = state["restores"]
     cycle.step_count = point["step"]
-    cycle.history.truncate(state["window"] + (1 if state["finished"] else 0))
     cycle.resume(state["window"], state["finished"])
     if cycle.finished:
         return
@@ -120,8 +148,12 @@ def check(cycle: Cycle, state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: they are not.
     """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"a state is a mapping, not a {type(state).__name__}; give what state_dict() returned")
     if state.get("format") != FORMAT:
         raise CheckpointError(f"checkpoint format {state.get('format')!r}; this version reads format {FORMAT}")
+    if not isinstance(state.get("config"), Mapping):
+        raise CheckpointError("the checkpoint does not say what engine wrote it; give what state_dict() returned")
     saved, own = state["config"], config(cycle)
     for field in own:
         if saved.get(field) != own[field]:
@@ -188,29 +220,6 @@ def _exploring(cycle: Cycle) -> dict[str, Any]:
         "windows": cycle.plan.windows.to_dict(),
         "spreads": [knob.spec.spread.to_dict() for knob in cycle.knobs],
     }
-
-
-def _check_fit(cycle: Cycle, point: dict[str, Any]) -> None:
-    """The converged point is of this model and optimizer."""
-    model, optimizer = cycle.hosts[0]
-    own, saved = _shapes(model.state_dict()), _shapes(point["model"])
-    odd = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-    if odd:
-        raise CheckpointError(
-            f"the checkpoint's model does not fit: {odd[0]!r} has shape {saved.get(odd[0], 'none')} there and "
-            f"{own.get(odd[0], 'none')} here (and {len(odd) - 1} more differ); build the model as it was"
-        )
-    groups = [len(group["params"]) for group in optimizer.param_groups]
-    written = [len(group["params"]) for group in point["optimizer"]["param_groups"]]
-    if groups != written:
-        raise CheckpointError(
-            f"the checkpoint's optimizer has parameter groups of {written} parameters, this one of {groups}; "
-            f"build the optimizer as it was"
-        )
-
-
-def _shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    return {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in model.items()}
 
 
 def _finished_point(cycle: Cycle) -> dict[str, Any]:
