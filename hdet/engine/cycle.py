@@ -282,10 +282,15 @@ class Cycle:
 
     def _refuse_to_go_on(self, reading: Reading, bases: dict[str, float]) -> None:
         if self.restores > MAX_RESTORES:
+            held = "the models hold the last converged point. Start from lower values"
+            if not self.anchor.is_finite():
+                held = (
+                    "the models were put back to the point they set out from, which is not finite itself. Start from "
+                    "other weights, or from an optimizer without its state"
+                )
             raise DivergedError(
                 f"all {self.home.size} replicas became non-finite in {self.restores} windows on end, the last at step "
-                f"{reading.faults[0]['step']}; the models hold the last converged point. Start from lower values; the "
-                f"bases were {bases}"
+                f"{reading.faults[0]['step']}; {held}; the bases were {bases}"
             )
 
     # -- how a run ends, and goes on --------------------------------------------------------------

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hdet.errors import StepError
-from hdet.replicas import Replicas, tensors
+from hdet.replicas import Replicas
+from hdet.replicas.finite import PLACES, Finiteness
 
 Losses = Tensor | float | Sequence[Tensor | float]
 
@@ -24,8 +25,8 @@ class Reading:
 
     Attributes:
         losses: [N] mean training losses; NaN where a replica is not valid or reported none.
-        valid: [N] replicas whose losses and parameters all stayed finite.
-        faults: an entry for each that is not, with the step at which it became non-finite.
+        valid: [N] replicas whose losses, parameters, optimizer state and buffers all stayed finite.
+        faults: an entry for each that is not: where, and the step at which it became non-finite.
     """
 
     losses: NDArray[np.float64]
@@ -55,9 +56,12 @@ class Tally:
         self.heard = 0
         self.noted = torch.zeros(CHUNK, self._local, dtype=torch.float32, device=device)
         self._rows = list(self.noted)
+        self._finiteness = [Finiteness(model, optimizer) for model, optimizer in replicas.hosts]
 
     def reset(self) -> None:
         """Start a window."""
+        for finiteness in self._finiteness:
+            finiteness.open()
         self.sums.zero_()
         self.bad_steps.zero_()
         self.steps = 0
@@ -123,26 +127,25 @@ class Tally:
     def read(self, step: int) -> Reading:
         """The window's losses over all processes, after `step` steps of the run. Waits for the device."""
         table = self._replicas.gather(self.rows())
-        valid = np.isfinite(table[:, 0]) & (table[:, 2] == 1.0)
-        losses = np.where(valid & (table[:, 3] > 0), table[:, 0], np.nan)
+        loss, bad_steps, told = table[:, 0], table[:, 1], table[:, 2]
+        finite = np.column_stack([np.isfinite(loss), table[:, 3:] == 1.0])
+        valid: NDArray[np.bool_] = np.logical_and.reduce(finite, axis=1)
         faults: list[dict[str, Any]] = []
         for index in np.flatnonzero(~valid).tolist():
-            since = math.ceil(table[index, 1])
+            since = math.ceil(bad_steps[index])
+            where = ("loss", *PLACES)[int(finite[index].argmin())]
             # A loss that stayed finite leaves the last update to blame.
-            faults.append({"kind": "non_finite", "replica": index, "step": step - max(1, since)})
-        return Reading(losses, valid, faults)
+            faults.append({"kind": "non_finite", "replica": index, "step": step - max(1, since), "where": where})
+        return Reading(np.where(valid & (told > 0), loss, np.nan), valid, faults)
 
     @torch.no_grad()
     def rows(self) -> Tensor:
-        """[local, 4]: mean loss, steps since it became non-finite, 1 where all parameters are finite, losses told."""
-        sound = {
-            host: tensors.all_finite(tensors.parameters(model)).to(self.sums.device, self.sums.dtype)
-            for host, (model, _) in enumerate(self._replicas.hosts)
-        }
-        finite = torch.stack([sound[replica.host] for replica in self._replicas.local])
+        """[local, 6]: mean loss, steps since it became non-finite, losses told, and 1 where a place is finite."""
+        flags = [finiteness.flags().to(self.sums.device, self.sums.dtype) for finiteness in self._finiteness]
         sums, bad_steps = self._totals(self.heard % CHUNK)
         heard = torch.full_like(sums, self.heard)
-        return torch.stack([sums / max(1, self.heard), bad_steps, finite, heard], dim=1)
+        told = torch.stack([sums / max(1, self.heard), bad_steps, heard], dim=1)
+        return torch.cat([told, torch.stack([flags[replica.host] for replica in self._replicas.local])], dim=1)
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)

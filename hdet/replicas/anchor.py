@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.replicas import tensors
+from hdet.replicas import finite, tensors
 from hdet.replicas.held_optimizer import HeldOptimizer
 
 
@@ -94,6 +94,11 @@ class Anchor:
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state dict as it was; held tensors, not copies."""
         return self._state.state_dict()
+
+    def is_finite(self) -> bool:
+        """Whether all that is held has finite values, buffers aside. Waits for the device."""
+        moments = [value for state in self.optimizer_state["state"].values() for value in finite.with_mean(state)]
+        return bool(tensors.all_finite([*self._parameters.values(), *moments]))
 
     def restore(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Put the point back into a model and its optimizer, in the memory that they have.

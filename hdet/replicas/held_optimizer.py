@@ -18,6 +18,13 @@ from hdet.replicas import tensors
 State = dict[str, Any]
 
 
+SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+"""What torch's schedulers leave in parameter groups."""
+
+SETTINGS = frozenset({"params", "lr", "betas", "momentum", "weight_decay", "eps"}) | SCHEDULERS
+"""Entries that are nobody's state, even of an optimizer whose constructor does not name them (a wrapper's)."""
+
+
 @cache
 def _arguments(kind: type) -> frozenset[str]:
     """The names of a class's constructor arguments, its bases' included."""
@@ -28,17 +35,16 @@ def _arguments(kind: type) -> frozenset[str]:
 def kept_in_groups(optimizer: Optimizer) -> list[tuple[int, str]]:
     """Group and key of every number that an optimizer keeps as state in its parameter groups.
 
-    These are Schedule-Free's `weight_sum`, Prodigy's `d` and the like: the optimizer put them there itself, and they
-    are no arguments of its constructor. Learning rates and the like are, and belong to the user, a scheduler or a knob;
-    so does whatever somebody else added to the groups.
+    These are Schedule-Free's `weight_sum`, Prodigy's `d` and the like. Arguments of the optimizer's constructor, such
+    as the learning rate, are none of them, nor is what torch's schedulers leave there: they belong to the user, a
+    scheduler or a knob.
     """
-    own = set(optimizer.defaults) - _arguments(type(optimizer))  # type: ignore[arg-type]
-    own.add("step")  # as some count in their groups, from the first step on
+    others = _arguments(type(optimizer)) | SETTINGS  # type: ignore[arg-type]
     return [
         (index, key)
         for index, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
-        if key in own and isinstance(value, (int, float, Tensor))
+        if key not in others and isinstance(value, (int, float, Tensor))
     ]
 
 

@@ -64,7 +64,8 @@ class Copies(Replicas):
 
     def mean_buffers(self, valid: Sequence[bool]) -> None:
         source = self.hosts[list(valid).index(True)][0]
-        averaged = tensors.with_mean(source)
+        sound = [tensors.with_mean(model) for (model, _), ok in zip(self.hosts, valid, strict=True) if ok]
+        averaged = [all(flags) for flags in zip(*sound, strict=True)]
         buffers = [list(compress(model.buffers(), averaged)) for model, _ in self.hosts]
         tensors.mean_([own for own, ok in zip(buffers, valid, strict=True) if ok], buffers)
         others = [not yes for yes in averaged]

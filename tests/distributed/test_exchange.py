@@ -526,7 +526,7 @@ def test_a_failed_rank_is_left_out_and_restarts_from_the_merge(ranks: list[Found
         result = found["failed"][policy]
         first, second = result["history"]
         assert [loss is None for loss in first["losses"]] == [False, False, True, False]
-        assert first["faults"] == [{"kind": "non_finite", "replica": 2, "step": 1}]
+        assert first["faults"] == [{"kind": "non_finite", "replica": 2, "step": 1, "where": "loss"}]
         assert None not in second["losses"]
         assert result["history"] == ranks[0]["failed"][policy]["history"]
         assert all(map(torch.equal, result["weights"], ranks[0]["failed"][policy]["weights"]))

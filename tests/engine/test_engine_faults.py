@@ -55,7 +55,7 @@ def test_a_nan_loss_leaves_its_replica_out_of_merge_and_estimate(problem: Any, t
     (record,) = train(engine, 5, report=nan_loss(2, [1]), after_update=after)
     assert record.losses[1] is None
     assert all(record.losses[index] is not None for index in (0, 2, 3))
-    assert record.faults == [{"kind": "non_finite", "replica": 1, "step": 2}]
+    assert record.faults == [{"kind": "non_finite", "replica": 1, "step": 2, "where": "loss"}]
     assert record.merged
     assert math.isfinite(record.estimates["learning_rate"]["slope"])
     assert_alike(engine)
@@ -172,8 +172,8 @@ def test_under_shared_gradients_one_nan_gradient_fails_all_and_the_run_goes_on(p
         return (x * math.nan if (step, index) == (2, 1) else x), y
 
     records = train(engine, batch=batch)
-    assert records[0].faults[0] == {"kind": "non_finite", "replica": 0, "step": 3}
-    assert records[0].faults[1] == {"kind": "non_finite", "replica": 1, "step": 2}
+    assert records[0].faults[0] == {"kind": "non_finite", "replica": 0, "step": 3, "where": "loss"}
+    assert records[0].faults[1] == {"kind": "non_finite", "replica": 1, "step": 2, "where": "loss"}
     assert records[0].faults[-1]["kind"] == "restored"
     assert all(record.faults == [] for record in records[1:])
 
@@ -226,3 +226,101 @@ def test_half_precision_weights_are_not_taken_for_infinite(train: Any) -> None:
     record = engine.step([torch.tensor(1.0), torch.tensor(1.0)])
     assert record is not None
     assert record.faults == []
+
+
+def spike(engine: Engine, at: int, replicas: Any, size: float = 1e22) -> Any:
+    """One gradient of some replicas is finite, and its square is not."""
+
+    def before_update(optimizer: Any) -> None:
+        if engine.step_count == at and engine.optimizers.index(optimizer) in replicas:
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0].grad[0, 0] = size
+
+    return before_update
+
+
+def sound(engine: Engine) -> bool:
+    held = [t for own in engine.optimizers for state in own.state.values() for t in state.values()]
+    return all(
+        t.isfinite().all() for t in (*held, *(t for m, _ in engine.hosts for t in (*m.parameters(), *m.buffers())))
+    )
+
+
+@pytest.mark.parametrize("replicas", [[0], [2], range(N)])
+def test_a_moment_that_overflows_does_not_end_the_run(replicas: Any, problem: Any, train: Any) -> None:
+    """Plain AdamW survives it; a mean of moments of which one is infinite is NaN everywhere."""
+    engine, plain = build(problem), build(problem)
+    records = train(engine, before_update=spike(engine, 7, replicas))
+    faults = [fault for fault in records[1].faults if fault["kind"] == "non_finite"]
+    assert faults == [
+        {"kind": "non_finite", "replica": index, "step": 9, "where": "optimizer state"} for index in replicas
+    ]
+    assert [fault["kind"] for fault in records[1].faults[len(faults) :]] == ["restored"] * (len(faults) == N)
+    assert all(record.faults == [] for record in (*records[:1], *records[2:]))
+    assert sound(engine)
+    undisturbed = train(plain)
+    assert records[-1].loss < 1.5 * undisturbed[-1].loss
+
+
+def test_a_shared_model_whose_moment_overflows_goes_back_too(problem: Any, train: Any) -> None:
+    model = problem.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = hdet.recommended(model, optimizer, total_steps=40, probe=problem.probe(), micro_batches=2, quiet=True)
+    records = train(engine, before_update=spike(engine, 7, [0]))
+    assert [fault for record in records for fault in record.faults if fault["kind"] != "restored"] == [
+        {"kind": "non_finite", "replica": index, "step": fault_step, "where": "optimizer state"}
+        for record in records
+        if record.start <= 7 < record.stop
+        for index in (0, 1)
+        for fault_step in [record.stop - 1]
+    ]
+    assert sound(engine)
+
+
+def test_a_batch_statistic_that_overflows_reaches_no_other_replica(problem: Any, train: Any, assert_alike: Any) -> None:
+    engine = build(problem, nn.BatchNorm1d(6))
+
+    def after(step: int) -> None:
+        if step == 7:
+            engine.replicas[2].model[2].running_var[0] = math.inf  # type: ignore[index, union-attr, operator]
+
+    records = train(engine, after_update=after)
+    assert records[1].faults == [{"kind": "non_finite", "replica": 2, "step": 9, "where": "buffers"}]
+    assert sound(engine)
+    assert_alike(engine)
+
+
+def test_masks_of_infinities_and_caches_are_no_faults(problem: Any, train: Any) -> None:
+    model = problem.model()
+    model.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    engine = Engine(
+        hdet.replicate(model, torch.optim.AdamW(model.parameters(), lr=0.01), n=N),
+        [hdet.LearningRate(spread=hdet.TwoLevel(0.3))],
+        window=5,
+        total_steps=10,
+    )
+
+    def after(step: int) -> None:
+        for replica in engine.replicas:
+            replica.model.cache.fill_(math.inf)  # type: ignore[operator, union-attr]
+            if step == 3:
+                replica.model.register_buffer("late", torch.full((1,), -math.inf))
+
+    records = train(engine, after_update=after)
+    assert [record.faults for record in records] == [[], []]
+    assert all(torch.equal(r.model.mask, torch.full((3, 3), -math.inf).triu(1)) for r in engine.replicas)  # type: ignore[arg-type]
+
+
+def test_where_the_first_point_was_not_finite_the_error_says_so(problem: Any, train: Any) -> None:
+    engine = build(problem, window=1)
+    for own in engine.optimizers:
+        for parameter in own.param_groups[0]["params"]:
+            own.state[parameter] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.full_like(parameter, math.inf),
+            }
+    engine.cycle.anchor.take(0)
+    with pytest.raises(DivergedError, match=r"4 windows on end.*set out from, which is not finite itself"):
+        train(engine)

@@ -139,7 +139,7 @@ def test_an_engine_that_keeps_averages_on_the_host_runs_the_same(problem: Any, t
     device, host = run(), run(averages="host")
     assert host[1] == device[1]
     assert_same(host[0].hosts[0][0].state_dict(), device[0].hosts[0][0].state_dict())
-    assert host[0].averages.follow(0, 2).values[0].device == torch.device("cpu")
+    assert host[0].cycle.averages.follow(0, 2).values[0].device == torch.device("cpu")
     with pytest.raises(hdet.ConfigError, match="averages must be 'device' or 'host', got 'disk'"):
         run(averages="disk")
 

@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], set[str]]] = {
         lambda p: schedulefree.AdamWScheduleFree(p, lr=0.1),
         {"k", "weight_sum", "lr_max", "scheduled_lr", "train_mode"},
     ),
-    "prodigy": (lambda p: prodigyopt.Prodigy(p, lr=1.0), {"d", "d_max", "d_numerator", "k"}),
+    "prodigy": (lambda p: prodigyopt.Prodigy(p, lr=1.0), {"d", "d_max", "d_hat", "d_numerator", "d_denom", "k"}),
 }
 
 
@@ -101,10 +101,10 @@ def test_before_its_first_step_it_has_none_and_gets_none_back() -> None:
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("entry", ["lr", "weight_decay", "betas", "initial_lr", "lr_scale"])
+@pytest.mark.parametrize("entry", ["lr", "weight_decay", "betas", "initial_lr"])
 def test_what_was_written_into_the_groups_since_stays(entry: str) -> None:
     _, optimizer = made("adamw")
-    before = {"lr": 0.1, "weight_decay": 0.01, "betas": (0.9, 0.999), "initial_lr": 0.1, "lr_scale": 1.0}
+    before = {"lr": 0.1, "weight_decay": 0.01, "betas": (0.9, 0.999), "initial_lr": 0.1}
     optimizer.param_groups[0].update(before)
     held = HeldOptimizer(optimizer)
     held.take()

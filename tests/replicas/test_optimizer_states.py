@@ -75,14 +75,14 @@ def test_numbers_that_are_the_optimizers_are_averaged_and_others_let_be() -> Non
     """Schedule-Free keeps such in its groups. A rate is somebody else's, and each replica keeps the one it has."""
     optimizers = stepped(2)
     for index, optimizer in enumerate(optimizers):
-        own = {"weight_sum": 1.0 + index, "k": 5 + index}
-        optimizer.defaults.update(own)
-        optimizer.param_groups[0].update({**own, "lr": 0.1 + index, "lr_scale": 0.5 + index})
+        optimizer.param_groups[0].update(
+            {"weight_sum": 1.0 + index, "k": 5 + index, "lr": 0.1 + index, "max_lr": 0.5 + index}
+        )
     optimizer_states.average(optimizers, optimizers)
     for index, optimizer in enumerate(optimizers):
         group = optimizer.param_groups[0]
         assert (group["weight_sum"], group["k"]) == (1.5, 5)
-        assert (group["lr"], group["lr_scale"]) == (0.1 + index, 0.5 + index)
+        assert (group["lr"], group["max_lr"]) == (0.1 + index, 0.5 + index)
         assert [p.shape[0] for p in group["params"]] == [2, 3]
 
 

@@ -157,7 +157,7 @@ def test_the_numbers_are_standard_normal_and_blocks_do_not_show(monkeypatch: pyt
     assert abs(whole.mean()) < 0.03
     assert whole.std() == pytest.approx(1.0, abs=0.02)
     assert (whole**4).mean() == pytest.approx(3.0, abs=0.25)
-    monkeypatch.setattr(sys.modules["hdet.perturb"], "CHUNK", 1001)  # hdet.perturb itself is the function
+    monkeypatch.setattr(sys.modules["hdet.replicas.perturb"], "CHUNK", 1001)
     blocks = list(_normals(2500, 0, 0, "weight"))
     assert [len(block) for block in blocks] == [1001, 1001, 498]
     assert len(set(np.concatenate(blocks))) == 2500

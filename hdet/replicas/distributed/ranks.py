@@ -298,16 +298,24 @@ class Ranks(Replicas):
             places = np.argsort(self.layout.table.flatten()) // self.layout.parts  # of the ranks in their order
             sound = [sound[place * each + i] for place in places.tolist() for i in range(each)]
         first, number = divmod(sound.index(True), len(members))
-        # One replica decides which buffers have a mean: a failed one's may hold anything.
-        decided = torch.tensor(tensors.with_mean(self.hosts[number][0]), dtype=torch.uint8, device=exchange.device)
-        exchange.broadcast([decided], first)
-        averaged = [yes and not self._plain for yes in decided.bool().tolist()]
+        averaged = [yes and not self._plain for yes in self._with_mean(exchange, sound)]
         others = [not yes for yes in averaged]
         exchange.mean_([list(compress(own, averaged)) for own in members], sound)
         exchange.broadcast(list(compress(members[number], others)), first)
         for own in members:
             if own is not members[number]:
                 tensors.copy_(list(compress(own, others)), list(compress(members[number], others)))
+
+    def _with_mean(self, exchange: Exchange, sound: Sequence[bool]) -> list[bool]:
+        """Which buffers have a mean in all sound replicas: a failed one's may hold anything."""
+        each = len(self.hosts)
+        own = sound[exchange.layout.place * each :][:each]
+        flags = [tensors.with_mean(model) for (model, _), ok in zip(self.hosts, own, strict=True) if ok]
+        held = torch.tensor(flags or [[False] * len(_buffers(self.hosts[0]))], dtype=torch.float32)
+        votes = held.sum(dim=0).to(exchange.device)
+        taking = [float(any(sound[i : i + each])) for i in range(0, len(sound), each)]
+        exchange.reduce([votes], [votes], taking, mean=False)
+        return [vote == sum(sound) for vote in votes.tolist()]
 
     def _merged(self, host: Host) -> list[Tensor]:
         """The parameters that can come apart."""

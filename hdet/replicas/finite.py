@@ -1,0 +1,73 @@
+"""Whether a replica is finite: its parameters, what its optimizer holds of them, and its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet.replicas import tensors
+
+PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes with arithmetic of their own. Quantized states have scales that tell nothing by themselves."""
+
+PLACES = ("parameters", "optimizer state", "buffers")
+"""Where a replica can be found not to be finite, in the order of `Finiteness.flags`."""
+
+
+class Finiteness:
+    """Tells whether one replica is finite, without waiting for the device.
+
+    All that a merge takes a mean of is looked at: one infinite moment or batch statistic would make NaN of everybody's.
+    Buffers that hold an infinity when the window opens do so by design, such as a causal mask; those that are not
+    persistent, and those that came since, are caches that the model fills as it likes.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._opened: dict[str, Tensor] = {}
+
+    def open(self) -> None:
+        """A window opens."""
+        self._opened = self._buffers()
+
+    def flags(self) -> Tensor:
+        """[3] booleans, in the order of `PLACES`: all is finite there."""
+        parameters = tensors.all_finite(tensors.parameters(self._model))
+        states = tensors.all_finite([t for state in self._states() for t in with_mean(state)])
+        now = self._buffers()
+        kept = [now[name] | ~self._opened[name] for name in now if name in self._opened]
+        buffers = torch.stack(kept).all() if kept else torch.tensor(True)
+        return torch.stack([flag.to(parameters.device) for flag in (parameters, states, buffers)])
+
+    def _states(self) -> Iterator[Mapping[str, Any]]:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                yield self._optimizer.state.get(parameter, {})
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """By name, whether a persistent buffer is finite; 0-dim, on the device of the first."""
+        found = dict(_persistent(self._model))
+        return dict(zip(found, tensors.finite(list(found.values())), strict=True)) if found else {}
+
+
+def with_mean(state: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors of one parameter's optimizer state that a merge takes a mean of; of sharded ones this rank's part."""
+    for value in state.values():
+        if isinstance(value, Tensor) and value.dim() and _is_real(value):
+            yield tensors.local(value.detach())
+
+
+def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set and _is_real(buffer):
+                yield f"{prefix}.{name}", tensors.local(buffer.detach())
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.dtype in PLAIN and tensor.numel() > 0
