@@ -14,7 +14,7 @@ from hdet.controllers.estimators.estimator import Comparison, Estimator
 from hdet.controllers.estimators.kalman import Kalman, KalmanState
 from hdet.controllers.estimators.least_squares import LeastSquares
 from hdet.controllers.estimators.marginal import Marginal
-from hdet.controllers.estimators.softmax import Softmax
+from hdet.controllers.estimators.softmax import Softmax, SoftmaxState
 from hdet.controllers.gated import Gated, GatedState
 from hdet.controllers.hold import Hold
 from hdet.controllers.momentum import Momentum, MomentumState
@@ -46,6 +46,7 @@ __all__ = [
     "PaperState",
     "Regularize",
     "Softmax",
+    "SoftmaxState",
     "from_plain",
     "to_plain",
 ]

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 from pydantic import Field
 
 from hdet.controllers.estimate import Estimate
-from hdet.controllers.estimators.estimator import Comparison, Estimator
+from hdet.controllers.estimators.estimator import Comparison, Estimator, FloatArray
 from hdet.controllers.estimators.regression import varies
-from hdet.controllers.state import NoState
 from hdet.spec import register
+
+
+@dataclass(frozen=True)
+class SoftmaxState:
+    """What smoothing remembers.
+
+    Attributes:
+        advantages: [K, N] smoothed sums of mean L - L_r, of each knob by rising level; [K, 0] before the first.
+        weight: what the windows' weights come to, 1 - smoothing^windows.
+    """
+
+    advantages: FloatArray
+    weight: float
 
 
 @register
@@ -25,41 +40,99 @@ class Softmax(Estimator):
     sub-batches when the losses are [N, J], else with the variance of the losses themselves (which supposes
     that no knob matters, and so is too wide when one does).
 
+    With `smoothing` b the advantages a = mean L - L_r are averaged over windows first, m <- b m + (1 - b) a, and
+    m / (1 - b^windows) takes their place. Replicas change levels at every window. So what is averaged is the
+    advantage of a knob's lowest level, of the next, and so on, not that of a replica, which would mix levels. The
+    standard error takes windows for independent and equally noisy.
+
     Args:
         sigma: temperature in units of the loss. The paper's text says 0.1.
+        smoothing: b, the share of the smoothed advantages that is kept at each window; 0, as printed in the paper, for
+            this window's alone.
 
     >>> levels, losses = np.array([[-1.0], [1.0]]), np.array([1.1, 1.0])
     >>> comparison = Comparison(levels, losses, shifts=np.zeros(1), valid=np.ones(2))
-    >>> estimates, _ = Softmax(sigma=0.1).estimate(NoState(), comparison)
+    >>> rule = Softmax(sigma=0.1)
+    >>> estimates, _ = rule.estimate(rule.start(knobs=1), comparison)
     >>> round(estimates[0].slope, 4)                    # -tanh(1/2)
     -0.4621
     """
 
     sigma: float = Field(default=0.1, gt=0, kw_only=False)
+    smoothing: float = Field(default=0.0, ge=0, lt=1)
 
-    def start(self, knobs: int) -> NoState:
-        return NoState()
+    def start(self, knobs: int) -> SoftmaxState:
+        return SoftmaxState(np.zeros((knobs, 0)), 0.0)
 
-    def estimate(self, state: NoState, comparison: Comparison) -> tuple[list[Estimate], NoState]:
+    def estimate(self, state: Any, comparison: Comparison) -> tuple[list[Estimate], Any]:
         levels, losses = comparison.heard()
         if len(levels) < 2:
             return [Estimate.nothing()] * comparison.knobs, state
-        batches = losses.shape[1]
         moving = varies(levels)
         levels = levels - levels.mean(axis=0)
-        with np.errstate(over="ignore", invalid="ignore"):
+        if not self.smoothing:
             contrasts = losses - losses.min(axis=0)
-            means = contrasts.mean(axis=1)
-            weights = np.exp((means.min() - means) / self.sigma)
+            displacements = [self._displaced(level, -contrasts.mean(axis=1), contrasts, 1.0) for level in levels.T]
+        else:
+            state = self._smoothed(state, comparison)
+            places = _places(comparison.levels)
+            # Windows that are independent and equally noisy, summed with weights (1 - b) b^age / weight.
+            b, gone = self.smoothing, 1.0 - state.weight
+            share = float(np.sqrt((1 - b) / (1 + b) * (1 + gone) / (1 - gone)))
+            displacements = []
+            for k in range(comparison.knobs):
+                order = np.argsort(places[:, k])
+                advantages = state.advantages[k] / state.weight
+                displacements.append(
+                    self._displaced(
+                        comparison.levels[order, k] - comparison.levels[:, k].mean(),
+                        advantages,
+                        comparison.losses.reshape(len(order), -1)[order],
+                        share,
+                    )
+                )
+        estimates = []
+        for (slope, stderr), moves in zip(displacements, moving.tolist(), strict=True):
+            usable = moves and bool(np.isfinite(slope))
+            error = stderr if usable and np.isfinite(stderr) else np.inf
+            estimates.append(Estimate(slope=float(slope) if usable else 0.0, stderr=float(error)))
+        return estimates, state
+
+    def _displaced(
+        self, levels: FloatArray, advantages: FloatArray, losses: FloatArray, share: float
+    ) -> tuple[float, float]:
+        """The slope and its standard error; `share` of this window's error is that of the advantages."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            weights = np.exp((advantages - advantages.max()) / self.sigma)
             weights /= weights.sum()
             centre = (weights - 1 / len(weights)) @ levels  # exactly 0 for equal losses, as is its error
-            gradient = weights[:, None] * (levels - centre) / self.sigma
-            if batches > 1:
-                stderr = (gradient.T @ contrasts).std(axis=1, ddof=1) / np.sqrt(batches)
+            gradient = weights * (levels - centre) / self.sigma
+            sound = np.isfinite(losses).all(axis=1)
+            contrasts = losses[sound] - losses[sound].min(axis=0)
+            if losses.shape[1] > 1:
+                stderr = (gradient[sound] @ contrasts).std(ddof=1) / np.sqrt(losses.shape[1])
             else:
-                stderr = means.std(ddof=1) * np.sqrt((gradient**2).sum(axis=0))
-        usable = moving & np.isfinite(centre)
-        centre = np.where(usable, centre, 0.0)
-        stderr = np.where(usable & np.isfinite(stderr), stderr, np.inf)
-        pairs = zip((0.0 - centre).tolist(), stderr.tolist(), strict=True)
-        return [Estimate(slope=slope, stderr=error) for slope, error in pairs], state
+                stderr = contrasts[:, 0].std(ddof=1) * np.sqrt((gradient[sound] ** 2).sum())
+        return 0.0 - float(centre), share * float(stderr)
+
+    def _smoothed(self, state: SoftmaxState, comparison: Comparison) -> SoftmaxState:
+        """The window's advantages added; a level whose replica failed keeps what it had."""
+        if state.advantages.shape != comparison.levels.T.shape:  # another number of replicas, or none yet
+            state = SoftmaxState(np.zeros(comparison.levels.T.shape), 0.0)
+        losses = comparison.losses.reshape(len(comparison.losses), -1).mean(axis=1)
+        sound = comparison.valid & np.isfinite(losses) & np.isfinite(comparison.levels).all(axis=1)
+        advantages = state.advantages.copy()
+        weight = 1.0 - self.smoothing * (1.0 - state.weight)
+        # A level that was not heard goes on as it was: its debiased mean stays.
+        advantages *= weight / state.weight if state.weight else 0.0
+        gained = (losses[sound].mean() - losses[sound])[:, None]
+        rows = _places(comparison.levels)[sound]
+        for k in range(comparison.knobs):
+            before = state.advantages[k, rows[:, k]]
+            advantages[k, rows[:, k]] = self.smoothing * before + (1.0 - self.smoothing) * gained[:, 0]
+        return SoftmaxState(advantages, weight)
+
+
+def _places(levels: FloatArray) -> FloatArray:
+    """[N, K] the place of each replica's level among a knob's, from the lowest."""
+    return np.asarray(np.argsort(np.argsort(levels, axis=0, kind="stable"), axis=0))

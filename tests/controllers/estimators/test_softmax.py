@@ -72,3 +72,56 @@ def test_delta_method_error_by_hand() -> None:
     estimate = displaced([-1.0, 1.0], [[1.0, 1.0], [1.1, 0.9]], 0.1)
     assert estimate.slope == pytest.approx(0, abs=1e-12)
     assert estimate.stderr == pytest.approx(0.5)
+
+
+# -- smoothing --------------------------------------------------------------------------------------
+
+
+def windows(rule: Softmax, rows: list[tuple[list[float], list[float]]]) -> list[Estimate]:
+    """One knob over several windows, each of (levels by replica, losses by replica)."""
+    state, told = rule.start(knobs=1), []
+    for levels, losses in rows:
+        valid = np.isfinite(losses)
+        comparison = Comparison(np.array(levels)[:, None], np.array(losses), np.zeros(1), valid)
+        (estimate,), state = rule.estimate(state, comparison)
+        told.append(estimate)
+    return told
+
+
+def test_smoothing_by_hand_follows_levels_and_not_replicas() -> None:
+    # The advantages of the levels -1, 1 are (-.1, .1) in the first window and (.2, -.2) in the second, where the
+    # replicas have changed places. b = .5: m = .5 a_1, then .25 a_1 + .5 a_2, over 1 - .25.
+    first, second = windows(Softmax(0.1, smoothing=0.5), [([-1.0, 1.0], [1.1, 0.9]), ([1.0, -1.0], [1.2, 0.8])])
+    assert first.slope == pytest.approx(-math.tanh(1.0))
+    smoothed = (0.25 * 0.1 + 0.5 * -0.2) / 0.75
+    assert second.slope == pytest.approx(-math.tanh(smoothed / 0.1))
+
+
+def test_the_first_window_is_as_without_smoothing() -> None:
+    rows = [([-0.3, -0.1, 0.1, 0.3], [2.0, 1.9, 2.2, 2.05])]
+    (plain,), (smoothed,) = windows(Softmax(0.1), rows), windows(Softmax(0.1, smoothing=0.9), rows)
+    assert (smoothed.slope, smoothed.stderr) == pytest.approx((plain.slope, plain.stderr))
+
+
+def test_a_level_whose_replica_failed_keeps_what_was_known_of_it() -> None:
+    rows = [([-1.0, 0.0, 1.0], [1.2, 1.0, 0.8]), ([-1.0, 0.0, 1.0], [math.nan, 1.0, 1.0])]
+    told = windows(Softmax(0.1, smoothing=0.5), rows)
+    m = np.array([-0.2, 0.25 * 0.0 / 0.75, 0.25 * 0.2 / 0.75])
+    w = np.exp(m / 0.1) / np.exp(m / 0.1).sum()
+    assert told[1].slope == pytest.approx(-float(w @ [-1.0, 0.0, 1.0]))
+
+
+def test_the_smoothed_t_of_a_placebo_is_honest() -> None:
+    draw = np.random.default_rng(7)
+    ladder = np.linspace(-0.1, 0.1, 8)
+    rows = [(draw.permutation(ladder).tolist(), draw.normal(0, 0.02, 8).tolist()) for _ in range(6000)]
+    t = [estimate.t for estimate in windows(Softmax(0.1, smoothing=0.8), rows)][50:]
+    assert np.std(t) == pytest.approx(1.0, rel=0.15)
+    assert np.corrcoef(t[:-1], t[1:])[0, 1] == pytest.approx(0.8, abs=0.05)  # they share what they remember
+
+
+def test_another_number_of_replicas_begins_anew() -> None:
+    rule = Softmax(0.1, smoothing=0.9)
+    rows = [([-1.0, 1.0], [1.5, 0.5]), ([-1.0, 0.0, 1.0], [1.1, 1.0, 1.2])]
+    alone = windows(rule, rows[1:])
+    assert windows(rule, rows)[1] == alone[0]
