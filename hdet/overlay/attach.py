@@ -137,18 +137,22 @@ def attach(
     if not quiet:
         print(describe(choices, guarded=guard is not None))
 
-    held = history if isinstance(history, History) else History(history)
+    kept: list[History] = []  # whichever engine is made, one record
 
     def build(seats: int, lending: Lending) -> Engine:
+        place = replicas if replicas is not None else home(model, optimizer, seats)
+        place.leave_to_loop()
+        if not kept:
+            kept.append(history if isinstance(history, History) else History(history if place.is_leader else None))
         return Engine(
-            replicas if replicas is not None else home(model, optimizer, seats),
+            place,
             explored,
             window=window if window is not None else GrowingWindow(),
             signal=probe,
             objective=objective,
             seed=seed,
             total_steps=total_steps,
-            history=held,
+            history=kept[0],
             guard=guard,
             anchor=anchor,
             averages=averages,

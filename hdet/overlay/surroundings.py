@@ -1,17 +1,27 @@
-"""Where a loop's replicas live: found from what wraps the model."""
+"""Where a loop's replicas live: found from what wraps the model and how its parameters are sharded."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
 from hdet.replicas import Replicas, micro_batches
+from hdet.replicas.distributed import distribute, refusals
+from hdet.replicas.distributed.distribute import unwrapped
 
 
 def home(model: nn.Module, optimizer: Optimizer, seats: int) -> Replicas:
     """The micro-batches of this process, and of the others that train the same model.
+
+    | the model is | replicas lie |
+    |---|---|
+    | plain, in one process | here |
+    | in DistributedDataParallel | on the ranks of its group |
+    | sharded (FSDP2, tensor parallel, both) | along the dimensions of the mesh over which nothing is sharded |
+    | sharded over all ranks | here: all ranks together hold one |
 
     Args:
         seats: passes of this process to an optimizer step.
@@ -19,9 +29,54 @@ def home(model: nn.Module, optimizer: Optimizer, seats: int) -> Replicas:
     Raises:
         ConfigError: there are other processes, and nothing says how they train together.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    found: Replicas
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        found = micro_batches(unwrapped(model)[0], optimizer, seats)
+    else:
+        bare, wrapper = unwrapped(model)
+        meshes = [mesh for p in bare.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None]
+        if meshes:
+            mesh, dimension = replicated(bare, max(meshes, key=lambda mesh: mesh.ndim))
+            found = distribute(model, optimizer, mesh=mesh, replicate=dimension, micro_batches=seats)
+        elif wrapper is not None:
+            found = distribute(model, optimizer, group=wrapper.process_group, micro_batches=seats)
+        else:
+            refusals.partitioned(model, optimizer)
+            raise ConfigError(
+                f"this is one of {dist.get_world_size()} processes, and the model is neither in "
+                f"DistributedDataParallel nor sharded over them: nothing tells whether they train one model or several; "
+                f"wrap it first, and give hdet.attach the wrapped model, or, if your loop shares gradients itself, give "
+                f"replicas=hdet.distribute(model, optimizer, micro_batches=...)"
+            )
+    return found
+
+
+def replicated(model: nn.Module, mesh: DeviceMesh) -> tuple[DeviceMesh, str]:
+    """The whole mesh that a model's parameters lie in, and the name of the dimension over which none is sharded.
+
+    Where every dimension is sharded, a mesh with one more, of size 1.
+
+    Raises:
+        ConfigError: several dimensions are not sharded.
+    """
+    root = mesh._get_root_mesh()
+    cut = [set(ranks) for p in model.parameters() for ranks, divided in refusals.dimensions(p) if divided]
+    along = [set(dist.get_process_group_ranks(root.get_group(number))) for number in range(root.ndim)]
+    whole = [number for number, ranks in enumerate(along) if len(ranks) > 1 and not any(ranks <= own for own in cut)]
+    if len(whole) > 1:
         raise ConfigError(
-            f"this is one of {dist.get_world_size()} processes, which hdet.attach cannot put together yet; give "
-            f"replicas=hdet.distribute(model, optimizer), or write the loop for hdet.Engine"
+            f"the mesh of shape {tuple(root.shape)} has {len(whole)} dimensions over which nothing is sharded, and hdet "
+            f"cannot tell along which replicas lie; give replicas=hdet.distribute(model, optimizer, mesh=..., "
+            f"replicate=..., micro_batches=...)"
         )
-    return micro_batches(model, optimizer, seats)
+    names = root.mesh_dim_names
+    if whole and names is not None:
+        return root, names[whole[0]]
+    ranks = root.mesh.clone()
+    if whole:
+        return DeviceMesh(root.device_type, ranks, mesh_dim_names=_numbered(root.ndim, whole[0])), "replicate"
+    return DeviceMesh(root.device_type, ranks.unsqueeze(0), mesh_dim_names=_numbered(root.ndim + 1, 0)), "replicate"
+
+
+def _numbered(dimensions: int, replicate: int) -> tuple[str, ...]:
+    return tuple("replicate" if number == replicate else f"part{number}" for number in range(dimensions))

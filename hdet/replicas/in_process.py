@@ -95,11 +95,17 @@ class Seats(Replicas):
         self.shares_on_call = n > 1
         self.local = [Replica(model, optimizer, i, 0) for i in range(n)]
 
+    def leave_to_loop(self) -> None:
+        super().leave_to_loop()
+        self.shares_on_call = False
+
     def gather(self, rows: Tensor) -> NDArray[np.float64]:
         return rows.detach().cpu().double().numpy()
 
     @torch.no_grad()
     def share_gradients(self) -> None:
+        if self.left_to_loop:
+            return
         gradients = [p.grad for p in tensors.trained(self.hosts[0][0]) if p.grad is not None]
         if gradients and self.size > 1:
             torch._foreach_mul_(gradients, 1.0 / self.size)

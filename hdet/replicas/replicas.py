@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.errors import ConfigError
 from hdet.replicas import tensors
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.replica import Replica
@@ -49,6 +50,7 @@ class Replicas(ABC):
         hosts: this process's distinct models with their optimizers; several seats may share one.
         diverge: whether each replica has a model of its own and so can come apart from the others.
         shares_on_call: whether gradients are alike only once `share_gradients` was called.
+        left_to_loop: whether the training loop shares gradients and buffers itself.
     """
 
     size: int
@@ -56,6 +58,23 @@ class Replicas(ABC):
     hosts: Sequence[tuple[nn.Module, Optimizer]]
     diverge: bool
     shares_on_call: bool = False
+    left_to_loop: bool = False
+
+    def leave_to_loop(self) -> None:
+        """Before `begin`: the training loop goes on sharing gradients and buffers itself, as it did without hdet.
+
+        Nothing is done here in its place, and nothing that it set up (DistributedDataParallel's buffers, `no_sync`) is
+        changed.
+
+        Raises:
+            ConfigError: these replicas have models of their own, which only a loop written for them trains.
+        """
+        if self.diverge and self.size > 1:
+            raise ConfigError(
+                "replicas with models of their own need a loop that trains each of them: write it for hdet.Engine "
+                "(docs/quickstart.md), or give hdet.micro_batches or hdet.distribute(..., micro_batches=...)"
+            )
+        self.left_to_loop = True
 
     def begin(self, terms: Terms) -> None:  # noqa: B027
         """Called once by the engine, before anything else, with what it was declared to do.

@@ -105,9 +105,13 @@ class Ranks(Replicas):
         """The memory of the persistent buckets."""
         return self.exchange.bytes_held + (self._narrow.bytes_held if self._narrow is not None else 0)
 
+    def leave_to_loop(self) -> None:
+        super().leave_to_loop()
+        self._quiet = None
+
     def begin(self, terms: Terms) -> None:
         # DDP can be observed while it averages, and leaves gradients to accumulate until the last micro-batch.
-        beside = self._wrapped is None and (terms.observed or not self.diverge)
+        beside = self._wrapped is None and (terms.observed or not self.diverge) and not self.left_to_loop
         own = terms.gradients == "local" or beside or (self.exchange.exact and self._reduces is not None)
         if self._reduces == "hsdp" and own:
             self._quiet = fully_sharded.without_all_reduce(self.hosts[0][0])
@@ -142,11 +146,11 @@ class Ranks(Replicas):
                 f"cannot be corrected so: give merge=hdet.Mean('keep'), not {dict(terms.merge)}"
             )
         self._anchor = terms.anchor
-        self._shares = own or self._reduces is None
-        self.shares_on_call = (self._shares or self._seats > 1) and self.size > 1
+        self._shares = (own or self._reduces is None) and not self.left_to_loop
+        self.shares_on_call = (self._shares or self._seats > 1) and self.size > 1 and not self.left_to_loop
         self._own = OwnGradient(self.hosts[0][0]) if terms.observed and not self._shares else None
         self._apart = terms.apart
-        if self._wrapped is not None:
+        if self._wrapped is not None and not self.left_to_loop:
             # With nothing to explore this is data parallelism as it is, rank 0's buffers included. Else each rank's are
             # its own until the window's end: rank 0's, knobs among them, do not replace them in every forward pass.
             plain = self.diverge and not terms.explored and not self._shares
@@ -174,6 +178,8 @@ class Ranks(Replicas):
 
     @torch.no_grad()
     def share_gradients(self) -> None:
+        if self.left_to_loop:
+            return
         if not self._shares:
             self._divide()
             return
@@ -218,7 +224,7 @@ class Ranks(Replicas):
             self._merge(list(valid), optimizer_state)
 
     def mean_buffers(self, valid: Sequence[bool]) -> None:
-        if self.size > 1 or self._pooled is not None:
+        if (self.size > 1 or self._pooled is not None) and not self.left_to_loop:
             with translated("merging buffers"):
                 self._merge_buffers(list(valid))
 

@@ -58,7 +58,7 @@ def shared_replica(model: nn.Module, layout: Layout) -> None:
     """Ranks that are to be different replicas must not hold parts of one and the same."""
     peers = set(layout.global_peers)
     for name, parameter in model.named_parameters():
-        for ranks, sharded in _dimensions(parameter):
+        for ranks, sharded in dimensions(parameter):
             across = sorted(peers & set(ranks))
             if sharded and len(across) > 1:
                 raise ConfigError(
@@ -77,7 +77,7 @@ def reduced_by_sharding(model: nn.Module, layout: Layout) -> bool:
     own = {dist.get_global_rank(layout.everyone(), int(rank)) for rank in layout.table[layout.place]}
     for name, parameter in model.named_parameters():
         # A dimension within one replica (sequence parallel norms are whole on every rank of it) is no matter here.
-        replicated = [ranks for ranks, sharded in _dimensions(parameter) if not sharded and not set(ranks) <= own]
+        replicated = [ranks for ranks, sharded in dimensions(parameter) if not sharded and not set(ranks) <= own]
         if replicated and _fully_sharded(model):
             if any(set(ranks) != set(layout.global_peers) for ranks in replicated):
                 raise ConfigError(
@@ -101,11 +101,11 @@ def other_group(model: DistributedDataParallel, layout: Layout) -> None:
 def sharded(model: nn.Module) -> bool:
     """Whether a replica's parameters lie on several ranks."""
     return any(
-        divided and len(ranks) > 1 for parameter in model.parameters() for ranks, divided in _dimensions(parameter)
+        divided and len(ranks) > 1 for parameter in model.parameters() for ranks, divided in dimensions(parameter)
     )
 
 
-def _dimensions(parameter: Tensor) -> Iterator[tuple[list[int], bool]]:
+def dimensions(parameter: Tensor) -> Iterator[tuple[list[int], bool]]:
     """For each dimension of a sharded parameter's mesh: the global ranks along it, and whether it is cut there."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:

@@ -1,0 +1,201 @@
+"""What the ranks of `test_attached_ranks.py` run: a loop of the user's own, with hdet and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+
+STEPS, WINDOW, WIDTH = 24, 4, 8
+Found = dict[str, Any]
+
+
+def network(normed: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    norm: list[nn.Module] = [nn.BatchNorm1d(16)] if normed else []
+    return nn.Sequential(nn.Linear(WIDTH, 16), *norm, nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 4))
+
+
+def batch(step: int, part: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + part)
+    inputs = torch.randn(8, WIDTH, generator=generator)
+    return inputs, inputs[:, :4].argmax(dim=1)
+
+
+def loss_of(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(given[0]), given[1])
+
+
+def probe() -> hdet.Probe:
+    return hdet.Probe(loss_of, [batch(-1, part) for part in range(8)])
+
+
+HELD: list[hdet.Knob] = [
+    hdet.LearningRate(controller=hdet.Hold()),
+    hdet.WeightDecay(controller=hdet.Hold()),
+]
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def static(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, static_graph=True)
+
+
+def hooked(model: nn.Module) -> nn.Module:
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return wrapped
+
+
+def fsdp(model: nn.Module) -> nn.Module:
+    fully_shard(model[0])  # type: ignore[index]
+    fully_shard(model)
+    return model
+
+
+def hsdp(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    fully_shard(model[0], mesh=mesh)  # type: ignore[index]
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def tensor_parallel(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), str(len(model) - 1): RowwiseParallel()})  # type: ignore[arg-type]
+    return model
+
+
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": ddp,
+    "static graph": static,
+    "comm hook": hooked,
+    "fsdp": fsdp,
+    "hsdp": hsdp,
+    "tensor parallel": tensor_parallel,
+}
+
+
+def loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, search: hdet.Search | None, parts: int, quiet: bool, alike: bool
+) -> None:
+    rank = 0 if alike else dist.get_rank()
+    for step in range(STEPS):
+        torch.manual_seed(100 * step + rank)
+        for part in range(parts):
+            early = quiet and part + 1 < parts
+            with model.no_sync() if early else nullcontext():  # type: ignore[operator]
+                loss = loss_of(model, batch(step, 10 * rank + part))
+                if search is not None:
+                    loss = search.loss(loss)
+                (loss / parts).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full(tensor: Any) -> Tensor:
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    held: Tensor = tensor.detach().clone()
+    return held
+
+
+def ends(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return [full(tensor) for tensor in (*model.parameters(), *model.buffers(), *moments)]
+
+
+def told(search: hdet.Search) -> list[Any]:
+    records = [asdict(record) for record in search.history]
+    for record in records:
+        del record["seconds"], record["closing"]
+    return records
+
+
+def held(name: str, parts: int, quiet: bool, normed: bool) -> Found:
+    """With hdet, whose controllers hold, and without: what each ends in."""
+    found = []
+    measured = []
+    for attached in (False, True):
+        model = WRAPS[name](network(normed))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+        search = None
+        if attached:
+            search = hdet.attach(
+                model,
+                optimizer,
+                probe=probe(),
+                schedule=None,
+                total_steps=STEPS,
+                knobs=HELD,
+                exclude=["dropout"],
+                window=WINDOW,
+                quiet=True,
+            )
+        loop(model, optimizer, search, parts, quiet, alike=name == "tensor parallel")
+        found.append(ends(model, optimizer))
+        if search is not None:
+            measured = told(search)
+    same = all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    return {"same": same, "history": measured}
+
+
+def learned(name: str, parts: int, quiet: bool) -> Found:
+    """The recipe, dropout included where gradients are seen whole."""
+    model = WRAPS[name](network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+    search = hdet.attach(
+        model, optimizer, probe=probe(), total_steps=STEPS, window=WINDOW, quiet=True, micro_batches=parts
+    )
+    loop(model, optimizer, search, parts, quiet, alike=name == "tensor parallel")
+    return {"history": told(search), "weights": ends(model, optimizer), "replicas": search.engine.size}
+
+
+def explicit() -> Found:
+    """The loop written for the engine, on the same model."""
+    model = ddp(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+    replicas = hdet.distribute(model, optimizer, micro_batches=1)
+    engine = hdet.recommended(
+        model, optimizer, probe=probe(), total_steps=STEPS, window=WINDOW, quiet=True, replicas=replicas
+    )
+    rank = dist.get_rank()
+    for step in range(STEPS):
+        torch.manual_seed(100 * step + rank)
+        with engine.replicas[0] as replica:
+            loss = loss_of(replica.model, batch(step, 10 * rank))
+            loss.backward()
+        engine.share_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step(loss.detach())
+    records = [asdict(record) for record in engine.history]
+    for record in records:
+        del record["seconds"], record["closing"]
+    return {"history": records, "weights": ends(model, optimizer)}
+
+
+def plain() -> str:
+    """A model that nothing wraps, on several ranks."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    try:
+        hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True)
+    except hdet.ConfigError as error:
+        return str(error)
+    return ""

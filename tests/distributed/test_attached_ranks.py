@@ -1,0 +1,52 @@
+"""`hdet.attach` on the ranks of a job, where the home is found from what wraps the model: real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attached
+import pytest
+from launch import launch
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "parts", "quiet", "normed"),
+    [
+        ("ddp", 2, 1, False, True),
+        ("ddp", 2, 2, True, False),
+        ("ddp", 2, 2, False, False),
+        ("static graph", 2, 1, False, False),
+        ("comm hook", 2, 1, False, False),
+        ("fsdp", 2, 1, False, False),
+        ("fsdp", 2, 2, False, False),
+        ("hsdp", 4, 1, False, False),
+        ("tensor parallel", 2, 1, False, False),
+    ],
+)
+def test_held_it_is_the_loop_without_it_bit_for_bit(
+    name: str, ranks: int, parts: int, quiet: bool, normed: bool
+) -> None:
+    found = launch(attached.held, ranks, name, parts, quiet, normed)
+    assert all(own["same"] for own in found)
+    assert all(own["history"] == found[0]["history"] for own in found)
+    assert all(record["estimates"]["learning_rate"]["stderr"] > 0 for record in found[0]["history"][:3])
+
+
+@pytest.mark.parametrize(("name", "parts", "quiet"), [("ddp", 2, True), ("fsdp", 1, False)])
+def test_all_ranks_learn_the_same(name: str, parts: int, quiet: bool, assert_same: Any) -> None:
+    found = launch(attached.learned, 2, name, parts, quiet)
+    assert found[0]["history"] == found[1]["history"]
+    assert_same(found[0]["weights"], found[1]["weights"])
+    assert any(record["moves"]["learning_rate"] for record in found[0]["history"])
+    assert found[0]["replicas"] == (4 if name == "ddp" else 1)
+
+
+def test_it_is_the_explicit_loop_on_ranks_bit_for_bit(assert_same: Any) -> None:
+    [own, _] = launch(attached.learned, 2, "ddp", 1, False)
+    [written, _] = launch(attached.explicit, 2)
+    assert own["history"] == written["history"]
+    assert_same(own["weights"], written["weights"])
+
+
+def test_ranks_whose_model_nothing_puts_together_are_refused() -> None:
+    assert all("wrap it first" in message for message in launch(attached.plain, 2))
