@@ -44,9 +44,9 @@ def home(model: nn.Module, optimizer: Optimizer, seats: int) -> Replicas:
             refusals.partitioned(model, optimizer)
             raise ConfigError(
                 f"this is one of {dist.get_world_size()} processes, and the model is neither in "
-                f"DistributedDataParallel nor sharded over them: nothing tells whether they train one model or several; "
-                f"wrap it first, and give hdet.attach the wrapped model, or, if your loop shares gradients itself, give "
-                f"replicas=hdet.distribute(model, optimizer, micro_batches=...)"
+                f"DistributedDataParallel nor sharded over them: nothing tells whether they train one model or "
+                f"several; wrap it first, and give hdet.attach the wrapped model, or, if your loop shares gradients "
+                f"itself, give replicas=hdet.distribute(model, optimizer, micro_batches=...)"
             )
     return found
 
@@ -65,8 +65,8 @@ def replicated(model: nn.Module, mesh: DeviceMesh) -> tuple[DeviceMesh, str]:
     whole = [number for number, ranks in enumerate(along) if len(ranks) > 1 and not any(ranks <= own for own in cut)]
     if len(whole) > 1:
         raise ConfigError(
-            f"the mesh of shape {tuple(root.shape)} has {len(whole)} dimensions over which nothing is sharded, and hdet "
-            f"cannot tell along which replicas lie; give replicas=hdet.distribute(model, optimizer, mesh=..., "
+            f"the mesh of shape {tuple(root.shape)} has {len(whole)} dimensions over which nothing is sharded, and "
+            f"hdet cannot tell along which replicas lie; give replicas=hdet.distribute(model, optimizer, mesh=..., "
             f"replicate=..., micro_batches=...)"
         )
     names = root.mesh_dim_names
