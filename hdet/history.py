@@ -25,6 +25,10 @@ class History:
     Reading skips a last line that a kill cut short. A line that could not be written, on a full disk say, is kept in
     memory and written with the next.
 
+    Args:
+        path: the file; without one the history is in memory alone.
+        whole: the file begins with the run. Else it may begin at a later resume.
+
     Raises:
         HdetError: the file cannot be read, or is not the record of one run: windows follow each other, none is
             missing, and each begins at the step where the one before ended.
@@ -33,7 +37,8 @@ class History:
     []
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, whole: bool = False) -> None:
+        self.whole = whole
         self.path = Path(path) if path is not None else None
         self.windows: list[WindowRecord] = []
         self._torn = False
@@ -59,11 +64,8 @@ class History:
                 f"{window} is to be run: resume a checkpoint, give another path, or drop them by truncate({window})"
             )
 
-    def require(self, windows: int, step: int, *, whole: bool = False) -> None:
+    def require(self, windows: int, step: int) -> None:
         """A run is to go on at a window that opens at `step`, with `windows` before it.
-
-        Args:
-            whole: the file is known to have begun with the run. Else it may have begun at a later resume.
 
         Raises:
             HdetError: the file lacks some of these, or they ended at another step.
@@ -72,17 +74,17 @@ class History:
             return  # what was in memory is gone with the process that trained
         held = [record for record in self.windows if record.window < windows]
         first, past = (held[0].window, held[-1].window + 1) if held else (0, 0)
-        if (held and past != windows) or (whole and (first, past) != (0, windows)):
+        if (held and past != windows) or (self.whole and (first, past) != (0, windows)):
             raise HdetError(
                 f"the history {self.path} holds {f'windows {first} to {past - 1}' if held else 'no window'} of the "
                 f"{windows} before the checkpoint, so lines of it are missing; put the file back that was beside the "
-                f"checkpoint{'' if whole else ', or give another path'}"
+                f"checkpoint{'' if self.whole else ', or give another path'}"
             )
         if held and held[-1].stop != step:
             raise HdetError(
                 f"the history {self.path} is of another run: its window {held[-1].window} ends at step "
                 f"{held[-1].stop}, and the checkpoint goes on at step {step}; put the file back that was beside the "
-                f"checkpoint{'' if whole else ', or give another path'}"
+                f"checkpoint{'' if self.whole else ', or give another path'}"
             )
 
     def append(self, record: WindowRecord) -> None:

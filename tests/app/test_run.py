@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 import hdet
 from hdet.app.run import Run, RunConfig, RunFolder, Watcher
 from hdet.app.run.plain import train_plain
-from hdet.errors import CheckpointError, ConfigError, MatchError
+from hdet.errors import CheckpointError, ConfigError, HdetError, MatchError
 from hdet.history import WindowRecord
 
 DIGITS: dict[str, Any] = {
@@ -27,7 +29,7 @@ DIGITS: dict[str, Any] = {
     "knobs": ["learning_rate", {"kind": "dropout", "controller": {"kind": "gated", "gate": 0.0}}],
 }
 CONFIG = RunConfig.from_dict(DIGITS)
-FILES = ["bases.png", "checkpoint.pt", "config.yaml", "history.jsonl", "model.pt", "result.json"]
+FILES = [".run.lock", "bases.png", "checkpoint.pt", "config.yaml", "history.jsonl", "model.pt", "result.json"]
 
 
 class KilledAt(Watcher):
@@ -181,6 +183,95 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         Run(CONFIG, tmp_path / "run", resume=True)()
 
 
+def test_a_flipped_bit_in_a_checkpoint_is_found_or_changes_nothing(tmp_path: Path) -> None:
+    """torch reads most of them without a word."""
+    generator = torch.Generator().manual_seed(0)
+    folder = RunFolder(tmp_path)
+    state = {"weights": torch.randn(40, 20, generator=generator), "step": 7, "nested": {"names": ["a", "b"]}}
+    folder.save_checkpoint(state)
+    content = folder.checkpoint.read_bytes()
+    refused = silent = 0
+    for bit in torch.randint(8 * len(content), (400,), generator=generator).tolist():
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        folder.checkpoint.write_bytes(damaged)
+        with contextlib.suppress(Exception):
+            silent += not equal(torch.load(folder.checkpoint, weights_only=True), state)
+        try:
+            found = folder.load_checkpoint()
+        except CheckpointError:
+            refused += 1
+        else:
+            assert equal(found, state)  # in what torch pads with, say
+    assert silent > 200
+    assert refused > silent
+
+
+def equal(one: Any, two: Any) -> bool:
+    if isinstance(one, dict):
+        return isinstance(two, dict) and one.keys() == two.keys() and all(equal(one[key], two[key]) for key in one)
+    return torch.equal(one, two) if isinstance(one, torch.Tensor) else bool(one == two)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ([1, 2], "holds a list"),
+        ({"engine": {}}, "lacks 'generators'"),
+        ({"engine": {}, "generators": {"cpu": "x"}, "seconds": 1.0}, "is no checkpoint of a run"),
+        ({"engine": {}, "generators": {"cpu": torch.zeros(3, dtype=torch.uint8)}, "seconds": 1.0}, "no checkpoint"),
+        ({"engine": 3, "generators": {"cpu": torch.get_rng_state()}, "seconds": "long"}, "is no checkpoint of a run"),
+        (
+            {"engine": 3, "generators": {"cpu": torch.get_rng_state()}, "seconds": 1.0},
+            "a state is a mapping",
+        ),
+    ],
+)
+def test_a_checkpoint_of_odd_types_is_refused(killed: Path, tmp_path: Path, state: Any, message: str) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(killed, folder)
+    torch.save(state, folder / "checkpoint.pt")
+    with pytest.raises(CheckpointError, match=message):
+        Run(CONFIG, folder, resume=True)()
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run killed in its fourth window."""
+    folder = tmp_path_factory.mktemp("runs") / "killed"
+    with pytest.raises(KeyboardInterrupt):
+        Run(CONFIG, folder)(watcher=KilledAt(20))
+    return folder
+
+
+@pytest.mark.parametrize("lines", [slice(0, 0), slice(0, 1), slice(1, None)], ids=["none", "the first", "all but it"])
+def test_a_run_whose_history_lost_lines_is_not_gone_on_with(killed: Path, tmp_path: Path, lines: slice) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(killed, folder)
+    history = folder / "history.jsonl"
+    history.write_text("".join(history.read_text().splitlines(keepends=True)[lines]))
+    with pytest.raises(HdetError, match="lines of it are missing; put the file back"):
+        Run(CONFIG, folder, resume=True)()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{", '{"knobs": [3]}', '{"knobs": null}', '{"test_loss": "low"}', "[" * 100_000, "\ud800"]
+)
+def test_a_damaged_result_is_named(finished: Path, tmp_path: Path, content: str) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    kept = json.loads((folder / "result.json").read_text())
+    if content == '{"test_loss": "low"}':
+        content = json.dumps({**kept, "test_loss": "low"})
+    (folder / "result.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(HdetError, match=r"result\.json .* --resume writes it anew") as caught:
+        Run(CONFIG, folder, resume=True)
+    assert "\n" not in str(caught.value)
+    (folder / "result.json").unlink()
+    Run(CONFIG, folder, resume=True)()
+    assert json.loads((folder / "result.json").read_text())["test_loss"] == kept["test_loss"]
+
+
 # -- whose folder it is -----------------------------------------------------------------------------
 
 
@@ -204,6 +295,36 @@ def test_nothing_to_resume_and_a_file_in_the_way_are_named(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="is a file"):
         Run(CONFIG, tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_has_one_process_at_a_time(killed: Path, tmp_path: Path) -> None:
+    """The second resume would write the same windows again."""
+    folder = tmp_path / "run"
+    shutil.copytree(killed, folder)
+    other = Run(CONFIG, folder, resume=True)
+    replacing = Run(CONFIG, folder, force=True)
+
+    class Second(Watcher):
+        def window(self, record: WindowRecord, bases: dict[str, float]) -> None:
+            for second in (other, replacing):
+                with pytest.raises(ConfigError, match="another process is at the run in"):
+                    second()
+
+    Run(CONFIG, folder, resume=True)(watcher=Second())
+    assert [window["window"] for window in windows_of(folder)] == list(range(6))
+    first = Run(CONFIG, tmp_path / "new")
+    Run(CONFIG, tmp_path / "new")()
+    with pytest.raises(ConfigError, match="not empty"):  # made when the folder was free, called when it is not
+        first()
+
+
+def test_a_kill_before_a_run_has_begun_leaves_a_folder_that_is_free(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("config.yaml.part", ".run.lock", ".lock"):
+        (folder / name).write_text("half")
+    Run(CONFIG, folder)()
+    assert windows_of(folder) == windows_of(finished)
 
 
 def test_force_replaces_a_runs_files_and_no_others(finished: Path, tmp_path: Path) -> None:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import torch
+from filelock import FileLock, Timeout
 
 from hdet.app.run.config import RunConfig
 from hdet.document import dump, read
-from hdet.errors import CheckpointError, ConfigError
+from hdet.errors import CheckpointError, ConfigError, HdetError
+from hdet.files import part_of, replace, replaced
+
+LOCK = ".run.lock"
+STUDY_LOCK = ".lock"
+"""A study's, whose cell the folder may be."""
 
 
 class RunFolder:
     """`config.yaml` as resolved, `history.jsonl`, `checkpoint.pt`, `model.pt`, `bases.png` and `result.json`.
 
-    Making the object touches nothing. A file is written under another name and moved into place, so a kill
-    leaves the old one or the new one.
+    Making the object touches nothing. A file is written under another name and moved into place, so a kill or a power
+    cut leaves the old one or the new one. One process at a time has the folder (`held`).
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -29,6 +37,7 @@ class RunFolder:
         self.model = self.path / "model.pt"
         self.picture = self.path / "bases.png"
         self.result = self.path / "result.json"
+        self._lock = self.path / LOCK
         self._own = (self.config, self.history, self.checkpoint, self.model, self.picture, self.result)
 
     def check(self, config: RunConfig, *, force: bool, resume: bool) -> None:
@@ -44,7 +53,7 @@ class RunFolder:
             raise ConfigError(f"the run folder {self.path} is a file; choose another --out")
         if resume:
             self._check_same(config)
-        elif not force and self.path.exists() and any(self.path.iterdir()):
+        elif not force and self.path.exists() and self._content():
             raise ConfigError(
                 f"the run folder {self.path} is not empty; go on with its run by --resume, replace that run "
                 f"by --force, or choose another --out"
@@ -61,12 +70,33 @@ class RunFolder:
                 f"differ; resume with {self.config}, or choose another --out"
             )
 
+    def _content(self) -> list[Path]:
+        """What lies in the folder, but for what a kill leaves behind before a run has begun."""
+        left = {self._lock, self.path / STUDY_LOCK, *(part_of(path) for path in self._own)}
+        return [path for path in self.path.iterdir() if path not in left]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The folder belongs to this process inside the block. The lock is the system's: it ends with its process.
+
+        Raises:
+            ConfigError: another process has it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(self._lock, blocking=False):
+                yield
+        except Timeout:
+            raise ConfigError(
+                f"another process is at the run in {self.path}; wait until it has ended, or choose another --out"
+            ) from None
+
     def begin(self, config: RunConfig) -> None:
         """Make the folder, remove an earlier run's files (those only) and write the configuration."""
         self.path.mkdir(parents=True, exist_ok=True)
         for path in self._own:
             path.unlink(missing_ok=True)
-        self._replace(self.config, dump(config).encode())
+        replace(self.config, dump(config).encode())
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Keep plain numbers and tensors from which the run can go on."""
@@ -74,12 +104,7 @@ class RunFolder:
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """The last checkpoint, or `None` where the run was killed before its first."""
-        if not self.checkpoint.exists():
-            return None
-        try:
-            return torch.load(self.checkpoint, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
-        except Exception as error:
-            raise CheckpointError(f"{self.checkpoint} cannot be read ({error}); use --force") from None
+        return _read(self.checkpoint) if self.checkpoint.exists() else None
 
     def save_model(self, state: dict[str, Any]) -> None:
         """Keep the final model's `state_dict`."""
@@ -87,23 +112,51 @@ class RunFolder:
 
     def save_result(self, result: dict[str, Any]) -> None:
         """Keep the numbers the run ended with."""
-        self._replace(self.result, (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
+        replace(self.result, (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
 
     def load_result(self) -> dict[str, Any] | None:
-        """The numbers a finished run ended with."""
+        """The numbers a finished run ended with.
+
+        Raises:
+            HdetError: the file is damaged.
+        """
         if not self.result.exists():
             return None
-        return json.loads(self.result.read_text())  # type: ignore[no-any-return]
+        try:
+            found = json.loads(self.result.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise HdetError(f"{self.result} cannot be read ({error}); remove it and --resume writes it anew") from None
+        if not isinstance(found, dict):
+            raise HdetError(f"{self.result} holds no mapping of results; remove it and --resume writes it anew")
+        return found
 
     def _save(self, path: Path, state: dict[str, Any]) -> None:
-        aside = path.with_name(path.name + ".part")
         try:
-            torch.save(state, aside)
+            with replaced(path) as part:
+                torch.save(state, part)
         except RuntimeError as error:  # how torch tells of a full disk
+            part_of(path).unlink(missing_ok=True)
             raise CheckpointError(f"{path} could not be written ({error}); the one before it is whole") from None
-        os.replace(aside, path)
 
-    def _replace(self, path: Path, content: bytes) -> None:
-        aside = path.with_name(path.name + ".part")
-        aside.write_bytes(content)
-        os.replace(aside, path)
+
+def _read(path: Path) -> dict[str, Any]:
+    """The state in a file by `torch.save`, whose checksums hold.
+
+    torch writes a CRC of every part and does not look at it when it reads.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    try:
+        with ZipFile(path) as parts:
+            damaged = parts.testzip()
+        if damaged is not None:
+            raise CheckpointError(f"{path} is damaged: {damaged} in it is not as it was written; use --force")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file can raise anything
+        raise CheckpointError(f"{path} cannot be read ({error}); use --force") from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__} and no checkpoint; use --force")
+    return state

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,9 @@ T = TypeVar("T")
 
 INTERRUPTED, TERMINATED = 130, 143
 
+LIFELINE = "HDET_LAUNCHER_PIPE"
+"""The environment variable that names the end of a pipe whose other end the launcher holds."""
+
 GRACE_SECONDS = 10.0
 """How long the other ranks get to tell what happened, once one has failed."""
 
@@ -36,6 +40,7 @@ def ranks(device: str) -> Iterator[None]:
     Args:
         device: what the run computes on, as torch names it.
     """
+    end_with_launcher()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
         with process_group("gloo" if torch.device(device).type == "cpu" else None):
             yield
@@ -106,7 +111,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     """Run `hdet` with some arguments as several ranks on this machine; returns the exit code.
 
     Each rank computes on its share of the cores. Only the first one's output is shown, and the errors of the rank
-    that failed first. The ranks end with this process where it is interrupted or terminated.
+    that failed first. The ranks end with this process, however it ends.
 
     Raises:
         ConfigError: this process is itself a rank.
@@ -126,12 +131,16 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     with ExitStack() as stack:
         # In files: a rank that has much to say would wait for ever at a pipe that nobody reads.
         told = [stack.enter_context(TemporaryFile("w+")) for _ in range(processes)]
+        lifeline, held = os.pipe()  # `held` closes when this process ends, and nobody else has it
+        common[LIFELINE] = str(lifeline)
         started = [
             subprocess.Popen(
                 [sys.executable, "-m", "hdet", *arguments],
                 env={**os.environ, **common, "RANK": str(number), "LOCAL_RANK": str(number)},
                 stdout=None if number == 0 else subprocess.DEVNULL,
                 stderr=None if number == 0 else told[number],
+                pass_fds=(lifeline,),
+                start_new_session=True,  # an interrupt from the terminal comes to this process alone, which hands it on
             )
             for number in range(processes)
         ]
@@ -139,7 +148,9 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
         try:
             return _waited_for(started, told)
         except KeyboardInterrupt:
-            _ended(started)  # the terminal has interrupted them too
+            for process in started:
+                process.send_signal(signal.SIGINT)
+            _ended(started)
             return INTERRUPTED
         except _Terminated:
             for process in started:
@@ -150,6 +161,20 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
             signal.signal(signal.SIGTERM, before)
             for process in started:
                 process.kill()
+            for descriptor in (lifeline, held):
+                os.close(descriptor)
+
+
+def end_with_launcher() -> None:
+    """Where `launch` has started this process: end with the process that did, be it killed outright."""
+    given = os.environ.get(LIFELINE, "")
+    if given.isdecimal():
+        threading.Thread(target=_wait_for_the_end, args=(int(given),), daemon=True).start()
+
+
+def _wait_for_the_end(lifeline: int) -> None:
+    os.read(lifeline, 1)  # nothing is ever written: it returns when the other end is closed
+    os._exit(TERMINATED)  # at once: files are whole at any time, and a collective that waits hears no signal
 
 
 class _Terminated(BaseException):

@@ -119,22 +119,26 @@ class Training:
 
     def _resume(self, folder: RunFolder) -> None:
         if leads():
-            self.engine.cycle.history = History(folder.history)
+            self.engine.cycle.history = History(folder.history, whole=True)
         state = folder.load_checkpoint()
         if state is None:
             self.engine.history.truncate(0)  # a first window may have been written and its checkpoint not
             return
         try:
-            self.engine.load_state_dict(state["engine"])
-            if not leads():
-                torch.manual_seed(_seed(self.config, self.engine.step_count))
-            else:
-                torch.set_rng_state(state["generators"]["cpu"])
-            if leads() and "cuda" in state["generators"]:
-                torch.cuda.set_rng_state(state["generators"]["cuda"], self._device)
-            self.seconds = float(state["seconds"])
+            engine, generators, seconds = state["engine"], state["generators"], float(state["seconds"])
+            torch.Generator().set_state(generators["cpu"])
         except KeyError as error:
             raise CheckpointError(f"{folder.checkpoint} lacks {error}; start anew by --force") from None
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{folder.checkpoint} is no checkpoint of a run ({error}); use --force") from None
+        self.engine.load_state_dict(engine)
+        if not leads():
+            torch.manual_seed(_seed(self.config, self.engine.step_count))
+        else:
+            torch.set_rng_state(generators["cpu"])
+        if leads() and "cuda" in generators:
+            torch.cuda.set_rng_state(generators["cuda"], self._device)
+        self.seconds = seconds
 
     @property
     def _device(self) -> torch.device:

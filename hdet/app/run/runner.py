@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from hdet.app.run.config import RunConfig
 from hdet.app.run.folder import RunFolder
@@ -19,7 +21,7 @@ from hdet.app.run.launching import leads, led
 from hdet.app.run.loop import Training, Watcher
 from hdet.app.run.plain import train_plain
 from hdet.app.tasks import Workload
-from hdet.errors import ConfigError, MissingExtraError
+from hdet.errors import ConfigError, HdetError, MissingExtraError
 from hdet.report import Verdict, overview, verdicts
 
 
@@ -53,9 +55,21 @@ class Result:
         return {**asdict(self), "knobs": [knob.to_dict() for knob in self.knobs]}
 
     @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> Result:
-        """The inverse of `to_dict`."""
-        return cls(**{**given, "knobs": [Verdict.from_dict(knob) for knob in given["knobs"]]})
+    def from_dict(cls, given: dict[str, Any], source: Path | str = "the result") -> Result:
+        """The inverse of `to_dict`.
+
+        Raises:
+            HdetError: it is not what `to_dict` gave; `source` is what the message calls it.
+        """
+        try:
+            knobs = [asdict(Verdict.from_dict(knob)) for knob in given["knobs"]]
+            return TypeAdapter(cls).validate_python({**given, "knobs": knobs})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            reason = str(error).splitlines()
+            raise HdetError(
+                f"{source} is no result of a run ({type(error).__name__}: {' '.join(reason[:2])}); remove it, and "
+                f"--resume writes it anew"
+            ) from None
 
 
 class Run:
@@ -81,15 +95,15 @@ class Run:
             seed=config.seed, batch_size=config.batch_size, device=config.device
         )
         self.training = Training(config, self.workload)
-        self._resume = resume
-        kept = self.folder.load_result() if resume else None
-        self._finished = Result.from_dict(kept) if kept is not None else None
+        self._force, self._resume = force, resume
+        kept = led(self.folder.load_result) if resume else None
+        self._finished = Result.from_dict(kept, self.folder.result) if kept is not None else None
 
     def __call__(self, *, compare: bool = False, watcher: Watcher | None = None) -> Result:
         """Train, and with `compare` train again without hdet; write the folder; return what came out.
 
         Raises:
-            ConfigError: `resume` was said of a run that is over.
+            ConfigError: `resume` was said of a run that is over, or another process has the folder.
             DivergedError: every replica became non-finite again and again.
         """
         watcher = watcher if watcher is not None else Watcher()
@@ -99,6 +113,13 @@ class Run:
                 f"the run in {self.folder.path} is over (held-out loss {result.test_loss}); "
                 f"start anew by --force, or choose another --out"
             )
+        with ExitStack() as stack:
+            led(lambda: stack.enter_context(self.folder.held()))
+            # Another process may have been at it since this object was made.
+            led(lambda: self.folder.check(self.config, force=self._force, resume=self._resume))
+            return self._run(result, watcher, compare=compare)
+
+    def _run(self, result: Result | None, watcher: Watcher, *, compare: bool) -> Result:
         if result is None:
             if not self._resume:
                 led(lambda: self.folder.begin(self.config))
