@@ -155,7 +155,7 @@ class Calibrate(Controller):
         state = replace(state, warnings=0, since=context.step, waited=0, slowed=0, lowered=True)
         if worked <= 0.0 or context.schedule_next <= 0.0:
             return 0.0, state
-        worked_shift = math.log(worked / context.schedule_next)
+        worked_shift = math.log(worked) - math.log(context.schedule_next)  # their ratio may overflow
         cap = min(state.cap, worked_shift)
         move = min(0.0, cap - math.log(self.slower) - context.shift)
         return move, replace(state, cap=cap)

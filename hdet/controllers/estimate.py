@@ -22,6 +22,9 @@ class Estimate:
         level: the signal itself, where the evidence tells; what a slope is large or small against.
         span: how far from the base it was measured, in coordinate units, where the evidence tells.
         offset: where it was taken, relative to the base in coordinate units; 0 is at the base.
+        slopes: the slope in each of J sub-batches, of which `slope` is the mean and `stderr` the scatter's; () where
+            there are none. Sub-batch j is to be comparable between windows, or independent: sums over windows are
+            kept apart by j.
 
     >>> Estimate(slope=-0.5, stderr=0.25).t
     -2.0
@@ -35,6 +38,7 @@ class Estimate:
     level: float | None = None
     span: float | None = None
     offset: float = 0.0
+    slopes: tuple[float, ...] = ()
 
     @classmethod
     def nothing(cls) -> Estimate:
@@ -59,6 +63,7 @@ class Estimate:
             "level": self.level,
             "span": self.span,
             "offset": self.offset,
+            "slopes": list(self.slopes),
         }
         return numbers if self.averaged is None else {**numbers, "averaged": self.averaged.to_dict()}
 
@@ -72,3 +77,8 @@ class Estimate:
     def testable(self) -> bool:
         """Whether slope and standard error are both finite, so that `t` says something."""
         return math.isfinite(self.slope) and math.isfinite(self.stderr)
+
+    @property
+    def has_sub_batches(self) -> bool:
+        """Whether there are two or more finite slopes of sub-batches, so that sums over windows can be kept apart by j."""
+        return len(self.slopes) > 1 and all(map(math.isfinite, self.slopes))

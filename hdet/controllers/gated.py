@@ -9,6 +9,7 @@ from pydantic import Field
 
 from hdet.controllers.controller import Context, Controller, settled
 from hdet.controllers.estimate import Estimate
+from hdet.controllers.sub_batches import accumulated, student
 from hdet.spec import register
 
 # No window is believed beyond this many standard errors. Residuals can vanish, and an infinite t would
@@ -18,17 +19,26 @@ _BELIEVABLE = 100.0
 
 @dataclass(frozen=True)
 class GatedState:
-    """Discounted sum of evidence, and its variance were the knob to have no effect."""
+    """Discounted sum of evidence, and its variance were the knob to have no effect.
+
+    Attributes:
+        sums: the sum by sub-batch, where estimates have such; their scatter then takes the variance's place.
+    """
 
     total: float = 0.0
     variance: float = 0.0
+    sums: tuple[float, ...] = ()
 
 
 def believable(total: float, error: float) -> float:
     """A sum over its error, as far as any is believed: errors can vanish."""
     if total == 0.0:
         return 0.0
-    t = total / error if error > 0 else math.copysign(math.inf, total)
+    return clipped(total / error if error > 0 else math.copysign(math.inf, total))
+
+
+def clipped(t: float) -> float:
+    """A t-statistic, as far as any is believed."""
     return max(-_BELIEVABLE, min(_BELIEVABLE, t))
 
 
@@ -36,14 +46,19 @@ def believable(total: float, error: float) -> float:
 class Gated(Controller):
     """Move against the slope once its t-statistic passes a gate, further the surer it is, never past `rate`.
 
-        Z <- memory Z + t,   n <- memory^2 n + 1,   tau = Z / sqrt(n)
+        Z_j <- memory Z_j + b_j,   tau = mean(Z) / (sd(Z) / sqrt(J))
         move = -rate clip(tau / saturation, -1, 1)  if |tau| > gate, else 0
+
+    where b_j is the slope in sub-batch j (`Estimate.slopes`). Windows on one fixed probe err alike, windows on fresh
+    ones do not; sums that are kept apart by sub-batch need not know. tau is a Student t on J - 1 degrees of freedom,
+    taken as the normal deviate that is as unlikely, so gates do not depend on J. Estimates without sub-batches add up
+    as independent ones: `Z <- memory Z + t`, `n <- memory^2 n + 1`, `tau = Z / sqrt(n)`.
 
     With `full`, `rate` and `memory` are for windows of that many steps, and others have their share: they move by
     `rate length / full`, but not by more than `most` rates, and forget to `memory ** (length / full)`. Where windows
     grow, the first ones are short, noisy, and about a phase that soon is over, and the last ones are few.
 
-    With `memory=0` tau is this window's t. With memory, windows that each prove little add up; tau keeps unit
+    With `memory=0` tau is this window's t. With memory, windows that each prove little add up; tau keeps about unit
     variance for a knob without effect. Only the sign and the certainty of the slope matter, never its
     scale, so one setting serves many losses.
 
@@ -57,11 +72,11 @@ class Gated(Controller):
         until: share of the run after which the base holds and nothing is gathered: what is left cannot pay it back.
         settle: share of the run, at its end, over which moves fade to zero.
 
-    What weight decay and the knobs of the forward pass take by default is in `hdet.evidence.defaults`.
+    What weight decay and the knobs of the forward pass take by default is in `hdet.engine.defaults`.
 
     >>> gated = Gated(0.5)
     >>> gated.step(gated.start(), Estimate(slope=0.2, stderr=0.1), Context())
-    (-0.25, GatedState(total=2.0, variance=1.0))
+    (-0.25, GatedState(total=2.0, variance=1.0, sums=()))
     """
 
     rate: float = Field(default=0.5, gt=0, le=10, kw_only=False)
@@ -91,8 +106,11 @@ class Gated(Controller):
 
     def gather(self, state: GatedState, estimate: Estimate, context: Context) -> tuple[GatedState, float]:
         """The evidence with a window added to it, and tau."""
-        t = believable(estimate.slope, estimate.stderr)
         kept = self.memory ** self._share(context)
+        if estimate.has_sub_batches:
+            sums = accumulated(state.sums, estimate.slopes, kept)
+            return GatedState(sums=sums), clipped(student(sums))
+        t = believable(estimate.slope, estimate.stderr)
         state = GatedState(kept * state.total + t, kept**2 * state.variance + 1)
         return state, believable(state.total, math.sqrt(state.variance))
 

@@ -10,13 +10,17 @@ from pydantic import Field
 
 from hdet.controllers.controller import Context, settled
 from hdet.controllers.estimate import Estimate
-from hdet.controllers.gated import Gated, GatedState, believable
+from hdet.controllers.gated import Gated, GatedState, believable, clipped
+from hdet.controllers.sub_batches import accumulated, student
 from hdet.spec import register
 
 # Share that the mean gap between held-out and training loss keeps of windows before: a memory of about three.
 _KEPT = 0.7
 # Windows in a row that say the opposite of the sum of all before, after which it is begun anew.
 _AGAINST = 4
+# Gap of the first window, as a share of the held-out loss, from which the two losses are not on one scale: nothing can be
+# overfitted as early. A training loss that was divided by two or more micro-batches is further below.
+_FOREIGN = 0.25
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,15 @@ class RegularizeState(GatedState):
     Attributes:
         gap: how far held-out loss is above training loss, as a share of it: the mean over `seen` windows.
         against: the run of windows whose slope was against the sum.
+        compared: whether a window has told a gap.
+        foreign: whether the first that did showed two losses that are not on one scale.
     """
 
     gap: float = 0.0
     seen: float = 0.0
     against: int = 0
+    compared: bool = False
+    foreign: bool = False
 
 
 @register
@@ -44,13 +52,16 @@ class Regularize(Gated):
       which says nothing of the decay that suits them later.
     - Nothing is raised unless held-out loss is above training loss by the share `need` of itself: a model that fits
       both alike needs no more restraint. Where training loss is above by as much it is another thing (dropout, label
-      smoothing, a penalty) and says nothing. Both losses have to be on one scale. (The gap is a mean of about three
-      windows.)
+      smoothing, a penalty) and says nothing. (The gap is a mean of about three windows.)
     - Nothing is lowered while it is above by the share `gap`. Less decay always fits better now; what it is there for
       shows later, on a model that fits too well already.
     - Nothing is raised by more than `beyond` times what was measured (`Estimate.span`): where weights decay many
       times over within a window, only a small change of it was.
     - Nothing is moved against the slope of the window that has closed.
+    - Nothing is moved unless the gap is known. A window without a training loss, or without a held-out one
+      (`Estimate.level`), says nothing, and both losses have to be on one scale. They are not where held-out loss is
+      above training loss by a quarter of itself in the first window, before anything can be overfitted. So it is with a
+      training loss that was divided by the number of micro-batches: hand over the mean over the batch instead.
 
     tau is the discounted sum of slopes, per unit of the knob's value, over its standard error. A sum of t-statistics
     would believe most the windows with easy probe batches: they call for less decay, and their errors are small. Four
@@ -64,14 +75,12 @@ class Regularize(Gated):
 
     After a rewind (`hdet.Rewind`) it goes on with the value that worked, if that was lower.
 
-    What evidence does not tell (a level, a span, the training loss) is without effect.
+    A condition that was told nothing forbids the move: without a span nothing is raised.
 
     >>> regularize = Regularize(0.5)
-    >>> move, _ = regularize.step(regularize.start(), Estimate(slope=0.2, stderr=0.1, level=1.0), Context(loss=0.9))
-    >>> move
-    -0.25
-    >>> regularize.step(regularize.start(), Estimate(slope=0.2, stderr=0.1, level=1.0), Context(loss=0.7))[0]
-    0.0
+    >>> too_much = Estimate(slope=0.2, stderr=0.1, level=1.0, span=1.0)
+    >>> [regularize.step(regularize.start(), too_much, Context(loss=loss))[0] for loss in (0.9, 0.7, None)]
+    [-0.25, 0.0, 0.0]
     """
 
     raise_after: float = Field(default=0.0, ge=0, le=1)
@@ -91,8 +100,8 @@ class Regularize(Gated):
         state = _compared(state, estimate, context)
         state, tau = self.gather(state, estimate, context)
         move = self.move(tau, context)
-        if move * estimate.slope > 0:
-            move = 0.0  # what adds up is of the past; this window says otherwise
+        if move * estimate.slope > 0 or not _gap_is_known(state, estimate, context):
+            move = 0.0  # what adds up is of the past and this window says otherwise, or nothing
         elif move > 0:
             move = self._raised(move, tau, state, estimate, context)
         elif move < 0 and not self._harmful(state, estimate):
@@ -107,27 +116,32 @@ class Regularize(Gated):
         against = state.against + 1 if slope * state.total < 0 else 0
         kept = self.memory ** self._share(context) if against < _AGAINST else 0.0
         total, variance = kept * state.total + slope, kept * kept * state.variance + error * error
+        sums: tuple[float, ...] = ()
+        if estimate.has_sub_batches:
+            sums = accumulated(state.sums, [own / context.base for own in estimate.slopes], kept)
+            total, variance = sum(own / len(sums) for own in sums), 0.0
         if not (math.isfinite(total) and math.isfinite(variance)):
-            return replace(state, total=0.0, variance=0.0, against=0), 0.0
-        state = replace(state, total=total, variance=variance, against=against % _AGAINST)
-        return state, believable(state.total, math.sqrt(state.variance))
+            return replace(state, total=0.0, variance=0.0, sums=(), against=0), 0.0
+        state = replace(state, total=total, variance=variance, sums=sums, against=against % _AGAINST)
+        return state, clipped(student(sums)) if sums else believable(total, math.sqrt(variance))
 
     def retreat(self, state: Any, context: Context, worked: float) -> tuple[float, RegularizeState]:
+        fresh = replace(self.start(), compared=state.compared, foreign=state.foreign)
         if worked <= 0.0 or context.schedule_next <= 0.0:
-            return 0.0, self.start()
-        return min(0.0, math.log(worked / context.schedule_next) - context.shift), self.start()
+            return 0.0, fresh
+        return min(0.0, math.log(worked) - math.log(context.schedule_next) - context.shift), fresh
 
     def _raised(self, move: float, tau: float, state: RegularizeState, estimate: Estimate, context: Context) -> float:
         """How far up a knob goes that more is called for."""
-        if context.total_steps is not None and context.step < self.raise_after * context.total_steps:
+        if estimate.span is None or abs(state.gap) < self.need:
             return 0.0
-        if state.seen and abs(state.gap) < self.need:
+        if context.total_steps is not None and context.step < self.raise_after * context.total_steps:
             return 0.0
         share = _relative(estimate) / self.felt if self.felt > 0 else 1.0
         if tau < -self.leap_gate and share < 1:
             furthest = self.rate * self.most
             move = max(move, min(-math.log(share), furthest) if share > 0 else furthest)
-        return move if estimate.span is None else min(move, self.beyond * estimate.span)
+        return min(move, self.beyond * estimate.span)
 
     def _harmful(self, state: RegularizeState, estimate: Estimate) -> bool:
         """Whether a knob that less is called for does harm worth mending."""
@@ -138,11 +152,25 @@ class Regularize(Gated):
 
 def _compared(state: RegularizeState, estimate: Estimate, context: Context) -> RegularizeState:
     """The window's held-out and training loss taken into the mean gap."""
-    if context.loss is None or not estimate.level:
+    if not _is_compared(estimate, context):
         return state
+    assert context.loss is not None and estimate.level is not None
     gap = max(-1.0, min(1.0, (estimate.level - context.loss) / abs(estimate.level)))
     seen = _KEPT * state.seen + 1.0
-    return replace(state, gap=state.gap + (gap - state.gap) / seen, seen=seen)
+    mean = state.gap + (gap - state.gap) / seen
+    foreign = state.foreign if state.compared else gap > _FOREIGN
+    return replace(state, gap=mean, seen=seen, compared=True, foreign=foreign)
+
+
+def _is_compared(estimate: Estimate, context: Context) -> bool:
+    """Whether the window told a held-out and a training loss."""
+    level, loss = estimate.level, context.loss
+    return bool(level) and level is not None and loss is not None and math.isfinite(level) and math.isfinite(loss)
+
+
+def _gap_is_known(state: RegularizeState, estimate: Estimate, context: Context) -> bool:
+    """Whether the window told a gap, between losses that are known to be on one scale."""
+    return _is_compared(estimate, context) and not state.foreign
 
 
 def _relative(estimate: Estimate) -> float:

@@ -1,6 +1,6 @@
 """Controller and estimator state as plain numbers, so that a checkpoint holds nothing else.
 
-A state is a frozen dataclass whose fields are `float`, `int`, `bool` or float64 arrays. It never depends on
+A state is a frozen dataclass whose fields are `float`, `int`, `bool`, tuples of floats or float64 arrays. It never depends on
 the number of replicas, so a run may resume with another N.
 """
 
@@ -31,7 +31,7 @@ def to_plain(state: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for field in fields(state):
         value = getattr(state, field.name)
-        plain[field.name] = value.tolist() if isinstance(value, np.ndarray) else value
+        plain[field.name] = np.asarray(value).tolist() if isinstance(value, (np.ndarray, tuple)) else value
     return plain
 
 
@@ -53,4 +53,6 @@ def from_plain(cls: type[T], plain: Mapping[str, Any]) -> T:
 def _typed(hint: Any, value: Any) -> Any:
     if get_origin(hint) is np.ndarray:
         return np.array(value, dtype=np.float64)
+    if get_origin(hint) is tuple:
+        return tuple(map(float, value))
     return hint(value)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hdet.controllers.sub_batches import student
 from hdet.history import WindowRecord
 from hdet.hparams.bound import BoundKnob
 from hdet.signals import Probe, Signal
@@ -35,7 +36,9 @@ class ProbeSize:
     - the t of a slope of 0.1 % of the held-out loss, where the evidence tells that loss: less is not worth knowing.
 
     From 2 on the probe is large enough. Below, and unless the windows together prove a slope, nothing tells a probe
-    that is too small from a knob that does nothing, and the warning says so.
+    that is too small from a knob that does nothing, and the warning says so. What windows prove together does not take
+    them for independent, since on a fixed probe they err alike: slopes are added up by sub-batch where there are such
+    (`Estimate.slopes`), and errors of curvatures as though all were one.
 
     Only evidence whose standard error is the probe's own is looked at: that of `Contrast` is its training
     gradients', and that of diverged replicas under local gradients is the replicas' too.
@@ -94,9 +97,9 @@ def growth(estimates: Sequence[Mapping[str, Any]]) -> tuple[float, float, bool]:
     slopes, errors = _column(estimates, "slope"), _column(estimates, "stderr")
     t = slopes / errors
     seen = [abs(float(t.mean()))]
-    proven = seen[0] * math.sqrt(len(t)) > PROOF
+    proven = abs(_together(estimates, t)) > PROOF
     curvatures, doubts = _column(estimates, "curvature"), _column(estimates, "curvature_stderr")
-    if float(curvatures.sum()) > PROOF * float(np.sqrt(np.square(doubts).sum())):
+    if float(curvatures.sum()) > PROOF * float(doubts.sum()):
         seen.append(float(np.mean(OFF * curvatures / errors)))
         proven = True
     levels = _column(estimates, "level")
@@ -104,6 +107,16 @@ def growth(estimates: Sequence[Mapping[str, Any]]) -> tuple[float, float, bool]:
         seen.append(float(np.mean(WORTH * np.abs(levels) / errors)))
     largest = max(seen)
     return float(np.median(np.abs(t))), (PROOF / largest) ** 2 if largest > 0.0 else math.inf, proven
+
+
+def _together(estimates: Sequence[Mapping[str, Any]], t: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+    """t of all windows together; as of independent ones where they have no sub-batches in common."""
+    by_window = [estimate.get("slopes") or () for estimate in estimates]
+    if len(by_window[0]) < 2 or len(set(map(len, by_window))) > 1:
+        return float(t.mean()) * math.sqrt(len(t))
+    weights = 1.0 / _column(estimates, "stderr")
+    sums: list[float] = (weights @ np.asarray(by_window, dtype=np.float64)).tolist()
+    return student(sums)
 
 
 def _batches(count: int) -> str:

@@ -189,4 +189,5 @@ def _summary(slopes: NDArray[np.float64], curvatures: NDArray[np.float64], offse
         curvature=float(curvatures.mean()),
         curvature_stderr=float(curvatures.std(ddof=1) / root),
         offset=offset,
+        slopes=tuple(slopes.tolist()),
     )

@@ -124,7 +124,7 @@ class MixedDifferenceCollector(Collector):
         for k, own in zip(heard, slopes, strict=True):
             if np.isfinite(own).all():
                 stderr = float(own.std(ddof=1)) / math.sqrt(len(own))
-                estimates[k] = Estimate(slope=float(own.mean()), stderr=stderr)
+                estimates[k] = Estimate(slope=float(own.mean()), stderr=stderr, slopes=tuple(own.tolist()))
         return estimates
 
     def _leave_out_unfelt(self, found: Aim) -> None:

@@ -327,3 +327,11 @@ def test_looking_ahead_does_not_rise_above_the_cap() -> None:
     below = Context(shift=-0.1, warming=True)
     assert Calibrate().step(CalibrateState(cap=0.0), ahead, below)[0] == pytest.approx(0.1)
     assert Calibrate().step(CalibrateState(), ahead, below)[0] == pytest.approx(0.6)
+
+
+def test_rates_near_the_smallest_number_there_is_are_no_error() -> None:
+    calibrate, tiny = Calibrate(), 5e-324
+    for worked, following in ((tiny, 1e300), (1e300, tiny), (tiny, tiny)):
+        move, state = calibrate.retreat(calibrate.start(), Context(schedule_next=following), worked)
+        assert move <= 0.0
+        assert math.isfinite(state.cap)

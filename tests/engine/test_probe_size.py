@@ -53,6 +53,22 @@ def test_slopes_of_one_sign_prove_an_effect_and_changing_ones_do_not() -> None:
     assert growth(estimates(CHANGING)) == (0.5, math.inf, False)
 
 
+def test_windows_on_one_probe_prove_no_more_than_one_of_them() -> None:
+    """Of a knob that does nothing: 8 windows of t = 0.9 are proof if their errors are their own, not if all are one."""
+    random = np.random.default_rng(0)
+    shared = random.standard_normal(8)
+    shared += 0.9 * shared.std(ddof=1) / math.sqrt(8) - shared.mean()
+    x = (-1.0, 1.0)
+
+    def proven(own: float) -> bool:
+        windows = [shared + own * random.standard_normal(8) for _ in range(WINDOWS)]
+        return growth([along(x, np.outer(x, window)).to_dict() for window in windows])[2]
+
+    assert not proven(own=0.1)
+    one = [Estimate(slope=0.9, stderr=1.0).to_dict()] * WINDOWS
+    assert growth(one)[2], "without sub-batches they are taken for independent"
+
+
 def test_a_base_that_stands_at_its_best_is_no_fault_of_the_probe() -> None:
     """It has no slope; but what it would have elsewhere shows in the curvature."""
     _, factor, proven = growth(estimates(CHANGING, curvature=5.0, curvature_stderr=1.0))

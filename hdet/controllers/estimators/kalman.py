@@ -16,6 +16,8 @@ from hdet.spec import register
 _NORMAL_MAD = 1.4826
 # Shares of the losses' variance, or of the levels' largest singular value, below this are rounding error.
 _NEGLIGIBLE = 1e-9
+# A share of the largest entry of a matrix that its rounding reaches, with a margin of about a hundred.
+_ROUNDING = 1e-14
 
 
 @dataclass(frozen=True)
@@ -85,29 +87,30 @@ class Kalman(Estimator):
         if len(levels) < 2 or not varies(levels).any():
             return [Estimate.nothing()] * comparison.knobs, state
         places = comparison.shifts + levels
-        columns = np.hstack([places, places**2 / 2])
-        columns = columns - columns.mean(axis=0)
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
+            columns = np.hstack([places, places**2 / 2])
+            columns = columns - columns.mean(axis=0)
             contrasts = losses - losses.mean(axis=0)
             observed = contrasts.mean(axis=1)
             scale = float((observed**2).mean())
             if not (np.isfinite(scale) and _NEGLIGIBLE * scale > 0 and np.isfinite(contrasts).all()):
                 return [Estimate.nothing()] * comparison.knobs, state
             widths, covariance = self._predict(state, levels, comparison.shifts, scale)
+            explained = columns @ covariance @ columns.T
+            if not np.isfinite(explained).all():
+                return [Estimate.nothing()] * comparison.knobs, state
             noise_before = state.squares / state.freedom if state.freedom >= 1 else scale
             expected = np.sqrt(((columns @ covariance) * columns).sum(axis=1) + noise_before)
             surprise = _winsorised(observed - columns @ state.mean, expected, self.winsorise)
-            noise, variance, squares, freedom = self._noise(
-                state, columns, covariance, surprise, levels, contrasts, scale
-            )
-            total = columns @ covariance @ columns.T + variance * np.eye(len(levels))
+            noise, variance, squares, freedom = self._noise(state, explained, surprise, levels, contrasts, scale)
+            total = explained + variance * np.eye(len(levels))
             gain = np.linalg.solve(total, columns @ covariance).T
             mean = state.mean + gain @ surprise
             # Joseph's form: right for any gain, so errors stay honest when `noise` is not `variance * I`.
             keep = np.eye(len(mean)) - gain @ columns
             covariance = keep @ covariance @ keep.T + gain @ noise @ gain.T
             covariance = (covariance + covariance.T) / 2
-        if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
+        if not (np.isfinite(mean).all() and np.isfinite(covariance).all() and np.isfinite([squares, freedom]).all()):
             return [Estimate.nothing()] * comparison.knobs, state
         state = KalmanState(mean, covariance, widths, squares, freedom)
         return _at(state, comparison.shifts), state
@@ -137,16 +140,20 @@ class Kalman(Estimator):
     def _noise(
         self,
         state: KalmanState,
-        columns: FloatArray,
-        covariance: FloatArray,
+        explained: FloatArray,
         surprise: FloatArray,
         levels: FloatArray,
         contrasts: FloatArray,
         scale: float,
     ) -> tuple[FloatArray, float, float, float]:
-        """Noise covariance [n, n] of the mean losses, its working variance, and the sums behind that."""
+        """Noise covariance [n, n] of the mean losses, its working variance, and the sums behind that.
+
+        `explained` [n, n] is the variance that the state leaves to the mean losses. A noise that is no more than its
+        rounding, as after one window with an enormous loss, could not be told from none, and what has to be inverted
+        would be singular.
+        """
         n, batches = contrasts.shape
-        floor = _NEGLIGIBLE * scale
+        floor = max(_NEGLIGIBLE * scale, _ROUNDING * float(np.trace(explained)))
         sampling = np.cov(contrasts) / batches if batches > 1 else np.zeros((n, n))
         if batches > 1 and not self.replica_noise:
             basis, singular, _ = np.linalg.svd(levels - levels.mean(axis=0), full_matrices=False)
@@ -159,7 +166,7 @@ class Kalman(Estimator):
         variance = max(state.squares / state.freedom if state.freedom >= 1 else scale, floor)
         squares, freedom = state.squares, state.freedom
         for _ in range(3):
-            inverse = variance * np.linalg.inv(columns @ covariance @ columns.T + variance * np.eye(n))
+            inverse = variance * np.linalg.inv(explained + variance * np.eye(n))
             residual = inverse @ surprise
             squares = self.memory * state.squares + float(residual @ residual)
             freedom = self.memory * state.freedom + max(float(np.trace(inverse)) - 1, 0.0)
@@ -191,11 +198,16 @@ def _at(state: KalmanState, shifts: FloatArray) -> list[Estimate]:
         slope, curvature = state.mean[k] + state.mean[knobs + k] * shift, state.mean[knobs + k]
         block = state.covariance[np.ix_([k, knobs + k], [k, knobs + k])]
         direction = np.array([1.0, shift])
+        with np.errstate(all="ignore"):
+            variance = float(direction @ block @ direction)
+        if not np.isfinite([slope, variance]).all():
+            estimates.append(Estimate.nothing())
+            continue
         estimates.append(
             Estimate(
                 slope=float(slope),
                 curvature=float(curvature),
-                stderr=float(np.sqrt(max(direction @ block @ direction, 0.0))),
+                stderr=float(np.sqrt(max(variance, 0.0))),
                 curvature_stderr=float(np.sqrt(max(block[1, 1], 0.0))),
             )
         )

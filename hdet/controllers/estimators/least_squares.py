@@ -45,7 +45,7 @@ class LeastSquares(Estimator):
 
     def estimate(self, state: NoState, comparison: Comparison) -> tuple[list[Estimate], NoState]:
         levels, losses = comparison.heard()
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             fit, curved = self._fit(levels, losses)
         estimates = []
         for k in range(comparison.knobs):
@@ -57,13 +57,14 @@ class LeastSquares(Estimator):
             if k in curved:
                 at = comparison.knobs + curved.index(k)
                 curvature, curvature_stderr = float(fit.coefficients[at]), float(fit.stderr[at])
-            estimates.append(Estimate(slope, curvature, stderr, curvature_stderr))
+            estimates.append(Estimate(slope, curvature, stderr, curvature_stderr, slopes=fit.slopes(k)))
         return estimates, state
 
     def _fit(self, levels: FloatArray, losses: FloatArray) -> tuple[Fit, list[int]]:
         """The fit, and the knobs whose curvature is among its coefficients, after the K slopes."""
         squares = levels**2 / 2
-        curved = [int(k) for k in np.flatnonzero(varies(squares))] if self.curvature else []
+        finite = np.isfinite(squares).all(axis=0)
+        curved = [int(k) for k in np.flatnonzero(varies(squares) & finite)] if self.curvature else []
         needed = int(varies(levels).sum()) + len(curved) + (losses.shape[1] == 1)
         if curved and needed <= len(levels) - 1:
             fit = regress(np.hstack([levels, squares[:, curved]]), losses, replica_noise=self.replica_noise)

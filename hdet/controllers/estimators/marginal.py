@@ -37,10 +37,11 @@ class Marginal(Estimator):
     def estimate(self, state: NoState, comparison: Comparison) -> tuple[list[Estimate], NoState]:
         levels, losses = comparison.heard()
         estimates = []
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             for k in range(comparison.knobs):
                 fit = regress(levels[:, k : k + 1], losses, replica_noise=self.replica_noise)
                 slope, stderr = float(fit.coefficients[0]), float(fit.stderr[0])
                 usable = np.isfinite(slope) and not np.isnan(stderr)
-                estimates.append(Estimate(slope=slope, stderr=stderr) if usable else Estimate.nothing())
+                told = Estimate(slope=slope, stderr=stderr, slopes=fit.slopes(0))
+                estimates.append(told if usable else Estimate.nothing())
         return estimates, state

@@ -15,11 +15,20 @@ _NEGLIGIBLE = 1e-10
 
 @dataclass(frozen=True)
 class Fit:
-    """Coefficients [P], their standard errors [P] (inf where unknowable), and which are identified [P]."""
+    """Coefficients [P], their standard errors [P] (inf where unknowable), and which are identified [P].
+
+    Attributes:
+        by_sub_batch: [P, J] coefficients of each sub-batch; J is 0 where their scatter is not the whole error.
+    """
 
     coefficients: FloatArray
     stderr: FloatArray
     identified: NDArray[np.bool_]
+    by_sub_batch: FloatArray
+
+    def slopes(self, k: int) -> tuple[float, ...]:
+        """What `Estimate.slopes` is told of coefficient k."""
+        return tuple(self.by_sub_batch[k].tolist())
 
 
 def varies(columns: FloatArray) -> NDArray[np.bool_]:
@@ -47,10 +56,14 @@ def regress(columns: FloatArray, losses: FloatArray, *, replica_noise: bool = Fa
     n, batches = losses.shape
     count = columns.shape[1]
     moving = varies(columns)
+    nothing = Fit(np.zeros(count), np.full(count, np.inf), np.zeros(count, dtype=np.bool_), np.zeros((count, 0)))
     if n < 2 or not moving.any():
-        return Fit(np.zeros(count), np.full(count, np.inf), np.zeros(count, dtype=np.bool_))
+        return nothing
     centred = (columns - columns.mean(axis=0))[:, moving]
-    scale = np.sqrt((centred**2).mean(axis=0))
+    largest = np.abs(centred).max(axis=0)
+    scale = largest * np.sqrt(((centred / largest) ** 2).mean(axis=0))  # levels of 1e154 and more have no square
+    if not np.isfinite(centred / scale).all():
+        return nothing
     left, singular, right = np.linalg.svd(centred / scale, full_matrices=False)
     rank = int((singular > np.sqrt(n) * _NEGLIGIBLE * singular[0]).sum())
     left, singular, right = left[:, :rank], singular[:rank], right[:rank]
@@ -81,4 +94,7 @@ def regress(columns: FloatArray, losses: FloatArray, *, replica_noise: bool = Fa
     stderr = np.full(count, np.inf)
     stderr[moving] = np.sqrt(variance)
     stderr[~identified] = np.inf
-    return Fit(coefficients, stderr, identified)
+    by_sub_batch = np.zeros((count, batches if batches > 1 and not replica_noise else 0))
+    if by_sub_batch.size:
+        by_sub_batch[moving] = each
+    return Fit(coefficients, stderr, identified, by_sub_batch)

@@ -37,4 +37,5 @@ def along(offsets: Sequence[float], losses: NDArray[np.float64]) -> Estimate:
         stderr=float(error[1]),
         curvature=float(mean[2]) if curved else None,
         curvature_stderr=float(error[2]) if curved else None,
+        slopes=tuple(coefficients[1].tolist()),
     )

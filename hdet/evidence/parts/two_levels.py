@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -78,10 +79,11 @@ class Levels:
         direct = self._direct([k for k in estimates if self.knobs[k].spec.acts_in_eval], harvest)
         steps = harvest.window.stop - harvest.window.start
         for k, estimate in estimates.items():
-            slope, stderr = estimate.slope, estimate.stderr
             if k in direct:
-                slope, stderr = steps * slope + direct[k].slope, math.hypot(steps * stderr, direct[k].stderr)
-            found[self.knobs[k].name] = Estimate(slope=slope, stderr=stderr, offset=float(self.centre[k]))
+                # Training batches and probe batches have no sub-batch in common.
+                slope, stderr = steps * estimate.slope + direct[k].slope, steps * estimate.stderr
+                estimate = Estimate(slope=slope, stderr=math.hypot(stderr, direct[k].stderr))
+            found[self.knobs[k].name] = replace(estimate, offset=float(self.centre[k]))
         return found
 
     def _direct(self, numbers: Sequence[int], harvest: Harvest) -> dict[int, Estimate]:

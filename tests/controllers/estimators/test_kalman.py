@@ -182,3 +182,32 @@ def test_kalman_arrives_in_fewer_windows_than_marginal() -> None:
     for rate in (0.5, 1.5, 4.0):
         marginal = np.median([windows_to_arrive(Marginal(), Momentum(0.9, rate), seed) for seed in range(12)])
         assert 2 * kalman < marginal
+
+
+@pytest.mark.parametrize("batches", [1, 8])
+@pytest.mark.parametrize("spike", [1e6, 1e8, 1e12, 1e100])
+def test_one_enormous_loss_ends_nothing(spike: float, batches: int) -> None:
+    """Two replicas, one wild window first: what the state leaves open is then 1e16 times the noise, or more."""
+    rng = np.random.default_rng(0)
+    kalman, levels = Kalman(), np.array([[-0.3], [0.3]])
+    state, slopes = kalman.start(1), []
+    for window in range(40):
+        losses = 2.0 + 0.5 * levels + 0.01 * rng.normal(size=(2, batches))
+        if window == 0:
+            losses[1] = spike
+        (estimate,), state = kalman.estimate(state, heard(levels, losses, np.zeros(1)))
+        assert math.isfinite(estimate.slope)
+        slopes.append(estimate.slope)
+    # (Sub-batches that agree on a wild loss leave no doubt about it; it fades by the drift alone.)
+    assert slopes[-1] == pytest.approx(0.5, abs=0.1) or batches > 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("estimator", [Kalman(), LeastSquares(), LeastSquares(curvature=True), Marginal()], ids=repr)
+@pytest.mark.parametrize("scale", [5e-324, 1e-310, 1e154, 1e200, 1e308])
+def test_levels_beyond_what_can_be_squared_are_no_error(estimator: Estimator, scale: float) -> None:
+    levels = scale * np.array([[-1.0], [-0.4], [0.4], [1.0]])
+    losses = np.array([1.0, 1.1, 1.2, 1.4])[:, None] + np.array([0.0, 0.01, -0.01])
+    (estimate,), _ = estimator.estimate(estimator.start(1), heard(levels, losses, np.zeros(1)))
+    assert math.isfinite(estimate.slope)
+    assert not math.isnan(estimate.stderr)
