@@ -3,10 +3,10 @@
     python benchmarks/placebo.py             # 100 runs of 12 windows of each evidence, some minutes
     python benchmarks/placebo.py --runs 20
 
-Training and probe losses are linear in the weights, with coefficients drawn around 0: no knob can make the expected loss
-better or worse, and every sub-batch has a slope of its own. t of J = 8 sub-batches is Student's on 7 degrees of freedom:
-|t| > 2 in 8.6 % of windows, above 2.43, the quantile that is as unlikely as a normal deviate of 2, in 4.6 %. tau is the
-evidence of the windows so far (a memory of 0.8), over its standard error,
+Training and probe losses are linear in the weights, with coefficients drawn around 0: no knob can make the expected
+loss better or worse, and every sub-batch has a slope of its own. t of J = 8 sub-batches is Student's on 7 degrees of
+freedom: |t| > 2 in 8.6 % of windows, above 2.43 (the quantile as unlikely as a normal deviate of 2) in 4.6 %. tau is
+the evidence of the windows so far (a memory of 0.8), over its standard error,
 
     independent    t-statistics are added up, as though no window had to do with another
     by sub-batch   slopes are added up in each sub-batch, and their scatter tells the error: what `hdet.Gated` does

@@ -80,5 +80,5 @@ class Estimate:
 
     @property
     def has_sub_batches(self) -> bool:
-        """Whether there are two or more finite slopes of sub-batches, so that sums over windows can be kept apart by j."""
+        """Whether there are two or more finite slopes, so that sums over windows can be kept apart by sub-batch."""
         return len(self.slopes) > 1 and all(map(math.isfinite, self.slopes))

@@ -18,8 +18,8 @@ from hdet.spec import register
 _KEPT = 0.7
 # Windows in a row that say the opposite of the sum of all before, after which it is begun anew.
 _AGAINST = 4
-# Gap of the first window, as a share of the held-out loss, from which the two losses are not on one scale: nothing can be
-# overfitted as early. A training loss that was divided by two or more micro-batches is further below.
+# Gap of the first window, as a share of the held-out loss, from which the two losses are not on one scale: nothing can
+# be overfitted as early. A training loss that was divided by two or more micro-batches is further below.
 _FOREIGN = 0.25
 
 
@@ -97,11 +97,13 @@ class Regularize(Gated):
     def step(self, state: Any, estimate: Estimate, context: Context) -> tuple[float, RegularizeState]:
         if not self.hears(estimate, context):
             return 0.0, state
-        state = _compared(state, estimate, context)
+        gap = _gap(estimate, context)
+        if gap is not None:
+            state = _compared(state, gap)
         state, tau = self.gather(state, estimate, context)
         move = self.move(tau, context)
-        if move * estimate.slope > 0 or not _gap_is_known(state, estimate, context):
-            move = 0.0  # what adds up is of the past and this window says otherwise, or nothing
+        if gap is None or state.foreign or move * estimate.slope > 0:
+            move = 0.0  # the gap is not known, or what adds up is of the past and this window says otherwise
         elif move > 0:
             move = self._raised(move, tau, state, estimate, context)
         elif move < 0 and not self._harmful(state, estimate):
@@ -150,27 +152,19 @@ class Regularize(Gated):
         return state.gap <= self.gap
 
 
-def _compared(state: RegularizeState, estimate: Estimate, context: Context) -> RegularizeState:
-    """The window's held-out and training loss taken into the mean gap."""
-    if not _is_compared(estimate, context):
-        return state
-    assert context.loss is not None and estimate.level is not None
-    gap = max(-1.0, min(1.0, (estimate.level - context.loss) / abs(estimate.level)))
+def _compared(state: RegularizeState, gap: float) -> RegularizeState:
+    """A window's gap taken into the mean."""
     seen = _KEPT * state.seen + 1.0
-    mean = state.gap + (gap - state.gap) / seen
     foreign = state.foreign if state.compared else gap > _FOREIGN
-    return replace(state, gap=mean, seen=seen, compared=True, foreign=foreign)
+    return replace(state, gap=state.gap + (gap - state.gap) / seen, seen=seen, compared=True, foreign=foreign)
 
 
-def _is_compared(estimate: Estimate, context: Context) -> bool:
-    """Whether the window told a held-out and a training loss."""
+def _gap(estimate: Estimate, context: Context) -> float | None:
+    """How far held-out loss is above training loss, as a share of it; None where one of them was not told."""
     level, loss = estimate.level, context.loss
-    return bool(level) and level is not None and loss is not None and math.isfinite(level) and math.isfinite(loss)
-
-
-def _gap_is_known(state: RegularizeState, estimate: Estimate, context: Context) -> bool:
-    """Whether the window told a gap, between losses that are known to be on one scale."""
-    return _is_compared(estimate, context) and not state.foreign
+    if not level or loss is None or not (math.isfinite(level) and math.isfinite(loss)):
+        return None
+    return max(-1.0, min(1.0, (level - loss) / abs(level)))
 
 
 def _relative(estimate: Estimate) -> float:

@@ -1,7 +1,7 @@
 """Controller and estimator state as plain numbers, so that a checkpoint holds nothing else.
 
-A state is a frozen dataclass whose fields are `float`, `int`, `bool`, tuples of floats or float64 arrays. It never depends on
-the number of replicas, so a run may resume with another N.
+A state is a frozen dataclass whose fields are `float`, `int`, `bool`, tuples of floats or float64 arrays. It never
+depends on the number of replicas, so a run may resume with another N.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Evidence that adds up over windows, kept apart by sub-batch of the probe: errors that repeat are not averaged away."""
+"""Evidence that adds up over windows, kept apart by sub-batch: errors that repeat are not averaged away."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def student(sums: Sequence[float]) -> float:
     apart by sub-batch shows which it was; adding up the windows' variances would have to assume it.
 
     >>> round(student([1.0, 2.0, 3.0, 2.0]), 2)
-    2.63
+    2.38
     """
     values = np.asarray(sums, dtype=np.float64)
     largest = float(np.abs(values).max())

@@ -38,7 +38,9 @@ CONTROLLERS = [
     Calibrate(),
 ]
 every_controller = pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
-CONTEXT = Context(base=1.2, windows_left=5, shift=0.2, authority=2.0, spread=0.5, step=100, total_steps=1000, window=3, loss=0.9)
+CONTEXT = Context(
+    base=1.2, windows_left=5, shift=0.2, authority=2.0, spread=0.5, step=100, total_steps=1000, window=3, loss=0.9
+)
 UNKNOWN = [
     Estimate.nothing(),
     Estimate(slope=math.nan, stderr=1.0),

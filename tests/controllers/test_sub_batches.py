@@ -53,7 +53,7 @@ def test_sums_are_begun_anew_where_they_cannot_go_on() -> None:
 
 
 def placebo(fixed: bool, seed: int) -> NDArray[np.float64]:
-    """[runs, windows, J] slopes of a knob without effect: windows on one probe have nearly all of their errors alike."""
+    """[runs, windows, J] slopes of a knob without effect; windows on one probe have nearly one error."""
     rng = np.random.default_rng(seed)
     own = rng.normal(size=(RUNS, WINDOWS, J))
     return np.sqrt(0.97) * rng.normal(size=(RUNS, 1, J)) + np.sqrt(0.03) * own if fixed else own

@@ -43,11 +43,11 @@ def test_without_divergence_each_knob_gets_what_suits_it(knob: Any, evidence: An
     assert done.replace(evidence=None, controller=None) == knob
 
 
-SURE, UNSURE = (hdet.Estimate(slope=1.0, stderr=error, level=2.0) for error in (0.01, 1.01))
+SURE, UNSURE = (hdet.Estimate(slope=1.0, stderr=error, level=2.0, span=1.0) for error in (0.01, 1.01))
 
 
 def moved(rule: Any, estimate: hdet.Estimate, length: int, step: int = 50) -> float:
-    context = hdet.Context(step=step, total_steps=100, length=length)
+    context = hdet.Context(step=step, total_steps=100, length=length, loss=1.8)
     return float(rule.step(rule.start(), estimate, context)[0])
 
 
@@ -64,7 +64,7 @@ def test_decay_moves_by_its_share_of_a_window() -> None:
     assert moved(DECAY_RULE, SURE, 10) == pytest.approx(-0.4 / 3)
     assert moved(DECAY_RULE, SURE, 1000) == pytest.approx(-1.6)
     assert moved(DECAY_RULE, UNSURE, 1000) == 0.0
-    faint = {sign: hdet.Estimate(slope=sign * 1e-3, stderr=1e-4, level=2.0) for sign in (1, -1)}
+    faint = {sign: hdet.Estimate(slope=sign * 1e-3, stderr=1e-4, level=2.0, span=1.0) for sign in (1, -1)}
     assert moved(DECAY_RULE, faint[1], 10) == 0.0
     assert moved(DECAY_RULE, faint[-1], 10) == pytest.approx(1.6)
     assert moved(DECAY_RULE, faint[-1], 10, step=29) == 0.0
