@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 import hdet
+from hdet.app.report import report
 from hdet.app.run.config import RunConfig
 from hdet.app.run.display import Display, show_result
 from hdet.app.run.folder import RunFolder
@@ -95,4 +96,5 @@ def _run(declared: RunConfig, folder: Path, *, compare: bool, force: bool, resum
     show_result(console, result, prepared.folder)
 
 
+application.command()(report)
 application.command()(ablate)

@@ -1,8 +1,21 @@
-"""What a run did, for people: tables and figures made from its history alone."""
+"""What a run did, for people: tables, figures and a page made from its history alone."""
 
 from __future__ import annotations
 
 from hdet.report.figures import course, evidence, losses, overview, save_figures
+from hdet.report.html_page import page
+from hdet.report.reported import ReportedRun
 from hdet.report.verdict import Course, Verdict, verdicts
 
-__all__ = ["Course", "Verdict", "course", "evidence", "losses", "overview", "save_figures", "verdicts"]
+__all__ = [
+    "Course",
+    "ReportedRun",
+    "Verdict",
+    "course",
+    "evidence",
+    "losses",
+    "overview",
+    "page",
+    "save_figures",
+    "verdicts",
+]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +50,10 @@ def readings(record: WindowRecord, knob: str) -> list[Reading]:
     gradient noise now and cost progress later (Wu et al. 2018, arXiv:1803.02021).
     """
     estimate = record.estimates.get(knob)
-    if not isinstance(estimate, Mapping):
+    if not isinstance(estimate, dict):
         return []
     averaged = estimate.get("averaged")
-    own = LAST if isinstance(averaged, Mapping) else ONLY
+    own = LAST if isinstance(averaged, dict) else ONLY
     found = [_reading(averaged, AVERAGED), _reading(estimate, AHEAD if looks_ahead(record, knob) else own)]
     return [one for one in found if one is not None]
 
@@ -80,7 +79,7 @@ def decided(record: WindowRecord, knob: str) -> tuple[str, float | None]:
 
 
 def _reading(estimate: Any, source: str) -> Reading | None:
-    if not isinstance(estimate, Mapping):
+    if not isinstance(estimate, dict):
         return None
     slope, stderr = _number(estimate.get("slope")), _number(estimate.get("stderr"))
     return None if slope is None or stderr is None else Reading(source, slope, stderr)

@@ -1,0 +1,86 @@
+"""`hdet report`: the page and the figures of runs that lie in folders or histories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hdet.app.run.folder import RunFolder
+from hdet.document import parse
+from hdet.errors import ConfigError, HdetError
+from hdet.history import History
+from hdet.report import ReportedRun, page, save_figures
+
+PAGE = "report.html"
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or history files of your own loops.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page's file; by default report.html, in the folder of a single run.")
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write figures there instead, as PDF, SVG and PNG.")
+    ] = None,
+    title: Annotated[str, typer.Option(help="Of the page, or of the figures.")] = "",
+) -> None:
+    """Show what runs did, on one page that opens from disk, or as figures for a paper.
+
+    Example: hdet report runs/quickstart
+    """
+    given = [reported_run(path) for path in runs]
+    if figures is not None:
+        for run in given:
+            folder = figures if len(given) == 1 else figures / run.name
+            written = save_figures(run.windows, folder, title=title or run.name)
+            print(f"{len(written)} figures written to {folder}")
+        return
+    beside = runs[0] if runs[0].is_dir() else runs[0].parent
+    target = out if out is not None else (beside if len(given) == 1 else Path()) / PAGE
+    text = page(given, title=title)
+    try:
+        target.write_bytes(text.encode("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the page cannot be written to {target}: {error}; choose another --out") from None
+    print(f"{target} written; open it in a browser")
+
+
+def reported_run(path: Path) -> ReportedRun:
+    """A run from its folder, or from its history alone.
+
+    Raises:
+        ConfigError: there is no history.
+        HdetError: what lies there cannot be read.
+    """
+    folder = RunFolder(path)
+    source = folder.history if path.is_dir() else path
+    if not source.is_file():
+        raise ConfigError(f"{path} holds no run: give a run folder, in which a history.jsonl lies, or such a file")
+    windows = History(source).windows
+    if not path.is_dir():
+        return ReportedRun(path.stem if path.stem != "history" else path.resolve().parent.name, windows)
+    configuration = folder.config.read_text(encoding="utf-8") if folder.config.is_file() else ""
+    declared = parse(configuration, name=str(folder.config)) if configuration else {}
+    return ReportedRun(
+        path.resolve().name,
+        windows,
+        configuration,
+        declared if isinstance(declared, dict) else {},
+        _result(folder.result),
+    )
+
+
+def _result(path: Path) -> dict[str, Any]:
+    """What a run that is over ended with; one under way has none yet."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise HdetError(
+            f"{path} is not the result of a run: {error}; remove it, and the page is made without"
+        ) from None
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,53 @@
+"""What to set next time, as YAML and as Python to copy."""
+
+from __future__ import annotations
+
+import json
+
+from hdet.report.verdict import Verdict
+
+TRUSTED = ("clear", "partly clear")
+
+
+def advised(verdict: Verdict) -> tuple[float | None, str]:
+    """The value to set next time, and why: the learned one where the evidence is clear, else the one that was set.
+
+    >>> from hdet.report.verdict import Course
+    >>> up = Course(3, 10, 30, 1.5, {"averaged weights": 6.0})
+    >>> advised(Verdict("learning_rate", 1e-3, 4.5e-3, up, None, 1.0, 0.2, 5, 90, 100))
+    (0.0045, 'learned; it was set to 0.001')
+    """
+    if verdict.start is None or verdict.end is None:
+        return None, "not recorded in this history"
+    if verdict.trust == "not moved":
+        return verdict.start, "as it was set; nothing moved it"
+    if verdict.trust in TRUSTED:
+        return verdict.end, f"learned; it was set to {verdict.start:.4g}"
+    return verdict.start, f"as it was set; the move to {verdict.end:.4g} is {verdict.trust}"
+
+
+def as_yaml(verdicts: list[Verdict]) -> str:
+    """A mapping from knob to value; a value with a schedule is its peak."""
+    return "".join(f"{json.dumps(knob)}: {_digits(value)}  # {why}\n" for knob, value, why in _advised(verdicts))
+
+
+def as_python(verdicts: list[Verdict]) -> str:
+    """The same as a dictionary."""
+    lines = [f"    {json.dumps(knob)}: {_digits(value)},  # {why}" for knob, value, why in _advised(verdicts)]
+    return "\n".join(["settings = {", *lines, "}"]) + "\n"
+
+
+def _advised(verdicts: list[Verdict]) -> list[tuple[str, float, str]]:
+    found = [(one.knob, *advised(one)) for one in verdicts]
+    return [(knob, value, why) for knob, value, why in found if value is not None]
+
+
+def _digits(value: float) -> str:
+    """Four digits, as a number that YAML 1.1 reads as one (1e-05 would be a string).
+
+    >>> [_digits(value) for value in (8.191e-3, 1e-5, 0.0)]
+    ['0.008191', '1.0e-05', '0.0']
+    """
+    text = f"{value:.4g}"
+    mantissa, e, exponent = text.partition("e")
+    return (mantissa if "." in mantissa else f"{mantissa}.0") + e + exponent

@@ -1,0 +1,258 @@
+"""The page's charts, as plotly figures in plain mappings: losses, values, evidence, time."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hdet.record import WindowRecord
+from hdet.report import series
+from hdet.report.reading import AHEAD, AVERAGED, LAST, ONLY, TURNS
+from hdet.report.reported import ReportedRun
+
+# Okabe and Ito's colours, one a run; yellow and black, which one of the two backgrounds swallows, are left out.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+SYMBOLS = {AVERAGED: "circle", LAST: "square-open", AHEAD: "diamond", ONLY: "circle"}
+HEIGHT = 340
+MOST_FAULTS = 200
+
+Chart = dict[str, Any]
+
+
+def losses(runs: Sequence[ReportedRun]) -> Chart:
+    """Training and held-out loss of every run; a band where replicas' losses differ; faults as vertical lines."""
+    data: list[dict[str, Any]] = []
+    for number, run in enumerate(runs):
+        label, colour = _label(run, runs), colour_of(number)
+        steps, mean, held_out = [], [], []
+        for group in series.groups(run.windows):
+            steps.append(group[-1].stop)
+            mean.append(_mean([record.loss for record in group]))
+            held_out.append(_mean([_level(record) for record in group]))
+        data.append(_line(steps, mean, f"training loss{label}", colour))
+        if any(value is not None for value in held_out):
+            trace = _line(steps, held_out, f"held-out loss{label}", colour)
+            dotted = {**trace["line"], "dash": "dot"}
+            data.append({**trace, "mode": "lines+markers", "line": dotted, "connectgaps": True})
+    return _chart(data, "loss", runs)
+
+
+def values(runs: Sequence[ReportedRun], knob: str) -> Chart:
+    """A knob's learned value, the value in force, the band of levels and every move with its reason."""
+    data: list[dict[str, Any]] = []
+    for number, run in enumerate(runs):
+        if knob not in run.knobs:
+            continue
+        label, colour = _label(run, runs), colour_of(number)
+        made = series.course(run.windows, knob)
+        if made.spread:
+            band = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": f"levels {number}"}
+            data.append({**band, "x": made.steps, "y": made.low, "showlegend": False})
+            filled = {"fill": "tonexty", "fillcolor": _faint(colour), "name": f"levels{label}"}
+            data.append({**band, **filled, "x": made.steps, "y": made.high})
+        if made.scheduled:
+            trace = _line(made.steps, made.in_force, f"in force, schedule included{label}", colour)
+            data.append({**trace, "line": {"color": colour, "width": 1.2, "dash": "dash"}})
+        if made.learned:
+            trace = _line(made.edges, made.learned, f"learned{label}", colour)
+            data.append({**trace, "line": {"color": colour, "width": 2.5, "shape": "hv"}})
+            trace = _line([made.edges[0], made.edges[-1]], [made.start] * 2, f"as it was set{label}", colour)
+            data.append({**trace, "line": {"color": colour, "width": 1, "dash": "dot"}, "mode": "lines"})
+        data.extend(_moves(made, label, colour))
+    positive = [value for trace in data for value in trace["y"] if value is not None]
+    logarithmic = bool(positive) and min(positive) > 0 and max(positive) > 4 * min(positive)
+    chart = _chart(data, knob, runs)
+    chart["layout"]["hovermode"] = "x unified"
+    if logarithmic:
+        low = math.log10(max(min(positive), max(positive) / 1e3)) - 0.1  # a schedule's way to 0 is no news
+        chart["layout"]["yaxis"].update(type="log", range=[low, math.log10(max(positive)) + 0.1])
+    return chart
+
+
+def evidence(runs: Sequence[ReportedRun], knob: str) -> Chart:
+    """What one unit more of the knob's coordinate would have saved, with two standard errors either way."""
+    data: list[dict[str, Any]] = []
+    ends: list[float] = []
+    for number, run in enumerate(runs):
+        for made in series.evidence(run.windows, knob):
+            bars = [2 * error for error in made.error]
+            ends.extend(abs(gain) + bar for gain, bar in zip(made.gain, bars, strict=True))
+            said = [
+                f"asks for {'more' if t < 0 else 'less'}, t = {t:.2f}"
+                + (f", mean of {count} windows" if count > 1 else "")
+                for t, count in zip(made.t, made.count, strict=True)
+            ]
+            colour = colour_of(number)
+            error = {"type": "data", "array": bars, "thickness": 1, "width": 0, "color": _faint(colour, 0.55)}
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "markers",
+                    "x": made.steps,
+                    "y": made.gain,
+                    "error_y": error,
+                    "marker": {"symbol": SYMBOLS[made.source], "size": 7, "color": colour},
+                    "name": made.source + _label(run, runs),
+                    "text": said,
+                    "hovertemplate": "step %{x}: %{y:.3g}<br>%{text}<extra></extra>",
+                }
+            )
+    chart = _chart(data, "saved by one unit more", runs)
+    chart["layout"]["yaxis"]["zeroline"] = True
+    ends.sort()
+    shown = 1.2 * ends[int(0.9 * (len(ends) - 1))] if ends else 1.0
+    beyond = sum(end > 1.001 * shown for end in ends)
+    if beyond and shown > 0:
+        chart["layout"]["yaxis"]["range"] = [-shown, shown]
+        note = f"{beyond} of {len(ends)} points reach beyond; double-click shows all"
+        corner = {"xref": "paper", "yref": "paper", "x": 1, "y": 1, "xanchor": "right", "yanchor": "bottom"}
+        chart["layout"]["annotations"] = [{**corner, "text": note, "showarrow": False, "font": {"size": 11}}]
+    return chart
+
+
+def seconds(runs: Sequence[ReportedRun]) -> Chart:
+    """Wall time of the windows, and the part spent at their ends."""
+    data: list[dict[str, Any]] = []
+    for number, run in enumerate(runs):
+        label, colour = _label(run, runs), colour_of(number)
+        steps, each, closing = [], [], []
+        for group in series.groups(run.windows):
+            count = max(1, sum(record.stop - record.start for record in group))
+            steps.append(group[-1].stop)
+            each.append(1e3 * _total([record.seconds for record in group]) / count)
+            closing.append(1e3 * _total([record.closing for record in group]) / count)
+        data.append(_line(steps, each, f"a step{label}", colour))
+        trace = _line(steps, closing, f"of it at windows' ends{label}", colour)
+        data.append({**trace, "line": {**trace["line"], "dash": "dot"}})
+    return _chart(data, "milliseconds a step", runs)
+
+
+def colour_of(number: int) -> str:
+    """A run's colour."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def printable(text: object) -> str:
+    """Text without control characters and lone surrogates, line ends apart."""
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in str(text)
+    )
+
+
+def shown(text: str) -> str:
+    """Text as plotly shows it letter by letter: it takes a little HTML for markup."""
+    return html.escape(printable(text))
+
+
+def _moves(made: series.Course, label: str, colour: str) -> list[dict[str, Any]]:
+    traces = []
+    for name, up in (("moved up", True), ("moved down", False)):
+        moves = [move for move in made.moves if (move.amount > 0) == up]
+        if not moves:
+            continue
+        symbol = "triangle-up" if up else "triangle-down"
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": [move.step for move in moves],
+                "y": [move.after for move in moves],
+                "marker": {
+                    "symbol": [symbol if move.clear else f"{symbol}-open" for move in moves],
+                    "size": 10,
+                    "color": colour,
+                    "line": {"width": 1.5, "color": colour},
+                },
+                "name": name + label,
+                "text": [reason(move) for move in moves],
+                "hovertemplate": "%{text}<extra></extra>",
+            }
+        )
+    return traces
+
+
+def reason(move: series.Move) -> str:
+    """A move in words."""
+    evidence = move.source + (f" (t = {move.t:+.1f})" if move.t is not None else "")
+    several = f", the last of {move.count}" if move.count > 1 else ""
+    return f"step {move.step}: {move.before:.4g} to {move.after:.4g}, by {evidence}{several}"
+
+
+def _line(steps: Sequence[float], heights: Sequence[float | None], name: str, colour: str) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": list(steps),
+        "y": [None if value is None or not math.isfinite(value) else value for value in heights],
+        "name": name,
+        "line": {"color": colour, "width": 1.8},
+        "hovertemplate": f"step %{{x}}: %{{y:.4g}}<extra>{name}</extra>",
+    }
+
+
+def _chart(data: list[dict[str, Any]], y: str, runs: Sequence[ReportedRun]) -> Chart:
+    """The traces with axes; all charts of a page have the same steps."""
+    first = min(run.windows[0].start for run in runs)
+    last = max(run.windows[-1].stop for run in runs)
+    return {
+        "data": data,
+        "layout": {
+            "height": HEIGHT,
+            "margin": {"l": 64, "r": 12, "t": 24, "b": 32},
+            "xaxis": {"range": [first - 0.02 * (last - first), last + 0.02 * (last - first)], "zeroline": False},
+            "yaxis": {"title": {"text": shown(y)}, "automargin": True, "zeroline": False, "exponentformat": "e"},
+            "legend": {"orientation": "h", "y": -0.12, "yanchor": "top", "x": 0},
+            "hovermode": "closest",
+            "shapes": _faults(runs),
+        },
+    }
+
+
+def _faults(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
+    """A vertical line where something went wrong, a solid one where the run went back."""
+    marked = [
+        (number, record.stop, any(fault.get("kind") in TURNS for fault in record.faults))
+        for number, run in enumerate(runs)
+        for record in run.windows
+        if record.faults
+    ]
+    marked.sort(key=lambda one: not one[2])
+    return [
+        {
+            "type": "line",
+            "xref": "x",
+            "yref": "paper",
+            "x0": step,
+            "x1": step,
+            "y0": 0,
+            "y1": 1,
+            "line": {"color": colour_of(number), "width": 1.2, "dash": "solid" if turned else "dot"},
+        }
+        for number, step, turned in marked[:MOST_FAULTS]
+    ]
+
+
+def _label(run: ReportedRun, runs: Sequence[ReportedRun]) -> str:
+    return f", {shown(run.name)}" if len(runs) > 1 else ""
+
+
+def _faint(colour: str, alpha: float = 0.2) -> str:
+    red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{alpha})"
+
+
+def _level(record: WindowRecord) -> float:
+    levels = [one.get("level") for one in record.estimates.values()]
+    return next((float(value) for value in levels if isinstance(value, (int, float))), math.nan)
+
+
+def _mean(found: Sequence[float]) -> float | None:
+    finite = [value for value in found if math.isfinite(value)]
+    return series.rounded(math.fsum(finite) / len(finite)) if finite else None
+
+
+def _total(found: Sequence[float]) -> float:
+    return math.fsum(value for value in found if math.isfinite(value))

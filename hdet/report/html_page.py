@@ -1,0 +1,148 @@
+"""The report as one HTML page that needs nothing but a browser: no network, no other file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from typing import Any
+
+from hdet.errors import ConfigError, MissingExtraError
+from hdet.record import WindowRecord
+from hdet.report import charts, telling
+from hdet.report.charts import Chart
+from hdet.report.reported import ReportedRun, reported
+
+THEMES = {
+    "light": {"text": "#1f2328", "grid": "#d9dde3", "zero": "#8b929c", "hover": "#ffffff"},
+    "dark": {"text": "#e6e8eb", "grid": "#343a43", "zero": "#7d8590", "hover": "#20242a"},
+}
+
+
+def page(runs: ReportedRun | Iterable[ReportedRun] | Iterable[WindowRecord], *, title: str = "") -> str:
+    """One self-contained HTML page on one run, or on several side by side.
+
+    On top stands what each knob was set to, what it has learned, whether to trust that, and what the run earned. Below
+    follow losses, values, evidence, faults, the cost of probing, configurations and what to set next time. Nothing that
+    a history holds can run: the page allows its own two scripts only, by their hash.
+
+    Args:
+        runs: a run's history, or `ReportedRun`s, which also hold what lies beside a history.
+        title: of the page; by default the runs' names.
+
+    Raises:
+        ConfigError: a run has no window.
+        MissingExtraError: plotly or Jinja is not installed (the extra `report`).
+
+    >>> import hdet
+    >>> record = hdet.WindowRecord(0, 0, 10, {"dropout": 0.1}, {}, [2.0], {}, {"dropout": 0.0}, merged=False)
+    >>> "dropout" in page([record])
+    True
+    """
+    given = reported(runs)
+    empty = [run.name for run in given if not run.windows]
+    if empty:
+        raise ConfigError(f"there is nothing to report of {', '.join(empty)}: the history has no window yet")
+    drawn: dict[str, Chart] = {}
+
+    def draw(chart: Chart, caption: str) -> dict[str, str]:
+        name = f"chart-{len(drawn)}"
+        drawn[name] = chart
+        return {"id": name, "caption": caption}
+
+    return _filled(
+        drawn,
+        title=title or ", ".join(run.name for run in given),
+        several=len(given) > 1,
+        runs=[telling.of_run(number, run) for number, run in enumerate(given)],
+        differences=telling.differences(given),
+        losses=draw(charts.losses(given), "Training and held-out loss by step; vertical lines are faults"),
+        knobs=[
+            {
+                "name": knob,
+                "course": draw(charts.values(given, knob), f"{knob}; triangles are moves, hollow where |t| < 2"),
+                "evidence": draw(charts.evidence(given, knob), f"Evidence on {knob} with two standard errors"),
+                "moves": telling.moves(given, knob),
+            }
+            for knob in dict.fromkeys(knob for run in given for knob in run.knobs)
+        ],
+        events=telling.events(given),
+        seconds=draw(charts.seconds(given), "Wall time by step"),
+        configurations=[(run.name, run.configuration) for run in given if run.configuration],
+        marks=telling.MARKS,
+        meanings=telling.MEANINGS,
+        most=telling.MOST_ROWS,
+    )
+
+
+def _filled(drawn: Mapping[str, Chart], **context: Any) -> str:
+    """The template with everything in it; whatever comes from a history is escaped."""
+    try:
+        from jinja2 import Environment, StrictUndefined
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(str(error.name).partition(".")[0], "report") from None
+    beside = files("hdet.report")
+    template, style, glue = (
+        beside.joinpath(name).read_text(encoding="utf-8") for name in ("page.html.j2", "page.css", "page.js")
+    )
+    library = get_plotlyjs().replace("\r\n", "\n")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(printable=charts.printable, digits=_digits)
+    themes = {f"theme-{name}": _template(theme) for name, theme in THEMES.items()}
+    return environment.from_string(template).render(
+        **context,
+        style=style,
+        library=library,
+        glue=glue,
+        allowed=" ".join(f"'sha256-{_digest(script)}'" for script in (library, glue)),
+        embedded={name: _json(value) for name, value in {**drawn, **themes}.items()},
+    )
+
+
+def _template(theme: Mapping[str, str]) -> dict[str, Any]:
+    """A plotly template: the colours that differ between the light page and the dark one."""
+    axis = {
+        "gridcolor": theme["grid"],
+        "linecolor": theme["grid"],
+        "zerolinecolor": theme["zero"],
+        "zerolinewidth": 1.5,
+    }
+    return {
+        "layout": {
+            "font": {"family": "system-ui, sans-serif", "size": 13, "color": theme["text"]},
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "hoverlabel": {"bgcolor": theme["hover"], "font": {"color": theme["text"]}},
+            "modebar": {"color": theme["zero"], "activecolor": theme["text"], "bgcolor": "rgba(0,0,0,0)"},
+            "xaxis": axis,
+            "yaxis": axis,
+        }
+    }
+
+
+def _json(value: Any) -> str:
+    """JSON that no HTML parser takes for markup."""
+    text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+
+
+def _digits(value: float | None) -> str:
+    return "not recorded" if value is None else f"{value:.4g}"

@@ -1,0 +1,31 @@
+(() => {
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const charts = [...document.querySelectorAll("[data-chart]")];
+  const read = (id) => JSON.parse(document.getElementById(id).textContent);
+  const theme = () => read(dark.matches ? "theme-dark" : "theme-light");
+  const small = () => window.innerWidth < 600;
+
+  let linking = false;
+  const link = (source, change) => {
+    const range = change["xaxis.range[0]"] !== undefined
+      ? { "xaxis.range": [change["xaxis.range[0]"], change["xaxis.range[1]"]] }
+      : change["xaxis.autorange"] ? { "xaxis.autorange": true } : null;
+    if (linking || !range) return;
+    linking = true;  // the others' own events are answers, not questions
+    Promise.all(charts.filter((chart) => chart !== source).map((chart) => Plotly.relayout(chart, range)))
+      .finally(() => { linking = false; });
+  };
+
+  for (const chart of charts) {
+    const { data, layout } = read(chart.dataset.chart);
+    layout.template = theme();
+    Plotly.newPlot(chart, data, layout, {
+      responsive: true,
+      displaylogo: false,
+      displayModeBar: small() ? false : "hover",
+      modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],  // none that sends the chart away
+    });
+    chart.on("plotly_relayout", (change) => link(chart, change));
+  }
+  dark.addEventListener("change", () => charts.forEach((chart) => Plotly.relayout(chart, { template: theme() })));
+})();

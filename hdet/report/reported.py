@@ -1,0 +1,63 @@
+"""One run as a report shows it: its windows, and what lies beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hdet.record import WindowRecord
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """One run of a report.
+
+    Args:
+        name: what it is called.
+        windows: its history, in order.
+        configuration: the declaration it was run with, as YAML text.
+        declared: the same as plain mappings and lists, by which several runs are compared.
+        result: what it ended with: `test_loss`, and `plain` for the same run without hdet.
+    """
+
+    name: str
+    windows: Sequence[WindowRecord]
+    configuration: str = ""
+    declared: dict[str, Any] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def held_out_loss(self) -> float | None:
+        """Of the final model, where the result tells."""
+        return _number(self.result.get("test_loss"))
+
+    @property
+    def plain_loss(self) -> float | None:
+        """Of the same run without hdet, where there is one."""
+        plain = self.result.get("plain")
+        return _number(plain.get("test_loss")) if isinstance(plain, dict) else None
+
+    @property
+    def knobs(self) -> list[str]:
+        """The knobs its history names, in order."""
+        return list(dict.fromkeys(name for record in self.windows for name in record.bases))
+
+
+def reported(runs: ReportedRun | Iterable[ReportedRun] | Iterable[WindowRecord]) -> list[ReportedRun]:
+    """One run, several, or the bare history of one, as a list of runs with names that differ."""
+    given = [runs] if isinstance(runs, ReportedRun) else list(runs)
+    several = [one for one in given if isinstance(one, ReportedRun)]
+    if len(several) < len(given) or not given:
+        return [ReportedRun("run", [one for one in given if isinstance(one, WindowRecord)])]
+    named: dict[str, ReportedRun] = {}
+    for one in several:
+        name, number = one.name, 2
+        while name in named:
+            name, number = f"{one.name} ({number})", number + 1
+        named[name] = ReportedRun(name, one.windows, one.configuration, one.declared, one.result)
+    return list(named.values())
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

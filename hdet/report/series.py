@@ -1,0 +1,177 @@
+"""What a report draws of one knob in one run, in as few points as an eye can tell apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from hdet.record import WindowRecord
+from hdet.report.reading import SURE, decided, readings
+
+MOST_POINTS = 500
+
+
+@dataclass
+class Course:
+    """A knob's values over the run; one point a window, or a group of windows where they are many.
+
+    Attributes:
+        start: what it was set to, where the history tells.
+        edges, learned: the learned value from each edge to the next; the last one holds after the end.
+        steps, in_force, low, high: the base with its schedule, and the band of the replicas' levels.
+        moves: each move, or the last of a group of one direction.
+    """
+
+    start: float | None = None
+    edges: list[float] = field(default_factory=list)
+    learned: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    in_force: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the base differs from what was learned."""
+        return not self.learned or any(base != value for base, value in zip(self.in_force, self.learned, strict=False))
+
+    @property
+    def spread(self) -> bool:
+        """Whether replicas were at different values."""
+        return self.low != self.high
+
+
+@dataclass
+class Move:
+    """A move of a base, and why.
+
+    Attributes:
+        step: at which it was made.
+        before, after: the learned values, or the base twice where the history does not tell them.
+        amount: in coordinate units.
+        source: what it rests on.
+        t: of that, where this window has one.
+        count: moves that it stands for.
+    """
+
+    step: int
+    before: float
+    after: float
+    amount: float
+    source: str
+    t: float | None
+    count: int = 1
+
+    @property
+    def clear(self) -> bool:
+        """Whether its own window proves it."""
+        return self.t is not None and abs(self.t) >= SURE
+
+
+@dataclass
+class Evidence:
+    """One judgement of a knob over the run.
+
+    Attributes:
+        source: what it was read from.
+        steps: the middle of each window or group.
+        gain: what one unit more would have saved: minus the slope. Of a group, the mean.
+        error: its standard error. Of a group the mean: errors of windows that share a probe do not average out.
+        t: slope / stderr; of a group the mean.
+        count: windows that a point stands for.
+    """
+
+    source: str
+    steps: list[float] = field(default_factory=list)
+    gain: list[float] = field(default_factory=list)
+    error: list[float] = field(default_factory=list)
+    t: list[float] = field(default_factory=list)
+    count: list[int] = field(default_factory=list)
+
+
+def groups(windows: Sequence[WindowRecord], most: int = MOST_POINTS) -> Iterator[Sequence[WindowRecord]]:
+    """The windows in at most so many groups of neighbours, of sizes that differ by one at most."""
+    count = min(most, len(windows))
+    for index in range(count):
+        yield windows[index * len(windows) // count : (index + 1) * len(windows) // count]
+
+
+def course(windows: Sequence[WindowRecord], knob: str, most: int = MOST_POINTS) -> Course:
+    """The values of a knob over a run."""
+    windows = [record for record in windows if knob in record.bases]
+    made = Course()
+    for group in groups(windows, most):
+        values = [record.values.get(knob) or [record.bases[knob]] for record in group]
+        made.steps.append(group[-1].stop)
+        made.in_force.append(rounded(group[-1].bases[knob]))
+        made.low.append(rounded(min(map(min, values))))
+        made.high.append(rounded(max(map(max, values))))
+        told = group[0].learned.get(knob)
+        if told:
+            made.start = told["start"]
+            made.edges.append(group[0].start)
+            made.learned.append(rounded(told["opened"]))
+        made.moves.extend(_moves(group, knob, one_each=len(windows) <= most))
+    last = windows[-1].learned.get(knob) if windows else None
+    if last:
+        made.edges.append(windows[-1].stop)
+        made.learned.append(rounded(last["closed"]))
+    return made
+
+
+def evidence(windows: Sequence[WindowRecord], knob: str, most: int = MOST_POINTS) -> list[Evidence]:
+    """The judgements of a knob over a run, one for each source."""
+    made: dict[str, Evidence] = {}
+    for group in groups(windows, most):
+        found: dict[str, list[tuple[float, float, float]]] = {}
+        for record in group:
+            for one in readings(record, knob):
+                found.setdefault(one.source, []).append((one.slope, one.stderr, max(-1e3, min(1e3, one.t))))
+        for source, several in found.items():
+            into = made.setdefault(source, Evidence(source))
+            into.steps.append((group[0].start + group[-1].stop) / 2)
+            slopes, errors, ts = zip(*several, strict=True)
+            into.gain.append(rounded(-_mean(slopes)))
+            into.error.append(rounded(_mean(errors)))
+            into.t.append(rounded(_mean(ts)))
+            into.count.append(len(several))
+    return list(made.values())
+
+
+def _moves(group: Sequence[WindowRecord], knob: str, *, one_each: bool) -> list[Move]:
+    moved = [record for record in group if record.moves.get(knob)]
+    if not one_each and len(moved) > 1:
+        moved_up = [record for record in moved if record.moves[knob] > 0]
+        moved_down = [record for record in moved if record.moves[knob] < 0]
+        return [_move(same, knob) for same in (moved_up, moved_down) if same]
+    return [_move([record], knob) for record in moved]
+
+
+def _move(records: Sequence[WindowRecord], knob: str) -> Move:
+    last = records[-1]
+    told = last.learned.get(knob, {"opened": last.bases[knob], "closed": last.bases[knob]})
+    source, t = decided(last, knob)
+    return Move(
+        step=last.stop,
+        before=rounded(told["opened"]),
+        after=rounded(told["closed"]),
+        amount=math.fsum(record.moves[knob] for record in records),
+        source=source,
+        t=t,
+        count=len(records),
+    )
+
+
+def rounded(value: float) -> float:
+    """Five digits: more cannot be seen, and make a page large.
+
+    >>> rounded(0.123456789)
+    0.12346
+    """
+    return float(f"{value:.5g}")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,108 @@
+"""What the page says in words and tables, as plain values for its template."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hdet.report import series
+from hdet.report.advice import as_python, as_yaml
+from hdet.report.charts import colour_of, reason
+from hdet.report.reported import ReportedRun
+from hdet.report.verdict import verdicts
+
+MOST_ROWS = 200
+MARKS = {"clear": "●", "partly clear": "◑", "weak": "○", "to and fro": "↔", "not moved": "–"}  # noqa: RUF001
+MEANINGS = {
+    "clear": "at least two thirds of its movement rest on windows with |t| of 2 or more",
+    "partly clear": "a third to two thirds of its movement rest on windows with |t| of 2 or more",
+    "weak": "less than a third of its movement rests on windows with |t| of 2 or more",
+    "to and fro": "it went up and down by like amounts",
+    "not moved": "no window moved it",
+}
+
+
+def of_run(number: int, run: ReportedRun) -> dict[str, Any]:
+    """What the page says of one run."""
+    found = verdicts(run.windows)
+    figure, earned = _earned(run)
+    return {
+        "name": run.name,
+        "colour": colour_of(number),
+        "number": figure,
+        "earned": earned,
+        "steps": run.windows[-1].stop,
+        "windows": len(run.windows),
+        "verdicts": found,
+        "declared": {field: str(value) for field, value in _flat(run.declared).items()},
+        "held_out_loss": "" if run.held_out_loss is None else f"{run.held_out_loss:.4f}",
+        "cost": _cost(run),
+        "yaml": as_yaml(found),
+        "python": as_python(found),
+    }
+
+
+def moves(runs: Sequence[ReportedRun], knob: str) -> list[tuple[str, str]]:
+    """Every move of a knob: the run's name, and the move with its reason."""
+    return [(run.name, reason(move)) for run in runs for move in series.course(run.windows, knob).moves]
+
+
+def events(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
+    """Faults, returns to earlier points, and hints, in the order of their steps."""
+    return [
+        {
+            "run": run.name,
+            "step": record.stop,
+            "sort": sort,
+            "kind": str(one.get("kind")),
+            "what": ", ".join(f"{key} {value}" for key, value in one.items() if key != "kind"),
+        }
+        for run in runs
+        for record in run.windows
+        for sort, found in (("fault", record.faults), ("hint", record.hints))
+        for one in found
+    ]
+
+
+def differences(runs: Sequence[ReportedRun]) -> list[str]:
+    """The fields in which the runs' declarations differ, as dotted paths."""
+    flat = [_flat(run.declared) for run in runs]
+    fields = dict.fromkeys(field for one in flat for field in one)
+    return [field for field in fields if len({repr(one.get(field)) for one in flat}) > 1]
+
+
+def _earned(run: ReportedRun) -> tuple[str, str]:
+    """The number that stands out, and what it means."""
+    found, plain = run.held_out_loss, run.plain_loss
+    if found is not None and plain is not None:
+        against = f"{abs(found - plain):.4f} {'lower' if found < plain else 'higher'} (one run each)"
+        return f"{found:.4f}", f"held-out loss; {plain:.4f} without hdet, {against}"
+    if found is not None:
+        return f"{found:.4f}", "held-out loss; no run without hdet lies beside it to tell what the search earned"
+    last = next((record.loss for record in reversed(run.windows) if math.isfinite(record.loss)), None)
+    number = "not finite" if last is None else f"{last:.4f}"
+    return number, "training loss of the last window; no result lies beside the history"
+
+
+def _cost(run: ReportedRun) -> str:
+    whole = math.fsum(record.seconds for record in run.windows if math.isfinite(record.seconds))
+    closing = math.fsum(record.closing for record in run.windows if math.isfinite(record.closing))
+    if whole <= 0.0:
+        return "the history has no times."
+    return f"{whole:.4g} s, {100 * closing / whole:.1f} % of it at windows' ends (probes, comparisons, merges)."
+
+
+def _flat(declared: Any, path: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one mapping from dotted path to value."""
+    items: list[tuple[Any, Any]]
+    if isinstance(declared, Mapping):
+        items = list(declared.items())
+    elif isinstance(declared, list):
+        items = list(enumerate(declared))
+    else:
+        return {path: declared}
+    flat: dict[str, Any] = {}
+    for key, item in items:
+        flat.update(_flat(item, f"{path}.{key}" if path else str(key)))
+    return flat

@@ -1,0 +1,187 @@
+"""The page as text: what stands on it, that it is whole, and that nothing of a history becomes markup."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import math
+import re
+import sys
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from reported_runs import HOSTILE, run, windows
+
+from hdet.document import parse
+from hdet.errors import ConfigError, MissingExtraError
+from hdet.record import WindowRecord
+from hdet.report import ReportedRun, page
+from hdet.report.series import course, evidence
+
+
+class Reader(HTMLParser):
+    """The page's text by section, its embedded data, and every tag."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = ""
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.data: dict[str, Any] = {}
+        self._open: dict[str, str | None] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag in ("script", "style"):
+            self._open = {"tag": tag, **dict(attrs)}
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == self._open.get("tag"):
+            self._open = {}
+
+    def handle_data(self, data: str) -> None:
+        if self._open.get("type") == "application/json":
+            self.data[str(self._open["id"])] = json.loads(data)
+        elif not self._open:
+            self.text += data + " "
+
+    @property
+    def words(self) -> str:
+        return " ".join(self.text.split())
+
+
+def charts(reader: Reader) -> list[dict[str, Any]]:
+    return [reader.data[name] for name in reader.data if name.startswith("chart-")]
+
+
+def test_the_glance_tells_each_knobs_course_and_what_the_run_earned() -> None:
+    words = Reader(page(run())).words
+    assert "1.2500 held-out loss; 1.5000 without hdet, 0.2500 lower (one run each)" in words
+    assert "learning_rate 0.1 0.4953 (\N{MULTIPLICATION SIGN} 4.953) ● clear up in 4 windows, steps 10 to 40" in words
+    assert "dropout" in words
+    assert "○ weak" in words
+
+
+def test_without_a_result_it_says_what_is_not_known() -> None:
+    assert "training loss of the last window; no result lies beside the history" in Reader(page(windows())).words
+    alone = run(result={"test_loss": 1.25})
+    assert "no run without hdet lies beside it" in Reader(page(alone)).words
+    failed = run(result={"test_loss": None, "plain": None})
+    assert "training loss of the last window" in Reader(page(failed)).words
+
+
+def test_it_is_whole_and_may_run_its_own_two_scripts_only() -> None:
+    text = page(run())
+    reader = Reader(text)
+    assert not [attrs for tag, attrs in reader.tags if tag in ("link", "img", "iframe", "object", "embed")]
+    assert not [attrs for tag, attrs in reader.tags if tag == "script" and "src" in attrs]
+    [policy] = [str(attrs["content"]) for tag, attrs in reader.tags if attrs.get("http-equiv")]
+    assert re.fullmatch(
+        r"default-src 'none'; script-src( 'sha256-[\w+/=]{44}'){2}; style-src 'unsafe-inline'; img-src data: blob:",
+        policy,
+    )
+    assert len(text.encode()) < 5.5e6
+
+
+def test_every_knob_has_its_values_its_evidence_and_its_moves() -> None:
+    reader = Reader(page(run()))
+    assert len(charts(reader)) == 2 + 2 * 2
+    names = {trace["name"] for trace in reader.data["chart-1"]["data"]}
+    assert names == {"learned", "in force, schedule included", "as it was set", "moved up"}
+    said = reader.data["chart-2"]["data"]
+    assert {trace["name"] for trace in said} == {"averaged weights", "last weights"}
+    assert all(len(trace["error_y"]["array"]) == len(trace["y"]) for trace in said)
+    assert "step 10: 0.1 to 0.14918, by last weights (t = -10.0)" in reader.words.replace("0.1492", "0.14918")
+
+
+def test_faults_returns_and_hints_are_told_and_drawn() -> None:
+    reader = Reader(page(run()))
+    assert "60 fault non_finite replica 0, step 53" in reader.words
+    assert "90 fault rewound step 40" in reader.words
+    assert "80 hint small_probe knob dropout" in reader.words
+    assert [(shape["x0"], shape["line"]["dash"]) for shape in reader.data["chart-0"]["layout"]["shapes"]] == [
+        (90, "solid"),
+        (60, "dot"),
+    ]
+
+
+def test_what_to_set_next_time_can_be_pasted() -> None:
+    text = page(run())
+    blocks = re.findall(r"<pre[^>]*>(.*?)</pre>", text, re.DOTALL)
+    unescaped = [block.replace("&#34;", '"') for block in blocks]
+    assert parse(unescaped[0], name="page") == {"learning_rate": 0.4953, "dropout": 0.1}
+    assert ast.literal_eval(unescaped[1].partition("=")[2].strip()) == {"learning_rate": 0.4953, "dropout": 0.1}
+
+
+def test_several_runs_stand_side_by_side_and_their_differences_are_told() -> None:
+    other = run("a run", declared={"seed": 1})
+    reader = Reader(page([run(), other]))
+    assert "Where the runs differ run seed held-out loss a run 0 1.2500 a run (2) 1 1.2500" in reader.words
+    names = [trace["name"] for trace in reader.data["chart-0"]["data"]]
+    assert names == [f"{what} loss, {who}" for who in ("a run", "a run (2)") for what in ("training", "held-out")]
+
+
+def test_what_a_history_says_is_text_and_never_markup() -> None:
+    knobs = ("learning_rate", HOSTILE)
+    hostile = ReportedRun(HOSTILE, windows(knobs=knobs), HOSTILE, {HOSTILE: HOSTILE}, {"test_loss": math.nan})
+    for record in hostile.windows:
+        record.faults.append({"kind": HOSTILE, HOSTILE: HOSTILE})
+    text = page([hostile, run()])
+    text.encode("utf-8")
+    reader = Reader(text)
+    plain = Reader(page([run(), run()]))
+    assert {tag for tag, _ in reader.tags} == {tag for tag, _ in plain.tags}
+    assert len([tag for tag, _ in reader.tags if tag == "script"]) == len(charts(reader)) + 4
+    assert not [attrs for _, attrs in reader.tags if any(name.startswith("on") for name in attrs)]
+    assert "</script><script>window.hacked" in reader.text
+    assert "\x1b" not in text
+    drawn = json.dumps([chart["data"] for chart in charts(reader)], ensure_ascii=False)
+    assert "<img" not in drawn, "plotly would take it for markup"
+
+
+def test_numbers_that_are_not_finite_are_left_out() -> None:
+    odd = windows()
+    odd[3] = dataclasses.replace(odd[3], losses=[None, None], bases={"learning_rate": math.nan, "dropout": math.inf})
+    odd[4].estimates["dropout"].update(slope=None, stderr=math.nan, level=None)
+    reader = Reader(page(odd))
+    assert reader.data["chart-0"]["data"][0]["y"][3] is None
+
+
+def test_a_history_without_learned_values_or_times_is_shown_by_its_bases() -> None:
+    older = [dataclasses.replace(record, learned={}, seconds=0.0, closing=0.0) for record in windows()]
+    words = Reader(page(older)).words
+    assert "not recorded" in words
+    assert "the history has no times" in words
+
+
+def test_many_windows_are_drawn_as_few_points_and_nothing_is_lost_at_the_edges() -> None:
+    many = windows(2003)
+    many[700].values["dropout"][0] = 9.0
+    made = course(many, "dropout")
+    assert len(made.steps) == 500
+    assert made.steps[-1] == many[-1].stop
+    assert max(made.high) == 9.0, "the band covers every window of its group"
+    assert sum(move.count for move in made.moves) == sum(bool(record.moves["dropout"]) for record in many)
+    [found] = evidence(many, "dropout")
+    assert sum(found.count) == 2003
+    assert max(found.error) == 0.1, "a mean's error is not taken for smaller than its windows'"
+
+
+def test_nothing_to_report_is_refused() -> None:
+    for empty in ([], [ReportedRun("empty", [])], [run(), ReportedRun("empty", [])]):
+        with pytest.raises(ConfigError, match="no window yet"):
+            page(empty)  # type: ignore[arg-type]
+
+
+def test_a_run_that_explores_nothing_still_has_its_losses() -> None:
+    bare = [WindowRecord(0, 0, 10, {}, {}, [2.0], {}, {}, merged=False)]
+    assert len(charts(Reader(page(bare)))) == 2
+
+
+@pytest.mark.parametrize("package", ["plotly.offline", "jinja2"])
+def test_without_its_packages_the_extra_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=r"(plotly|jinja2) is not installed.*hdet\[report\]"):
+        page(windows())
