@@ -1,5 +1,8 @@
 """hdet: online hyperparameter search inside one training run."""
 
+from importlib import import_module
+from types import ModuleType
+
 from hdet.checkpoints.folder import CheckpointFolder
 from hdet.checkpoints.stateful import Stateful
 from hdet.controllers import (
@@ -84,6 +87,20 @@ from hdet.spec import Spec, register
 from hdet.windows import FixedWindow, GrowingWindow, Windows
 
 __version__ = "0.1.0"
+
+_INTEGRATIONS = frozenset({"transformers"})
+
+
+def __getattr__(name: str) -> ModuleType:
+    """The integration with a framework, imported when it is asked for.
+
+    Raises:
+        MissingExtraError: the framework is not installed.
+    """
+    if name not in _INTEGRATIONS:
+        raise AttributeError(f"module 'hdet' has no attribute {name!r}")
+    return import_module(f"hdet.integrations.{name}")
+
 
 __all__ = [
     "WSD",

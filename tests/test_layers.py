@@ -115,6 +115,7 @@ FLOORS = (
     {"hdet.engine"},
     {"hdet.checkpoints", "hdet.recipes"},
     {"hdet.overlay"},
+    {"hdet.integrations"},
     {"hdet.testing"},
     {"hdet.app"},
 )

@@ -1,0 +1,1 @@
+"""hdet in the trainers people use: one file a framework, each with an extra of its own."""
