@@ -20,7 +20,7 @@ from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.rates import RATE, Rates
 from hdet.overlay.search import Search
 from hdet.overlay.surroundings import home
-from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
+from hdet.overlay.told_schedule import Follower, Told
 from hdet.recipes.recommended import DEFAULT_GUARD, choose, describe, own_schedule
 from hdet.replicas import Replicas
 from hdet.signals import Objective, Probe
@@ -170,7 +170,8 @@ def _inner(optimizer: Any) -> Optimizer:
     Raises:
         ConfigError: it is none, or several.
     """
-    optimizer = bare_optimizer(optimizer)
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
     if isinstance(optimizer, (list, tuple, dict)):
         raise ConfigError(
             "hdet.attach takes one optimizer, got several; attach one search to each model and its optimizer, or put "

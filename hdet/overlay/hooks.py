@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Closure = Callable[[], Any]
+Output = TypeVar("Output")
 
 
 class Rider(Protocol):
@@ -55,6 +56,7 @@ class Hooks:
     def __init__(self, rider: Rider, root: nn.Module, optimizer: Optimizer) -> None:
         self._rider = rider
         self._in_pass = False
+        self._within = False
         self._handles = [
             root.register_forward_pre_hook(_Hook(self._before_forward)),
             root.register_forward_hook(_Hook(self._after_forward)),
@@ -62,13 +64,27 @@ class Hooks:
             optimizer.register_step_post_hook(_Hook(self._after_step)),
         ]
 
+    def within(self, run: Callable[[], Output]) -> Output:
+        """Run what is one pass as a whole: the root module may be called in it once, several times or never."""
+        if self._within:
+            return run()
+        self._within = True
+        try:
+            self._rider.before_forward()
+            output = run()
+        finally:
+            self._within = False
+        self._rider.after_forward(output)
+        return output
+
     def remove(self) -> None:
         """Leave the model and the optimizer as they were."""
         for handle in self._handles:
             handle.remove()
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
-        self._in_pass = module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        passing = module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        self._in_pass = passing and not self._within
         if self._in_pass:
             self._rider.before_forward()
 

@@ -15,7 +15,7 @@ from hdet.engine.engine import Engine
 from hdet.errors import CheckpointError, StepError
 from hdet.history import History, WindowRecord
 from hdet.hparams.learned import Learned
-from hdet.overlay.hooks import Hooks, differentiable, loss_in
+from hdet.overlay.hooks import Hooks, Output, differentiable, loss_in
 from hdet.overlay.lent_bindings import Lending, kept, put_back
 from hdet.overlay.rates import Rates
 from hdet.replicas import Replica
@@ -89,6 +89,32 @@ class Search(AbstractContextManager["Search"]):
         self._losses[max(0, self._passes - 1)] = loss.detach()
         return loss
 
+    def training_pass(self, run: Callable[[], Output]) -> Output:
+        """Run what is one forward pass of training as a whole, and return what it returns: its loss, best of all.
+
+        Only needed where a pass is not one call of the model, as in a trainer's training step, which may call parts of
+        the model one by one.
+        """
+        return self._hooks.within(run) if self._hooks is not None else run()
+
+    def after_backward(self) -> None:
+        """Say that the gradient of the pass under way is there, and has not been clipped or unscaled yet.
+
+        Only needed where something changes it before the optimizer's step, and only by evidence that looks at the
+        gradient of each micro-batch.
+        """
+        if self._open is not None:
+            self._leave(heard=True)
+
+    def drop_passes(self) -> None:
+        """Say that the passes since the last step led to none, as where a GradScaler skipped it.
+
+        Only needed where their gradients are still there when the next pass begins; else that is seen.
+        """
+        if self._open is not None:
+            self._leave(heard=False)
+        self._passes, self._losses = 0, {}
+
     def detach(self) -> None:
         """Leave the model and the optimizer as if hdet had never been there; what was trained stays."""
         if self._hooks is None:
@@ -158,7 +184,7 @@ class Search(AbstractContextManager["Search"]):
                 return  # several forwards to one backward are one pass
             self._leave(heard=self._forward_done)
         if self._passes and not self._gradients_wait():
-            self._drop()
+            self.drop_passes()
         self._follow()
         if self._engine.finished or self._passes >= len(self._engine.replicas):
             self._lending.put_in_forward()  # at what is in force: the bases, or the last seat's levels
@@ -169,8 +195,8 @@ class Search(AbstractContextManager["Search"]):
 
     def after_forward(self, output: Any) -> None:
         """The pass has run forward."""
-        if self._busy:
-            return
+        if self._busy or not self._passes:
+            return  # or the step was made within what was called one pass
         self._forward_done = True
         loss = loss_in(output)
         if loss is not None:
@@ -276,10 +302,6 @@ class Search(AbstractContextManager["Search"]):
     def _gradients_wait(self) -> bool:
         """Whether gradients of earlier passes are there: else they were dropped, as by a GradScaler that skipped."""
         return any(p.grad is not None for p in self.model.parameters())
-
-    def _drop(self) -> None:
-        """The passes since the last step led to none."""
-        self._passes, self._losses = 0, {}
 
     def _refuse_if_over(self) -> None:
         if self._engine.finished and self._rates.driven:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -293,6 +294,95 @@ def test_a_closure_runs_its_pass_inside_the_step(by_name: bool, assert_same: Any
             assert isinstance(given, Tensor)
         found.append((model.state_dict(), told(search.history)))
     assert_same(*found)
+
+
+def in_parts(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+    """What a trainer's step may do: the root module itself is never called."""
+    hidden = given[0]
+    for part in model.children():
+        hidden = part(hidden)
+    return F.cross_entropy(hidden, given[1])
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_a_training_pass_is_one_pass_however_often_the_model_is_called(calls: int) -> None:
+    """And its gradient is taken before it is clipped, where that is said."""
+    found = []
+    for told_so in (False, True):
+        seeded()
+        model = network()
+        optimizer = plain_adamw(model)
+        search = hdet.attach(
+            model,
+            optimizer,
+            probe=probe(),
+            total_steps=STEPS,
+            quiet=True,
+            window=5,
+            micro_batches=2,
+            knobs=[hdet.Dropout()],
+        )
+
+        def twice(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+            return (loss_of(model, given) + loss_of(model, given)) / 2
+
+        compute = {0: in_parts, 1: loss_of, 2: twice}[calls]
+        for step in range(STEPS):
+            for part in range(2):
+                run = partial(compute, model, batch(step, part))
+                loss = search.training_pass(run) if told_so else search.loss(run())
+                (loss / 2).backward()
+                search.after_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(decided(search.history))
+        assert search.finished
+        if told_so:
+            assert any(record.estimates["dropout"]["stderr"] for record in search.history)
+    assert calls == 0 or found[0] == found[1]  # a model that is never called is not seen without
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_the_gradient_is_taken_before_it_is_clipped_where_that_is_said(said: bool) -> None:
+    found: list[Tensor] = []
+    for clips in (False, True):
+        seeded()
+        model = network()
+        optimizer = plain_adamw(model)
+        search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, window=5, micro_batches=2)
+        (contrast,) = (one for one in search.engine.cycle.collectors if hasattr(one, "seen"))
+
+        def look(*_: Any, contrast: Any = contrast) -> None:
+            found.append(contrast.seen[0].clone())
+
+        optimizer.register_step_pre_hook(look)
+        for part in range(2):
+            search.loss(loss_of(model, batch(0, part))).backward()
+            if said:
+                search.after_backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    assert torch.equal(*found) == said
+
+
+def test_passes_that_led_to_no_step_are_dropped() -> None:
+    """A GradScaler that skips tells no hook, and some loops zero gradients after the next forward."""
+    model = network()
+    optimizer = plain_adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, window=5, micro_batches=2)
+    for part in range(2):
+        search.loss(loss_of(model, batch(0, part)) * float("inf")).backward()
+    search.drop_passes()
+    for step in range(5):
+        for part in range(2):
+            loss = search.loss(loss_of(model, batch(step, part)))
+            if part == 0:
+                optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
+    assert all(math.isfinite(loss) for loss in search.history.windows[0].losses if loss is not None)
+    assert None not in search.history.windows[0].losses
 
 
 class Saved:
