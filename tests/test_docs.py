@@ -1,16 +1,18 @@
 """What the documentation shows runs, what it refers to exists, and its tables say what the code does.
 
-A page's Python blocks are run from top to bottom in one namespace, in an empty folder. Two comments, which
+A page's Python blocks are run from top to bottom in one namespace, in an empty folder. Three comments, which
 the rendered page does not show, steer this; each begins a line:
 
-    <!-- run               code until a line -->, run in its place: set-up, or a check of the block above
-    <!-- sketch: why -->   right before a block that cannot run here, as one that needs several processes
+    <!-- run                  code until a line -->, run in its place: set-up, or a check of the block above
+    <!-- sketch: why -->      right before a block that cannot run here, as one that needs several processes
+    <!-- needs: package -->   right before a block, shown or not, that runs only where the package is installed
 """
 
 from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
 import pkgutil
 import re
 import sys
@@ -36,20 +38,23 @@ PAGES = sorted(path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 
 BLOCK = re.compile(
-    r"(?P<sketch><!-- sketch: [^\n]*\S -->\n)?^```(?P<language>\w+)\n(?P<shown>.*?)^```$"
-    r"|^<!-- run\n(?P<hidden>.*?)^-->$",
+    r"(?P<sketch><!-- sketch: [^\n]*\S -->\n)?(?:<!-- needs: (?P<needs>\w+) -->\n)?"
+    r"(?:^```(?P<language>\w+)\n(?P<shown>.*?)^```$|^<!-- run\n(?P<hidden>.*?)^-->$)",
     re.MULTILINE | re.DOTALL,
 )
 
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block, or a hidden one; `line` is where its text begins on the page."""
+    """One fenced block, or a hidden one; `line` is where its text begins on the page.
+
+    It is left out where it is a sketch, or needs a package that is not installed.
+    """
 
     language: str
     text: str
     line: int
-    sketch: bool
+    left_out: bool
 
 
 def blocks(page: str) -> list[Block]:
@@ -57,7 +62,9 @@ def blocks(page: str) -> list[Block]:
     for match in BLOCK.finditer(page):
         group = "hidden" if match["hidden"] is not None else "shown"
         line = page.count("\n", 0, match.start(group)) + 1
-        found.append(Block(match["language"] or "python", match[group], line, match["sketch"] is not None))
+        lacking = match["needs"] is not None and importlib.util.find_spec(match["needs"]) is None
+        left_out = match["sketch"] is not None or lacking
+        found.append(Block(match["language"] or "python", match[group], line, left_out))
     return found
 
 
@@ -67,7 +74,7 @@ def run(path: Path, name: str) -> dict[str, Any]:
     sys.modules[name] = module
     try:
         for block in blocks(path.read_text(encoding="utf-8")):
-            if block.language == "python" and not block.sketch:
+            if block.language == "python" and not block.left_out:
                 code = "\n" * (block.line - 1) + block.text
                 exec(compile(code, str(path), "exec"), vars(module))
     finally:
@@ -127,6 +134,16 @@ def test_a_sketch_is_not_run(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "<!-- sketch: it cannot be run -->\n```python\n1 / 0\n```\n\n```yaml\na: 1\n```\n\n```python\none = 1\n```\n"
+    )
+    assert run(page, "page")["one"] == 1
+
+
+def test_a_block_that_needs_what_is_not_installed_is_not_run(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- needs: no_such_package -->\n```python\n1 / 0\n```\n\n"
+        "<!-- needs: no_such_package -->\n<!-- run\n1 / 0\n-->\n"
+        "\n<!-- needs: torch -->\n```python\none = 1\n```\n"
     )
     assert run(page, "page")["one"] == 1
 
