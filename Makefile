@@ -1,4 +1,5 @@
 # `make run` trains the quickstart, `make test` runs the tests; both first make .venv and install everything.
+# `make test-integrations` runs the tests with the frameworks hdet rides on, which it installs as well.
 #
 # torch comes from pip's own index. For the smaller CPU build:
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make run
@@ -7,19 +8,24 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INTEGRATED := $(VENV)/.integrated
 
 # Everything here is too small to gain much from a second thread, and threads that wait for each other on a
 # busy machine are slower by far.
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: run test lint install clean
+.PHONY: run test test-integrations lint install clean
 
 run: $(INSTALLED)
 	$(BIN)/hdet run examples/quickstart.yaml --compare --force
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+test-integrations: $(INTEGRATED)
+	$(BIN)/python -m pytest tests/integrations tests/test_docs.py::test_docstring_examples \
+		tests/test_docs.py::test_every_python_block_runs -k 'integrations'
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -31,6 +37,10 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(INTEGRATED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[integrations]'
 	touch $@
 
 clean:

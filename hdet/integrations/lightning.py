@@ -1,0 +1,263 @@
+"""Lightning: `Trainer(callbacks=[hdet.lightning.Search(probe=...)])`."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hdet.errors import ConfigError, MissingExtraError
+from hdet.integrations.metrics import metrics
+from hdet.overlay import search as overlay
+from hdet.overlay.attach import attach
+from hdet.record import WindowRecord
+from hdet.signals import Probe
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError:
+    raise MissingExtraError("lightning", "lightning") from None
+
+from hdet.integrations.lightning_probe import judge
+
+FORWARD_KNOBS = ("dropout", "label_smoothing")
+OPTIONS = frozenset(inspect.signature(attach).parameters) - {"model", "optimizer", "probe", "scheduler"}
+
+
+class Search(Callback):
+    """Explores hyperparameters while a Lightning Trainer trains; one changed line of a script.
+
+    Optimizer, scheduler, accumulation, precision and the run's length are the Trainer's, and are found. Checkpoints of
+    the Trainer hold the search, so `ckpt_path=` goes on with it. Each window's outcome is logged under `hdet/...`.
+
+    Args:
+        probe: held-out loss. A DataLoader stands for its first 8 batches, judged by the module's own `validation_step`;
+            an `hdet.Probe` is given the LightningModule.
+        optimizer: which one, where `configure_optimizers` returns several.
+        loss: the name under which `validation_step` logs its loss, where it returns none.
+        total_steps: the run's length in optimizer steps, where the Trainer does not know it.
+        options: those of `hdet.attach`: `knobs`, `exclude`, `window`, `guard`, `schedule`, `history`, `quiet`, ...
+
+    Attributes:
+        search: the `hdet.Search` under way or the last; None before training starts.
+
+    Raises:
+        ConfigError: what was given cannot be; the message names it and the way out. What depends on the Trainer is
+            found when training starts.
+
+    >>> import hdet, lightning, torch
+    >>> class Regression(lightning.LightningModule):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.layer = torch.nn.Linear(4, 1)
+    ...     def loss(self, batch):
+    ...         return (self.layer(batch[0]) - batch[1]).square().mean()
+    ...     def training_step(self, batch, index):
+    ...         return self.loss(batch)
+    ...     def validation_step(self, batch, index):
+    ...         return self.loss(batch)
+    ...     def configure_optimizers(self):
+    ...         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+    >>> inputs = torch.randn(64, 4)
+    >>> data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    >>> loader = torch.utils.data.DataLoader(data, batch_size=8)
+    >>> explored = hdet.lightning.Search(probe=loader, quiet=True)
+    >>> trainer = lightning.Trainer(
+    ...     max_epochs=3, callbacks=[explored], accelerator="cpu", logger=False, barebones=False,
+    ...     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    ... )
+    >>> trainer.fit(Regression(), loader)
+    >>> explored.search.finished, sorted(explored.search.shifts)
+    (True, ['learning_rate', 'weight_decay'])
+    """
+
+    def __init__(
+        self,
+        *,
+        probe: Probe | Iterable[Any],
+        optimizer: int | None = None,
+        loss: str = "val_loss",
+        total_steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        if unknown := sorted(options.keys() - OPTIONS):
+            raise ConfigError(f"no such option: {unknown}; there are {sorted(OPTIONS - {'total_steps'})}")
+        if not isinstance(probe, Probe) and not isinstance(probe, Iterable):
+            raise ConfigError(f"probe is an hdet.Probe or a DataLoader, got {type(probe).__name__}")
+        self.search: overlay.Search | None = None
+        self._probe = probe
+        self._optimizer = optimizer
+        self._loss = loss
+        self._total_steps = total_steps
+        self._options = options
+        self._began_at = 0
+        self._restored: dict[str, Any] | None = None
+        self._closed: list[WindowRecord] = []
+        self._stepped = False
+
+    # -- the run ----------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach: models are wrapped, optimizers are made and restored."""
+        restored, self._restored = self._restored, None
+        self._began_at = restored["began_at"] if restored is not None else trainer.global_step
+        index = self._index(trainer)
+        optimizer = trainer.optimizers[index]
+        options = _found(trainer, optimizer, follows="schedule" not in self._options)
+        options.update(self._options)
+        options["quiet"] = options.get("quiet", False) or not trainer.is_global_zero
+        if not pl_module.automatic_optimization:
+            # Where a pass ends is the module's own affair, so that no gradient can be told to be a micro-batch's.
+            options["exclude"] = tuple({*options.get("exclude", ()), *FORWARD_KNOBS})
+        self.search = attach(
+            _searched(trainer, pl_module, optimizer),
+            optimizer,
+            probe=judge(trainer, pl_module, self._probe, self._loss, int(options.get("seed", 0))),
+            total_steps=self._length(trainer, options),
+            **options,
+        )
+        if restored is not None:
+            self.search.load_state_dict(restored["search"])
+        self.search.on_window(self._closed.append)
+        self._ride_on(trainer)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The pass is over, before its gradient is unscaled and clipped."""
+        if self.search is not None:
+            self.search.after_backward()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """A step is due; a GradScaler may skip it."""
+        self._stepped = True
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what has closed."""
+        if self._stepped and self.search is not None:
+            self.search.drop_passes()
+        self._stepped = False
+        for record in self._closed:
+            for name, value in metrics(record).items():
+                pl_module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
+        self._closed.clear()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave model, optimizer and Trainer as they were."""
+        self._leave(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same, where training ended early."""
+        self._leave(trainer)
+
+    # -- what is saved ----------------------------------------------------------------------------
+
+    @property
+    def state_key(self) -> str:
+        """Names the state in a checkpoint; one for each optimizer that is searched."""
+        return "hdet.lightning.Search" if self._optimizer is None else f"hdet.lightning.Search[{self._optimizer}]"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The search, as plain numbers and tensors."""
+        if self.search is None:
+            return self._restored or {}
+        return {"began_at": self._began_at, "search": self.search.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state until training starts: now there is no optimizer yet."""
+        self._restored = state_dict or None
+
+    # -- how it is done ---------------------------------------------------------------------------
+
+    def _index(self, trainer: Trainer) -> int:
+        count = len(trainer.optimizers)
+        if self._optimizer is None and count == 1:
+            return 0
+        if count == 0:
+            raise ConfigError("configure_optimizers returns no optimizer, and hdet searches one's hyperparameters")
+        kinds = ", ".join(f"{index}: {type(one).__name__}" for index, one in enumerate(trainer.optimizers))
+        if self._optimizer is None:
+            raise ConfigError(
+                f"configure_optimizers returns {count} optimizers ({kinds}); say which one is searched, as in "
+                f"hdet.lightning.Search(optimizer=0, ...), or give one callback for each"
+            )
+        if not 0 <= self._optimizer < count:
+            raise ConfigError(f"optimizer={self._optimizer}, and configure_optimizers returns {count} ({kinds})")
+        return self._optimizer
+
+    def _length(self, trainer: Trainer, options: dict[str, Any]) -> int | None:
+        """Optimizer steps from where the search began."""
+        if self._total_steps is not None:
+            return self._total_steps
+        if len(trainer.optimizers) > 1:
+            raise ConfigError(
+                "how often each of several optimizers steps is known to training_step alone; give "
+                "hdet.lightning.Search(total_steps=...), in steps of the one that is searched"
+            )
+        steps = trainer.estimated_stepping_batches
+        if math.isfinite(steps) and steps > 0:
+            return int(steps) - self._began_at
+        if "schedule" in options and options["schedule"] is None:
+            return None
+        raise ConfigError(
+            "the Trainer does not know its length (no max_steps, and no end of epochs); give Trainer(max_steps=...) or "
+            "hdet.lightning.Search(total_steps=...)"
+        )
+
+    def _ride_on(self, trainer: Trainer) -> None:
+        """A training step is a pass: it may call parts of the module one by one, and never the module itself."""
+        strategy: Any = trainer.strategy
+        inner, search = strategy.training_step, self.search
+        assert search is not None
+
+        def training_step(*arguments: Any, **keywords: Any) -> Any:
+            return search.training_pass(lambda: inner(*arguments, **keywords))
+
+        strategy.training_step = training_step
+
+    def _leave(self, trainer: Trainer) -> None:
+        vars(trainer.strategy).pop("training_step", None)
+        if self.search is not None:
+            self.search.detach()
+
+
+def _found(trainer: Trainer, optimizer: Optimizer, *, follows: bool) -> dict[str, Any]:
+    """What the Trainer says of accumulation, and of the schedule to follow, as options of `hdet.attach`."""
+    accumulated = trainer.accumulate_grad_batches
+    configs = [config for config in trainer.lr_scheduler_configs if config.scheduler.optimizer is optimizer]
+    automatic = trainer.lightning_module.automatic_optimization
+    options: dict[str, Any] = {"micro_batches": accumulated if automatic else 1}
+    if not follows or not configs:
+        return options
+    if not automatic:
+        options["schedule"] = None  # when its scheduler steps is the module's own affair
+    elif len(configs) == 1 and isinstance(configs[0].scheduler, LRScheduler) and not configs[0].reduce_on_plateau:
+        (config,) = configs
+        if config.interval == "step":
+            every = math.lcm(config.frequency, accumulated) // accumulated
+        else:
+            every = math.ceil(trainer.num_training_batches / accumulated) * config.frequency
+        options.update(scheduler=config.scheduler, scheduler_every=every)
+    else:
+        options["schedule"] = None  # several, or one that waits for a metric: nobody knows where they go
+    return options
+
+
+def _searched(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> nn.Module:
+    """The model as it is wrapped; of several optimizers' the smallest part that holds all that this one trains."""
+    if len(trainer.optimizers) == 1:
+        assert trainer.strategy.model is not None
+        return trainer.strategy.model
+    if trainer.world_size > 1:
+        raise ConfigError(
+            f"there are {len(trainer.optimizers)} optimizers and {trainer.world_size} processes; several optimizers "
+            f"are searched in one process only"
+        )
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    holding = [part for part in module.modules() if trained <= {id(p) for p in part.parameters()}]
+    return min(holding, key=lambda part: sum(1 for _ in part.parameters()), default=module)

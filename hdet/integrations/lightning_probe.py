@@ -1,0 +1,147 @@
+"""A probe out of a LightningModule: its own validation loss, on the first batches of a DataLoader."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DistributedSampler
+from torchmetrics import Metric
+
+from hdet.errors import ConfigError
+from hdet.signals import Probe
+
+SUB_BATCHES = 8
+
+
+def judge(trainer: Trainer, module: LightningModule, probe: Probe | Iterable[Any], name: str, seed: int) -> Probe:
+    """The probe on this module, on its device and in the Trainer's precision.
+
+    Args:
+        probe: given the LightningModule, whatever wraps it; or a DataLoader, for the module's `validation_step`.
+        name: under which `validation_step` logs its loss, where it returns none.
+        seed: of a shuffling DataLoader.
+
+    Raises:
+        ConfigError: the module has no `validation_step`, or the DataLoader too few batches.
+    """
+    if isinstance(probe, Probe):
+
+        def own(model: nn.Module, batch: Any) -> Tensor:
+            with trainer.precision_plugin.forward_context():
+                return probe.loss(module, batch)
+
+        return Probe(own, probe.batches, probe.at, probe.stride)
+    if not is_overridden("validation_step", module):
+        raise ConfigError(
+            f"{type(module).__name__} has no validation_step to judge the probe's batches by; define one, or give "
+            f"probe=hdet.Probe(loss, batches) with loss(module, batch)"
+        )
+    batches = [
+        trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+        for batch in _first(probe, seed)
+    ]
+
+    def validation_loss(model: nn.Module, numbered: tuple[int, Any]) -> Tensor:
+        index, batch = numbered
+        logged: dict[str, Any] = {}
+        with _as_it_was(module), _logging_into(logged, module), trainer.precision_plugin.val_step_context():
+            returned = module.validation_step(batch, index)
+        found = returned.get("loss") if isinstance(returned, dict) else returned
+        found = logged.get(name) if found is None else found
+        if not isinstance(found, Tensor) or found.dim() != 0:
+            raise ConfigError(
+                f"validation_step returns no loss and logs none as {name!r} (it logs {sorted(logged)}); return the "
+                f"loss, give hdet.lightning.Search(loss=...) the name it is logged under, or a "
+                f"probe=hdet.Probe(loss, batches)"
+            )
+        return found
+
+    return Probe(validation_loss, list(enumerate(batches)))
+
+
+def _first(loader: Iterable[Any], seed: int) -> list[Any]:
+    """A loader's first 8 batches, the same on every process and at every resume; a smaller last one is left out."""
+    if isinstance(getattr(loader, "sampler", None), DistributedSampler):
+        raise ConfigError(
+            "the probe's DataLoader has a DistributedSampler, and every process must judge by the same batches; give "
+            "one without"
+        )
+    with isolate_rng():
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        batches = list(islice(iter(loader), SUB_BATCHES))
+    sizes = [
+        next((leaf.shape[:1] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None) for batch in batches
+    ]
+    batches = [batch for batch, size in zip(batches, sizes, strict=True) if size == sizes[0]]
+    if len(batches) < 2:
+        raise ConfigError(
+            f"the probe's DataLoader gives {len(batches)} full batches, and their scatter, of at least 2, is the "
+            f"standard error; 8 do well: take a smaller batch_size"
+        )
+    return batches
+
+
+@contextmanager
+def _logging_into(logged: dict[str, Any], module: LightningModule) -> Iterator[None]:
+    """What a module logs is kept here, and reaches no logger."""
+
+    def log(name: str, value: Any, *_: Any, **__: Any) -> None:
+        logged[name] = value
+
+    def log_dict(dictionary: dict[str, Any], *_: Any, **__: Any) -> None:
+        logged.update(dictionary)
+
+    own: Any = module
+    own.log, own.log_dict = log, log_dict
+    try:
+        yield
+    finally:
+        del own.log, own.log_dict
+
+
+@contextmanager
+def _as_it_was(module: LightningModule) -> Iterator[None]:
+    """Metrics, and lists, dicts and numbers on the module, hold after the block what they held before it."""
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    states = [{name: _copied(vars(one)[name]) for name in _state_names(one)} for one in metrics]
+    own = {name: (value, copy.copy(value)) for name, value in vars(module).items() if _is_plain(name, value)}
+    try:
+        yield
+    finally:
+        for one, state in zip(metrics, states, strict=True):
+            for name, value in state.items():
+                object.__setattr__(one, name, value)
+        for name, (value, before) in own.items():
+            if isinstance(value, list):
+                value[:] = before
+            elif isinstance(value, (dict, set)):
+                value.clear()
+                value.update(before)
+            setattr(module, name, value)
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    return not name.startswith("_") and isinstance(value, (list, dict, set, int, float))
+
+
+def _state_names(metric: Metric) -> list[str]:
+    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache", "_cache"]
+    return [name for name in names if name in vars(metric)]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)

@@ -1,0 +1,221 @@
+"""Lightning: one callback, beside everything that the Trainer does itself."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning_job import HELD, PER_EPOCH, Classifier, fit, loader, search
+from torch import nn
+from torch.nn import functional as F
+
+import hdet
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec"),
+    pytest.mark.filterwarnings("ignore:.*log_every_n_steps"),
+]
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("none", {}),
+    "one cycle, accumulated, clipped, validated inside epochs": (
+        "step",
+        {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1, "val_check_interval": 4},
+    ),
+    "by epochs, a ragged last step, bfloat16": ("epoch", {"accumulate_grad_batches": 5, "precision": "bf16-mixed"}),
+    "plateau": ("plateau", {"max_epochs": 3}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_held_it_is_the_run_without_it_bit_for_bit(name: str, tmp_path: Path, assert_same: Any) -> None:
+    schedule, options = SETTINGS[name]
+    plain = fit(tmp_path, Classifier(schedule), **options)
+    explored = search(knobs=HELD, **({"schedule": None} if schedule == "none" else {}))
+    assert_same(fit(tmp_path, Classifier(schedule), explored, **options), plain)
+    assert len(explored.search.history) >= 1
+    assert {"learning_rate", "weight_decay", "dropout"} == set(explored.search.shifts)
+    steps = options.get("max_epochs", 2) * math.ceil(PER_EPOCH / options.get("accumulate_grad_batches", 1))
+    assert explored.search.engine.step_count == steps
+    assert explored.search.finished or schedule in ("none", "plateau")
+
+
+class Whole(Classifier):
+    """Calls itself twice in a training step, which is one pass all the same."""
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.network(inputs)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return (F.cross_entropy(self(batch[0]), batch[1]) + F.cross_entropy(self(batch[0]), batch[1])) / 2
+
+
+def records(history: hdet.History) -> list[dict[str, Any]]:
+    found = [dict(vars(record)) for record in history]
+    for record in found:
+        del record["seconds"], record["closing"]
+    return found
+
+
+def test_a_training_step_is_a_pass_however_often_it_calls_the_model(tmp_path: Path, assert_same: Any) -> None:
+    found = []
+    for module in (Classifier, Whole):
+        explored = search(knobs=[hdet.Dropout()])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Whole, "loss", lambda self, batch: F.cross_entropy(self(batch[0]), batch[1]))
+            fit(tmp_path, module("step"), explored, accumulate_grad_batches=2, gradient_clip_val=0.05)
+        found.append(records(explored.search.history))
+        assert any(record["estimates"]["dropout"]["stderr"] for record in found[-1])
+    assert found[0] == found[1]
+    fit(tmp_path, Whole("step"), explored := search(), accumulate_grad_batches=2)
+    assert explored.search.finished
+
+
+@pytest.mark.parametrize("schedule", ["none", "step", "epoch"])
+def test_resumed_from_the_trainers_own_checkpoint_it_is_the_same_run(
+    schedule: str, tmp_path: Path, assert_same: Any
+) -> None:
+    kept = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=7, save_top_k=-1)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "epochs": 4, "val_check_interval": 4}
+    straight = search()
+    states = fit(tmp_path, Classifier(schedule), straight, kept, enable_checkpointing=True, **options)
+    path = tmp_path / "step=14.ckpt"  # in mid-epoch and in mid-window
+    again = search()
+    assert_same(fit(tmp_path, Classifier(schedule), again, resumed=path, **options), states)
+    assert again.search.shifts == straight.search.shifts
+    assert again.search.shifts["learning_rate"].factor != 1.0
+    assert records(again.search.history)[-1] == records(straight.search.history)[-1]
+
+
+def test_what_closed_is_logged_by_the_modules_names(tmp_path: Path) -> None:
+    explored = search()
+    logger = CSVLogger(tmp_path)
+    module = Classifier("step")
+    fit(tmp_path, module, explored, logger=logger, log_every_n_steps=1)
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    column = rows[0].split(",").index("hdet/value/learning_rate")
+    logged = [float(row.split(",")[column]) for row in rows[1:] if row.split(",")[column]]
+    assert logged[-1] == pytest.approx(explored.search.shifts["learning_rate"].value, rel=1e-6)
+    assert {"hdet/factor/dropout", "hdet/window/loss", "hdet/now/weight_decay"} <= set(rows[0].split(","))
+    assert math.isfinite(module.trainer.callback_metrics["hdet/factor/learning_rate"])
+
+
+def test_the_validation_loss_may_be_logged_instead_of_returned(tmp_path: Path) -> None:
+    found = []
+    for logs in (False, True):
+        explored = search()
+        fit(tmp_path, Classifier("step", logs=logs), explored)
+        found.append(records(explored.search.history))
+    assert found[0] == found[1]
+
+
+def test_a_probe_of_hdets_is_given_the_module(tmp_path: Path) -> None:
+    given: list[LightningModule] = []
+
+    def loss(module: LightningModule, batch: Any) -> torch.Tensor:
+        given.append(module)
+        return module.loss(batch)  # type: ignore[operator, no-any-return]
+
+    module = Classifier("step")
+    explored = search(probe=hdet.Probe(loss, list(loader(64, seed=2))))
+    fit(tmp_path, module, explored)
+    assert given
+    assert all(one is module for one in given)
+    straight = search()
+    fit(tmp_path, Classifier("step"), straight)
+    assert records(straight.search.history) == records(explored.search.history)
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    for options in ({}, {"max_steps": 5}):
+        module = Classifier("step")
+        explored = search(total_steps=24)
+        trainer = Trainer(
+            accelerator="cpu",
+            max_epochs=2,
+            callbacks=[explored],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **options,  # type: ignore[arg-type]
+        )
+        trainer.fit(module, loader(), loader(32, seed=3))
+        assert "training_step" not in vars(trainer.strategy)
+        assert "log" not in vars(module)
+        assert not module._forward_pre_hooks
+        assert module.network[2].p == 0.2
+        assert explored.search.engine.step_count == trainer.global_step
+
+
+class Two(Classifier):
+    """Two optimizers, stepped by the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.automatic_optimization = False
+        self.other = nn.Linear(4, 3)
+
+    def training_step(self, batch: Any, index: int) -> None:
+        for module, optimizer in zip((self.network, self.other), self.optimizers(), strict=True):  # type: ignore[arg-type]
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(module(batch[0]), batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), lr=1e-4) for part in (self.network, self.other)]
+
+
+def test_of_several_optimizers_the_one_that_is_said_is_searched(tmp_path: Path) -> None:
+    probe = hdet.Probe(
+        lambda module, batch: F.cross_entropy(module.other(batch[0]), batch[1]), list(loader(64, seed=2))
+    )
+    explored = search(probe=probe, optimizer=1, total_steps=24)
+    module = Two()
+    fit(tmp_path, module, explored)
+    assert explored.search.finished
+    assert explored.search.optimizer is module.trainer.optimizers[1]
+    assert explored.search.model is module.other
+    assert set(explored.search.shifts) == {"learning_rate", "weight_decay"}
+    assert explored.search.shifts["learning_rate"].factor > 1.5
+
+
+class Unjudged(Classifier):
+    validation_step = LightningModule.validation_step  # type: ignore[assignment]
+
+
+class Silent(Classifier):
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_accuracy", 1.0)
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
+    "several optimizers": (Two, {}, {}, r"returns 2 optimizers \(0: AdamW, 1: AdamW\); say which one is searched"),
+    "no such optimizer": (Two, {"optimizer": 2}, {}, "optimizer=2, and configure_optimizers returns 2"),
+    "several optimizers' length": (Two, {"optimizer": 1}, {}, r"Search\(total_steps=...\), in steps of the one"),
+    "no length": (Classifier, {}, {"epochs": -1}, "the Trainer does not know its length"),
+    "no validation step": (Unjudged, {}, {}, "Unjudged has no validation_step"),
+    "no loss": (Silent, {}, {}, r"logs none as 'val_loss' \(it logs \['val_accuracy'\]\)"),
+    "one batch": (Classifier, {"probe": loader(8, seed=2)}, {}, "gives 1 full batches"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_and_says_the_way_out(name: str, tmp_path: Path) -> None:
+    module, options, trainer, message = REFUSED[name]
+    with pytest.raises(hdet.ConfigError, match=message):
+        fit(tmp_path, module() if module is Two else module("none"), search(**options), **trainer)
+
+
+def test_options_are_checked_when_they_are_given() -> None:
+    with pytest.raises(hdet.ConfigError, match=r"no such option: \['knob'\]; there are \['anchor'"):
+        search(knob=[])
+    with pytest.raises(hdet.ConfigError, match=r"probe is an hdet.Probe or a DataLoader, got int"):
+        search(probe=3)
