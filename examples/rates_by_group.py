@@ -1,0 +1,48 @@
+"""One learning rate for each parameter group, each found by itself.
+
+    python examples/rates_by_group.py --steps 300
+
+The head of a network often wants another rate than its body. Each group keeps the rate that it was given as its start.
+"""
+
+import argparse
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hdet
+
+CENTRES = torch.randn(10, 20, generator=torch.Generator().manual_seed(0))
+
+
+def examples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = torch.randint(10, (count,))
+    return CENTRES[labels] + 2 * torch.randn(count, 20), labels
+
+
+def train(steps: int) -> hdet.Search:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+    groups = [
+        {"params": model[0].parameters(), "lr": 1e-4, "name": "body"},
+        {"params": model[2].parameters(), "lr": 1e-3, "name": "head"},
+    ]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
+    held_out = [examples(64) for _ in range(8)]
+    probe = hdet.Probe(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), held_out)
+    search = hdet.attach(model, optimizer, probe=probe, total_steps=steps, rates="groups", exclude=["weight_decay"])
+
+    for _ in range(steps):
+        inputs, labels = examples(32)
+        search.loss(F.cross_entropy(model(inputs), labels)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return search
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    for name, learned in train(parser.parse_args().steps).shifts.items():
+        print(f"{name}: {learned}")
