@@ -88,7 +88,7 @@ from hdet.windows import FixedWindow, GrowingWindow, Windows
 
 __version__ = "0.1.0"
 
-_INTEGRATIONS = frozenset({"lightning"})
+_INTEGRATIONS = frozenset({"lightning", "transformers"})
 
 
 def __getattr__(name: str) -> ModuleType:

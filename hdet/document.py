@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hdet.errors import ConfigError, MissingExtraError
 from hdet.spec import Spec
+
+DEEPEST = 100
+"""Dots in the path of an assignment."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -56,9 +59,29 @@ def parse(text: str, *, name: str) -> Any:
         list("-+.0123456789"),
     )
     try:
-        return yaml.load(text, Loader=Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is not valid YAML: {error}") from None
+        value = yaml.load(text, Loader=Loader)
+        for part in _texts(value):
+            part.encode()
+        return value
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} holds half of a character (a lone surrogate), which no file can hold") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply to be a declaration") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date such as 2020-13-45 is a ValueError
+        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings in a value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, (list, set)):
+        for item in value:
+            yield from _texts(item)
 
 
 def dump(spec: Spec) -> str:
@@ -83,6 +106,8 @@ def override(given: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, 
     """
     result: Any = dict(given)
     for assignment in assignments:
+        if assignment.count(".") > DEEPEST:
+            raise ConfigError(f"--set {assignment[:40]}...: no field lies deeper than {DEEPEST} dots")
         path, equals, text = assignment.partition("=")
         if not equals or not path:
             raise ConfigError(f"--set takes path=value, such as optimizer.lr=1e-3; got {assignment!r}")
@@ -97,7 +122,7 @@ def _placed(here: Any, path: list[str], value: Any, assignment: str) -> Any:
         return value
     key, rest = path[0], path[1:]
     if isinstance(here, list):
-        if not key.isdigit() or int(key) >= len(here):
+        if not re.fullmatch("[0-9]{1,9}", key) or int(key) >= len(here):
             raise ConfigError(
                 f"--set {assignment}: the list has {len(here)} entries, to be named 0 to {len(here) - 1}, not {key!r}"
             )

@@ -13,7 +13,8 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from importlib.metadata import entry_points
 from inspect import isabstract
 from typing import Any, ClassVar, TypeVar, cast
@@ -62,7 +63,7 @@ class Spec(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise ConfigError(_explain(type(self), error)) from None
+            raise ConfigError(_explain(type(self), error)) from _cause(error)
 
     @classmethod
     def from_dict(cls: type[S], given: object) -> S:
@@ -162,8 +163,20 @@ def lookup(root: type[Spec], kind: str) -> type[Spec]:
     """
     known = root._members if kind in root._members else members(root)
     if kind not in known:
-        raise ConfigError(f"no {root.family} is called {kind!r}; there are {sorted(known)}")
+        raise ConfigError(f"no {root.family} is called {kind!r}; there are {sorted(known)}{meant(kind, known)}")
     return known[kind]
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """What a message says of a name that is not known: the one that comes near it, if one does.
+
+    >>> meant("learning_rat", ["dropout", "learning_rate"])
+    "; did you mean 'learning_rate'?"
+    >>> meant("colour", ["dropout"])
+    ''
+    """
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _explain(spec: type[Spec], error: ValidationError) -> str:
@@ -172,8 +185,15 @@ def _explain(spec: type[Spec], error: ValidationError) -> str:
         where = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            message = f"no such field; there are {sorted(spec.model_fields)}"
+            near = meant(str(item["loc"][-1]), spec.model_fields)
+            message = f"no such field; there are {sorted(spec.model_fields)}{near}"
         told = item["type"] == "missing" or isinstance(item.get("ctx", {}).get("error"), ConfigError)
         given = "" if told else f" (given: {item['input']!r})"
         lines.append(f"{where + ': ' if where else ''}{message}{given}")
     return f"{spec.kind or spec.__name__}: " + "; ".join(lines)
+
+
+def _cause(error: ValidationError) -> BaseException | None:
+    """What a validator's own error came from, such as the failure of a user's module."""
+    raised = (item.get("ctx", {}).get("error") for item in error.errors(include_url=False))
+    return next((one.__cause__ for one in raised if isinstance(one, Exception)), None)

@@ -57,6 +57,12 @@ def test_a_declaration_survives_yaml(lr: float, decay: float, beta: float) -> No
         ("- 1\n- 2\n", "expected a mapping of the run's fields, got list"),
         ("", "got NoneType"),
         ("a: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
+        ("a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("a: 2020-13-45\n", "not valid YAML: month must be in"),
+        ("a: " + "9" * 5000, "not valid YAML: Exceeds the limit"),
+        ('a: "\\uD800"\n', "half of a character"),
+        ('{"\\uD800": 1}\n', "half of a character"),
+        ("a: \x1b[2J\n", "not valid YAML: unacceptable character"),
     ],
 )
 def test_a_file_that_cannot_be_is_named(tmp_path: Path, text: str, message: str) -> None:

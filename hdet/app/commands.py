@@ -34,7 +34,10 @@ def _version(asked: bool) -> None:
 
 @application.callback()
 def hdet_command(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show an error's traceback; may stand anywhere.")] = False,
 ) -> None:
     """Online hyperparameter search inside one training run."""
 

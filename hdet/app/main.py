@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from hdet.errors import ConfigError, HdetError, MissingExtraError
+
+DEBUG = "--debug"
 
 REFUSED = 2
 FAILED = 1
@@ -16,8 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; `python -m hdet` and the script `hdet` both come here.
 
     Exits with 0 when all went well, 2 when something given cannot be (nothing was written then), 1 when a
-    run failed, 130 when it was interrupted.
+    run failed, 130 when it was interrupted. `--debug`, anywhere on the line, shows an error's traceback.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    rest = [argument for argument in given if argument != DEBUG]
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a user's own tasks and knobs lie in the working directory
     try:
@@ -27,7 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if error.name in ("typer", "rich"):
                 raise MissingExtraError(error.name, "cli") from None
             raise
-        application(args=None if arguments is None else list(arguments))
+        application(args=rest)
     except HdetError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if rest != given:
+            traceback.print_exc()
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(REFUSED if isinstance(error, (ConfigError, MissingExtraError)) else FAILED)
+
+
+def one_line(text: str) -> str:
+    """A text that a terminal shows on one line and does not obey.
+
+    >>> one_line("no knob\\n  'a\\x1b[2J'")
+    "no knob 'a\\\\x1b[2J'"
+    """
+    words = " ".join(text.split())
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in words)

@@ -22,11 +22,16 @@ def declared(argument: str, given: object, *kinds: type) -> None:
 
 
 def unique_names(knobs: Sequence[Knob]) -> None:
-    """Two knobs of one name would share designs and history."""
+    """Two knobs of one name would share designs and history; a terminal would obey what it cannot print."""
     names = [knob.label for knob in knobs]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two knobs are called {name!r}; give one of them name=...")
+        if not name.isprintable():
+            raise ConfigError(
+                f"a knob is called {name!r}, which cannot be printed; give it name=..., or the parameter group or "
+                f"module that it is called after another name"
+            )
 
 
 def separate_targets(knobs: Sequence[BoundKnob]) -> None:

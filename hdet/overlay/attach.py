@@ -20,7 +20,7 @@ from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.rates import RATE, Rates
 from hdet.overlay.search import Search
 from hdet.overlay.surroundings import home
-from hdet.overlay.told_schedule import Follower, Told
+from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
 from hdet.recipes.recommended import DEFAULT_GUARD, choose, describe, own_schedule
 from hdet.replicas import Replicas
 from hdet.signals import Objective, Probe
@@ -170,8 +170,7 @@ def _inner(optimizer: Any) -> Optimizer:
     Raises:
         ConfigError: it is none, or several.
     """
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = optimizer.optimizer
+    optimizer = bare_optimizer(optimizer)
     if isinstance(optimizer, (list, tuple, dict)):
         raise ConfigError(
             "hdet.attach takes one optimizer, got several; attach one search to each model and its optimizer, or put "

@@ -135,7 +135,9 @@ class Follower:
                 f"scheduler= takes a torch.optim.lr_scheduler.LRScheduler, got {type(scheduler).__name__}; give "
                 f"schedule=None to follow what something else writes, or schedule=hdet.Cosine(...) for one of hdet's"
             )
-        if getattr(self.scheduler, "optimizer", optimizer) is not optimizer:
+        # A trainer may have given its scheduler the optimizer that it wraps torch's in.
+        self._stepped = getattr(self.scheduler, "optimizer", optimizer)
+        if bare_optimizer(self._stepped) is not optimizer:
             raise ConfigError(
                 "the scheduler belongs to another optimizer; give hdet.attach the optimizer that it steps"
             )
@@ -155,7 +157,7 @@ class Follower:
         """What `read` gives after 0, 1, 2, ... steps of the scheduler, until `total_steps` optimizer steps are over."""
         shadow = _shadow(self.optimizer)
         try:
-            scheduler = copy.deepcopy(self.scheduler, {id(self.optimizer): shadow})
+            scheduler = copy.deepcopy(self.scheduler, {id(self.optimizer): shadow, id(self._stepped): shadow})
         except Exception as error:
             raise ConfigError(
                 f"{type(self.scheduler).__name__} cannot be copied, and so not be simulated ahead ({error}); give "
@@ -182,6 +184,13 @@ def bare(scheduler: Any) -> Any:
     while not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) and hasattr(scheduler, "scheduler"):
         scheduler = scheduler.scheduler
     return scheduler
+
+
+def bare_optimizer(optimizer: Any) -> Any:
+    """The torch optimizer inside a trainer's wrapper."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _shadow(optimizer: Optimizer) -> Optimizer:

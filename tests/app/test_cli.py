@@ -93,6 +93,26 @@ def test_without_knobs_the_recipe_is_taken_and_told(declared: Path, capsys: pyte
         (["digits.yaml", "--set", "replicas=1"], "at least 2 replicas"),
         (["digits.yaml", "--set", "schedule.total_steps=5"], "ends after 5 steps and the run has 24"),
         (["digits.yaml", "--resume"], "nothing to resume"),
+        (
+            ["digits.yaml", "--set", "stepz=3"],
+            "; did you mean 'steps'?",
+        ),
+        (["digits.yaml", "--set", "knobs.0.kind=drop_out"], "; did you mean 'dropout'?"),
+        (["digits.yaml", "--set", "knobs.0\u00b2=3"], "the list has 2 entries, to be named 0 to 1, not '0\u00b2'"),
+        (["digits.yaml", "--set", f"knobs.{'9' * 5000}=3"], "the list has 2 entries"),
+        (["digits.yaml", "--set", "a." * 5000 + "b=3"], "no field lies deeper than 100 dots"),
+        (["digits.yaml", "--set", "imports=5"], "imports: a list of modules is expected"),
+        (["digits.yaml", "--set", "imports=[5]"], "imports: a list of modules is expected"),
+        (["digits.yaml", "--set", "imports=json"], "imports: a list of modules is expected"),
+        (["digits.yaml", "--set", "imports=[.odd]"], "'.odd' is no name of a module"),
+        (["digits.yaml", "--set", "imports=[this_is_absent]"], "there is no module 'this_is_absent'"),
+        (
+            ["digits.yaml", "--set", 'knobs.0={kind: learning_rate, name: "\\e[2J"}'],
+            "'\\x1b[2J', which cannot be printed",
+        ),
+        (["digits.yaml", "--set", 'knobs.0={kind: learning_rate, name: "\\uD800"}'], "half of a character"),
+        (["digits.yaml", "--set", "device=\ud800"], "not valid YAML: unacceptable character"),
+        (["digits.yaml", "--set", "task={kind: imported, path: 'json:lods'}"], "has no 'lods'; did you mean 'loads'?"),
         (["absent.yaml"], "cannot read absent.yaml"),
     ],
 )
@@ -105,6 +125,21 @@ def test_bad_input_is_one_line_exit_2_and_writes_nothing(
     assert message in said
     assert said.count("\n") == 1
     assert [path.name for path in declared.iterdir()] == ["digits.yaml"]
+
+
+def test_a_module_that_fails_when_it_is_imported_is_named_and_debug_shows_where(
+    declared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (declared / "broken_kinds.py").write_text("def deep():\n    raise LookupError('no such table')\ndeep()\n")
+    assert run("digits.yaml", "--set", "imports=[broken_kinds]") == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "importing 'broken_kinds' raised LookupError: no such table; --debug shows where" in said
+    assert run("digits.yaml", "--set", "imports=[broken_kinds]", "--debug") == 2
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "in deep" in said
+    assert said.splitlines()[-1].startswith("error: digits.yaml: imports: importing")
 
 
 def test_unknown_options_exit_2(declared: Path) -> None:

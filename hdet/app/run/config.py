@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import nn
 
+from hdet.app.modules import imported
 from hdet.app.run.optimizer import AdamW, Optimizer
 from hdet.app.run.signal import Probe, Signal
 from hdet.app.tasks import Task
@@ -90,13 +90,11 @@ class RunConfig(Spec):
         if not isinstance(given, Mapping):
             return given
         resolved = dict(given)
-        for module in resolved.get("imports") or ():
-            try:
-                import_module(str(module))
-            except ModuleNotFoundError as error:
-                raise ValueError(
-                    f"imports: there is no module {error.name!r}; start hdet in the folder that holds it"
-                ) from None
+        modules = resolved.get("imports") or ()
+        if not isinstance(modules, (list, tuple)) or not all(isinstance(module, str) for module in modules):
+            raise ValueError(f"imports: a list of modules is expected, such as [my_knobs], got {modules!r}")
+        for module in modules:
+            imported(module, asked_by="imports")
         if isinstance(resolved.get("window"), int):
             resolved["window"] = {"kind": "fixed", "steps": resolved["window"]}
         if resolved.get("knobs") in (None, "recommended"):
@@ -180,7 +178,11 @@ class RunConfig(Spec):
         given = override(read(Path(path)), assignments)
         if seed is not None:
             given["seed"] = seed
-        return cls.from_dict(given)
+        try:
+            return cls.from_dict(given)
+        except ConfigError as error:
+            said = str(error).removeprefix(f"{cls.__name__}: ")  # the file's reader knows no classes
+            raise ConfigError(f"{path}: {said}") from error.__cause__
 
 
 def _completed(schedule: str | Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:

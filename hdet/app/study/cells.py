@@ -100,7 +100,7 @@ def shard(everything: Sequence[Cell], part: str) -> list[Cell]:
         ConfigError: not "i/n" with 1 <= i <= n.
     """
     index, _, count = part.partition("/")
-    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+    if not re.fullmatch("[0-9]{1,9}/[0-9]{1,9}", part) or not 1 <= int(index) <= int(count):
         raise ConfigError(f"--shard takes i/n with 1 <= i <= n, such as 1/4; got {part!r}")
     keys = list(dict.fromkeys(cell.key for cell in everything))
     mine = set(keys[int(index) - 1 :: int(count)])

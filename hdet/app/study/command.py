@@ -22,7 +22,7 @@ from rich.progress import (
 )
 
 from hdet import __version__
-from hdet.app.study import pictures, runner, statistics, tables
+from hdet.app.study import pictures, runner, starts, statistics, tables
 from hdet.app.study.cells import Cell, Timer, cells, shard
 from hdet.app.study.declaration import Study, label
 from hdet.app.study.folder import StudyFolder, tolerated
@@ -56,6 +56,7 @@ def ablate(
     began_by = folder.begin(shown)
     if began_by != __version__:
         _print(console, f"warning: {folder.path} was begun by hdet {began_by}, and this is {__version__}")
+    starts.make_missing(declared, runner.pending(folder, mine), partial(_print, console))
     errors = _run(console, folder, mine, jobs, shown.metrics)
     problems = summarise(folder, shown, everything)
     for metric in shown.metrics:
@@ -208,6 +209,9 @@ def _show_cost(console: Console, folder: StudyFolder, mine: list[Cell], jobs: in
         console,
         f"{len(mine)} cells, {len(seen)} different runs, {len(todo)} to run: {about} with --jobs {jobs}",
     )
+    first = starts.missing([cell for cell in mine if cell.key in todo])
+    if first:
+        _print(console, f"{len(first)} checkpoints that they set out from are made first, such as {next(iter(first))}")
 
 
 def _print(console: Console, *lines: str) -> None:

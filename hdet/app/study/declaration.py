@@ -54,6 +54,18 @@ class Quick(Spec):
     budget: Budget | None = None
 
 
+class Prepare(Spec):
+    """The runs whose models the cells set out from (`start:` in a run), made where these are missing.
+
+    Attributes:
+        run: the YAML file of such a run, relative to the study's; `{task}` in it stands for the kind of a cell's task.
+        seed: added to a cell's seed, it is the seed of the run that the cell sets out from.
+    """
+
+    run: str
+    seed: int = Field(default=0, ge=0)
+
+
 class Study(Spec):
     """A grid over any fields of a run, times seeds.
 
@@ -64,6 +76,7 @@ class Study(Spec):
         script: instead of `base`, a user's own command as a list of words; `{seed}`, `{out}` and each
             factor's name in braces are filled in. It writes `{out}/result.json`: `{"test_loss": 1.5, ...}`.
             Paths in it are relative to the folder that hdet is started in.
+        prepare: the runs that make the checkpoints of `start:` in `base`; without it these must be there.
         grid: for each path of a run's field (or name of a script's factor), its values; as a mapping, the
             values by the names they go by in tables.
         variants: named bundles of fields, one more factor called "variant"; laid over the grid's.
@@ -84,6 +97,7 @@ class Study(Spec):
     name: str = Field(pattern=r"^[\w.-]+$")
     base: dict[str, Any] | str | None = None
     script: tuple[str, ...] | None = None
+    prepare: Prepare | None = None
     grid: dict[str, list[Any] | dict[str, Any]] = Field(default_factory=dict)
     variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
     seeds: int | tuple[int, ...] = 5
@@ -188,11 +202,15 @@ class Study(Spec):
         given = read(Path(path))
         if isinstance(given.get("base"), str):
             given["base"] = read(Path(path).parent / given["base"])
+        prepare = given.get("prepare")
+        if isinstance(prepare, dict) and isinstance(prepare.get("run"), str):
+            given["prepare"] = {**prepare, "run": str(Path(path).parent / prepare["run"])}
         given.setdefault("name", Path(path).stem)
         try:
             return cls.from_dict(given)
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+            said = str(error).removeprefix(f"{cls.__name__}: ")
+            raise ConfigError(f"{path}: {said}") from error.__cause__
 
 
 def label(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -18,6 +17,7 @@ from hdet.app.run.config import RunConfig
 from hdet.app.run.folder import RunFolder
 from hdet.app.run.loop import Training, Watcher
 from hdet.errors import ConfigError
+from hdet.files import replace
 from hdet.history import WindowRecord
 
 # The first of them pays for what is made at the first call, and is thrown away.
@@ -36,7 +36,8 @@ def seconds_per_step(config: RunConfig, *, threads: int | None = None) -> float:
     """
     window = max(1, min(LONGEST_WINDOW, config.window.length(0), config.steps // TIMED_WINDOWS))
     steps = min(config.steps, TIMED_WINDOWS * window)
-    short = RunConfig.from_dict({**config.to_dict(), "steps": steps, "window": window})
+    # From where it sets out makes no difference to its time, and a dry run may come before that is made.
+    short = RunConfig.from_dict({**config.to_dict(), "steps": steps, "window": window, "start": None})
     workload = short.task.build(seed=short.seed, batch_size=short.batch_size, device=short.device)
     training, clock = Training(short, workload), _Clock()
     before = torch.get_num_threads()
@@ -80,9 +81,7 @@ class Timings:
             self._known[text] = self._measure(config)
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                aside = self._path.with_name(self._path.name + ".part")
-                aside.write_text(json.dumps(self._known))
-                os.replace(aside, self._path)
+                replace(self._path, json.dumps(self._known).encode())
         return self._known[text]
 
 

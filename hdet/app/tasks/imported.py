@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from inspect import signature
 from typing import Any
 
 from pydantic import Field
 
+from hdet.app.modules import imported
 from hdet.app.tasks.task import Task, Workload
 from hdet.errors import ConfigError
-from hdet.spec import register
+from hdet.spec import meant, register
 
 WORKLOAD = ("facts", "model", "groups", "batch", "loss", "probe", "test_loss")
 
@@ -29,15 +29,11 @@ class Imported(Task):
 
     def build(self, *, seed: int, batch_size: int, device: str = "cpu") -> Workload:
         module_name, function_name = self.path.split(":")
-        try:
-            function = getattr(import_module(module_name), function_name)
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"task {self.path!r}: there is no module {error.name!r}; start hdet in the folder that holds "
-                f"it, or install it"
-            ) from None
-        except AttributeError:
-            raise ConfigError(f"task {self.path!r}: module {module_name!r} has no {function_name!r}") from None
+        module = imported(module_name, asked_by=f"task {self.path!r}")
+        function = getattr(module, function_name, None)
+        if function is None:
+            near = meant(function_name, vars(module))
+            raise ConfigError(f"task {self.path!r}: module {module_name!r} has no {function_name!r}{near}")
         given = {"seed": seed, "batch_size": batch_size, "device": device, **self.options}
         try:
             signature(function).bind(**given)

@@ -101,6 +101,25 @@ def test_a_study_leaves_runs_tables_and_pictures(ablate: Ablate, tmp_path: Path)
         assert kept.model.exists()
 
 
+def test_checkpoints_that_cells_set_out_from_are_made_and_a_dry_run_needs_none(ablate: Ablate, tmp_path: Path) -> None:
+    start = {**STUDY["base"], "start": str(tmp_path / "starts" / "{task}-{seed}" / "model.pt")}
+    run = {name: value for name, value in STUDY["base"].items() if name != "optimizer"}
+    (tmp_path / "first-imported.yaml").write_text(yaml.safe_dump({**run, "steps": 8}))
+    given = {"base": start, "prepare": {"run": "first-{task}.yaml", "seed": 100}}
+    assert "2 checkpoints that they set out from are made first" in ablate("--dry-run", **given)
+    assert not (tmp_path / "starts").exists()
+    with pytest.raises(SystemExit):
+        ablate(base=start)  # it does not say how they are made
+    assert "making " in ablate(**given)
+    made = tmp_path / "starts" / "imported-1"
+    assert RunConfig.load(made / "config.yaml").seed == 101
+    before = (made / "model.pt").read_bytes()
+    for folder in (tmp_path / "out" / "cells").iterdir():
+        assert RunFolder(folder).load_result() is not None
+    assert "making " not in ablate(**given, grid={"optimizer.lr": [0.05, 0.1, 0.2]})
+    assert (made / "model.pt").read_bytes() == before
+
+
 def test_a_dry_run_prints_cells_and_cost_and_leaves_no_trace(ablate: Ablate, tmp_path: Path) -> None:
     printed = ablate("--dry-run")
     assert "optimizer.lr=0.05  seed=1  12 steps  96 samples" in printed

@@ -1,0 +1,67 @@
+"""A probe made of a data set: the sub-batches of each window, the same in every process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from hdet.errors import ConfigError
+from hdet.replicas.random_numbers import seeded
+
+SUB_BATCHES = 8
+
+
+class Sample:
+    """Sub-batches of equal size for each window: fresh ones of a data set with a length, the first of a stream.
+
+    The examples of a window follow from its number, so that every process and a resume find the same.
+
+    Args:
+        data: examples by index, or an iterable of them.
+        examples: how many a window's sub-batches hold together, at most.
+        collate: a list of examples to a batch. What it draws from the generators of Python, NumPy and torch follows
+            from the window too, and leaves these generators as they were.
+
+    Raises:
+        ConfigError: there are fewer than 2 examples.
+    """
+
+    def __init__(self, data: Sequence[Any] | Iterable[Any], examples: int, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+        self._data: Any = data
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            self._data = list(islice(data, max(examples, SUB_BATCHES)))
+        held = len(self._data)
+        if held < 2:
+            raise ConfigError(f"the probe's data hold {held} examples; give at least 2, better as many as a batch has")
+        self._sub_batches = min(SUB_BATCHES, held)
+        self._size = max(1, min(examples, held) // self._sub_batches)
+
+    def __call__(self, window: int) -> list[Any]:
+        """The sub-batches of a window."""
+        chosen = random.Random(f"hdet.probe:{window}").sample(range(len(self._data)), self._sub_batches * self._size)
+        with _numbers_lent(window):
+            examples = [self._data[index] for index in chosen]
+            return [
+                self._collate(examples[start : start + self._size]) for start in range(0, len(examples), self._size)
+            ]
+
+
+@contextmanager
+def _numbers_lent(window: int) -> Iterator[None]:
+    """The global generators of the CPU are seeded by the window inside the block, and as they were after it."""
+    text = f"hdet.probe:{window}"
+    before = random.getstate(), np.random.get_state()
+    try:
+        with seeded([], text):
+            random.seed(text)
+            np.random.seed(window % 2**32)
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])

@@ -1,0 +1,242 @@
+"""hdet in the Trainer of Hugging Face Transformers: one callback."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from hdet.errors import CheckpointError, ConfigError, MissingExtraError
+from hdet.files import replaced
+from hdet.history import WindowRecord
+from hdet.integrations.dataset_probe import Sample
+from hdet.integrations.metrics import metrics
+from hdet.overlay import search as overlay
+from hdet.overlay.attach import attach
+from hdet.signals import Probe
+from hdet.user_warning import warn
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+except ImportError:
+    raise MissingExtraError("transformers", "transformers") from None
+
+OPTIONS = frozenset(inspect.signature(attach).parameters) - {"model", "optimizer", "probe", "total_steps"}
+
+
+class Search(TrainerCallback):
+    """Explores hyperparameters in a run of `transformers.Trainer`, which stays as it is.
+
+    The Trainer's scheduler goes on writing the learning rate and its logs go on showing what it wrote; hdet multiplies
+    in what it has learned just before each step of the optimizer. What the search holds lies beside the model in the
+    Trainer's checkpoints, and `resume_from_checkpoint` finds it there. Each window is logged under names that begin
+    with `hdet/`.
+
+    Args:
+        probe: held-out data, as the Trainer's `eval_dataset` is: collated and judged as the Trainer does it, without
+            label smoothing, about as many examples a window as one optimizer step trains on. Or an `hdet.Probe`.
+        options: of `hdet.attach`.
+
+    Attributes:
+        search: what `hdet.attach` returned, once training has begun.
+
+    >>> trainer.add_callback(hdet.transformers.Search(probe=eval_dataset))  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+    """
+
+    def __init__(self, probe: Any, **options: Any) -> None:
+        if unknown := sorted(options.keys() - OPTIONS):
+            raise ConfigError(f"no such option: {unknown}; there are {sorted(OPTIONS)}")
+        self.search: overlay.Search | None = None
+        self._probe = probe
+        self._options = options
+        self._begun_at = 0
+        self._unlogged: list[WindowRecord] = []
+        self._restore_step: Callable[[], None] = lambda: None
+        self._trainer: Trainer | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The Trainer has everything ready, resumed if it resumes."""
+        self._end()
+        trainer, folder = _calling()
+        _refuse(trainer)
+        saved = self._saved(args, state, folder) if state.global_step else None
+        self._begun_at = saved["begun_at"] if saved is not None else state.global_step
+        self._trainer = trainer
+        assert trainer.optimizer is not None  # made by now
+        self.search = attach(
+            trainer.model_wrapped,
+            trainer.optimizer,
+            probe=self._probe if isinstance(self._probe, Probe) else probe_of(trainer, self._probe),
+            total_steps=state.max_steps - self._begun_at,
+            **{**_found(trainer, self._options), **self._options},
+        )
+        if saved is not None:
+            self.search.load_state_dict(saved["search"])
+        self.search.on_window(self._unlogged.append)
+        self._restore_step = _report_losses(trainer, self.search)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Log what windows have closed. (Inside the step the Trainer has not counted it yet.)"""
+        records, self._unlogged[:] = list(self._unlogged), []
+        for record in records:
+            assert self._trainer is not None
+            due = control.should_log  # a log ends the Trainer's own that is due
+            self._trainer.log(metrics(record))
+            control.should_log = due
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Put the search beside the checkpoint's model and optimizer."""
+        if self.search is None or args.save_only_model:
+            return
+        folder = _output(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)  # another process may not have come to it yet
+        with replaced(folder / file_name(args)) as part:
+            torch.save(
+                {"step": state.global_step, "begun_at": self._begun_at, "search": self.search.state_dict()}, part
+            )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the Trainer's model, which may be its best one by now, and its optimizer alone."""
+        self._end()
+
+    def _end(self) -> None:
+        self._restore_step()
+        self._restore_step = lambda: None
+        if self.search is not None:
+            self.search.detach()
+        self._unlogged.clear()
+
+    def _saved(self, args: TrainingArguments, state: TrainerState, folder: str | None) -> dict[str, Any] | None:
+        path = (Path(folder) if folder is not None else _output(args)) / file_name(args)
+        if not path.exists():
+            warn(
+                f"{path} does not exist, so the search begins at step {state.global_step} with nothing learned; this "
+                f"is right if the run was begun without hdet, else give the folder of a whole checkpoint"
+            )
+            return None
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        if saved["step"] != state.global_step:
+            raise CheckpointError(
+                f"{path} holds the search after step {saved['step']}, and the Trainer goes on from step "
+                f"{state.global_step}; resume from a checkpoint folder that is as it was saved"
+            )
+        return saved
+
+
+def _output(args: TrainingArguments) -> Path:
+    assert args.output_dir is not None  # filled in by its own class
+    return Path(args.output_dir)
+
+
+def file_name(args: TrainingArguments) -> str:
+    """What the search's file is called in a checkpoint folder: one for each process, as the Trainer's rng_state."""
+    return "hdet.pt" if args.world_size <= 1 else f"hdet_{args.process_index}.pt"
+
+
+def probe_of(trainer: Trainer, data: Any) -> Probe:
+    """A probe of held-out data, by the Trainer's own collator and loss."""
+    # Not the evaluation's loader, which the Trainer would keep and evaluate on.
+    loader = trainer.get_test_dataloader(data)
+    data = loader.dataset
+    if isinstance(data, torch.utils.data.IterableDataset) and hasattr(data, "dataset"):
+        data = data.dataset  # a process's share of it: the probe is the same in all
+    args = trainer.args
+    examples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs = trainer._prepare_inputs(batch)
+        with _unsmoothed(trainer), trainer.compute_loss_context_manager():
+            found = trainer.compute_loss(model, inputs)
+        return found[0] if isinstance(found, tuple) else found
+
+    return Probe(loss, Sample(data, examples, loader.collate_fn))
+
+
+@contextmanager
+def _unsmoothed(trainer: Trainer) -> Iterator[None]:
+    """Smoothed labels train; settings are judged without them."""
+    smoother, trainer.label_smoother = trainer.label_smoother, None
+    try:
+        yield
+    finally:
+        trainer.label_smoother = smoother
+
+
+def _calling() -> tuple[Trainer, str | None]:
+    """The Trainer that calls, and the folder from which it resumes. A callback is handed neither.
+
+    Raises:
+        ConfigError: nobody of the kind calls.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer) and "resume_from_checkpoint" in frame.f_locals:
+            return caller, frame.f_locals["resume_from_checkpoint"]
+        frame = frame.f_back
+    raise ConfigError(
+        "hdet.transformers.Search is a callback of transformers.Trainer, called by its train(); for a "
+        "loop of your own there is hdet.attach"
+    )
+
+
+def _refuse(trainer: Trainer) -> None:
+    if trainer.state.is_hyper_param_search:
+        raise ConfigError(
+            "the Trainer runs hyperparameter_search, which keeps each trial's checkpoints in a folder that callbacks "
+            "are not told; leave hdet.transformers.Search out of it, or call train()"
+        )
+    if trainer.args.n_gpu > 1:
+        raise ConfigError(
+            f"the Trainer copies the model to {trainer.args.n_gpu} devices by DataParallel in each step, and what runs "
+            f"on a copy is not seen; start one process a device, by torchrun or accelerate launch"
+        )
+
+
+def _found(trainer: Trainer, options: dict[str, Any]) -> dict[str, Any]:
+    """What the Trainer says of accumulation and schedule, as options of `hdet.attach`."""
+    found: dict[str, Any] = {
+        "micro_batches": trainer.args.gradient_accumulation_steps,
+        "quiet": not trainer.is_world_process_zero(),
+    }
+    if not {"scheduler", "schedule"} & options.keys():
+        scheduler = trainer.lr_scheduler
+        foreseen = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+        found.update({"scheduler": scheduler} if foreseen else {"schedule": None})
+    return found
+
+
+def _report_losses(trainer: Trainer, search: overlay.Search) -> Callable[[], None]:
+    """Have each micro-batch's loss said to the search. Returns what ends that.
+
+    What `training_step` returns is divided such that it adds up to the step's loss over the micro-batches, by tokens
+    or by their number, whoever computed it; the search takes means over them.
+    """
+    patched: Any = trainer
+    inner, before = patched.training_step, vars(trainer).get("training_step")
+
+    def training_step(*arguments: Any, **keywords: Any) -> Tensor:
+        loss: Tensor = inner(*arguments, **keywords)
+        search.loss(loss * trainer.current_gradient_accumulation_steps)
+        return loss
+
+    def restore() -> None:
+        if before is None:
+            del patched.training_step
+        else:
+            patched.training_step = before
+
+    patched.training_step = training_step
+    return restore

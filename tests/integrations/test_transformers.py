@@ -1,0 +1,183 @@
+"""`hdet.transformers.Search` in the real Trainer."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Text, gpt2, trainer
+from torch import nn
+from transformers import Trainer
+
+import hdet
+
+HELD = [
+    hdet.LearningRate(controller=hdet.Hold()),
+    hdet.WeightDecay(controller=hdet.Hold()),
+    hdet.Dropout(controller=hdet.Hold(), spread=hdet.TwoLevel(0.0)),
+]
+"""Measured as ever and moved nowhere."""
+
+
+def search(made: Trainer, **options: Any) -> hdet.transformers.Search:
+    callback = hdet.transformers.Search(probe=made.eval_dataset, **options)
+    made.add_callback(callback)
+    return callback
+
+
+def states(made: Trainer) -> list[Any]:
+    return [made.model.state_dict(), made.optimizer.state_dict(), made.lr_scheduler.state_dict()]
+
+
+def own_logs(made: Trainer) -> list[dict[str, Any]]:
+    """The Trainer's, without its speed and what a resume counts anew."""
+    return [
+        {key: value for key, value in entry.items() if key in ("grad_norm", "learning_rate", "eval_loss", "step")}
+        for entry in made.state.log_history
+        if not any(key.startswith("hdet/") for key in entry)
+    ]
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation weighted by tokens": {"gradient_accumulation_steps": 4, "ragged": True, "examples": 84},
+    "warm-up from 0 and bf16": {"warmup_steps": 5, "bf16": True},
+    "evaluation inside, checkpointing, clipping": {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "gradient_checkpointing": True,
+        "max_grad_norm": 0.1,
+    },
+    "smoothed labels": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2, "ragged": True},
+    "plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 3},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_held_it_is_the_run_without_it_bit_for_bit(name: str, tmp_path: Path, assert_same: Any) -> None:
+    found = []
+    for held in (False, True):
+        made = trainer(gpt2(), tmp_path, **RUNS[name])
+        callback = search(made, knobs=HELD) if held else None
+        made.train()
+        losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+        found.append([*copy.deepcopy(states(made)), own_logs(made), losses])
+        if callback is not None:
+            assert callback.search is not None
+            assert callback.search.finished
+            assert callback.search.engine.step_count == 20
+            judged = [record.estimates["learning_rate"]["t"] for record in callback.search.history]
+            assert judged
+            assert all(math.isfinite(t) for t in judged)
+            logged = [entry for entry in made.state.log_history if "hdet/now/learning_rate" in entry]
+            assert [entry["step"] for entry in logged] == [record.stop for record in callback.search.history]
+        assert "training_step" not in vars(made)
+        assert not made.model._forward_hooks
+    assert_same(*found)
+
+
+def test_the_losses_it_is_told_are_those_that_the_trainer_logs(tmp_path: Path) -> None:
+    for options in (
+        {"gradient_accumulation_steps": 4, "ragged": True},
+        {"gradient_accumulation_steps": 4, "label_smoothing_factor": 0.1},
+        {},
+    ):
+        made = trainer(gpt2(dropout=0.0), tmp_path, logging_steps=1, **options)
+        callback = search(made, window=5, guard=None)
+        made.train()
+        assert callback.search is not None
+        logged = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+        for number, record in enumerate(callback.search.history):
+            assert record.loss == pytest.approx(sum(logged[5 * number : 5 * number + 5]) / 5, abs=1e-5)
+
+
+def test_the_probe_is_the_trainers_collator_and_loss_on_held_out_data(tmp_path: Path) -> None:
+    for smoothing in (0.0, 0.2):
+        made = trainer(gpt2(), tmp_path, gradient_accumulation_steps=4, label_smoothing_factor=smoothing)
+        probe = hdet.integrations.transformers.probe_of(made, made.eval_dataset)
+        before = torch.get_rng_state()
+        batches = probe.draw(0)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert len(batches) == 8
+        assert all(batch["input_ids"].shape == (4, 32) for batch in batches)
+        losses = probe.measure(made.model, 0)
+        made.model.eval()
+        expected = [made.model(**batch).loss.item() for batch in batches]
+        assert losses.tolist() == pytest.approx(expected, rel=1e-6)
+        again = probe.draw(0)
+        assert all(torch.equal(one["input_ids"], two["input_ids"]) for one, two in zip(batches, again, strict=True))
+        assert not torch.equal(probe.draw(1)[0]["input_ids"], batches[0]["input_ids"])
+
+
+@pytest.mark.parametrize("stop", [7, 10])
+def test_a_resume_is_the_same_run_bit_for_bit(stop: int, tmp_path: Path, assert_same: Any) -> None:
+    options = {"gradient_accumulation_steps": 2, "warmup_steps": 3, "save_strategy": "steps", "save_steps": stop}
+    whole = trainer(gpt2(), tmp_path, **options)
+    first = search(whole)
+    whole.train()
+    resumed = trainer(gpt2(), tmp_path, **options)
+    second = search(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
+    assert_same(states(whole), states(resumed))
+    assert first.search is not None
+    assert second.search is not None
+    assert first.search.shifts == second.search.shifts
+    assert own_logs(resumed) == own_logs(whole)
+
+
+def test_a_checkpoint_without_a_search_begins_one_and_says_so(tmp_path: Path) -> None:
+    plain = trainer(gpt2(), tmp_path, save_strategy="steps", save_steps=8)
+    plain.train()
+    resumed = trainer(gpt2(), tmp_path, save_strategy="steps", save_steps=8)
+    callback = search(resumed)
+    with pytest.warns(UserWarning, match="begins at step 8 with nothing learned"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert callback.search is not None
+    assert callback.search.engine.total_steps == 12
+    again = trainer(gpt2(), tmp_path)
+    taken_up = search(again)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-16"))
+    assert taken_up.search is not None
+    assert taken_up.search.shifts == callback.search.shifts
+
+
+def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
+    made = trainer(gpt2(), tmp_path, save_strategy="steps", save_steps=5)
+    search(made)
+    made.train()
+    (tmp_path / "checkpoint-5" / "hdet.pt").replace(tmp_path / "checkpoint-10" / "hdet.pt")
+    again = trainer(gpt2(), tmp_path)
+    search(again)
+    with pytest.raises(hdet.CheckpointError, match=r"after step 5, and the Trainer goes on from step 10"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+
+
+def test_nothing_stays_after_an_early_end(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    class Early(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 6
+
+    made = trainer(gpt2(), tmp_path)
+    callback = search(made)
+    made.add_callback(Early())
+    made.train()
+    assert callback.search is not None
+    assert callback.search.engine.step_count == 6
+    assert not made.model._forward_hooks
+    assert made.lr_scheduler.get_last_lr()[0] == made.optimizer.param_groups[0]["lr"]
+    assert [module.p for module in made.model.modules() if isinstance(module, nn.Dropout)] == [0.1] * 7
+    made.train()  # a second run begins a search of its own
+    assert callback.search.engine.step_count == 6
+
+
+def test_a_trainer_is_needed(tmp_path: Path) -> None:
+    made = trainer(gpt2(), tmp_path)
+    callback = hdet.transformers.Search(probe=Text("test", 16))
+    with pytest.raises(hdet.ConfigError, match=r"there is hdet\.attach"):
+        callback.on_train_begin(made.args, made.state, made.control)

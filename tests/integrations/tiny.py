@@ -1,0 +1,101 @@
+"""Tiny language models and their text, made here: nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hdet.app.tasks.text import standard_library
+
+CONTEXT = 32
+
+
+class Text(Dataset):
+    """Bytes of the standard library; with `ragged`, some tokens of each example do not count."""
+
+    def __init__(self, split: str, examples: int, *, ragged: bool = False) -> None:
+        generator = torch.Generator().manual_seed(0 if split == "train" else 1)
+        data = torch.tensor(standard_library()[split])
+        starts = torch.randint(len(data) - CONTEXT, (examples,), generator=generator)
+        self.tokens = torch.stack([data[start : start + CONTEXT].long() for start in starts])
+        self.counted = torch.randint(CONTEXT // 4, CONTEXT, (examples,), generator=generator) if ragged else None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = self.tokens[index]
+        labels = tokens.clone()
+        if self.counted is not None:
+            labels[int(self.counted[index]) :] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def gpt2(dropout: float = 0.1, **options: Any) -> GPT2LMHeadModel:
+    config = GPT2Config(
+        vocab_size=256,
+        n_positions=CONTEXT,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+        **options,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(config)
+
+
+def llama(**options: Any) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=0,
+        eos_token_id=0,
+        **options,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config)
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "max_steps": 20,
+        "learning_rate": 3e-3,
+        "weight_decay": 0.1,
+        "logging_steps": 5,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 0,
+    }
+    return TrainingArguments(output_dir=str(folder), **{**defaults, **options})
+
+
+def trainer(model: Any, folder: Path, *, ragged: bool = False, examples: int = 256, **options: Any) -> Trainer:
+    return Trainer(
+        model=model,
+        args=arguments(folder, **options),
+        train_dataset=Text("train", examples, ragged=ragged),
+        eval_dataset=Text("test", 64, ragged=ragged),
+    )
