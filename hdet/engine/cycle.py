@@ -104,6 +104,11 @@ class Cycle:
         for collector in self.collectors:
             collector.exit(replica, self.step_count)
 
+    def miss(self, replica: Replica) -> None:
+        """A replica has no pass in this step."""
+        for collector in self.collectors:
+            collector.miss(replica, self.step_count)
+
     def step(self, losses: Losses | None) -> WindowRecord | None:
         """The optimizers have made a step. Returns the window's record when this step ends one."""
         if self.tally.steps == 0:

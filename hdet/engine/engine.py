@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hdet.engine import snapshot
 from hdet.engine.cycle import Cycle
 from hdet.engine.guard import Guard
+from hdet.engine.loop_checks import LoopChecks
 from hdet.engine.plan import Bind, Plan
 from hdet.engine.tally import Losses
 from hdet.errors import StepError
@@ -116,6 +117,7 @@ class Engine:
         )
         held = history if isinstance(history, History) else History(history if replicas.is_leader else None)
         self.cycle = Cycle(self.plan, held)
+        self._checks = LoopChecks(replicas)
         self._numbers = CommonNumbers(seed, [model for model, _ in replicas.hosts])
         # With nothing to compare this is training as it is, the global RNG's numbers included.
         self._numbered = self.plan.numbered
@@ -211,7 +213,7 @@ class Engine:
         """Say that this step's gradients were given their mean by other means than `share_gradients`."""
         self._shared = True
 
-    def step(self, losses: Losses | None = None) -> WindowRecord | None:
+    def step(self, losses: Losses | None = None, *, complete: bool = True) -> WindowRecord | None:
         """Call after the optimizers' steps. Returns the window's record when this step ends one.
 
         Args:
@@ -219,13 +221,22 @@ class Engine:
                 device until the window ends. Each is the mean over its replica's batch, on the scale of the probe's
                 loss: some controllers compare the two. Without any in a window the training loss cannot judge it:
                 replicas still converge, and no base is moved by it.
+            complete: whether every replica had its pass. A short last accumulation is not: evidence that looks at
+                passes then leaves the step out.
 
         Raises:
-            StepError: the run is over, or a loss is not a scalar.
+            StepError: the run is over, a loss is not a scalar, gradients were not shared, a replica whose pass has to
+                be seen was not entered, or an optimizer's parameter groups are others than they were.
             DivergedError: all replicas became non-finite in several windows on end.
         """
         self._refuse_if_over()
+        self._checks.require_same_groups(self.step_count)
         self._refuse_unshared()
+        reason = self._needs_passes()
+        if reason is not None:
+            for replica in self._checks.missed(self.step_count, reason, complete=complete):
+                self.cycle.miss(replica)
+        self._checks.begin_step()
         return self.cycle.step(losses)
 
     def reapply(self) -> None:
@@ -259,6 +270,11 @@ class Engine:
         self._entered = True
         self.cycle.enter(replica)
 
+    def _needs_passes(self) -> str | None:
+        """Why each replica has to be entered in every step; `None` where a loop may leave it."""
+        reasons = (collector.needs_passes for collector in self.cycle.collectors)
+        return next((reason for reason in (*reasons, self.home.needs_passes) if reason is not None), None)
+
     def _random(self, replica: Replica) -> AbstractContextManager[None]:
         if not self._numbered:
             return nullcontext()
@@ -267,6 +283,7 @@ class Engine:
 
     def _exit(self, replica: Replica) -> None:
         self.cycle.exit(replica)
+        self._checks.passed(replica)
 
     def _refuse_if_over(self) -> None:
         if self.finished:

@@ -33,6 +33,11 @@ class Collector:
         """Whether in the coming step replicas 2 i and 2 i + 1 are compared on the same data and random numbers."""
         return False
 
+    @property
+    def needs_passes(self) -> str | None:
+        """Why every replica's pass has to be seen, inside `with replica:`; `None` where it has not."""
+        return None
+
     def open(self, window: Window) -> None:
         """A window opens: all replicas are alike. Decide the knobs' levels (`BoundKnob.spread`)."""
 
@@ -41,6 +46,9 @@ class Collector:
 
     def exit(self, replica: Replica, step: int) -> None:
         """A replica has run backward; its gradient is not yet shared."""
+
+    def miss(self, replica: Replica, step: int) -> None:
+        """A replica had no pass in this step, and the loop said so (`engine.step(complete=False)`)."""
 
     def after_update(self, window: Window, step: int) -> None:
         """The optimizers have made step `step`. Runs every step: no synchronisation, little work."""

@@ -108,8 +108,9 @@ class ContrastCollector(Collector):
         self.design = Hadamard()
         self.levels = Levels(scene, self.knobs, spec.bound_from)
         self.half, self.centre = self.levels.half, self.levels.centre
+        self.rate = 1.0 if spec.horizon else None  # traces hold each step's learning rates themselves
         self.record: Record = (
-            Traces(replicas, len(knobs), self.block_steps, spec.horizon, spec.groups, replicas.hosts[0][1])
+            Traces(replicas, len(knobs), self.block_steps, spec.horizon, spec.groups)
             if spec.horizon
             else Dots(replicas, len(knobs), self.block_steps, spec.refresh)
         )
@@ -129,6 +130,12 @@ class ContrastCollector(Collector):
         self._spread(window, window.start)
 
     @property
+    def needs_passes(self) -> str | None:
+        # From the first step on, though knobs may explore later only: a loop that never says so is told at once.
+        explored = any(knob.spec.spread.width for knob in self.knobs)
+        return "Contrast evidence observes each one's gradient there" if explored else None
+
+    @property
     def pairs(self) -> bool:
         return self.spec.paired and self.exploring
 
@@ -140,15 +147,25 @@ class ContrastCollector(Collector):
         if not self.exploring:
             return
         self._notice()
-        if not self.deaf and not self.scene.replicas.heard(replica):
-            self.deaf = True
-            warn(
-                f"no backward pass ran inside `with replica:` in step {step}, so Contrast hears no gradient of replica "
-                f"{replica.index} and counts it as zero; call loss.backward() inside the block (said once)"
-            )
+        if not self.scene.replicas.heard(replica):
+            self._leave_out(replica, step)
+            return
         own = self.scene.replicas.own_gradient(replica)
         gradient = own if own is not None else self._added(replica)
         self.record.add(replica, gradient, self._signs(self.window, step), self.half)
+
+    def miss(self, replica: Replica, step: int) -> None:
+        if self.exploring:
+            self.record.reject(replica)
+
+    def _leave_out(self, replica: Replica, step: int) -> None:
+        self.record.reject(replica)
+        if not self.deaf:
+            self.deaf = True
+            warn(
+                f"no backward pass ran inside `with replica:` in step {step}, so Contrast sees no gradient of replica "
+                f"{replica.index} and learns nothing from such steps; call loss.backward() inside the block (said once)"
+            )
 
     def _notice(self) -> None:
         """Start the record anew where parameters were frozen or thawed: gradients compared are of the same ones."""
@@ -219,8 +236,8 @@ class ContrastCollector(Collector):
             knob.spread(signs[:, k] * self.half[k], float(self.centre[k]) if active[k] else 0.0)
 
     def _aim(self, window: Window) -> Tensor | None:
-        """v = P g_p at the weights as they are; `None` before the optimizer has a state to read P from."""
-        found = aim(self.scene, window.index)
+        """v at the weights as they are; `None` before the optimizer has a state to read P from."""
+        found = aim(self.scene, window.index, self.rate)
         return None if found is None else torch.cat([part.flatten().float() for part in found.step])
 
     def forget(self) -> None:

@@ -279,7 +279,8 @@ class Search(AbstractContextManager["Search"]):
         self._busy = True
         try:
             with self._lending.all_in_force():
-                return self._engine.step(self._told())
+                short = 0 < self._passes < len(self._engine.replicas)
+                return self._engine.step(self._told(), complete=not short)
         finally:
             self._busy = False
             self._rates.forget_before(self._engine.cycle.window.start)

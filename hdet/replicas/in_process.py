@@ -18,6 +18,7 @@ from hdet.replicas import optimizer_states, tensors
 from hdet.replicas.held_optimizer import HeldOptimizer
 from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas
+from hdet.replicas.shared_parameters import trained_in_all
 
 
 class Copies(Replicas):
@@ -38,7 +39,7 @@ class Copies(Replicas):
     def share_gradients(self) -> None:
         if self.size == 1:
             return
-        owned = [tensors.trained(model) for model, _ in self.hosts]
+        owned = trained_in_all([model for model, _ in self.hosts])
         # A parameter unused in some replica's forward has no gradient there: it counts as zero, as in DDP.
         used = [i for i in range(len(owned[0])) if any(own[i].grad is not None for own in owned)]
         gradients = [[tensors.gradient(own[i]) for i in used] for own in owned]

@@ -84,6 +84,11 @@ class Replicas(ABC):
         """
 
     @property
+    def needs_passes(self) -> str | None:
+        """Why passes have to run inside `with replica:`; `None` where they need not."""
+        return None
+
+    @property
     def in_flight(self) -> bool:
         """Whether a merge has begun that the models do not show yet."""
         return False

@@ -435,7 +435,7 @@ def test_a_backward_that_ddp_hears_and_hdet_does_not_is_warned_of() -> None:
     for rank, found in enumerate(launch(late_everywhere, RANKS)):
         for home in ("ddp", "plain"):
             (message,) = found[home]
-            assert "in step 0, so Contrast hears no gradient of replica " + str(rank) in message
+            assert "in step 0, so Contrast sees no gradient of replica " + str(rank) in message
 
 
 def late_everywhere() -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from training import batch, difference, loss_of, network, optimizer_of, weights
+from training import batch, difference, loss_of, network, optimizer_of, train, weights
 
 import hdet
 
@@ -79,11 +79,60 @@ def failing(engine: hdet.Engine) -> Found:
     return {"failed": failed, "faults": record.faults, "weights": weights(engine)[0]}
 
 
+class Twins(nn.Module):
+    """Layers of one shape, which could be taken for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(inputs).sum(dim=1, keepdim=True)
+        return found
+
+
+def frozen(layer: int, **home: Any) -> str:
+    """What is said where a rank freezes one of the layers before the second step; "" where weights stay right."""
+    model = Twins()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    still = [hdet.LearningRate(spread=hdet.TwoLevel(0.0), controller=hdet.Hold())]
+    engine = cases.engine_of(hdet.distribute(model, optimizer, **home), knobs=still)
+    train(engine, 1)
+    for own, _ in engine.hosts:
+        own.get_parameter(f"layers.{layer}.weight").requires_grad_(False)
+    try:
+        train(engine, 2)
+    except hdet.StepError as error:
+        return str(error)
+    gathered = [torch.empty(3, 6, 6) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, torch.stack([own.detach() for own in model.parameters()]))
+    return "" if all(torch.equal(own, gathered[0]) for own in gathered) else "apart"
+
+
+def without_the_block(**options: Any) -> str:
+    """What is said of a loop that leaves `with replica:` out, under DistributedDataParallel."""
+    model = DistributedDataParallel(network())
+    engine = cases.engine_of(hdet.distribute(model, optimizer_of(model)), **options)
+    loss_of(model, batch(0, dist.get_rank())).backward()
+    engine.share_gradients()
+    engine.optimizers[0].step()
+    try:
+        engine.step(0.0)
+    except hdet.StepError as error:
+        return str(error)
+    return ""
+
+
 def four_ranks() -> Found:
     rank = dist.get_rank()
     found: Found = {}
     found["betas"] = error_of(lambda: declared_with((0.9 if rank < 3 else 0.5, 0.999), 0.02))
     found["rates"] = error_of(lambda: declared_with((0.9, 0.999), 0.02 * (1 + rank)))  # the knob's, which it writes
+    found["shared without"] = without_the_block()
+    found["local without"] = without_the_block(gradients="local")
+    found["frozen alike"] = frozen(1)
+    found["frozen apart"] = [frozen(1 if rank == 2 else 0, **home) for home in ({}, {"exact": True}, {"copies": 2})]
     pair = dist.new_group([0, 1])
     model = network()
     found["outside"] = error_of(lambda: hdet.distribute(model, optimizer_of(model), group=pair))
@@ -106,6 +155,23 @@ def four_ranks() -> Found:
 @pytest.fixture(scope="module")
 def ranks() -> list[Found]:
     return launch(four_ranks, 4)
+
+
+def test_local_gradients_need_the_block_under_ddp_which_averages_them_elsewhere(ranks: list[Found]) -> None:
+    for found in ranks:
+        assert found["shared without"] == ""
+        assert "0 of 1 replicas ran inside `with replica:` in step 0" in found["local without"]
+        assert "data parallelism averages in backward" in found["local without"]
+
+
+def test_a_layer_that_is_frozen_on_all_ranks_is_supported(ranks: list[Found]) -> None:
+    assert {found["frozen alike"] for found in ranks} == {""}
+
+
+def test_layers_that_are_frozen_on_some_ranks_are_named_and_never_mixed(ranks: list[Found]) -> None:
+    """Layers of one shape, as many on each rank: nothing else would show it."""
+    for said in (text for found in ranks for text in found["frozen apart"]):
+        assert "'layers.0.weight', 'layers.1.weight' took gradients in some replicas and not in others" in said
 
 
 def test_optimizers_that_differ_are_refused_but_for_what_knobs_write(ranks: list[Found]) -> None:

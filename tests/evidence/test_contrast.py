@@ -135,6 +135,22 @@ def test_a_backward_outside_the_block_is_warned_of_once(copies: bool, recwarn: p
     assert warning.filename == __file__
 
 
+@pytest.mark.parametrize("horizon", [0, 20])
+def test_steps_with_a_backward_outside_the_block_are_left_out(
+    horizon: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Counted as zeros they would make the slope small, and sure."""
+    engine = make([knob(evidence=Contrast(horizon=horizon))], copies=True, window=24)
+    for step in range(24):
+        if step % 3:
+            train(engine, step + 1)
+        else:
+            train_outside(engine)
+    estimate = engine.history.windows[0].estimates["a"]
+    assert estimate["slope"] == pytest.approx(24 * ONE_STEP * secant(), rel=1e-4)
+    assert len(recwarn) == 1
+
+
 def test_a_backward_inside_it_is_not(recwarn: pytest.WarningsRecorder) -> None:
     train(make([knob()]))
     assert not [one for one in recwarn if "no backward" in str(one.message)]
@@ -322,6 +338,44 @@ def test_parameters_may_be_frozen_and_thawed_in_mid_run(horizon: int, trained: s
         train(engine, until, loss=both)
     expected = 16 * slope * ONE_STEP * secant()
     assert engine.history.windows[-1].estimates["a"]["slope"] == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("horizon", [0, 20])
+@pytest.mark.parametrize("rates", [(0.0, RATE), (RATE, 0.0), (RATE, 2 * RATE)])
+def test_each_group_counts_by_its_own_rate(rates: tuple[float, float], horizon: int) -> None:
+    """A first group at rate 0 hides nothing of the others."""
+    model = Halves()
+    groups = [{"params": [own], "lr": rate} for own, rate in zip((model.w, model.other), rates, strict=True)]
+    engine = Engine(
+        hdet.micro_batches(model, torch.optim.SGD(groups), n=4),
+        [knob(evidence=Contrast(horizon=horizon))],
+        window=16,
+        signal=Probe(lambda model, batch: batch * (AIM @ (model.w + 3 * model.other)), (1.0, 1.0)),
+        total_steps=16,
+    )
+    (record,) = train(engine, loss=both)
+    expected = 16 * (rates[0] + 3 * rates[1]) / RATE * ONE_STEP * secant()
+    assert record.estimates["a"]["slope"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("horizon", [0, 20])
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_gradient_that_overflows_costs_its_block(horizon: int, copies: bool) -> None:
+    """As a GradScaler makes them by design, and leaves out the optimizer's step."""
+    engine = make([knob(evidence=Contrast(horizon=horizon))], window=24, copies=copies)
+    for step in range(24):
+        if step != 5:
+            train(engine, step + 1)
+            continue
+        for replica in engine.replicas:
+            with replica:
+                (scaled(replica.model) * (math.inf if replica.index == 2 else 1.0)).backward()
+        engine.share_gradients()
+        for optimizer in engine.optimizers:
+            optimizer.zero_grad()
+        engine.step([0.0] * 4)
+    estimate = engine.history.windows[0].estimates["a"]
+    assert estimate["slope"] == pytest.approx(24 * ONE_STEP * secant(), rel=1e-4)
 
 
 def noisy(model: Any, step: int, index: int) -> Tensor:
@@ -641,14 +695,63 @@ def test_knobs_of_the_update_are_refused() -> None:
         make([given])
 
 
-def test_a_replica_that_did_not_run_is_named() -> None:
-    engine = make([knob()], n=4)
+@pytest.mark.parametrize("horizon", [0, 400])
+def test_a_replica_that_did_not_run_is_named(horizon: int) -> None:
+    """At whatever horizon: a step that was not seen would count as one without an effect."""
+    engine = make([knob(evidence=Contrast(horizon=horizon))], n=4)
     with engine.replicas[0] as replica:
         scaled(replica.model).backward()
     engine.share_gradients()
     engine.optimizers[0].step()
-    with pytest.raises(hdet.StepError, match="1 of 4 replicas"):
+    with pytest.raises(hdet.StepError, match=r"1 of 4 replicas .* in step 0 \(not 1, 2, 3\)"):
         engine.step([0.0] * 4)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("evidence", [None, Contrast(horizon=400), Contrast(), Contrast(paired=True)])
+def test_a_loop_without_the_block_is_told_at_its_first_step(evidence: Contrast | None, copies: bool) -> None:
+    """Though the regulariser would begin to explore only later, off its bound."""
+    engine = make([regulariser(evidence or Contrast(horizon=400))], copies=copies)
+    for replica in engine.replicas:
+        scaled(replica.model).backward()
+    engine.share_gradients()
+    for optimizer in engine.optimizers:
+        optimizer.step()
+    with pytest.raises(hdet.StepError, match=r"0 of 4 replicas ran inside `with replica:` in step 0.*run forward and"):
+        engine.step([0.0] * 4)
+
+
+def test_a_pass_that_failed_was_none() -> None:
+    engine = make([knob()])
+    train(engine, 2)
+    for replica in engine.replicas[1:]:
+        with replica:
+            scaled(replica.model).backward()
+    with pytest.raises(ZeroDivisionError), engine.replicas[0]:
+        raise ZeroDivisionError
+    engine.share_gradients()
+    with pytest.raises(hdet.StepError, match=r"3 of 4 replicas .* in step 2 \(not 0\)"):
+        engine.step([0.0] * 4)
+
+
+@pytest.mark.parametrize("horizon", [0, 20])
+def test_a_short_accumulation_that_is_said_costs_its_block(horizon: int) -> None:
+    engine = make([knob(evidence=Contrast(horizon=horizon))], window=24)
+    for step in range(24):
+        if step != 5:
+            train(engine, step + 1)
+            continue
+        with engine.replicas[0] as replica:
+            scaled(replica.model).backward()
+        engine.share_gradients()
+        engine.optimizers[0].zero_grad()
+        engine.step([0.0] * 4, complete=False)
+    estimate = engine.history.windows[0].estimates["a"]
+    assert estimate["slope"] == pytest.approx(24 * ONE_STEP * secant(), rel=1e-4)
+
+
+def test_a_knob_without_a_spread_asks_for_no_block() -> None:
+    make([knob(spread=TwoLevel(0.0))]).step([0.0] * 4)
 
 
 # -- resume ---------------------------------------------------------------------------------------

@@ -88,6 +88,29 @@ def test_a_missing_gradient_counts_as_zero(problem: Any) -> None:
         torch.testing.assert_close(replica.model[0].weight.grad, own / 3)
 
 
+def test_a_layer_that_is_frozen_in_all_replicas_is_supported(problem: Any) -> None:
+    replicas = copies(problem)
+    for model, _ in replicas.hosts:
+        model[0].requires_grad_(False)
+    backward(problem, replicas)
+    own = [model[2].weight.grad.clone() for model, _ in replicas.hosts]
+    replicas.share_gradients()
+    for model, _ in replicas.hosts:
+        assert model[0].weight.grad is None
+        torch.testing.assert_close(model[2].weight.grad, torch.stack(own).mean(dim=0))
+
+
+def test_a_layer_that_is_frozen_in_some_replicas_is_named(problem: Any) -> None:
+    """And layers of one shape are never taken for each other."""
+    replicas = copies(problem)
+    for number, (model, _) in enumerate(replicas.hosts):
+        model[0].weight.requires_grad_(number == 0)
+        model[2].bias.requires_grad_(number != 0)
+    backward(problem, replicas)
+    with pytest.raises(hdet.StepError, match=r"'0.weight', '2.bias' took gradients in some replicas and not in others"):
+        replicas.share_gradients()
+
+
 def test_no_gradients_at_all_are_left_alone(problem: Any) -> None:
     replicas = copies(problem)
     replicas.share_gradients()

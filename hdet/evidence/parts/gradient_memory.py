@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.optim import Optimizer
 
 from hdet.controllers import Estimate
-from hdet.errors import StepError
-from hdet.replicas import Replica, Replicas
+from hdet.replicas import Replica, Replicas, tensors
 
 FEWEST_BLOCKS = 8
 LARGEST_GAIN = 1e3
@@ -39,11 +37,15 @@ class Record(ABC):
 
     @abstractmethod
     def open(self, aim: Callable[[], Tensor | None]) -> None:
-        """A window opens in which some knob explores; `aim` gives v = P g_p [P] at the weights as they are."""
+        """A window opens in which some knob explores; `aim` gives v [P] at the weights as they are."""
 
     @abstractmethod
     def add(self, replica: Replica, gradient: Tensor, signs: Signs, widths: Widths) -> None:
         """A replica's own gradient [P] of this step, not shared yet."""
+
+    @abstractmethod
+    def reject(self, replica: Replica) -> None:
+        """A replica's gradient of this step is not known: its block tells nothing."""
 
     @abstractmethod
     def end_step(self, step: int, signs: Signs | None, last: bool) -> None:
@@ -113,13 +115,12 @@ class Dots(Record):
         share = torch.dot(gradient.to(along.dtype), along)
         self.shares[replica.index] = self.shares.get(replica.index, 0.0) + share
 
+    def reject(self, replica: Replica) -> None:
+        assert self.direction is not None
+        self.shares[replica.index] = torch.full((), math.nan, device=self.direction.device)
+
     def end_step(self, step: int, signs: Signs | None, last: bool) -> None:
         if signs is not None:
-            if len(self.shares) != len(self.replicas.local):
-                raise StepError(
-                    f"{len(self.shares)} of {len(self.replicas.local)} replicas ran inside `with replica:` in "
-                    f"step {step}; Contrast evidence observes each one's gradient there"
-                )
             self.measured.append(torch.stack([self.shares[r.index] for r in self.replicas.local]))
             self.drawn.append(signs)
         self.shares = {}
@@ -157,8 +158,8 @@ class Dots(Record):
         return {
             "saved": [list(slopes) for slopes in self.saved],
             "steps": self.steps,
-            "direction": self.direction,
-            "measured": list(self.measured),
+            "direction": None if self.direction is None else self.direction.clone(),
+            "measured": tensors.clones(self.measured),
             "drawn": [signs.tolist() for signs in self.drawn],
         }
 
@@ -176,26 +177,29 @@ class Dots(Record):
 class Traces(Record):
     """The contrasted gradients themselves, summed with weights that fade over `horizon` steps, in J groups of blocks.
 
-    Z_j = sum_t exp(-age_t / horizon) lr_t (1/N) sum_r s_rt g_rt / d over the blocks of group j; at a window's end
-    -<P g_p, Z_j> / weights_j is a slope, and the J groups, which have no block in common, give its standard error. So a
-    level of long ago is judged by the held-out loss of now: what a regulariser is good for shows late.
+    Z_j = sum_t exp(-age_t / horizon) lr_t (1/N) sum_r s_rt g_rt / d over the blocks of group j, lr_t each weight's own
+    learning rate; at a window's end -<(P / lr) g_p, Z_j> / weights_j is a slope, and the J groups, which have no block
+    in common, give its standard error. So a level of long ago is judged by the held-out loss of now: what a regulariser
+    is good for shows late.
 
-    Memory: J K + 1 parameter-sized buffers, taken when a knob first explores. Successive estimates share what
+    A block with a gradient that was not finite (a GradScaler makes some by design) is left out, with its weight, by
+    each process for itself: no process knows of another's before the window ends.
+
+    Memory: (J + 1) K + 1 parameter-sized buffers, taken when a knob first explores. Successive estimates share what
     they remember.
     """
 
-    def __init__(
-        self, replicas: Replicas, knobs: int, block_steps: int, horizon: int, groups: int, optimizer: Optimizer
-    ) -> None:
+    def __init__(self, replicas: Replicas, knobs: int, block_steps: int, horizon: int, groups: int) -> None:
         super().__init__(replicas, knobs, block_steps)
         self.horizon = horizon
         self.groups = groups
-        self.optimizer = optimizer
         self.forget()
 
     def forget(self) -> None:
         self.traces: Tensor | None = None  # [J, K, P], in units of `gain`
-        self.weights = np.zeros((self.groups, self.knobs))
+        self.block: Tensor | None = None  # [K, P], of the block under way
+        self.weights: Tensor | None = None  # [J, K], of this process's blocks that were finite
+        self.pending = np.zeros(self.knobs)  # weights of the block under way
         self.blocks = np.zeros((self.groups, self.knobs))
         self.gain = 1.0
         self.explored = 0  # steps
@@ -218,61 +222,88 @@ class Traces(Record):
         return self.explored // self.block_steps % self.groups
 
     def add(self, replica: Replica, gradient: Tensor, signs: Signs, widths: Widths) -> None:
-        if self.traces is None:
-            shape = (self.groups, self.knobs, gradient.numel())
-            self.traces = torch.zeros(shape, dtype=torch.float32, device=gradient.device)
-        # Newer contrasts weigh more instead of older ones less: the buffers are only ever added to. A rate that is a
-        # tensor stays on its device. Rates of other groups are in proportion.
-        scaled = gradient.to(self.traces.device, torch.float32) * self.optimizer.param_groups[0]["lr"]
+        block = self._take(gradient.numel(), gradient.device)
+        scaled = _by_rate(gradient.to(torch.float32), replica)
+        # Newer contrasts weigh more instead of older ones less: the buffers are only ever added to.
         for k in np.flatnonzero(signs[replica.index]).tolist():
             factor = signs[replica.index, k] / widths[k] * self.gain / self.replicas.size
-            self.traces[self.group, k].add_(scaled, alpha=float(factor))
+            block[k].add_(scaled, alpha=float(factor))
+
+    def reject(self, replica: Replica) -> None:
+        if self.block is not None:
+            self.block.fill_(math.nan)
+
+    def _take(self, size: int, device: torch.device) -> Tensor:
+        if self.block is None:
+            self.traces = torch.zeros((self.groups, self.knobs, size), dtype=torch.float32, device=device)
+            self.block = torch.zeros_like(self.traces[0])
+            wide = torch.float32 if device.type == "mps" else torch.float64
+            self.weights = torch.zeros((self.groups, self.knobs), dtype=wide, device=device)
+        return self.block
 
     def end_step(self, step: int, signs: Signs | None, last: bool) -> None:
         if signs is not None:
             drawn = signs.any(axis=0)
-            self.weights[self.group, drawn] += self.gain
+            self.pending[drawn] += self.gain
             self.blocks[self.group, drawn] += 1.0 / self.block_steps
+            if (self.explored + 1) % self.block_steps == 0:
+                self._end_block()
             self.explored += 1
         self.gain *= math.exp(1.0 / self.horizon)
         if self.gain > LARGEST_GAIN:
             self._fade()
 
+    def _end_block(self) -> None:
+        """Take the block into its group where it is finite, on the device."""
+        if self.block is not None:
+            assert self.traces is not None
+            assert self.weights is not None
+            finite = torch.linalg.vector_norm(self.block, math.inf, dim=1).isfinite()
+            self.traces[self.group].add_(self.block.masked_fill_(~finite[:, None], 0.0))
+            pending = torch.as_tensor(self.pending, dtype=self.weights.dtype, device=self.weights.device)
+            self.weights[self.group].add_(pending * finite)
+            self.block.zero_()
+        self.pending[:] = 0.0
+
     def _fade(self) -> None:
-        self.weights /= self.gain
-        if self.traces is not None:
-            self.traces.div_(self.gain)
+        self.pending /= self.gain
+        for held in (self.traces, self.block, self.weights):
+            if held is not None:
+                held.div_(self.gain)
         self.gain = 1.0
 
     def close(self, heard: Sequence[int], widths: Widths, aim: Callable[[], Tensor | None]) -> dict[int, Estimate]:
         sure = [k for k in heard if self.blocks[:, k].sum() >= FEWEST_BLOCKS and self.blocks[:, k].min() >= 1.0]
-        rate = float(self.optimizer.param_groups[0]["lr"])
-        direction = aim() if sure and rate > 0.0 and self.traces is not None else None
-        if direction is None or self.traces is None:
+        direction = aim() if sure and self.traces is not None else None
+        if direction is None or self.traces is None or self.weights is None:
             return {}
         self._fade()
-        rows = torch.zeros(len(self.replicas.local), self.groups * len(sure), device=direction.device)
+        local = len(self.replicas.local)
+        rows = torch.zeros(local, 2, self.groups * len(sure), dtype=self.weights.dtype, device=direction.device)
         # The sum over this process's replicas stands in its first row.
-        rows[0] = -(self.traces[:, sure].to(direction.device) @ (direction / rate)).flatten()
-        slopes = self.replicas.gather(rows).sum(axis=0).reshape(self.groups, len(sure)) / self.weights[:, sure]
+        rows[0, 0] = -(self.traces[:, sure].to(direction.device) @ direction).flatten()
+        rows[:, 1] = self.weights[:, sure].to(direction.device).flatten() / self.replicas.size
+        table = self.replicas.gather(rows.flatten(start_dim=1)).sum(axis=0).reshape(2, self.groups, len(sure))
         found = {}
         for place, k in enumerate(sure):
-            own = slopes[:, place]
-            if np.isfinite(own).all():
+            products, weights = table[:, :, place]
+            if weights.min() > 0.0 and products.any() and np.isfinite(products).all():
+                own = products / weights
                 found[k] = Estimate(slope=float(own.mean()), stderr=float(own.std(ddof=1) / math.sqrt(self.groups)))
-            else:
-                self.forget()  # a gradient that was not finite would stay for good
         return found
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "replicas": [replica.index for replica in self.replicas.local],
-            "traces": self.traces,
-            "weights": self.weights.tolist(),
+            **{name: None if held is None else held.clone() for name, held in self._held().items()},
+            "pending": self.pending.tolist(),
             "blocks": self.blocks.tolist(),
             "gain": self.gain,
             "explored": self.explored,
         }
+
+    def _held(self) -> dict[str, Tensor | None]:
+        return {"traces": self.traces, "block": self.block, "weights": self.weights}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device, same_window: bool) -> None:
         self.forget()
@@ -281,6 +312,18 @@ class Traces(Record):
         known = self.replicas.gather(torch.full((len(self.replicas.local), 1), float(own), device=device))
         if not (known == 1.0).all():
             return
-        self.traces = None if state["traces"] is None else state["traces"].to(device, copy=True)
-        self.weights, self.blocks = np.asarray(state["weights"]), np.asarray(state["blocks"])
+        if state["traces"] is not None:
+            self.traces, self.block, self.weights = (state[name].to(device, copy=True) for name in self._held())
+        self.pending, self.blocks = np.asarray(state["pending"]), np.asarray(state["blocks"])
         self.gain, self.explored = state["gain"], state["explored"]
+
+
+def _by_rate(gradient: Tensor, replica: Replica) -> Tensor:
+    """Each parameter's part times its own learning rate; a rate that is a tensor stays on its device."""
+    rates = {id(p): group["lr"] for group in replica.optimizer.param_groups for p in group["params"]}
+    parameters = tensors.trained(replica.model)
+    own = [rates.get(id(p), 0.0) for p in parameters]
+    if all(rate is own[0] or (not isinstance(rate, Tensor) and rate == own[0]) for rate in own):
+        return gradient * own[0]
+    parts = gradient.split([p.numel() for p in parameters])
+    return torch.cat([part * rate for part, rate in zip(parts, own, strict=True)])

@@ -16,8 +16,12 @@ Group = dict[str, Any]
 _warned: set[tuple[str, str]] = set()
 
 
-def preconditioner(optimizer: Optimizer, group: Group, parameter: nn.Parameter) -> Tensor | float | None:
+def preconditioner(
+    optimizer: Optimizer, group: Group, parameter: nn.Parameter, rate: float | None = None
+) -> Tensor | float | None:
     """The diagonal P by which this parameter's gradient is multiplied in an update, learning rate included.
+
+    Nothing is read from an accelerator: rates and step counts that lie there stay there.
 
     | optimizer | P |
     |---|---|
@@ -28,19 +32,24 @@ def preconditioner(optimizer: Optimizer, group: Group, parameter: nn.Parameter) 
     | SGD | lr (1 - dampening) / (1 - momentum): what a lasting gradient comes to |
     | any other | lr, with a warning that names the optimizer |
 
+    Args:
+        rate: in place of the group's learning rate; at 1 what an update is per unit of it, also where that is 0.
+
     With `maximize` P is negative. RAdam's rectification is left out: its first steps are read too large.
 
     Returns:
         A tensor like the parameter, a float, or `None` before the optimizer's first step.
     """
-    scale = _scale(optimizer, group, optimizer.state.get(parameter, {}), parameter)
+    lr = without_waiting(group["lr"]) if rate is None else rate
+    scale = _scale(optimizer, group, optimizer.state.get(parameter, {}), parameter, lr)
     if isinstance(scale, Tensor):
         scale = local(scale)  # of a sharded parameter this rank's part, as everywhere in hdet
     return -scale if scale is not None and group.get("maximize") else scale
 
 
-def _scale(optimizer: Optimizer, group: Group, state: Group, parameter: nn.Parameter) -> Tensor | float | None:
-    lr = float(group["lr"])
+def _scale(
+    optimizer: Optimizer, group: Group, state: Group, parameter: nn.Parameter, lr: Tensor | float
+) -> Tensor | float | None:
     if isinstance(optimizer, torch.optim.SGD):
         momentum = float(group["momentum"])
         return lr * (1.0 - float(group["dampening"]) if momentum else 1.0) / (1.0 - momentum)
@@ -48,9 +57,9 @@ def _scale(optimizer: Optimizer, group: Group, state: Group, parameter: nn.Param
         return None
     second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
     if isinstance(second, Tensor) and second.shape == parameter.shape:
-        correction = 1.0
+        correction: Tensor | float = 1.0
         if "step" in state and "betas" in group:
-            correction = 1.0 - float(group["betas"][1]) ** max(1.0, float(state["step"]))
+            correction = 1.0 - without_waiting(group["betas"][1]) ** _at_least_1(without_waiting(state["step"]))
         return lr / ((second / correction).sqrt() + float(group["eps"]))
     largest = state.get("exp_inf")
     if isinstance(largest, Tensor) and largest.shape == parameter.shape:
@@ -61,7 +70,7 @@ def _scale(optimizer: Optimizer, group: Group, state: Group, parameter: nn.Param
             if group.get("centered"):
                 held = (held - state["grad_avg"].square()).clamp_min(0.0)
             if "lr_decay" in group:
-                lr /= 1.0 + (float(state["step"]) - 1.0) * float(group["lr_decay"])
+                lr = lr / (1.0 + (without_waiting(state["step"]) - 1.0) * float(group["lr_decay"]))
             return lr / (held.sqrt() + float(group["eps"])) / (1.0 - float(group.get("momentum", 0.0)))
     _warn(
         optimizer,
@@ -69,6 +78,17 @@ def _scale(optimizer: Optimizer, group: Group, state: Group, parameter: nn.Param
         "positive, and lose some of their power",
     )
     return lr
+
+
+def without_waiting(entry: float | Tensor) -> float | Tensor:
+    """A number where it can be read without waiting for a device, else a 0-dim tensor."""
+    if isinstance(entry, Tensor):
+        return float(entry) if entry.device.type == "cpu" else entry.detach().reshape(())
+    return float(entry)
+
+
+def _at_least_1(steps: float | Tensor) -> float | Tensor:
+    return steps.clamp_min(1.0) if isinstance(steps, Tensor) else max(1.0, steps)
 
 
 def decoupled(optimizer: Optimizer, group: Group) -> bool:

@@ -29,13 +29,17 @@ class Aim:
     loss: Tensor
 
 
-def aim(scene: Scene, window: int) -> Aim | None:
-    """One gradient of the probe, every knob at its base; `None` before the optimizer has a state to read P from."""
+def aim(scene: Scene, window: int, rate: float | None = None) -> Aim | None:
+    """One gradient of the probe, every knob at its base; `None` before the optimizer has a state to read P from.
+
+    Args:
+        rate: in place of each group's learning rate in P.
+    """
     model, optimizer = scene.replicas.hosts[0]
     scales: dict[int, Tensor | float] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            scale = preconditioner(optimizer, group, parameter)
+            scale = preconditioner(optimizer, group, parameter, rate)
             if scale is not None:
                 scales[id(parameter)] = scale
             elif not optimizer.state:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hdet.evidence.parts.preconditioner import decoupled
+from hdet.evidence.parts.preconditioner import decoupled, without_waiting
 from hdet.hparams.binding import GroupBinding
 from hdet.replicas import tensors
 
@@ -76,7 +76,7 @@ class Trace:
             torch._foreach_add_(derivative, running, alpha=-spent)
         change = self._change(now, derivative, states, [self.counts[number] for number in stepped])
         group = self.optimizer.param_groups[self.index]
-        lr, decay = _number(group["lr"]), _number(group["weight_decay"])
+        lr, decay = without_waiting(group["lr"]), without_waiting(group["weight_decay"])
         if decoupled(self.optimizer, group) and (isinstance(decay, Tensor) or decay != 0.0):
             torch._foreach_mul_(direction, 1.0 - lr * decay)
         if isinstance(lr, Tensor):
@@ -204,10 +204,3 @@ class SecondTrace(MeanTrace):
         factors = [-0.5 / (c**0.5 * (1.0 - beta1**t)) for t, c in zip(counts, left, strict=True)]
         torch._foreach_mul_(change, factors)
         return change
-
-
-def _number(entry: float | Tensor) -> float | Tensor:
-    """A number where it can be read without waiting for a device, else a 0-dim tensor."""
-    if isinstance(entry, Tensor):
-        return float(entry) if entry.device.type == "cpu" else entry.reshape(())
-    return entry

@@ -28,6 +28,7 @@ from hdet.replicas.distributed.overlap import Flight
 from hdet.replicas.distributed.own_gradient import OwnGradient
 from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas, Terms
+from hdet.replicas.shared_parameters import not_in_all, trained_in_all, with_elements
 
 Host = tuple[nn.Module, Optimizer]
 
@@ -80,6 +81,7 @@ class Ranks(Replicas):
         self._apart = True
         self._own: OwnGradient | None = None
         self._observed = False
+        self._trained: list[bool] = []  # which parameters were, when replicas last agreed
         self._summed: bool | None = None  # whether DDP averaged after the last pass of this step
         # A static graph is recorded in a first backward that averages. (What was averaged is not changed by the next.)
         self._begun = self._wrapped is None or not self._wrapped.static_graph
@@ -185,23 +187,46 @@ class Ranks(Replicas):
             return
         if self.size == 1:
             return
-        owned = [tensors.trained(model) for model, _ in self.hosts]
-        count = len(owned[0])
-        used = [any(own[i].grad is not None for own in owned) for i in range(count)]
-        gradients = [[tensors.gradient(parameter) for parameter in own] for own in owned]
-        if self._seats > 1:
-            torch._foreach_mul_(gradients[0], 1.0 / self._seats)
-        # A parameter that is used in some replicas only counts as zero in the others; where no replica uses it, it
-        # keeps no gradient, so that weight decay leaves it alone. Who uses what travels along.
-        votes = torch.tensor(used, dtype=torch.float32, device=self.exchange.device)
+        owned = trained_in_all([model for model, _ in self.hosts])
+        mine = [any(own[i].grad is not None for own in owned) for i in range(len(owned[0]))]
         with translated("sharing gradients"):
-            members = [[*own, votes.clone()] for own in gradients]
-            self.exchange.mean_(members, [True] * (self.layout.places * len(members)))
-        if not all(used):
-            for i, wanted in enumerate((members[0][-1] > 0).tolist()):
-                if not wanted:
-                    for own in owned:
-                        own[i].grad = None
+            used = self._used_anywhere(mine)
+            gradients = [[tensors.gradient(parameter) for parameter in own] for own in owned]
+            if self._seats > 1:
+                torch._foreach_mul_(gradients[0], 1.0 / self._seats)
+            self.exchange.mean_(gradients, [True] * (self.layout.places * len(gradients)))
+        # A parameter that is used in some replicas only counts as zero in the others; where no replica uses it, it
+        # keeps no gradient, so that weight decay leaves it alone.
+        for i, wanted in enumerate(used):
+            if not wanted:
+                for own in owned:
+                    own[i].grad = None
+
+    def _used_anywhere(self, mine: list[bool]) -> list[bool]:
+        """Which trained parameters have a gradient in any replica, by which have one in this process.
+
+        What is trained travels along, for all parameters and so the same length on every rank: tensors that are not
+        of the same parameters never meet. On an accelerator the answer is waited for where something is not used here,
+        or where other parameters are trained than before.
+
+        Raises:
+            StepError: a parameter is trained in some replicas and not in others.
+        """
+        model = self.hosts[0][0]
+        trained = [parameter.requires_grad for parameter in with_elements(model)]
+        places = iter(mine)
+        votes = torch.tensor([trained, [own and next(places) for own in trained]], dtype=torch.float32)
+        votes = votes.to(self.exchange.device)
+        members = [[votes.clone()] for _ in self.hosts]
+        self.exchange.mean_(members, [True] * (self.layout.places * len(members)))
+        if self.exchange.device.type != "cpu" and all(mine) and trained == self._trained:
+            return mine
+        self._trained = trained
+        shares, uses = members[0][0].tolist()
+        differing = [abs(share - round(share)) > 0.25 / self.size for share in shares]
+        if any(differing):
+            raise not_in_all(model, differing)
+        return [use > 0.0 for use in compress(uses, trained)]
 
     def _divide(self) -> None:
         """DDP has averaged the sum of each rank's micro-batches: make it their mean."""
@@ -266,6 +291,12 @@ class Ranks(Replicas):
         held = self._anchor.parameters()
         chosen = _movable(model, optimizer)
         return list(compress(held, chosen))
+
+    @property
+    def needs_passes(self) -> str | None:
+        if self._quiet is None or self.size == 1 or not (self._shares or self._seats > 1):
+            return None
+        return "elsewhere data parallelism averages in backward the gradients that are not to be averaged then"
 
     @property
     def in_flight(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -29,15 +30,17 @@ WIDTHS = np.array([0.2, 0.5])
 Array = NDArray[np.float64]
 
 
-def home(n: int = 4) -> tuple[Replicas, torch.optim.Optimizer]:
+def home(n: int = 4) -> Replicas:
     model = nn.Linear(SIZE, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    return in_process.micro_batches(model, optimizer, n), optimizer
+    return in_process.micro_batches(model, torch.optim.SGD(model.parameters(), lr=RATE), n)
+
+
+def set_rate(record: Record, rate: float) -> None:
+    record.replicas.hosts[0][1].param_groups[0]["lr"] = rate
 
 
 def traces(n: int = 4, *, knobs: int = 2, block_steps: int = 1, horizon: int = 20, groups: int = 4) -> Traces:
-    replicas, optimizer = home(n)
-    return Traces(replicas, knobs, block_steps, horizon, groups, optimizer)
+    return Traces(home(n), knobs, block_steps, horizon, groups)
 
 
 def signs_of(step: int, n: int) -> Array:
@@ -59,7 +62,7 @@ def rate_at(step: int) -> float:
 
 def feed(record: Traces, gradients: Array, steps: Iterator[int] | range, active: Any = lambda step: (1, 1)) -> None:
     for step in steps:
-        record.optimizer.param_groups[0]["lr"] = rate_at(step)
+        set_rate(record, rate_at(step))
         signs = signs_of(step, len(record.replicas.local)) * np.array(active(step))
         explores = bool(signs.any())
         if explores:
@@ -71,7 +74,7 @@ def feed(record: Traces, gradients: Array, steps: Iterator[int] | range, active:
 def by_hand(
     gradients: Array, k: int, *, horizon: float, groups: int, block_steps: int = 1, active: Any = lambda step: (1, 1)
 ) -> tuple[float, float]:
-    """Slope and standard error of -<P g_p, Z_j> over the sums of the weights, with P g_p = rate * AIM."""
+    """Slope and standard error of -<P g_p, Z_j> over the sums of the weights, with (P / lr) g_p = AIM."""
     steps, n, _ = gradients.shape
     sums, weights, explored = np.zeros((groups, SIZE)), np.zeros(groups), 0
     for step in range(steps):
@@ -90,12 +93,8 @@ def by_hand(
     return slopes.mean(), slopes.std(ddof=1) / math.sqrt(groups)
 
 
-def aim(record: Traces) -> Tensor:
-    return torch.tensor(record.optimizer.param_groups[0]["lr"] * AIM, dtype=torch.float32)
-
-
 def judged(record: Traces, heard: tuple[int, ...] = (0, 1)) -> dict[int, Estimate]:
-    return record.close(heard, WIDTHS, lambda: aim(record))
+    return record.close(heard, WIDTHS, lambda: torch.tensor(AIM, dtype=torch.float32))
 
 
 def check(found: dict[int, Estimate], gradients: Array, rel: float = 1e-4, **options: Any) -> None:
@@ -227,33 +226,104 @@ def test_only_knobs_that_are_heard_are_judged() -> None:
     assert set(judged(record, (1,))) == {1}
 
 
-def test_without_a_rate_or_a_direction_nothing_is_told_and_nothing_is_lost() -> None:
+def test_without_a_direction_nothing_is_told_and_nothing_is_lost() -> None:
     gradients = course(16)
     record = traces()
     feed(record, gradients, range(16))
     assert record.close((0, 1), WIDTHS, lambda: None) == {}
-    record.optimizer.param_groups[0]["lr"] = 0.0
-    assert judged(record) == {}
-    record.optimizer.param_groups[0]["lr"] = RATE
     check(judged(record), gradients, horizon=20, groups=4)
 
 
-@pytest.mark.parametrize("spoilt", [math.inf, math.nan])
-def test_a_gradient_that_was_not_finite_is_forgotten_with_all_else(spoilt: float) -> None:
-    """It would stay for good; what comes after it counts anew."""
-    gradients = course(48)
-    gradients[10, 2, 1] = spoilt
+def test_what_was_done_is_judged_though_the_rate_has_come_to_zero() -> None:
+    gradients = course(16)
     record = traces()
     feed(record, gradients, range(16))
+    set_rate(record, 0.0)
+    check(judged(record), gradients, horizon=20, groups=4)
+
+
+def test_where_nothing_moved_nothing_is_told() -> None:
+    """At a rate of zero; a slope of zero that was measured would be another thing."""
+    record = traces()
+    for step in range(16):
+        set_rate(record, 0.0)
+        for replica in record.replicas.local:
+            record.add(replica, torch.ones(SIZE), signs_of(step, 4), WIDTHS)
+        record.end_step(step, signs_of(step, 4), last=False)
     assert judged(record) == {}
-    assert record.traces is None
-    feed(record, gradients, range(16, 48))
+
+
+@pytest.mark.parametrize("spoilt", [math.inf, -math.inf, math.nan])
+def test_a_gradient_that_was_not_finite_costs_its_block_and_no_more(spoilt: float) -> None:
+    """Sum and weights of the others stay, as if that step had not explored."""
+    gradients = course(48)
+    want = by_hand_without(gradients, 10)
+    gradients[10, 2, 1] = spoilt
+    record = traces()
+    for start in (0, 16, 32):
+        feed(record, gradients, range(start, start + 16))
+        assert set(judged(record)) == {0, 1}
     found = judged(record)
-    fresh = traces()
-    feed(fresh, gradients, range(16, 48))
-    want = judged(fresh)
-    assert (found[0].slope, found[0].stderr) == pytest.approx((want[0].slope, want[0].stderr), rel=1e-5)
-    assert math.isfinite(found[0].slope)
+    for k in (0, 1):
+        assert (found[k].slope, found[k].stderr) == pytest.approx(want[k], rel=1e-4)
+
+
+def by_hand_without(gradients: Array, step: int) -> list[tuple[float, float]]:
+    """`by_hand` with one step's block left out of its group, whose number others keep."""
+    found = []
+    for k in (0, 1):
+        sums, weights = np.zeros((4, SIZE)), np.zeros(4)
+        for t in range(len(gradients)):
+            if t != step:
+                fading = math.exp(-(len(gradients) - t) / 20)
+                contrast = (signs_of(t, 4)[:, k, None] * gradients[t]).sum(axis=0) / 4 / WIDTHS[k]
+                sums[t % 4] += fading * rate_at(t) * contrast
+                weights[t % 4] += fading
+        slopes = -(sums @ AIM) / weights
+        found.append((slopes.mean(), slopes.std(ddof=1) / math.sqrt(4)))
+    return found
+
+
+def test_a_pass_that_gave_no_gradient_costs_its_block() -> None:
+    gradients = course(48)
+    want = by_hand_without(gradients, 10)
+    record = traces()
+    feed(record, gradients, range(10))
+    for replica in record.replicas.local:
+        if replica.index == 1:
+            record.reject(replica)
+        else:
+            record.add(replica, torch.tensor(gradients[10, replica.index]), signs_of(10, 4), WIDTHS)
+    record.end_step(10, signs_of(10, 4), last=False)
+    feed(record, gradients, range(11, 48))
+    found = judged(record)
+    for k in (0, 1):
+        assert (found[k].slope, found[k].stderr) == pytest.approx(want[k], rel=1e-4)
+
+
+def test_a_direction_that_is_not_finite_is_not_told_and_costs_nothing() -> None:
+    gradients = course(16)
+    record = traces()
+    feed(record, gradients, range(16))
+    assert record.close((0, 1), WIDTHS, lambda: torch.full((SIZE,), math.inf)) == {}
+    check(judged(record), gradients, horizon=20, groups=4)
+
+
+def test_each_group_counts_by_its_own_rate() -> None:
+    """The first of them at rate 0, as where embeddings are frozen by their rate."""
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(3, 1, bias=False))
+    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[1].parameters(), "lr": RATE}]
+    replicas = in_process.micro_batches(model, torch.optim.SGD(groups), 4)
+    record = Traces(replicas, 2, 1, 20, 4)
+    gradients = course(32)
+    for step in range(32):
+        for replica in replicas.local:
+            record.add(replica, torch.tensor(gradients[step, replica.index]), signs_of(step, 4), WIDTHS)
+        record.end_step(step, signs_of(step, 4), last=False)
+    found = judged(record)
+    gradients[:, :, :2] = 0.0  # what does not move
+    gradients *= (RATE / np.array([rate_at(step) for step in range(32)]))[:, None, None]
+    check(found, gradients, horizon=20, groups=4)
 
 
 # -- state ----------------------------------------------------------------------------------------
@@ -279,6 +349,21 @@ def test_state_goes_round_bit_for_bit(stop: int) -> None:
     assert judged(whole) == judged(second)
 
 
+@pytest.mark.parametrize("kind", [Traces, Dots])
+def test_a_state_is_a_copy(kind: type[Record], assert_same: Any) -> None:
+    """What is trained on does not reach it."""
+    record = traces() if kind is Traces else Dots(home(), 2, 1, 50)
+    record.open(lambda: torch.tensor(AIM, dtype=torch.float32))
+    feed(record, course(32), range(9))
+    state = record.state_dict()
+    kept = copy.deepcopy(state)
+    feed(record, course(32), range(9, 32))
+    for held in vars(record).values():
+        if isinstance(held, Tensor):
+            held.fill_(math.nan)
+    assert_same(state, kept)
+
+
 def test_traces_outlive_the_window() -> None:
     gradients = course(32)
     whole, first, second = traces(), traces(), traces()
@@ -295,7 +380,7 @@ def test_another_number_of_replicas_starts_anew() -> None:
     feed(second, course(4, n=2), range(4))
     second.load_state_dict(first.state_dict(), torch.device("cpu"), same_window=False)
     assert second.traces is None
-    assert not second.weights.any()
+    assert second.weights is None
     assert judged(second) == {}
 
 
@@ -311,8 +396,8 @@ def test_unless_every_process_has_its_own_back_all_start_anew(monkeypatch: pytes
 
 @pytest.mark.parametrize("kind", [Traces, Dots])
 def test_to_forget_is_to_be_as_new(kind: type[Record]) -> None:
-    replicas, optimizer = home()
-    record = Traces(replicas, 1, 1, 20, 4, optimizer) if kind is Traces else Dots(replicas, 1, 1, 50)
+    replicas = home()
+    record = Traces(replicas, 1, 1, 20, 4) if kind is Traces else Dots(replicas, 1, 1, 50)
     new = record.state_dict()
     record.open(lambda: torch.ones(SIZE))
     for step in range(9):

@@ -1,0 +1,68 @@
+"""Whether the training loop did in a step what the engine relies on."""
+
+from __future__ import annotations
+
+from hdet.errors import StepError
+from hdet.replicas import Replica, Replicas
+
+
+class LoopChecks:
+    """Notes which replicas' passes were seen in a step, and that the optimizers hold what they held.
+
+    Args:
+        replicas: whose optimizers hold from now on the parameter groups that they hold now.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._passed: set[int] = set()
+        self._groups = _groups(replicas)
+
+    def passed(self, replica: Replica) -> None:
+        """A replica's block was left without an error."""
+        self._passed.add(replica.index)
+
+    def missed(self, step: int, reason: str, *, complete: bool) -> list[Replica]:
+        """The replicas of this process that had no block in this step, where there is a reason to need it.
+
+        Args:
+            complete: whether every one was to have it.
+
+        Raises:
+            StepError: some had none.
+        """
+        missing = [replica for replica in self._replicas.local if replica.index not in self._passed]
+        if missing and complete:
+            named = ", ".join(str(replica.index) for replica in missing)
+            raise StepError(
+                f"{len(self._passed)} of {len(self._replicas.local)} replicas ran inside `with replica:` in step {step} "
+                f"(not {named}), and {reason}; run forward and backward of each of engine.replicas inside "
+                f"`with replica:`, in every step, or say engine.step(losses, complete=False) where an accumulation is "
+                f"short; under hdet.attach, call the model itself and no part of it"
+            )
+        return missing
+
+    def begin_step(self) -> None:
+        """The next step's passes are noted from here on."""
+        self._passed.clear()
+
+    def require_same_groups(self, step: int) -> None:
+        """Parameter groups are told apart by their number, over replicas and over time: none may come or change.
+
+        Raises:
+            StepError: an optimizer holds other groups than when the engine was made.
+        """
+        groups = _groups(self._replicas)
+        if groups != self._groups:
+            host = next(i for i, (now, then) in enumerate(zip(groups, self._groups, strict=True)) if now != then)
+            raise StepError(
+                f"an optimizer holds other parameter groups in step {step} than when the engine was made: "
+                f"{groups[host]} parameters in its groups instead of {self._groups[host]}. Knobs, anchors and merges "
+                f"go by the number of a group. Make the engine after the last add_param_group, or give the optimizer "
+                f"all parameters from the start and train some later: parameter.requires_grad_(False)"
+            )
+
+
+def _groups(replicas: Replicas) -> list[list[int]]:
+    """How many parameters each group of each optimizer holds."""
+    return [[len(group["params"]) for group in optimizer.param_groups] for _, optimizer in replicas.hosts]
