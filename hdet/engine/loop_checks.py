@@ -35,8 +35,8 @@ class LoopChecks:
         if missing and complete:
             named = ", ".join(str(replica.index) for replica in missing)
             raise StepError(
-                f"{len(self._passed)} of {len(self._replicas.local)} replicas ran inside `with replica:` in step {step} "
-                f"(not {named}), and {reason}; run forward and backward of each of engine.replicas inside "
+                f"{len(self._passed)} of {len(self._replicas.local)} replicas ran inside `with replica:` in step "
+                f"{step} (not {named}), and {reason}; run forward and backward of each of engine.replicas inside "
                 f"`with replica:`, in every step, or say engine.step(losses, complete=False) where an accumulation is "
                 f"short; under hdet.attach, call the model itself and no part of it"
             )

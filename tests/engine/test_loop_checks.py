@@ -19,7 +19,9 @@ def engine_of(problem: Any, home: Any = hdet.replicate) -> Engine:
 
 @pytest.mark.parametrize("home", [hdet.replicate, hdet.micro_batches])
 @pytest.mark.parametrize("way", ["a group", "into a group"])
-def test_parameters_that_join_an_optimizer_in_mid_run_are_refused(problem: Any, train: Any, home: Any, way: str) -> None:
+def test_parameters_that_join_an_optimizer_in_mid_run_are_refused(
+    problem: Any, train: Any, home: Any, way: str
+) -> None:
     engine = engine_of(problem, home)
     train(engine, 3)
     optimizer, more = engine.optimizers[-1], torch.nn.Parameter(torch.ones(2))

@@ -136,9 +136,7 @@ def test_a_backward_outside_the_block_is_warned_of_once(copies: bool, recwarn: p
 
 
 @pytest.mark.parametrize("horizon", [0, 20])
-def test_steps_with_a_backward_outside_the_block_are_left_out(
-    horizon: int, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_steps_with_a_backward_outside_the_block_are_left_out(horizon: int, recwarn: pytest.WarningsRecorder) -> None:
     """Counted as zeros they would make the slope small, and sure."""
     engine = make([knob(evidence=Contrast(horizon=horizon))], copies=True, window=24)
     for step in range(24):

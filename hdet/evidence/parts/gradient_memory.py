@@ -200,6 +200,7 @@ class Traces(Record):
         self.block: Tensor | None = None  # [K, P], of the block under way
         self.weights: Tensor | None = None  # [J, K], of this process's blocks that were finite
         self.pending = np.zeros(self.knobs)  # weights of the block under way
+        self.rejected = False  # a replica gave nothing to the block under way
         self.blocks = np.zeros((self.groups, self.knobs))
         self.gain = 1.0
         self.explored = 0  # steps
@@ -230,8 +231,7 @@ class Traces(Record):
             block[k].add_(scaled, alpha=float(factor))
 
     def reject(self, replica: Replica) -> None:
-        if self.block is not None:
-            self.block.fill_(math.nan)
+        self.rejected = True
 
     def _take(self, size: int, device: torch.device) -> Tensor:
         if self.block is None:
@@ -258,12 +258,15 @@ class Traces(Record):
         if self.block is not None:
             assert self.traces is not None
             assert self.weights is not None
+            if self.rejected:
+                self.block.fill_(math.nan)
             finite = torch.linalg.vector_norm(self.block, math.inf, dim=1).isfinite()
             self.traces[self.group].add_(self.block.masked_fill_(~finite[:, None], 0.0))
             pending = torch.as_tensor(self.pending, dtype=self.weights.dtype, device=self.weights.device)
             self.weights[self.group].add_(pending * finite)
             self.block.zero_()
         self.pending[:] = 0.0
+        self.rejected = False
 
     def _fade(self) -> None:
         self.pending /= self.gain
@@ -297,6 +300,7 @@ class Traces(Record):
             "replicas": [replica.index for replica in self.replicas.local],
             **{name: None if held is None else held.clone() for name, held in self._held().items()},
             "pending": self.pending.tolist(),
+            "rejected": self.rejected,
             "blocks": self.blocks.tolist(),
             "gain": self.gain,
             "explored": self.explored,
@@ -315,7 +319,7 @@ class Traces(Record):
         if state["traces"] is not None:
             self.traces, self.block, self.weights = (state[name].to(device, copy=True) for name in self._held())
         self.pending, self.blocks = np.asarray(state["pending"]), np.asarray(state["blocks"])
-        self.gain, self.explored = state["gain"], state["explored"]
+        self.gain, self.explored, self.rejected = state["gain"], state["explored"], state["rejected"]
 
 
 def _by_rate(gradient: Tensor, replica: Replica) -> Tensor:
@@ -324,6 +328,6 @@ def _by_rate(gradient: Tensor, replica: Replica) -> Tensor:
     parameters = tensors.trained(replica.model)
     own = [rates.get(id(p), 0.0) for p in parameters]
     if all(rate is own[0] or (not isinstance(rate, Tensor) and rate == own[0]) for rate in own):
-        return gradient * own[0]
-    parts = gradient.split([p.numel() for p in parameters])
+        return torch.mul(gradient, own[0])
+    parts = torch.split(gradient, [p.numel() for p in parameters])
     return torch.cat([part * rate for part, rate in zip(parts, own, strict=True)])
