@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hdet.controllers import Estimate
 from hdet.engine import recovery
@@ -21,6 +20,7 @@ from hdet.evidence import Collector, Harvest, Scene, Window
 from hdet.history import History, WindowRecord
 from hdet.hparams.bound import Moment
 from hdet.replicas import Replica, Terms
+from hdet.replicas.alike import require_alike
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.average import Averages
 from hdet.replicas.distributed.lost_rank import translated
@@ -60,7 +60,7 @@ class Cycle:
         )
         self.collectors: list[Collector] = [source.collect(scene, plan.judged_by(source)) for source in plan.evidence]
         self.watch: Watch | None = plan.guard.watch(scene) if plan.guard is not None else None
-        self.tally = Tally(self.home)
+        self.tally = Tally(self.home, stay_alike=not plan.apart)
         self._probe_size = ProbeSize(self.knobs, plan.signal, plan.gradients)
         self.home.begin(
             Terms(
@@ -93,6 +93,8 @@ class Cycle:
             self._begun = True
             if self.watch is not None and self.step_count == 0:
                 self.watch.begin()
+            if not self._met:
+                self.tally.open_apart()
         if self._seats_share_models:
             for knob in self.knobs:
                 knob.write(replica.host, knob.values(self.step_count, [replica.index])[0])
@@ -163,6 +165,8 @@ class Cycle:
         self.apply()  # so that the anchored optimizer holds the bases, not the first replica's levels
         self.anchor.take(start)
         self.tally.reset()
+        if not self._met:
+            self.tally.open_apart()
         self.averages.reset()
         for collector in self.collectors:
             collector.open(self.window)
@@ -180,6 +184,8 @@ class Cycle:
         self.home.advance(now=True)
         window = Window(self.window.index, self.window.start, self.step_count, self._last_step)
         reading = self.tally.read(self.step_count)
+        if reading.apart:
+            require_alike(self.home, reading.valid, self.anchor, self.step_count)
         last = window.stop - 1
         bases = {knob.name: knob.base(last) for knob in self.knobs}
         values = {knob.name: knob.values(last, range(self.home.size)) for knob in self.knobs}
@@ -192,7 +198,7 @@ class Cycle:
             harvest = Harvest(window, reading.losses, reading.valid)
             for collector in self.collectors:
                 estimates.update(collector.close(harvest))
-            merged = self._converge(reading.valid)
+            merged = self._converge(reading)
             moment = self._moment(window, harvest.loss)
             for knob in self.knobs:
                 moves[knob.name] = knob.judge(estimates[knob.name], moment)
@@ -248,10 +254,12 @@ class Cycle:
             loss=loss,
         )
 
-    def _converge(self, valid: NDArray[np.bool_]) -> bool:
+    def _converge(self, reading: Reading) -> bool:
         """Merge, unless nothing can have come apart."""
+        valid = reading.valid
         apart = (
             self.plan.apart
+            or reading.apart
             or not self._met
             or not valid.all()
             or any(buffer.is_floating_point() for buffer in self.hosts[0][0].buffers())

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hdet.errors import StepError
-from hdet.replicas import Replicas
+from hdet.replicas import Replicas, alike
 from hdet.replicas.finite import PLACES, Finiteness
 
 Losses = Tensor | float | Sequence[Tensor | float]
@@ -27,11 +27,13 @@ class Reading:
         losses: [N] mean training losses; NaN where a replica is not valid or reported none.
         valid: [N] replicas whose losses, parameters, optimizer state and buffers all stayed finite.
         faults: an entry for each that is not: where, and the step at which it became non-finite.
+        apart: whether valid replicas that were to stay alike hold different weights.
     """
 
     losses: NDArray[np.float64]
     valid: NDArray[np.bool_]
     faults: list[dict[str, Any]]
+    apart: bool
 
 
 CHUNK = 64
@@ -42,10 +44,15 @@ class Tally:
     """Notes each local replica's losses without waiting for the device, and adds them up now and then.
 
     A non-finite loss is counted from then on in every step, which tells, at the window's end, when it came.
+
+    Args:
+        stay_alike: whether the replicas hold the same weights throughout a window that they opened alike, so that
+            their marks are to be compared.
     """
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: Replicas, stay_alike: bool = False) -> None:
         self._replicas = replicas
+        self._stay_alike = stay_alike and alike.compared(replicas)
         self._local = len(replicas.local)
         first = next(iter(replicas.hosts[0][0].parameters()), None)
         device = first.device if first is not None else torch.device("cpu")
@@ -57,15 +64,27 @@ class Tally:
         self.noted = torch.zeros(CHUNK, self._local, dtype=torch.float32, device=device)
         self._rows = list(self.noted)
         self._finiteness = [Finiteness(model, optimizer) for model, optimizer in replicas.hosts]
+        self._opened = [torch.zeros(alike.MARKS)] * len(replicas.hosts)
 
     def reset(self) -> None:
         """Start a window."""
         for finiteness in self._finiteness:
             finiteness.open()
+        self._opened = [torch.zeros(alike.MARKS)] * len(self._finiteness)
         self.sums.zero_()
         self.bad_steps.zero_()
         self.steps = 0
         self.heard = 0
+
+    def open_apart(self) -> None:
+        """The replicas may not be alike at the window's opening, as after `hdet.perturb`: look whether they are."""
+        if self._stay_alike:
+            self._opened = self._marks()
+
+    def _marks(self) -> list[Tensor]:
+        if not self._stay_alike:
+            return [torch.zeros(alike.MARKS)] * len(self._finiteness)
+        return [alike.mark(model, optimizer) for model, optimizer in self._replicas.hosts]
 
     def add(self, losses: Losses | None) -> None:
         """Take one step's losses, one for each local replica; `None` for a step whose losses are not told.
@@ -128,7 +147,8 @@ class Tally:
         """The window's losses over all processes, after `step` steps of the run. Waits for the device."""
         table = self._replicas.gather(self.rows())
         loss, bad_steps, told = table[:, 0], table[:, 1], table[:, 2]
-        finite = np.column_stack([np.isfinite(loss), table[:, 3:] == 1.0])
+        flags, opened, closed = np.split(table[:, 3:], [len(PLACES), len(PLACES) + alike.MARKS], axis=1)
+        finite = np.column_stack([np.isfinite(loss), flags == 1.0])
         valid: NDArray[np.bool_] = np.logical_and.reduce(finite, axis=1)
         faults: list[dict[str, Any]] = []
         for index in np.flatnonzero(~valid).tolist():
@@ -136,16 +156,21 @@ class Tally:
             where = ("loss", *PLACES)[int(finite[index].argmin())]
             # A loss that stayed finite leaves the last update to blame.
             faults.append({"kind": "non_finite", "replica": index, "step": step - max(1, since), "where": where})
-        return Reading(np.where(valid & (told > 0), loss, np.nan), valid, faults)
+        apart = _differ(closed[valid]) and not _differ(opened)
+        return Reading(np.where(valid & (told > 0), loss, np.nan), valid, faults, apart)
 
     @torch.no_grad()
     def rows(self) -> Tensor:
-        """[local, 6]: mean loss, steps since it became non-finite, losses told, and 1 where a place is finite."""
-        flags = [finiteness.flags().to(self.sums.device, self.sums.dtype) for finiteness in self._finiteness]
+        """[local, 10]: mean loss, steps since it became non-finite, losses told, 1 where a place is finite, marks."""
+        flags = [finiteness.flags() for finiteness in self._finiteness]
+        hosts = [
+            torch.cat([part.to(self.sums.device, self.sums.dtype) for part in parts])
+            for parts in zip(flags, self._opened, self._marks(), strict=True)
+        ]
         sums, bad_steps = self._totals(self.heard % CHUNK)
         heard = torch.full_like(sums, self.heard)
         told = torch.stack([sums / max(1, self.heard), bad_steps, heard], dim=1)
-        return torch.cat([told, torch.stack([flags[replica.host] for replica in self._replicas.local])], dim=1)
+        return torch.cat([told, torch.stack([hosts[replica.host] for replica in self._replicas.local])], dim=1)
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -164,3 +189,7 @@ class Tally:
         assert isinstance(state["heard"], int)
         self.steps = state["steps"]
         self.heard = state["heard"]
+
+
+def _differ(marks: NDArray[np.float64]) -> bool:
+    return bool((marks != marks[:1]).any())

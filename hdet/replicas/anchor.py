@@ -55,9 +55,9 @@ class Anchor:
 
     def _moving(self) -> dict[int, Tensor]:
         """The parameters that training can change, by their number in the model."""
-        own = [*self._model.parameters()]
+        chosen = tensors.can_move(self._model, self._optimizer)
         moving = {}
-        for number, (parameter, moves) in enumerate(zip(own, self._movable(), strict=True)):
+        for number, (parameter, moves) in enumerate(zip(self._model.parameters(), chosen, strict=True)):
             version = 0 if parameter.is_inference() else parameter._version
             moves = moves or number in self._parameters or self._versions.get(number, version) != version
             if moves:
@@ -65,11 +65,6 @@ class Anchor:
             else:
                 self._versions[number] = version
         return moving
-
-    def _movable(self) -> list[bool]:
-        tensors.reshard(self._model)
-        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        return [p.requires_grad or id(p) in held for p in self._model.parameters()]
 
     def parameters(self) -> list[Tensor]:
         """The anchored values of `hdet.replicas.tensors.parameters(model)`, in its order."""

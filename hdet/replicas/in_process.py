@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hdet.errors import ConfigError
 from hdet.replicas import optimizer_states, tensors
 from hdet.replicas.held_optimizer import HeldOptimizer
+from hdet.replicas.parallel import require_alone
 from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas
 from hdet.replicas.shared_parameters import trained_in_all
@@ -128,7 +129,8 @@ def replicate(model: nn.Module, optimizer: Optimizer, n: int) -> Copies:
     compute are n times one model's.
 
     Raises:
-        ConfigError: `n < 1`, or the optimizer holds a parameter that is not the model's.
+        ConfigError: `n < 1`, the optimizer holds a parameter that is not the model's, or other ranks train the model
+            too (DistributedDataParallel, `fully_shard`, tensor parallelism): `hdet.distribute` is for these.
 
     >>> import torch, hdet
     >>> model = torch.nn.Linear(2, 1)
@@ -137,6 +139,7 @@ def replicate(model: nn.Module, optimizer: Optimizer, n: int) -> Copies:
     (4, True)
     """
     check_pair(model, optimizer, n)
+    require_alone(model, "hdet.replicate")
     return Copies([(model, optimizer), *(twin(model, optimizer) for _ in range(n - 1))])
 
 
@@ -147,9 +150,11 @@ def micro_batches(model: nn.Module, optimizer: Optimizer, n: int) -> Seats:
     undivided; `engine.share_gradients()` turns the sum of gradients into their mean.
 
     Raises:
-        ConfigError: `n < 1`, or the optimizer holds a parameter that is not the model's.
+        ConfigError: `n < 1`, the optimizer holds a parameter that is not the model's, or other ranks train the model
+            too (DistributedDataParallel, `fully_shard`, tensor parallelism): `hdet.distribute` is for these.
     """
     check_pair(model, optimizer, n)
+    require_alone(model, "hdet.micro_batches")
     return Seats(model, optimizer, n)
 
 

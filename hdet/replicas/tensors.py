@@ -36,6 +36,19 @@ def parameters(model: nn.Module) -> list[Tensor]:
     return [local(parameter.detach()) for parameter in model.parameters() if parameter.numel()]
 
 
+def can_move(model: nn.Module, optimizer: Optimizer) -> list[bool]:
+    """Which of `model.parameters()` training can change: trained ones, and frozen ones that the optimizer holds."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    reshard(model)
+    return [parameter.requires_grad or id(parameter) in held for parameter in model.parameters()]
+
+
+def moving(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """Of `parameters(model)` those that training can change."""
+    chosen = [p for p, moves in zip(model.parameters(), can_move(model, optimizer), strict=True) if moves and p.numel()]
+    return [local(parameter.detach()) for parameter in chosen]
+
+
 def trained(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that receive gradients."""
     reshard(model)

@@ -288,9 +288,9 @@ class Ranks(Replicas):
         """The anchor's values of the parameters that are merged."""
         assert self._anchor is not None
         model, optimizer = self.hosts[0]
-        held = self._anchor.parameters()
-        chosen = _movable(model, optimizer)
-        return list(compress(held, chosen))
+        moves = tensors.can_move(model, optimizer)
+        chosen = [yes for yes, parameter in zip(moves, model.parameters(), strict=True) if parameter.numel()]
+        return list(compress(self._anchor.parameters(), chosen))
 
     @property
     def needs_passes(self) -> str | None:
@@ -356,7 +356,7 @@ class Ranks(Replicas):
 
     def _merged(self, host: Host) -> list[Tensor]:
         """The parameters that can come apart."""
-        return list(compress(tensors.parameters(host[0]), _movable(*host)))
+        return tensors.moving(*host)
 
     def _alike(self, optimizer_state: str) -> tuple[bool, bool]:
         """Whether all replicas hold the same bits, parameters and optimizer state: they are then left alone.
@@ -408,13 +408,6 @@ class Ranks(Replicas):
         with translated("in forward or backward"), quiet() if quiet is not None else nullcontext(), observing:
             yield
         self._summed, self._begun = not early, True
-
-
-def _movable(model: nn.Module, optimizer: Optimizer) -> list[bool]:
-    """Which of `tensors.parameters(model)` can come apart: trained ones, and frozen ones the optimizer holds."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    tensors.reshard(model)
-    return [p.requires_grad or id(p) in held for p in model.parameters() if p.numel()]
 
 
 def _buffers(host: Host) -> list[Tensor]:

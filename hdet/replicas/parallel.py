@@ -1,0 +1,45 @@
+"""Whether a model is trained together with other processes, seen from what wraps it."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hdet.errors import ConfigError
+
+
+def require_alone(model: nn.Module, made_by: str) -> None:
+    """A model that other ranks train too is explored by one engine, of which each rank has a part.
+
+    Args:
+        made_by: the call that would make an engine on this rank alone.
+
+    Raises:
+        ConfigError: it is such a model.
+    """
+    shared = _shared(model)
+    if shared is not None:
+        raise ConfigError(
+            f"{shared}, and {made_by} makes replicas for this process alone: the engines of the ranks would explore "
+            f"apart, each by its own estimates, and ranks that hold one model would write different values; make them "
+            f"by hdet.distribute(model, optimizer), and give these where there is an argument replicas="
+        )
+
+
+def _shared(model: nn.Module) -> str | None:
+    """What the model shares with other ranks, in words."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            ranks = dist.get_world_size(module.process_group)
+            if ranks > 1:
+                return f"DistributedDataParallel averages the model's gradients over {ranks} ranks"
+        if type(module).__name__ == "FullyShardedDataParallel" and dist.get_world_size() > 1:
+            return "FullyShardedDataParallel shards the model over ranks"
+    for name, parameter in model.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None and mesh.size() > 1:
+            return f"{name} lies on a mesh of {mesh.size()} ranks"
+    return None
