@@ -33,7 +33,7 @@ def compared(replicas: Replicas) -> bool:
 @torch.no_grad()
 def mark(model: nn.Module, optimizer: Optimizer) -> Tensor:
     """[2] numbers of all parameters that training can change. Equal bits have equal ones; no wait for the device."""
-    own = [t for t in tensors.moving(model, optimizer) if t.is_floating_point()]
+    own = [t for t in tensors.moving(model, optimizer) if t.is_floating_point() and t.numel()]
     if not own:
         return torch.zeros(MARKS)
     found = []

@@ -65,8 +65,10 @@ def with_mean(state: Mapping[str, Any]) -> Iterator[Tensor]:
 def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set and _is_real(buffer):
-                yield f"{prefix}.{name}", tensors.local(buffer.detach())
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                own = tensors.local(buffer.detach())
+                if _is_real(own):
+                    yield f"{prefix}.{name}", own
 
 
 def _is_real(tensor: Tensor) -> bool:
