@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,8 +18,20 @@ from hdet.nn import KnobTensor
 Bounds = tuple[float, float]
 
 
+class Overwritten(NamedTuple):
+    """An entry that does not hold what was written there."""
+
+    entry: str
+    found: float
+    expected: float
+
+
 class Binding(Protocol):
-    """One knob's place in one replica. `targets` names the scalars it writes, to refuse two knobs on one."""
+    """One knob's place in one replica. `targets` names the scalars it writes, to refuse two knobs on one.
+
+    `overwritten` tells, after `write(value)`, where something else has written since; `None` if nowhere, or if it would
+    take a wait for a device to tell.
+    """
 
     @property
     def targets(self) -> frozenset[Hashable]: ...
@@ -27,6 +39,8 @@ class Binding(Protocol):
     def read(self) -> float: ...
 
     def write(self, value: float) -> None: ...
+
+    def overwritten(self, value: float) -> Overwritten | None: ...
 
 
 def fit(value: float, bounds: Bounds, dtype: torch.dtype) -> float:
@@ -88,6 +102,17 @@ class GroupBinding:
             else:
                 group[key] = _written(group[key], own, (self.bounds[0] * ratio, self.bounds[1] * ratio))
 
+    def overwritten(self, value: float) -> Overwritten | None:
+        for index, ratio in zip(self.indices, self.ratios, strict=True):
+            own = value if ratio == 1.0 else value * ratio
+            entry, name = self.optimizer.param_groups[index][self.key], f"param_groups[{index}][{self.key!r}]"
+            if self.item is not None:
+                entry, name = entry[self.item], f"{name}[{self.item}]"
+            found = _differs(entry, own, (self.bounds[0] * ratio, self.bounds[1] * ratio), name)
+            if found is not None:
+                return found
+        return None
+
 
 def _written(entry: float | Tensor, value: float, bounds: Bounds) -> float | Tensor:
     if isinstance(entry, Tensor):
@@ -95,6 +120,15 @@ def _written(entry: float | Tensor, value: float, bounds: Bounds) -> float | Ten
             entry.fill_(fit(value, bounds, entry.dtype))
         return entry
     return value
+
+
+def _differs(entry: float | Tensor, value: float, bounds: Bounds, name: str) -> Overwritten | None:
+    """Whether an entry holds another value than was written there."""
+    if isinstance(entry, Tensor):
+        if entry.device.type != "cpu":
+            return None
+        value, entry = fit(value, bounds, entry.dtype), float(entry.detach())
+    return Overwritten(name, entry, value) if entry != value else None
 
 
 @dataclass(frozen=True)
@@ -142,6 +176,15 @@ class ModelBinding:
             else:
                 setattr(cell.module, cell.name, _written(getattr(cell.module, cell.name), value, self.bounds))
 
+    def overwritten(self, value: float) -> Overwritten | None:
+        for cell in self.cells:
+            if isinstance(cell, Attribute):
+                name = f"{type(cell.module).__name__}.{cell.name}"
+                found = _differs(getattr(cell.module, cell.name), value, self.bounds, name)
+                if found is not None:
+                    return found
+        return None
+
 
 def _held(cell: KnobTensor | Attribute) -> float:
     if isinstance(cell, KnobTensor):
@@ -173,3 +216,6 @@ class FunctionBinding:
 
     def write(self, value: float) -> None:
         self.set(self.model, value)
+
+    def overwritten(self, value: float) -> None:
+        """Not asked: a getter of the user's own may cost anything."""

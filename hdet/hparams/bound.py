@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hdet.controllers import Context, Estimate
 from hdet.controllers.state import from_plain, to_plain
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, StepError
 from hdet.hparams.binding import Binding
 from hdet.hparams.knob import Knob
 from hdet.hparams.learned import Learned
@@ -145,10 +145,29 @@ class BoundKnob:
         return min(max(self.spec.space.apply(self.base(step), offset), low), high)
 
     def write(self, host: int, value: float) -> None:
-        """Put a value in force in one of this process's models, unless it is already."""
-        if self._written[host] != value:
+        """Put a value in force in one of this process's models, unless it is already.
+
+        Raises:
+            StepError: something else has written the scalar since.
+        """
+        last = self._written[host]
+        if last is not None:
+            self._require_untouched(host, last)
+        if last != value:
             self.bindings[host].write(value)
             self._written[host] = value
+
+    def _require_untouched(self, host: int, last: float) -> None:
+        other = self.bindings[host].overwritten(last)
+        if other is None:
+            return
+        raise StepError(
+            f"{self.name}: hdet put {other.expected:g} into {other.entry}, and something else has made it "
+            f"{other.found:g}; two that write one number overwrite each other. If a scheduler did, drop it and give "
+            f"the knob its course (schedule=hdet.OneCycle(...), hdet.Cosine(...)), or let it stay and ride on it by "
+            f"hdet.attach(..., scheduler=scheduler); if you did, as by loading an optimizer's state, call "
+            f"engine.reapply()"
+        )
 
     def spread(self, levels: NDArray[np.float64], centre: float) -> None:
         """Take up a window's levels."""

@@ -51,6 +51,9 @@ class LentGroups(GroupBinding):
         if self.hand.in_force:
             self._put(value)
 
+    def overwritten(self, value: float) -> None:
+        """Nothing is: between steps the user's own value is there, and theirs to write."""
+
     def put_in(self) -> None:
         """Put the value last written in force."""
         if self.hand.in_force:
@@ -133,6 +136,9 @@ class LentScalar:
         self.hand.value = value
         if self.hand.in_force:
             self.inner.write(value)
+
+    def overwritten(self, value: float) -> None:
+        """Not asked here: `put_in` does, since between passes the user's own value is there."""
 
     def put_in(self) -> None:
         """Put the value last written in force.

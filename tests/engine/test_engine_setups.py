@@ -405,3 +405,54 @@ def test_micro_batches_are_plain_accumulation(problem: Any, train: Any, assert_s
         scheduler.step()
     assert_same(model.state_dict(), reference.state_dict())
     assert len(engine.history) == 3
+
+
+def explored_beside(problem: Any, rate: Any = 0.1, **options: Any) -> Engine:
+    model = problem.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    knob = hdet.LearningRate(spread=hdet.TwoLevel(0.0), controller=hdet.Hold(), **options)
+    return Engine(hdet.micro_batches(model, optimizer, n=1), [knob], window=5, total_steps=10)
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+def test_a_scheduler_beside_a_rates_knob_is_noticed(rate: Any, problem: Any, train: Any) -> None:
+    engine = explored_beside(problem, copy.deepcopy(rate))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(engine.optimizers[0], 0.5)
+    with pytest.raises(
+        hdet.StepError,
+        match=r"learning_rate: hdet put 0\.1 into param_groups\[0\]\['lr'\], and something else has made it 0\.05; "
+        r".*drop it and give the knob its course.*hdet\.attach\(\.\.\., scheduler=scheduler\).*engine\.reapply\(\)",
+    ):
+        train(engine, after_update=lambda step: scheduler.step())
+    assert engine.step_count == 1
+
+
+def test_a_scheduler_that_steps_after_the_engine_is_noticed_at_the_next_step(problem: Any, train: Any) -> None:
+    engine = explored_beside(problem, schedule=hdet.Cosine(0.1, 10))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(engine.optimizers[0], 0.5)
+    train(engine, 1)
+    scheduler.step()
+    with pytest.raises(hdet.StepError, match=r"something else has made it 0\.0333333"):
+        train(engine, 2)
+
+
+def test_a_dropout_rate_that_the_user_writes_beside_its_knob_is_noticed(problem: Any, train: Any) -> None:
+    dropout = nn.Dropout(0.1)
+    model = problem.model(dropout)
+    knob = hdet.Dropout(spread=hdet.TwoLevel(0.0), controller=hdet.Hold())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(hdet.micro_batches(model, optimizer, n=1), [knob], window=5, total_steps=10, signal=problem.probe())
+    with pytest.raises(hdet.StepError, match=r"dropout: hdet put 0\.1 into Dropout\.p, .* made it 0\.4"):
+        train(engine, after_update=lambda step: setattr(dropout, "p", 0.4))
+
+
+def test_what_was_written_on_purpose_is_put_right_by_reapply(problem: Any, train: Any) -> None:
+    """An optimizer's state loaded between two steps brings the rates of then."""
+    engine = explored_beside(problem, schedule=hdet.Cosine(0.1, 10))
+    train(engine, 3)
+    before = copy.deepcopy(engine.optimizers[0].state_dict())
+    train(engine, 4)
+    engine.optimizers[0].load_state_dict(before)
+    engine.reapply()
+    train(engine)
+    assert engine.finished

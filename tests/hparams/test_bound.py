@@ -32,6 +32,9 @@ class Cell:
     def write(self, value: float) -> None:
         self.written.append(value)
 
+    def overwritten(self, value: float) -> None:
+        return None
+
 
 @hdet.register
 class Wish(Controller):
