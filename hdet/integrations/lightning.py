@@ -122,7 +122,7 @@ class Search(Callback):
             **options,
         )
         if restored is not None:
-            self.search.load_state_dict(restored["search"])
+            self.search.all_ranks.load_state_dict(restored["search"])
         self.search.on_window(self._closed.append)
         self._ride_on(trainer)
 
@@ -163,10 +163,10 @@ class Search(Callback):
         return "hdet.lightning.Search" if self._optimizer is None else f"hdet.lightning.Search[{self._optimizer}]"
 
     def state_dict(self) -> dict[str, Any]:
-        """The search, as plain numbers and tensors."""
+        """The search, as plain numbers and tensors. All ranks call it together, as they save checkpoints together."""
         if self.search is None:
             return self._restored or {}
-        return {"began_at": self._began_at, "search": self.search.state_dict()}
+        return {"began_at": self._began_at, "search": self.search.all_ranks.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until training starts: now there is no optimizer yet."""

@@ -17,6 +17,7 @@ from hdet.history import History, WindowRecord
 from hdet.hparams.learned import Learned
 from hdet.overlay.hooks import Hooks, Output, differentiable, loss_in
 from hdet.overlay.lent_bindings import Lending, kept, put_back
+from hdet.overlay.rank_states import AllRanks
 from hdet.overlay.rates import Rates
 from hdet.replicas import Replica
 
@@ -146,6 +147,11 @@ class Search(AbstractContextManager["Search"]):
             "peaks": {knob.name: knob.peak for knob in self._engine.knobs},
             "rates": self._rates.state_dict(),
         }
+
+    @property
+    def all_ranks(self) -> AllRanks:
+        """The same for trainers that keep rank 0's state only: its `state_dict` is gathered, by all ranks together."""
+        return AllRanks(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`, before or after the model, the optimizer and the scheduler are restored.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))  # real processes: launch.py
 
 NEEDS = {"test_transformers.py": "transformers"}
 

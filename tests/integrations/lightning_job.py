@@ -47,7 +47,7 @@ class Classifier(LightningModule):
     def training_step(self, batch: Any, index: int) -> Tensor:
         # A resume within an epoch is to draw the same masks and see the same data, which the DataLoader begins anew.
         torch.manual_seed(1000 * self.trainer.current_epoch + index)
-        loss = self.loss(self.batches[index])
+        loss = self.loss(self.batches[(index + 5 * self.global_rank) % len(self.batches)])
         self.log("train_loss", loss)
         return loss
 

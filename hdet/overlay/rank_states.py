@@ -1,0 +1,86 @@
+"""One state for all ranks, for trainers that keep rank 0's only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+State = dict[str, Any]
+
+
+class Stated(Protocol):
+    """What has a state to be saved."""
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+class AllRanks:
+    """A search's state of all ranks in one, which every rank can load.
+
+    What the window under way has been told of its micro-batches is each rank's own. It is gathered; what all ranks have
+    alike, such as the weights that the window opened at, is stored once.
+    """
+
+    def __init__(self, search: Stated) -> None:
+        self._search = search
+
+    def state_dict(self) -> State:
+        """Every rank's state, plain numbers and tensors. All ranks call it together."""
+        state = self._search.state_dict()
+        if not _ranks() > 1:
+            return state
+        gathered: list[Any] = [None] * _ranks()
+        dist.all_gather_object(gathered, _cpu(_own(state)))
+        return {**state, "ranks": gathered}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore this rank's part. With another number of ranks it is rank 0's, and the window begins anew.
+
+        Raises:
+            CheckpointError: the state is another search's.
+        """
+        self._search.load_state_dict(_of_this_rank(state))
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _own(state: State) -> State:
+    """What no other rank has."""
+    under_way = state["engine"]["open"]
+    return {
+        "losses": state.get("losses"),
+        "collectors": state["engine"]["collectors"],
+        "tally": under_way["tally"] if under_way is not None else None,
+        "replicas": list(under_way["replicas"]) if under_way is not None else None,
+    }
+
+
+def _of_this_rank(state: State) -> State:
+    ranks = state.get("ranks", ())
+    if len(ranks) != _ranks():
+        return state
+    own = ranks[dist.get_rank()]
+    engine = {**state["engine"], "collectors": own["collectors"]}
+    if engine["open"] is not None:
+        held = engine["open"]["replicas"].values()
+        engine["open"] = {
+            **engine["open"],
+            "tally": own["tally"],
+            "replicas": dict(zip(own["replicas"], held, strict=True)),
+        }
+    return {**state, "engine": engine, **({"losses": own["losses"]} if own["losses"] is not None else {})}
+
+
+def _cpu(value: Any) -> Any:
+    """Tensors are sent to processes that have other devices."""
+    if isinstance(value, Mapping):
+        return {key: _cpu(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cpu(entry) for entry in value)
+    return value.cpu() if hasattr(value, "cpu") else value
