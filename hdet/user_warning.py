@@ -11,9 +11,14 @@ HERE = str(Path(__file__).parent)
 
 
 def warn(message: str | Warning) -> None:
-    """A UserWarning (or the given one), shown and counted at the first line outside hdet."""
+    """A UserWarning (or the given one), shown and counted at the first line outside hdet, and outside torch.
+
+    Torch's own lines lie in between where one of its hooks has called.
+    """
+    torch = sys.modules.get("torch")
+    inside = (HERE, str(Path(torch.__file__).parent)) if torch is not None and torch.__file__ else (HERE,)
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(HERE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 

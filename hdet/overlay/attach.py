@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -107,7 +108,7 @@ def attach(
     if not isinstance(probe, Probe):
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
     optimizer = _inner(optimizer)
-    _end_earlier(optimizer)
+    _end_earlier(model, optimizer)
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
     found = Rates(optimizer, follower, driven=follower is None and schedule is not None)
     length = total_steps if follower is not None else None
@@ -178,15 +179,32 @@ def _inner(optimizer: Any) -> Optimizer:
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "L-BFGS looks at the loss many times in one step, along a line of its own, which no learning rate found in "
+            "between would fit; hdet explores optimizers that step once a gradient, such as AdamW and SGD"
+        )
     return optimizer
 
 
-def _end_earlier(optimizer: Optimizer) -> None:
-    """A notebook's cell may run twice: the search of the first time ends."""
-    earlier = _searches.get(optimizer)
-    search = earlier() if earlier is not None else None
-    if search is not None:
-        search.detach()
+def _end_earlier(model: nn.Module, optimizer: Optimizer) -> None:
+    """A notebook's cell may run twice: the search of the first time ends.
+
+    Raises:
+        ConfigError: a search with another optimizer rides on this model.
+    """
+    for held, reference in list(_searches.items()):
+        earlier = reference()
+        if earlier is None or not earlier.attached:
+            continue
+        if held is optimizer:
+            earlier.detach()
+        elif earlier.model is model:
+            raise ConfigError(
+                f"a search with another optimizer ({type(held).__name__}) is attached to this model, and each would "
+                f"take the other's steps for the model's own; put all parameters into groups of one optimizer, or "
+                f"detach the other search first"
+            )
 
 
 def _follower(

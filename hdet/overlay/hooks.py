@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.errors import StepError
+
 Closure = Callable[[], Any]
 Output = TypeVar("Output")
 
@@ -113,7 +115,16 @@ class Hooks:
     def _closed(self, closure: Closure) -> Closure:
         """The user's closure, and then what comes before a step: it runs forward and backward inside the step."""
 
+        called = False
+
         def closed() -> Any:
+            nonlocal called
+            if called:
+                raise StepError(
+                    "the optimizer called its closure twice in one step; hdet follows optimizers that look at the loss "
+                    "once a step, not line searches such as L-BFGS"
+                )
+            called = True
             loss = closure()
             self._rider.before_step()
             return loss

@@ -205,10 +205,12 @@ class Lending:
             if isinstance(binding, LentScalar):
                 binding.rest = _base(knob, self._step)
 
-    def put_in_forward(self) -> None:
-        """Forward knobs are in force: a pass begins."""
+    def put_in_forward(self, *, at_base: bool = False) -> None:
+        """Forward knobs are in force: a pass begins, of a seat or, beyond them, at the bases."""
         for scalar in self.scalars:
             scalar.put_in()
+            if at_base and scalar.rest is not None:
+                scalar.inner.write(scalar.rest())
 
     def take_out_forward(self) -> None:
         """A pass is over."""

@@ -19,10 +19,14 @@ from hdet.overlay.hooks import Hooks, Output, differentiable, loss_in
 from hdet.overlay.lent_bindings import Lending, kept, put_back
 from hdet.overlay.rank_states import AllRanks
 from hdet.overlay.rates import Rates
+from hdet.overlay.reported_losses import ReportedLosses
 from hdet.replicas import Replica
+from hdet.replicas.distributed import fully_sharded
+from hdet.user_warning import warn
 
 Callback = TypeVar("Callback", bound=Callable[[WindowRecord], object])
 FORMAT = 1
+ODD_STEPS = 5
 
 
 class Search(AbstractContextManager["Search"]):
@@ -45,11 +49,13 @@ class Search(AbstractContextManager["Search"]):
         self._rates = rates
         self._counting = micro_batches is None
         self._callbacks: list[Callable[[WindowRecord], object]] = []
-        self._passes = 0  # begun since the optimizer's last step
+        self._passes = self._entered = 0  # since the optimizer's last step: begun, and as a replica's
         self._open: Replica | None = None
         self._forward_done = False
         self._backward_ran = False
-        self._losses: dict[int, Tensor] = {}
+        self._losses = ReportedLosses()
+        self._odd_steps = 0  # on end, with another number of passes than was counted
+        self._warned: set[str] = set()
         self._stepping = False  # update knobs are in force for an optimizer's step
         self._busy = False  # the engine is at work, and passes are its own
         self._take_seats(micro_batches or 1)
@@ -66,6 +72,11 @@ class Search(AbstractContextManager["Search"]):
     def history(self) -> History:
         """The windows so far."""
         return self._engine.history
+
+    @property
+    def attached(self) -> bool:
+        """Whether it still rides on the loop."""
+        return self._hooks is not None
 
     @property
     def finished(self) -> bool:
@@ -87,7 +98,7 @@ class Search(AbstractContextManager["Search"]):
 
         Only needed where the model does not return it. It is the mean over the micro-batch, on the probe's scale.
         """
-        self._losses[max(0, self._passes - 1)] = loss.detach()
+        self._losses.note(max(0, self._passes - 1), loss)
         return loss
 
     def training_pass(self, run: Callable[[], Output]) -> Output:
@@ -114,7 +125,9 @@ class Search(AbstractContextManager["Search"]):
         """
         if self._open is not None:
             self._leave(heard=False)
-        self._passes, self._losses = 0, {}
+        for replica in self._engine.replicas[: self._entered]:
+            self._engine.cycle.miss(replica)
+        self._begin_step()
 
     def detach(self) -> None:
         """Leave the model and the optimizer as if hdet had never been there; what was trained stays."""
@@ -146,6 +159,7 @@ class Search(AbstractContextManager["Search"]):
             "engine": self._engine.state_dict(),
             "peaks": {knob.name: knob.peak for knob in self._engine.knobs},
             "rates": self._rates.state_dict(),
+            "losses": self._losses.state_dict(),
         }
 
     @property
@@ -163,7 +177,8 @@ class Search(AbstractContextManager["Search"]):
             raise CheckpointError(f"format {state.get('format')!r} of a search's state; this version reads {FORMAT}")
         if self._open is not None:
             self._leave(heard=False)
-        self._passes, self._losses = 0, {}
+        self._passes = 0
+        self._losses.clear()
         seats = state["micro_batches"]
         if seats is not None and seats != len(self._engine.replicas):
             self._take_seats(seats)
@@ -175,6 +190,7 @@ class Search(AbstractContextManager["Search"]):
                 knob.peak = state["peaks"].get(knob.name, knob.peak)
             with _groups_kept(self.optimizer):
                 self._engine.load_state_dict(state["engine"])
+            self._losses.load_state_dict(state["losses"])
         except Exception:
             self._rates.load_state_dict(before)
             raise
@@ -193,7 +209,7 @@ class Search(AbstractContextManager["Search"]):
             self.drop_passes()
         self._follow()
         if self._engine.finished or self._passes >= len(self._engine.replicas):
-            self._lending.put_in_forward()  # at what is in force: the bases, or the last seat's levels
+            self._lending.put_in_forward(at_base=True)
         else:
             self._enter(self._engine.replicas[self._passes])
         self._passes += 1
@@ -206,7 +222,7 @@ class Search(AbstractContextManager["Search"]):
         self._forward_done = True
         loss = loss_in(output)
         if loss is not None:
-            self._losses[self._passes - 1] = loss.detach()
+            self._losses.note(self._passes - 1, loss)
         for tensor in differentiable(output):
             tensor.register_hook(self._heard_backward)  # type: ignore[no-untyped-call]
 
@@ -216,12 +232,16 @@ class Search(AbstractContextManager["Search"]):
             self._leave(heard=True)
         self._lending.take_out_forward()
         self._lending.take_out_update()  # if the step before raised
+        self._follow()
+        self._refuse_if_over()
+        self._refuse_unseen()
         if self._counting and self._engine.step_count == 0:
             self._counting = False
             if self._passes > 1:
                 self._take_seats(self._passes)
-        self._follow()
-        self._refuse_if_over()
+                self._entered = 0
+        if self._losses.unsure and not _skipped(self.optimizer):
+            self._find_scale()
         self._lending.put_in_update()
         self._stepping = True
 
@@ -237,7 +257,7 @@ class Search(AbstractContextManager["Search"]):
         finally:
             self._lending.take_out_forward()
             self._lending.take_out_update()
-            self._passes, self._losses = 0, {}
+            self._begin_step()
         self._tell(record)
 
     # -- how it is done ---------------------------------------------------------------------------
@@ -258,6 +278,7 @@ class Search(AbstractContextManager["Search"]):
             self._engine.reapply()
 
     def _enter(self, replica: Replica) -> None:
+        self._entered += 1
         self._lending.put_in_update()
         try:
             replica.__enter__()
@@ -281,34 +302,79 @@ class Search(AbstractContextManager["Search"]):
             self._lending.take_out_forward()
 
     def _advance(self) -> WindowRecord | None:
+        seats = len(self._engine.replicas)
+        self._notice_count(seats)
         self._engine.gradients_are_shared()
         self._busy = True
         try:
             with self._lending.all_in_force():
-                short = 0 < self._passes < len(self._engine.replicas)
-                return self._engine.step(self._told(), complete=not short)
+                complete = self._entered == self._passes == seats
+                return self._engine.step(self._losses.of(seats), complete=complete)
         finally:
             self._busy = False
             self._rates.forget_before(self._engine.cycle.window.start)
 
-    def _told(self) -> list[Tensor] | None:
-        """The step's losses, one a seat; a seat without one is given the mean of the others."""
-        if not self._losses:
-            return None
-        mean = torch.stack([loss.reshape(()) for loss in self._losses.values()]).mean()
-        return [self._losses.get(seat, mean) for seat in range(len(self._engine.replicas))]
+    def _begin_step(self) -> None:
+        self._passes = self._entered = 0
+        self._losses.clear()
+
+    def _find_scale(self) -> None:
+        """Compare the first losses with the probe's at the same weights, alike in all processes."""
+        engine = self._engine
+        rows = self._losses.mean().expand(len(engine.replicas), 1)
+        self._busy = True
+        try:
+            with self._lending.all_in_force(), engine.at_base():
+                held_out = engine.plan.signal.measure(engine.hosts[0][0], 0, self.optimizer).mean()  # type: ignore[union-attr]
+        finally:
+            self._busy = False
+        table = engine.home.gather(torch.cat([rows, held_out.to(rows.device).expand(len(rows), 1)], dim=1))
+        self._losses.judge(float(table[:, 0].mean()), float(table[0, 1]), self._passes)
+
+    def _notice_count(self, seats: int) -> None:
+        """Say it once where steps keep having another number of passes than they were expected to."""
+        self._odd_steps = self._odd_steps + 1 if self._passes and self._passes != seats else 0
+        if self._odd_steps == ODD_STEPS:
+            self._warn(
+                f"the last {ODD_STEPS} optimizer steps had {self._passes} training passes each or so, and hdet expects "
+                f"{seats}; passes beyond that and steps with fewer teach nothing about dropout and the like: give "
+                f"hdet.attach micro_batches={self._passes}"
+            )
 
     def _tell(self, record: WindowRecord | None) -> None:
-        if record is not None:
-            for callback in self._callbacks:
-                callback(record)
+        if record is None:
+            return
+        if not self._losses.seen:
+            self._warn(
+                "hdet was told no training loss: the guard cannot see whether training stands still, nor can the rule "
+                "that lowers a learning rate there; return the loss from the model, or write "
+                "search.loss(loss).backward()"
+            )
+        for callback in self._callbacks:
+            callback(record)
 
     def _heard_backward(self, gradient: Tensor) -> None:
         self._backward_ran = True
 
     def _gradients_wait(self) -> bool:
         """Whether gradients of earlier passes are there: else they were dropped, as by a GradScaler that skipped."""
-        return any(p.grad is not None for p in self.model.parameters())
+        # Fully sharded parameters gather theirs elsewhere until the last micro-batch.
+        return fully_sharded.used(self.model) or any(p.grad is not None for p in self.model.parameters())
+
+    def _warn(self, message: str) -> None:
+        """Once."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warn(message)
+
+    def _refuse_unseen(self) -> None:
+        explored = any(k.spec.acts_on == "forward" and k.spec.spread.width for k in self._engine.knobs)
+        if self._passes == 0 and explored and not self._engine.finished:
+            raise StepError(
+                f"the optimizer is to step, and hdet has seen no training pass since its last step: the loop is to "
+                f"call the {type(self.model).__name__} that hdet.attach was given, in train mode and with gradients "
+                f"enabled. Attach to the model that the loop calls, wrapped or compiled as it is, before its first call"
+            )
 
     def _refuse_if_over(self) -> None:
         if self._engine.finished and self._rates.driven:

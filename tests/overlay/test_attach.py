@@ -10,40 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from attach_parts import STEPS, adamw, batch, loss_of, network, probe
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
 
 import hdet
-
-STEPS = 40
-
-
-def network() -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
-
-
-def batch(step: int, part: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + part)
-    inputs = torch.randn(8, 4, generator=generator)
-    return inputs, inputs[:, :3].argmax(dim=1)
-
-
-def loss_of(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(given[0]), given[1])
-
-
-def probe() -> hdet.Probe:
-    return hdet.Probe(loss_of, [batch(-1, part) for part in range(8)])
-
-
-def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    first, last = list(model[0].parameters()), list(model[3].parameters())  # type: ignore[index]
-    groups = [{"params": first, "lr": 3e-3, "weight_decay": 0.1}, {"params": last, "lr": 1e-3, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, **options)
-
 
 HELD = [
     hdet.LearningRate(controller=hdet.Hold()),

@@ -1,0 +1,97 @@
+"""The training losses of a step as the loop lets hdet see them, and the scale they are on."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet.user_warning import warn
+
+FAR = 4.0
+"""A factor by which a first training loss and the held-out loss of the same weights do not differ by chance."""
+
+
+class ReportedLosses:
+    """One loss a pass, detached; and, until the scale is known, what backward multiplied each by.
+
+    Attributes:
+        divided: whether each loss that is reported was divided by the number of micro-batches beforehand.
+        seen: whether any loss was ever reported.
+    """
+
+    def __init__(self) -> None:
+        self.divided = False
+        self.seen = False
+        self._known = False
+        self._losses: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
+
+    def note(self, number: int, loss: Tensor) -> None:
+        """The loss of a pass, by its number in the step."""
+        self.seen = True
+        self._losses[number] = loss.detach()
+        if not self._known and loss.requires_grad:
+            loss.register_hook(partial(self._weights.__setitem__, number))  # type: ignore[no-untyped-call]
+
+    def clear(self) -> None:
+        """The step is over."""
+        self._losses, self._weights = {}, {}
+
+    def of(self, seats: int) -> list[Tensor] | None:
+        """[seats] mean losses; a seat without one is given the mean of the others. None where none was reported."""
+        if not self._losses:
+            return None
+        mean = torch.stack([loss.reshape(()) for loss in self._losses.values()]).mean()
+        losses = [self._losses.get(seat, mean) for seat in range(seats)]
+        return [loss * float(seats) for loss in losses] if self.divided else losses
+
+    @property
+    def unsure(self) -> bool:
+        """Whether the scale of the losses that were reported has still to be found out."""
+        return bool(self._losses) and not self._known
+
+    def mean(self) -> Tensor:
+        """The mean of the losses reported in this step, 0-dim."""
+        return torch.stack([loss.reshape(()).double() for loss in self._losses.values()]).mean()
+
+    def judge(self, reported: float, held_out: float, passes: int) -> None:
+        """Find out the scale, once, from the first losses and the held-out loss at the same weights.
+
+        Args:
+            reported: the mean over passes and processes.
+            passes: micro-batches of this process in the step.
+        """
+        self._known = True
+        if not (0.0 < reported < math.inf and 0.0 < held_out < math.inf):
+            return
+        off = math.log(reported / held_out)
+        self.divided = passes > 1 and abs(off + math.log(passes)) < abs(off)
+        if abs(off + (math.log(passes) if self.divided else 0.0)) > math.log(FAR):
+            warn(
+                f"the first training loss is {reported:.4g} where the probe's loss at the same weights is "
+                f"{held_out:.4g}; rules that compare the two (weight decay, dropout at 0) are misled where they are on "
+                f"different scales: give search.loss(...) the mean over the micro-batch, of the same loss"
+            )
+        self._judge_gradients(passes)
+
+    def _judge_gradients(self, passes: int) -> None:
+        """Whether backward was told to divide by the number of micro-batches more than once."""
+        weights = [float(weight) for weight in self._weights.values()]
+        if passes < 2 or len(weights) != passes:
+            return
+        total = sum(weights) / (passes if self.divided else 1)
+        if math.isclose(total * passes, 1.0, rel_tol=0.02):
+            warn(
+                f"the losses of {passes} micro-batches are divided by {passes} twice before backward, so that the "
+                f"gradient is {passes} times too small; divide once, or let the trainer do it"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"divided": self.divided, "seen": self.seen, "known": self._known}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.divided, self.seen, self._known = state["divided"], state["seen"], state["known"]

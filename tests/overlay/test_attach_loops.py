@@ -1,0 +1,477 @@
+"""`hdet.attach` on the loops that people have: each with hdet, whose controllers hold, bit for bit the one without."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import schedulefree
+import torch
+from attach_parts import STEPS, adamw, batch, loss_of, network, probe
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+import hdet
+
+Search = hdet.Search | None
+Train = Callable[[nn.Module, Any, Search], None]
+HELD: list[hdet.Knob] = [
+    hdet.LearningRate(controller=hdet.Hold()),
+    hdet.WeightDecay(controller=hdet.Hold()),
+    hdet.Dropout(controller=hdet.Hold(), spread=hdet.TwoLevel(0.0)),
+]
+
+
+def told(search: Search, loss: Tensor) -> Tensor:
+    return search.loss(loss) if search is not None else loss
+
+
+def plain(model: nn.Module, optimizer: Any, search: Search) -> None:
+    for step in range(STEPS):
+        told(search, loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def ragged(model: nn.Module, optimizer: Any, search: Search) -> None:
+    """Epochs of ten micro-batches, four to a step, the last two in a step of their own."""
+    for step in range(STEPS):
+        count = 2 if step % 3 == 2 else 4
+        for part in range(count):
+            (told(search, loss_of(model, batch(step, part))) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def autocast(model: nn.Module, optimizer: Any, search: Search) -> None:
+    for step in range(STEPS):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = told(search, loss_of(model, batch(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def scaled(model: nn.Module, optimizer: Any, search: Search) -> None:
+    """A gradient scaler that skips the steps whose gradients overflow."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    skipped = 0
+    for step in range(STEPS):
+        scaler.scale(told(search, loss_of(model, batch(step)))).backward()
+        if step % 7 == 3:
+            next(p for p in model.parameters() if p.grad is not None).grad.fill_(torch.inf)  # type: ignore[union-attr]
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped += scaler.get_scale() < before
+        optimizer.zero_grad()
+    assert skipped > 1
+    if search is not None:
+        assert search.engine.step_count == STEPS - skipped
+
+
+def checkpointed(model: nn.Module, optimizer: Any, search: Search) -> None:
+    inner = model[0].forward  # type: ignore[index]
+    model[0].forward = lambda inputs: checkpoint(inner, inputs, use_reentrant=False)  # type: ignore[index]
+    plain(model, optimizer, search)
+    del model[0].forward  # type: ignore[index]
+
+
+def evaluated(model: nn.Module, optimizer: Any, search: Search) -> None:
+    """Evaluation between passes, between backward and step, and a forward pass that nothing follows."""
+    for step in range(STEPS):
+        loss = told(search, loss_of(model, batch(step)))
+        with torch.no_grad():
+            loss_of(model, batch(step, 5))
+        loss.backward()
+        model.eval()
+        loss_of(model, batch(step, 6))
+        model.train()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 5 == 0:
+            torch.manual_seed(step)
+            model(batch(step, 7)[0])
+
+
+def averaged(model: nn.Module, optimizer: Any, search: Search) -> None:
+    """A moving average of the weights, which is a deep copy of the model, hooks and all."""
+    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for step in range(STEPS):
+        told(search, loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean.update_parameters(model)
+        loss_of(mean, batch(step, 3))
+    copy.deepcopy(model)
+    with torch.no_grad():
+        for own, averaged in zip(model.parameters(), mean.module.parameters(), strict=True):
+            own.copy_(averaged)
+
+
+def frozen(model: nn.Module, optimizer: Any, search: Search) -> None:
+    model[0].requires_grad_(False)  # type: ignore[index]
+    plain(model, optimizer, search)
+
+
+def siamese(model: nn.Module, optimizer: Any, search: Search) -> None:
+    """Two forward passes to one backward."""
+    for step in range(STEPS):
+        first, second = model(batch(step)[0]), model(batch(step, 1)[0])
+        loss = F.cross_entropy(first, batch(step)[1]) + F.cross_entropy(second, batch(step, 1)[1])
+        told(search, loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Returning(nn.Module):
+    """A model that returns its loss, as those of Hugging Face do."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner = network()
+        self.kind = kind
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.inner(inputs)
+        if labels is None:
+            return logits
+        loss = F.cross_entropy(logits, labels)
+        return {"dict": {"loss": loss, "logits": logits}, "tuple": (logits, loss), "itself": loss}[self.kind]
+
+
+LOOPS: dict[str, Train] = {
+    "ragged accumulation": ragged,
+    "autocast": autocast,
+    "gradient scaler that skips": scaled,
+    "activation checkpointing": checkpointed,
+    "evaluation inside": evaluated,
+    "averaged weights": averaged,
+    "frozen part": frozen,
+    "two forwards to a backward": siamese,
+}
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "adamw": adamw,
+    "fused": lambda model: adamw(model, fused=True),
+    "tensor rates": lambda model: torch.optim.AdamW(
+        model.parameters(), lr=torch.tensor(1e-3), weight_decay=0.1, fused=True
+    ),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "schedule-free": lambda model: schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2, weight_decay=0.01),
+}
+
+
+def both(train: Train, build: Callable[[nn.Module], Any], **options: Any) -> tuple[list[Any], hdet.Search]:
+    """What the loop ends in without hdet and with it."""
+    ends: list[Any] = []
+    search: Search = None
+    for attached in (False, True):
+        torch.manual_seed(7)
+        model = network()
+        optimizer = build(model)
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        if attached:
+            search = hdet.attach(
+                model, optimizer, probe=probe(), schedule=None, knobs=HELD, window=5, quiet=True, **options
+            )
+        train(model, optimizer, search)
+        ends.append(copy.deepcopy([model.state_dict(), optimizer.state_dict()]))
+    assert search is not None
+    return ends, search
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_is_what_it_was_bit_for_bit(name: str, assert_same: Any) -> None:
+    ends, search = both(LOOPS[name], adamw)
+    assert_same(*ends)
+    assert len(search.history) >= 4
+    assert all(record.estimates["learning_rate"]["stderr"] > 0 for record in search.history)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("loop", ["plain", "gradient scaler that skips"])
+def test_any_optimizer_is_what_it_was_bit_for_bit(name: str, loop: str, assert_same: Any) -> None:
+    ends, search = both(plain if loop == "plain" else scaled, OPTIMIZERS[name])
+    assert_same(*ends)
+    assert len(search.history) >= 4
+
+
+@pytest.mark.parametrize("what", ["model", "in place", "step", "both"])
+def test_compiled_it_is_what_it_was_bit_for_bit(what: str, assert_same: Any) -> None:
+    """The hooks break graphs and are never traced."""
+    ends = []
+    for attached in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(7)
+        model: Any = network()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.05))
+        called = torch.compile(model, backend="aot_eager") if what in ("model", "both") else model
+        if what == "in place":
+            model.compile(backend="aot_eager")
+        search = None
+        if attached:
+            search = hdet.attach(
+                called,
+                optimizer,
+                probe=probe(),
+                schedule=None,
+                knobs=HELD[:2],
+                exclude=["dropout"],
+                window=5,
+                quiet=True,
+            )
+        step = torch.compile(optimizer.step, backend="aot_eager") if what in ("step", "both") else optimizer.step
+        for number in range(20):
+            told(search, loss_of(called, batch(number))).backward()
+            step()
+            optimizer.zero_grad()
+        ends.append(copy.deepcopy(model.state_dict()))
+        if search is not None:
+            assert search.engine.step_count == 20
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "itself"])
+def test_a_loss_that_the_model_returns_is_found(kind: str) -> None:
+    model = Returning(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    held_out = hdet.Probe(lambda model, given: F.cross_entropy(model(given[0]), given[1]), probe().batches)
+    search = hdet.attach(model, optimizer, probe=held_out, total_steps=10, window=5, quiet=True)
+    losses = []
+    for step in range(10):
+        found = model(*batch(step))
+        loss = found["loss"] if kind == "dict" else found[1] if kind == "tuple" else found
+        losses.append(float(loss))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [record.loss for record in search.history] == [
+        pytest.approx(sum(losses[start : start + 5]) / 5) for start in (0, 5)
+    ]
+
+
+def test_a_short_accumulation_teaches_nothing_and_is_no_fault() -> None:
+    _, search = both(ragged, adamw)
+    assert search.engine.size == 4
+    assert not any(record.faults for record in search.history)
+
+
+def test_tensor_rates_are_moved_in_place() -> None:
+    model = network()
+    rate = torch.tensor(1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
+    held = optimizer.param_groups[0]["lr"]
+    inside: list[float] = []
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True)
+    optimizer.register_step_pre_hook(lambda optimizer, *_: inside.append(float(optimizer.param_groups[0]["lr"])))
+    plain(model, optimizer, search)
+    assert optimizer.param_groups[0]["lr"] is held
+    assert float(held) == pytest.approx(1e-3)
+    assert len({round(value, 9) for value in inside}) > 10
+
+
+# -- mistakes, each named the first time ---------------------------------------------------------------
+
+
+def attached(model: nn.Module, optimizer: Any, **options: Any) -> hdet.Search:
+    options.setdefault("total_steps", STEPS)
+    return hdet.attach(model, optimizer, probe=probe(), window=5, quiet=True, **options)
+
+
+def test_a_model_that_is_not_the_one_attached_to_is_an_error() -> None:
+    model = network()
+    optimizer = adamw(model)
+    attached(nn.Sequential(model), optimizer)
+    with pytest.raises(hdet.StepError, match=r"call the Sequential that hdet\.attach was given, in train mode"):
+        plain(model, optimizer, None)
+
+
+def test_a_scheduler_nobody_spoke_of_is_an_error() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    told(search, loss_of(model, batch(0))).backward()
+    optimizer.step()
+    scheduler.step()
+    with pytest.raises(hdet.StepError, match=r"give hdet\.attach scheduler="):
+        model(batch(1)[0])
+    search.detach()
+    with pytest.raises(hdet.ConfigError, match="'initial_lr'"):
+        attached(model, optimizer)
+
+
+def test_a_rate_moved_beside_the_scheduler_is_an_error() -> None:
+    model = network()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    search = attached(model, optimizer, scheduler=scheduler)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(hdet.StepError, match="ExponentialLR would have put"):
+        told(search, loss_of(model, batch(0)))
+
+
+def test_a_scheduler_that_is_stepped_every_epoch_is_followed() -> None:
+    model = network()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    search = attached(model, optimizer, scheduler=scheduler, scheduler_every=5)
+    for step in range(STEPS):
+        told(search, loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 5 == 4:
+            scheduler.step()
+    assert search.finished
+    knob = search.engine.knobs[0]
+    assert knob.schedule(STEPS - 1) == pytest.approx(3e-3 * 0.5**3)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_metric_scheduler_and_a_foreign_one_are_refused(shared: bool) -> None:
+    model = network()
+    optimizer = adamw(model)
+    if shared:
+        scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(adamw(network()), 0.9)
+    else:
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(hdet.ConfigError, match="another optimizer" if shared else "schedule=None"):
+        attached(model, optimizer, scheduler=scheduler)
+
+
+def test_several_optimizers_and_line_searches_are_refused() -> None:
+    model = network()
+    with pytest.raises(hdet.ConfigError, match="one optimizer, got several"):
+        attached(model, [adamw(model)])
+    with pytest.raises(hdet.ConfigError, match="L-BFGS"):
+        attached(model, torch.optim.LBFGS(model.parameters()))
+    first = attached(model, adamw(model))
+    with pytest.raises(hdet.ConfigError, match="another optimizer"):
+        attached(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    first.detach()
+
+
+class Twice(torch.optim.SGD):
+    """Looks at the loss twice a step."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+def test_a_closure_called_twice_is_an_error() -> None:
+    model = network()
+    optimizer = Twice(model.parameters(), lr=0.1)
+    attached(model, optimizer)
+
+    def closure() -> Tensor:
+        loss = loss_of(model, batch(0))
+        loss.backward()
+        return loss
+
+    with pytest.raises(hdet.StepError, match="closure twice"):
+        optimizer.step(closure)
+
+
+def test_a_dropout_that_something_else_writes_is_an_error() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer)
+    plain_step = loss_of(model, batch(0))
+    search.loss(plain_step).backward()
+    optimizer.step()
+    model[2].p = 0.5
+    with pytest.raises(hdet.StepError, match=r"exclude=\('dropout',\)"):
+        model(batch(1)[0])
+
+
+def test_no_loss_is_said_once_and_at_the_users_line() -> None:
+    model = network()
+    optimizer = adamw(model)
+    attached(model, optimizer)
+    with pytest.warns(UserWarning, match="no training loss") as caught:
+        plain(model, optimizer, None)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_loss_on_another_scale_is_said() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer)
+    search.loss(8 * loss_of(model, batch(0))).backward()
+    with pytest.warns(UserWarning, match="different scales"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("reported", ["mean", "divided"])
+def test_losses_divided_before_they_are_reported_are_found_out(reported: str) -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer, micro_batches=4)
+    losses = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(5):
+            for part in range(4):
+                loss = loss_of(model, batch(step, part))
+                losses.append(float(loss))
+                if reported == "mean":
+                    (search.loss(loss) / 4).backward()
+                else:
+                    search.loss(loss / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    [record] = search.history
+    assert record.loss == pytest.approx(sum(losses) / len(losses))
+
+
+def test_gradients_divided_twice_are_said() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer)
+    for part in range(4):
+        (search.loss(loss_of(model, batch(0, part)) / 4) / 4).backward()
+    with pytest.warns(UserWarning, match="divided by 4 twice"):
+        optimizer.step()
+
+
+def test_a_run_that_is_over_is_an_error_where_hdet_drives_the_rate() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer, total_steps=STEPS)
+    plain(model, optimizer, search)
+    with pytest.raises(hdet.StepError, match="run is over"):
+        plain(model, optimizer, search)
+
+
+def test_beside_a_scheduler_training_may_go_on_at_what_was_learned() -> None:
+    model = network()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    search = attached(model, optimizer, scheduler=scheduler)
+    plain(model, optimizer, search)
+    assert search.finished
+    inside: list[float] = []
+    optimizer.register_step_pre_hook(lambda optimizer, *_: inside.append(optimizer.param_groups[0]["lr"]))
+    plain(model, optimizer, search)
+    assert inside[-1] == pytest.approx(search.shifts["learning_rate"].value)
+    assert optimizer.param_groups[0]["lr"] == 3e-3
+
+
+def test_a_notebooks_cell_may_run_twice() -> None:
+    model = network()
+    optimizer = adamw(model)
+    first = attached(model, optimizer)
+    plain(model, optimizer, first)
+    second = attached(model, optimizer)
+    assert not first.attached
+    assert second.shifts["learning_rate"].start == 3e-3
+    assert len(model._forward_pre_hooks) == 1
