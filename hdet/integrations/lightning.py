@@ -126,11 +126,6 @@ class Search(Callback):
         self.search.on_window(self._closed.append)
         self._ride_on(trainer)
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The pass is over, before its gradient is unscaled and clipped."""
-        if self.search is not None:
-            self.search.after_backward()
-
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """A step is due; a GradScaler may skip it."""
         self._stepped = True

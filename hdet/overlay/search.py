@@ -52,7 +52,8 @@ class Search(AbstractContextManager["Search"]):
         self._passes = self._entered = 0  # since the optimizer's last step: begun, and as a replica's
         self._open: Replica | None = None
         self._forward_done = False
-        self._backward_ran = False
+        self._backward: int | None = None  # the one that the pass has had
+        self._whole = True  # the step's passes had one each
         self._losses = ReportedLosses()
         self._odd_steps = 0  # on end, with another number of passes than was counted
         self._warned: set[str] = set()
@@ -109,15 +110,6 @@ class Search(AbstractContextManager["Search"]):
         """
         return self._hooks.within(run) if self._hooks is not None else run()
 
-    def after_backward(self) -> None:
-        """Say that the gradient of the pass under way is there, and has not been clipped or unscaled yet.
-
-        Only needed where something changes it before the optimizer's step, and only by evidence that looks at the
-        gradient of each micro-batch.
-        """
-        if self._open is not None:
-            self._leave(heard=True)
-
     def drop_passes(self) -> None:
         """Say that the passes since the last step led to none, as where a GradScaler skipped it.
 
@@ -125,8 +117,7 @@ class Search(AbstractContextManager["Search"]):
         """
         if self._open is not None:
             self._leave(heard=False)
-        for replica in self._engine.replicas[: self._entered]:
-            self._engine.cycle.miss(replica)
+        self._miss()
         self._begin_step()
 
     def detach(self) -> None:
@@ -202,7 +193,7 @@ class Search(AbstractContextManager["Search"]):
         if self._busy:
             return
         if self._open is not None:
-            if self._forward_done and not self._backward_ran:
+            if self._forward_done and self._backward is None:
                 return  # several forwards to one backward are one pass
             self._leave(heard=self._forward_done)
         if self._passes and not self._gradients_wait():
@@ -213,7 +204,7 @@ class Search(AbstractContextManager["Search"]):
         else:
             self._enter(self._engine.replicas[self._passes])
         self._passes += 1
-        self._forward_done = self._backward_ran = False
+        self._forward_done, self._backward = False, None
 
     def after_forward(self, output: Any) -> None:
         """The pass has run forward."""
@@ -304,6 +295,8 @@ class Search(AbstractContextManager["Search"]):
     def _advance(self) -> WindowRecord | None:
         seats = len(self._engine.replicas)
         self._notice_count(seats)
+        if not self._whole:
+            self._miss()
         self._engine.gradients_are_shared()
         self._busy = True
         try:
@@ -314,8 +307,14 @@ class Search(AbstractContextManager["Search"]):
             self._busy = False
             self._rates.forget_before(self._engine.cycle.window.start)
 
+    def _miss(self) -> None:
+        """What the passes of this step would teach is left out."""
+        for replica in self._engine.replicas[: self._entered]:
+            self._engine.cycle.miss(replica)
+
     def _begin_step(self) -> None:
         self._passes = self._entered = 0
+        self._whole = True
         self._losses.clear()
 
     def _find_scale(self) -> None:
@@ -354,7 +353,18 @@ class Search(AbstractContextManager["Search"]):
             callback(record)
 
     def _heard_backward(self, gradient: Tensor) -> None:
-        self._backward_ran = True
+        """Backward has reached what the model returned. When it is through the pass is over, before anything clips."""
+        task = torch._C._current_graph_task_id()
+        if self._backward is not None:
+            # A second one adds to gradients that were looked at: what the step would teach is left out.
+            self._whole = self._whole and task == self._backward
+        else:
+            self._backward = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def _after_backward(self) -> None:
+        if self._open is not None:
+            self._leave(heard=True)
 
     def _gradients_wait(self) -> bool:
         """Whether gradients of earlier passes are there: else they were dropped, as by a GradScaler that skipped."""

@@ -278,9 +278,9 @@ def in_parts(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("calls", [0, 1, 2])
 def test_a_training_pass_is_one_pass_however_often_the_model_is_called(calls: int) -> None:
-    """And its gradient is taken before it is clipped, where that is said."""
+    """A model that is never called is not seen without."""
     found = []
-    for told_so in (False, True):
+    for told_so in (True, False):
         seeded()
         model = network()
         optimizer = plain_adamw(model)
@@ -304,18 +304,20 @@ def test_a_training_pass_is_one_pass_however_often_the_model_is_called(calls: in
                 run = partial(compute, model, batch(step, part))
                 loss = search.training_pass(run) if told_so else search.loss(run())
                 (loss / 2).backward()
-                search.after_backward()
+            if calls == 0 and not told_so:
+                with pytest.raises(hdet.StepError, match="no training pass"):
+                    optimizer.step()
+                return
             optimizer.step()
             optimizer.zero_grad()
         found.append(decided(search.history))
         assert search.finished
         if told_so:
             assert any(record.estimates["dropout"]["stderr"] for record in search.history)
-    assert calls == 0 or found[0] == found[1]  # a model that is never called is not seen without
+    assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("said", [False, True])
-def test_the_gradient_is_taken_before_it_is_clipped_where_that_is_said(said: bool) -> None:
+def test_the_gradient_is_taken_before_it_is_clipped() -> None:
     found: list[Tensor] = []
     for clips in (False, True):
         seeded()
@@ -330,12 +332,25 @@ def test_the_gradient_is_taken_before_it_is_clipped_where_that_is_said(said: boo
         optimizer.register_step_pre_hook(look)
         for part in range(2):
             search.loss(loss_of(model, batch(0, part))).backward()
-            if said:
-                search.after_backward()
         if clips:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
-    assert torch.equal(*found) == said
+    assert torch.equal(*found)
+
+
+def test_a_second_backward_of_a_pass_leaves_the_step_out() -> None:
+    model = network()
+    optimizer = plain_adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, window=20, micro_batches=1)
+    for step in range(20):
+        loss = search.loss(loss_of(model, batch(step)))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    [record] = search.history
+    assert record.estimates["dropout"]["stderr"] == float("inf")
+    assert record.estimates["learning_rate"]["stderr"] > 0
 
 
 def test_passes_that_led_to_no_step_are_dropped() -> None:
