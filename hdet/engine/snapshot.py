@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from hdet.engine.cycle import Cycle
 from hdet.engine.fit import require_fit
 from hdet.errors import CheckpointError, HdetError
+from hdet.hparams.schedule import Schedule
 from hdet.replicas import Replica, held_optimizer, tensors
 from hdet.replicas.distributed.fingerprint import fingerprint
 
@@ -157,6 +158,8 @@ def check(cycle: Cycle, state: Mapping[str, Any]) -> None:
     saved, own = state["config"], config(cycle)
     for field in own:
         if saved.get(field) != own[field]:
+            if field == "schedules":
+                _refuse_schedules(saved.get(field), own[field])
             raise CheckpointError(
                 f"the checkpoint was written with {field}={saved.get(field)!r}, this engine has {own[field]!r}; "
                 f"declare the same to resume"
@@ -167,12 +170,33 @@ def config(cycle: Cycle) -> dict[str, Any]:
     """What must be declared alike for a state to be this engine's (N may differ)."""
     return {
         "knobs": [knob.name for knob in cycle.knobs],
+        "schedules": {knob.name: _told(knob.spec.schedule) for knob in cycle.knobs},
         "evidence": [source.to_dict() for source in cycle.plan.evidence],
         "seed": cycle.plan.seed,
         "gradients": cycle.plan.gradients,
         "total_steps": cycle.plan.total_steps,
         "guard": cycle.watch.spec.to_dict() if cycle.watch is not None else None,
     }
+
+
+def _told(schedule: Schedule | None) -> dict[str, Any] | str | None:
+    """A schedule in plain words; only its kind where a function is among its fields."""
+    if schedule is None:
+        return None
+    try:
+        return schedule.to_dict()
+    except ValueError:
+        return schedule.kind
+
+
+def _refuse_schedules(saved: object, own: dict[str, Any]) -> None:
+    name = next((n for n in own if not isinstance(saved, Mapping) or saved.get(n) != own[n]), "")
+    told = saved.get(name) if isinstance(saved, Mapping) else None
+    raise CheckpointError(
+        f"the checkpoint was written with the schedule {told} of {name!r}, this engine has {own[name]}; declare the "
+        f"same to resume. Where the peak is read off the optimizer, make the engine before the optimizer's own state "
+        f"is loaded, which holds the rate of that moment, or give schedule="
+    )
 
 
 def _all_agree(cycle: Cycle, fact: bool) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -62,6 +64,42 @@ def fit(value: float, bounds: Bounds, dtype: torch.dtype) -> float:
     return float(held.item())
 
 
+@dataclass
+class Given:
+    """What the user gave an entry of a parameter group, and what hdet wrote over it last."""
+
+    value: float
+    written: float | None = None
+
+
+_given: WeakKeyDictionary[Optimizer, dict[Hashable, Given]] = WeakKeyDictionary()
+"""What hdet has found in optimizers that it drives, for the next engine on one of them."""
+
+SCHEDULED = {"lr": "initial_lr", "momentum": "max_momentum", "betas": "max_momentum"}
+"""By entry, what a torch scheduler that drives it leaves in the group."""
+
+
+def given(optimizer: Optimizer, index: int, key: str, item: int | None = None) -> float:
+    """What the user gave an entry of a parameter group: not what an earlier engine has left there."""
+    return _found(optimizer, index, key, item).value
+
+
+def _found(optimizer: Optimizer, index: int, key: str, item: int | None) -> Given:
+    entry = optimizer.param_groups[index][key]
+    entry = entry if item is None else entry[item]
+    held = float(entry)
+    known = _given.setdefault(optimizer, {})
+    before = known.get((index, key, item))
+    if before is None or held != (before.value if before.written is None else _as_held(entry, before.written)):
+        before = known[index, key, item] = Given(held)
+    return before
+
+
+def _as_held(entry: float | Tensor, value: float) -> float:
+    """A value as it comes back from an entry that it was written to."""
+    return float(torch.tensor(value, dtype=entry.dtype)) if isinstance(entry, Tensor) else value
+
+
 @dataclass(frozen=True)
 class GroupBinding:
     """An entry of optimizer parameter groups, addressed by optimizer and index (group dicts get replaced).
@@ -78,9 +116,30 @@ class GroupBinding:
     item: int | None
     bounds: Bounds
 
+    @cached_property
+    def _entries(self) -> list[Given]:
+        return [_found(self.optimizer, index, self.key, self.item) for index in self.indices]
+
     @property
     def targets(self) -> frozenset[Hashable]:
         return frozenset((id(self.optimizer), index, self.key, self.item) for index in self.indices)
+
+    def base(self) -> float:
+        """What the user gave the first group.
+
+        Raises:
+            ConfigError: a scheduler drives the entry, so that what it holds now is no base.
+        """
+        group = self.optimizer.param_groups[self.indices[0]]
+        mark = SCHEDULED.get(self.key)
+        if mark in group:
+            raise ConfigError(
+                f"{self.key} is driven by a torch scheduler (the optimizer's group {self.indices[0]} holds {mark!r}), "
+                f"and what it holds now, {self.read():g}, is a point of that schedule and no base; drop the scheduler "
+                f"and give the knob its course (schedule=hdet.OneCycle(...), hdet.Cosine(...), or a number), or keep "
+                f"it and use hdet.attach(..., scheduler=scheduler)"
+            )
+        return given(self.optimizer, self.indices[0], self.key, self.item) / self.ratios[0]
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the groups."""
@@ -92,9 +151,9 @@ class GroupBinding:
 
     def write(self, value: float) -> None:
         groups = self.optimizer.param_groups
-        for index, ratio in zip(self.indices, self.ratios, strict=True):
+        for index, ratio, found in zip(self.indices, self.ratios, self._entries, strict=True):
             group, key = groups[index], self.key
-            own = value if ratio == 1.0 else value * ratio
+            found.written = own = value if ratio == 1.0 else value * ratio
             if self.item is not None:
                 entry = list(group[key])
                 entry[self.item] = _written(entry[self.item], own, self.bounds)

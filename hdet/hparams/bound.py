@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hdet.controllers import Context, Estimate
 from hdet.controllers.state import from_plain, to_plain
 from hdet.errors import ConfigError, StepError
-from hdet.hparams.binding import Binding
+from hdet.hparams.binding import Binding, GroupBinding
 from hdet.hparams.knob import Knob
 from hdet.hparams.learned import Learned
 from hdet.hparams.schedule import Constant
@@ -69,7 +69,7 @@ class BoundKnob:
         self.evidence = spec.evidence
         self.name = spec.label
         self.bindings = list(bindings)
-        self.schedule = spec.schedule if spec.schedule is not None else Constant(self.bindings[0].read())
+        self.schedule = spec.schedule if spec.schedule is not None else Constant(_base(self.bindings[0], self.name))
         self.shift = spec.initial_shift
         self.state = self.controller.start()
         self._placed: tuple[int, float, float, float]  # step, shift, base and reach, as last worked out
@@ -248,3 +248,11 @@ class BoundKnob:
             self.schedule = Constant(self.peak)
         self.state = from_plain(type(self.state), state["controller"])
         self.forget()
+
+
+def _base(binding: Binding, name: str) -> float:
+    """What a knob without a schedule starts from."""
+    try:
+        return binding.base() if isinstance(binding, GroupBinding) else binding.read()
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None

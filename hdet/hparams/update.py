@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError, MatchError
-from hdet.hparams.binding import GroupBinding
+from hdet.hparams.binding import GroupBinding, given
 from hdet.hparams.knob import ActsOn, Knob
 from hdet.hparams.space import Logit, Space
 from hdet.hparams.spread import Spread, TwoLevel
@@ -77,8 +77,12 @@ class GroupKnob(Knob):
         return self.key in group
 
     def _value(self, optimizer: Optimizer, index: int) -> float:
-        entry = optimizer.param_groups[index][self.key]
-        return float(entry if self.item is None else entry[self.item])
+        group = optimizer.param_groups[index]
+        # A scheduler's warm-up may start all groups at 0, and their ratio is that of the rates it was given.
+        return float(group["initial_lr"]) if self._starts_at_0(group) else given(optimizer, index, self.key, self.item)
+
+    def _starts_at_0(self, group: dict[str, object]) -> bool:
+        return self.key == "lr" and "initial_lr" in group and group["lr"] == 0.0
 
     def _indices(self, optimizer: Optimizer) -> list[int]:
         count = len(optimizer.param_groups)

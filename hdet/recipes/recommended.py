@@ -18,6 +18,7 @@ from hdet.errors import ConfigError, MatchError
 from hdet.evidence import Analytic, Line, MixedDifference
 from hdet.history import History
 from hdet.hparams import Dropout, Knob, LabelSmoothing, LearningRate, Schedule, WeightDecay
+from hdet.hparams.binding import given
 from hdet.hparams.forward import ModuleKnob
 from hdet.hparams.schedule import Linear
 from hdet.hparams.update import Groups
@@ -88,11 +89,17 @@ def own_schedule(optimizer: Optimizer, total_steps: int | None, group: int = 0) 
     """The recipe's schedule of a learning rate, around what a parameter group holds.
 
     Raises:
-        ConfigError: without the run's length.
+        ConfigError: without the run's length; a scheduler drives the rate.
     """
     if total_steps is None:
         raise ConfigError("the recipe's schedule ends with the run; give total_steps=, or a schedule of your own")
-    peak = float(optimizer.param_groups[group]["lr"])
+    if "initial_lr" in optimizer.param_groups[group]:
+        raise ConfigError(
+            f"a torch scheduler drives this optimizer (its groups hold 'initial_lr'), so the rate it holds now, "
+            f"{float(optimizer.param_groups[group]['lr']):g}, is no peak; drop the scheduler and give "
+            f"schedule=hdet.OneCycle(...) or another, or keep it and use hdet.attach(..., scheduler=scheduler)"
+        )
+    peak = given(optimizer, group, "lr")
     return Linear(peak=peak, total_steps=total_steps, warmup=WARMUP)
 
 
