@@ -15,7 +15,7 @@ INTEGRATED := $(VENV)/.integrated
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: run test test-integrations lint install clean
+.PHONY: run test test-integrations lint docs install clean
 
 run: $(INSTALLED)
 	$(BIN)/hdet run examples/quickstart.yaml --compare --force
@@ -32,6 +32,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy hdet
 
+# The site into site/; a broken link fails. The notice that is turned off advertises another program.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -44,4 +48,4 @@ $(INTEGRATED): $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) runs site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

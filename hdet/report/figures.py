@@ -12,7 +12,7 @@ import numpy as np
 
 from hdet.errors import ConfigError, MissingExtraError
 from hdet.record import WindowRecord
-from hdet.report.reading import AHEAD, AVERAGED, LAST, ONLY, SURE, TURNS, decided, readings
+from hdet.report.reading import AHEAD, AVERAGED, LAST, ONLY, SURE, TURNS, decided, readings, supported
 
 Figure = Any
 """matplotlib's `Figure`, which is imported when one is drawn."""
@@ -213,7 +213,7 @@ def _draw_course(axis: Any, windows: Sequence[WindowRecord], knob: str) -> None:
         axis.axhline(learned[0][1]["start"], color=GREY, linewidth=0.7, linestyle=":")
     for record in windows:
         if record.moves.get(knob):
-            _, t = decided(record, knob)
+            clear = supported(*decided(record, knob))
             up = record.moves[knob] > 0
             color = BLUE if up else RED
             at = record.learned[knob]["closed"] if knob in record.learned else record.bases[knob]
@@ -223,7 +223,7 @@ def _draw_course(axis: Any, windows: Sequence[WindowRecord], knob: str) -> None:
                 "^" if up else "v",
                 markersize=6,
                 markeredgecolor=color,
-                markerfacecolor=color if t is not None and abs(t) >= SURE else "white",
+                markerfacecolor=color if clear else "white",
                 zorder=4,
             )
     levels = [*lows, *highs, *(told[when] for _, told in learned for when in ("start", "opened", "closed"))]
@@ -281,8 +281,8 @@ def _legend(windows: Sequence[WindowRecord], knobs: Sequence[str]) -> list[Any]:
         Line2D([], [], color=GREY, linestyle="--", label="in force, schedule included"),
         Line2D([], [], color=GREY, linestyle=":", label="as it was set"),
         Patch(color=SKY, alpha=0.35, label="levels of the replicas"),
-        Line2D([], [], color=BLUE, marker="^", linestyle="", label="moved up (hollow: |t| < 2)"),
-        Line2D([], [], color=RED, marker="v", linestyle="", label="moved down (hollow: |t| < 2)"),
+        Line2D([], [], color=BLUE, marker="^", linestyle="", label="moved up (hollow: weak evidence)"),
+        Line2D([], [], color=RED, marker="v", linestyle="", label="moved down (hollow: weak evidence)"),
         *_evidence_legend(windows, knobs),
     ]
 

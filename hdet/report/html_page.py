@@ -63,7 +63,7 @@ def page(runs: ReportedRun | Iterable[ReportedRun] | Iterable[WindowRecord], *, 
         knobs=[
             {
                 "name": knob,
-                "course": draw(charts.values(given, knob), f"{knob}; triangles are moves, hollow where |t| < 2"),
+                "course": draw(charts.values(given, knob), f"{knob}; triangles are moves, hollow on weak evidence"),
                 "evidence": draw(charts.evidence(given, knob), f"Evidence on {knob} with two standard errors"),
                 "moves": telling.moves(given, knob),
             }

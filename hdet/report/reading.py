@@ -78,6 +78,11 @@ def decided(record: WindowRecord, knob: str) -> tuple[str, float | None]:
     return chosen.source, chosen.t
 
 
+def supported(source: str, t: float | None) -> bool:
+    """Whether what a move rests on is clear by itself: |t| of 2 or more in its own window, or the guard."""
+    return source == GUARD or (t is not None and abs(t) >= SURE)
+
+
 def _reading(estimate: Any, source: str) -> Reading | None:
     if not isinstance(estimate, dict):
         return None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hdet.record import WindowRecord
-from hdet.report.reading import SURE, decided, readings
+from hdet.report.reading import decided, readings, supported
 
 MOST_POINTS = 500
 
@@ -66,8 +66,8 @@ class Move:
 
     @property
     def clear(self) -> bool:
-        """Whether its own window proves it."""
-        return self.t is not None and abs(self.t) >= SURE
+        """Whether what it rests on is clear by itself."""
+        return supported(self.source, self.t)
 
 
 @dataclass

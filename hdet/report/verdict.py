@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hdet.record import WindowRecord
-from hdet.report.reading import EARLIER, GUARD, SURE, decided, readings
+from hdet.report.reading import SURE, decided, readings, supported
 
 BELIEVABLE = 10.0
 SUPPORTED = 2 / 3
@@ -139,7 +139,7 @@ def _verdict(history: list[WindowRecord], knob: str) -> Verdict:
     moved = [record for record in windows if record.moves.get(knob)]
     total = math.fsum(abs(record.moves[knob]) for record in moved)
     resting = {record.window: decided(record, knob) for record in moved}
-    supported = [record for record in moved if _supports(*resting[record.window])]
+    clear = [record for record in moved if supported(*resting[record.window])]
     last_move = moved[-1].window if moved else -1
     found = {record.window: readings(record, knob) for record in windows}
     measured = [record for record in windows if found[record.window]]
@@ -150,16 +150,12 @@ def _verdict(history: list[WindowRecord], knob: str) -> Verdict:
         end=_learned(windows[-1], knob, "closed"),
         up=_course([record for record in moved if record.moves[knob] > 0], knob, resting),
         down=_course([record for record in moved if record.moves[knob] < 0], knob, resting),
-        support=math.fsum(abs(record.moves[knob]) for record in supported) / total if total else 0.0,
+        support=math.fsum(abs(record.moves[knob]) for record in clear) / total if total else 0.0,
         asked=math.fsum(max(-BELIEVABLE, min(BELIEVABLE, t)) for t in since) / len(since) if since else 0.0,
         asked_windows=len(since),
         measured_until=measured[-1].stop if measured else None,
         stop=windows[-1].stop,
     )
-
-
-def _supports(source: str, t: float | None) -> bool:
-    return source == GUARD or (source != EARLIER and t is not None and abs(t) >= SURE)
 
 
 def _course(records: list[WindowRecord], knob: str, resting: Mapping[int, tuple[str, float | None]]) -> Course | None:
