@@ -93,9 +93,10 @@ def attach(
         ConfigError: what was given cannot be; the message names it and the way out.
 
     >>> import torch, hdet
+    >>> _ = torch.manual_seed(0)
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    >>> probe = hdet.Probe(lambda model, x: model(x).square().mean(1), [torch.ones(8, 2)])
+    >>> probe = hdet.Probe(lambda model, x: model(x).square().mean(1), [torch.randn(8, 2)])
     >>> search = hdet.attach(model, optimizer, probe=probe, total_steps=30, quiet=True)
     >>> for step in range(30):
     ...     loss = model(torch.randn(8, 2)).square().mean()

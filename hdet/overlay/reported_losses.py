@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hdet.user_warning import warn
 
-FAR = 4.0
+FAR = 5.0
 """A factor by which a first training loss and the held-out loss of the same weights do not differ by chance."""
 
 
