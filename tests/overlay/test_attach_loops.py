@@ -249,7 +249,7 @@ def test_a_loss_that_the_model_returns_is_found(kind: str) -> None:
     for step in range(10):
         found = model(*batch(step))
         loss = found["loss"] if kind == "dict" else found[1] if kind == "tuple" else found
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -422,7 +422,7 @@ def test_losses_divided_before_they_are_reported_are_found_out(reported: str) ->
         for step in range(5):
             for part in range(4):
                 loss = loss_of(model, batch(step, part))
-                losses.append(float(loss))
+                losses.append(float(loss.detach()))
                 if reported == "mean":
                     (search.loss(loss) / 4).backward()
                 else:
