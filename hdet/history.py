@@ -14,6 +14,7 @@ from hdet.errors import HdetError
 from hdet.files import replace
 from hdet.record import WindowRecord
 from hdet.report.figures import overview
+from hdet.report.reading import readings
 
 __all__ = ["History", "WindowRecord"]
 
@@ -45,6 +46,12 @@ class History:
         if self.path is not None and self.path.exists():
             self.windows, self._torn = _read(self.path)
         self._written = len(self.windows)
+
+    def __repr__(self) -> str:
+        knobs = ", ".join(dict.fromkeys(name for record in self.windows for name in record.bases))
+        where = f" in {self.path}" if self.path is not None else ""
+        steps = f" to step {self.windows[-1].stop}" if self.windows else ""
+        return f"<History of {len(self)} windows{steps}{where}: {knobs or 'no knobs'}>"
 
     def __iter__(self) -> Iterator[WindowRecord]:
         return iter(self.windows)
@@ -136,6 +143,32 @@ class History:
         if knob not in known:
             raise HdetError(f"no knob {knob!r} in this history; there are {sorted(known)}")
         return np.array([[record.stop, record.bases[knob]] for record in self.windows if knob in record.bases])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A flat row for each window and knob, for a table: `pandas.DataFrame(history.rows())`.
+
+        A row has `window`, `start`, `stop`, `loss`, `knob`, `base`, `learned` (after the window's move) and `move`. `slope`,
+        `stderr` and `t` are those of the judgement that decides, which `judgement` names; None where there is none.
+        """
+        return [
+            {
+                "window": record.window,
+                "start": record.start,
+                "stop": record.stop,
+                "loss": record.loss,
+                "knob": knob,
+                "base": base,
+                "learned": record.learned.get(knob, {}).get("closed"),
+                "move": record.moves.get(knob),
+                "judgement": decisive.source if decisive else None,
+                "slope": decisive.slope if decisive else None,
+                "stderr": decisive.stderr if decisive else None,
+                "t": decisive.t if decisive else None,
+            }
+            for record in self.windows
+            for knob, base in record.bases.items()
+            for decisive in [next(iter(readings(record, knob)), None)]
+        ]
 
     def plot(self) -> Any:
         """The run as one matplotlib figure: losses, and each knob's values and evidence. A notebook shows it.

@@ -308,3 +308,34 @@ def test_a_damaged_byte_is_no_letter(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(HdetError, match=r"line 1 is not a window record: .*decode"):
         History(path)
+
+
+def test_it_shows_what_it_holds(tmp_path: Path) -> None:
+    assert repr(History()) == "<History of 0 windows: no knobs>"
+    write(tmp_path / "history.jsonl")
+    shown = repr(History(tmp_path / "history.jsonl"))
+    assert shown == f"<History of 3 windows to step 15 in {tmp_path / 'history.jsonl'}: learning_rate, größe>"
+
+
+def test_rows_are_flat_one_for_each_window_and_knob() -> None:
+    history = History()
+    told = {"learning_rate": {"start": 0.1, "opened": 0.1, "closed": 0.15}}
+    averaged = {"slope": 0.5, "stderr": 0.25}
+    estimates = {"learning_rate": {"slope": -0.5, "stderr": 0.25, "averaged": averaged}}
+    history.append(record(0, learned=told, estimates=estimates))
+    first, second = history.rows()
+    assert first == {
+        "window": 0,
+        "start": 0,
+        "stop": 5,
+        "loss": 1.0,
+        "knob": "learning_rate",
+        "base": 0.1,
+        "learned": 0.15,
+        "move": 0.4,
+        "judgement": "averaged weights",
+        "slope": 0.5,
+        "stderr": 0.25,
+        "t": 2.0,
+    }
+    assert (second["knob"], second["learned"], second["judgement"], second["t"]) == ("größe", None, None, None)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from hdet.app.run.folder import RunFolder
 from hdet.document import parse
-from hdet.errors import ConfigError, HdetError
+from hdet.errors import ConfigError
 from hdet.history import History
 from hdet.report import ReportedRun, page, save_figures
 
@@ -69,18 +68,5 @@ def reported_run(path: Path) -> ReportedRun:
         windows,
         configuration,
         declared if isinstance(declared, dict) else {},
-        _result(folder.result),
+        folder.load_result() or {},
     )
-
-
-def _result(path: Path) -> dict[str, Any]:
-    """What a run that is over ended with; one under way has none yet."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise HdetError(
-            f"{path} is not the result of a run: {error}; remove it, and the page is made without"
-        ) from None
-    return found if isinstance(found, dict) else {}

@@ -64,7 +64,7 @@ def test_figures_are_written_instead(tmp_path: Path) -> None:
     ("beside", "said"),
     [
         ({"history_jsonl": '{"window": 0}\n'}, "line 1 is not a window record"),
-        ({"result_json": "{"}, "result.json is not the result of a run"),
+        ({"result_json": "{"}, "result.json cannot be read"),
         ({"config_yaml": "a: *b\n"}, "config.yaml"),
     ],
 )
