@@ -147,8 +147,9 @@ class History:
     def rows(self) -> list[dict[str, Any]]:
         """A flat row for each window and knob, for a table: `pandas.DataFrame(history.rows())`.
 
-        A row has `window`, `start`, `stop`, `loss`, `knob`, `base`, `learned` (after the window's move) and `move`. `slope`,
-        `stderr` and `t` are those of the judgement that decides, which `judgement` names; None where there is none.
+        A row has `window`, `start`, `stop`, `loss`, `knob`, `base`, `learned` (after the window's move) and `move`.
+        `slope`, `stderr` and `t` are those of the judgement that decides, which `judgement` names; None where there is
+        none.
         """
         return [
             {
