@@ -435,3 +435,52 @@ def test_restored_in_any_order_it_is_the_same_run(
     assert_same(straight.optimizer.state_dict(), resumed.optimizer.state_dict())
     assert told(straight.search.history)[-3:] == told(resumed.search.history)[-3:]
     assert straight.search.shifts == resumed.search.shifts
+
+
+def rates_inside(optimizer: torch.optim.Optimizer) -> list[list[float]]:
+    """What the groups hold whenever the optimizer steps, from now on."""
+    seen: list[list[float]] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append([group["lr"] for group in optimizer.param_groups]))
+    return seen
+
+
+def test_rates_of_groups_are_found_one_by_one() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = hdet.attach(
+        model, optimizer, probe=probe(), total_steps=STEPS, rates="groups", window=5, quiet=True, exclude=["dropout"]
+    )
+    loop(model, optimizer, search=search)
+    assert {"learning_rate[0]", "learning_rate[1]", "weight_decay"} == set(search.shifts)
+    assert [search.shifts[f"learning_rate[{group}]"].start for group in (0, 1)] == [3e-3, 1e-3]
+    for record in search.history.windows[:3]:
+        slopes = [record.estimates[f"learning_rate[{group}]"]["slope"] for group in (0, 1)]
+        assert slopes[0] != slopes[1]
+
+
+def test_whatever_is_written_is_followed_where_nothing_is_foreseen() -> None:
+    """Each group's own value, moved by the one factor; and nothing is looked ahead at."""
+    model = network()
+    optimizer = adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), schedule=None, window=5, quiet=True)
+    inside = rates_inside(optimizer)
+    knob = search.engine.knobs[0]
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 + step % 7)
+        optimizer.param_groups[1]["lr"] = 5e-4
+        factor = math.exp(knob.shift)
+        loop(model, optimizer, search=search, start=step, stop=step + 1)
+        assert inside[-1] == pytest.approx([1e-3 * (1 + step % 7) * factor, 5e-4 * factor])
+    assert knob.shift != 0.0
+    assert not any(record.estimates["learning_rate"]["offset"] for record in search.history)
+    assert search.engine.total_steps is None
+
+
+def test_detached_in_mid_window_the_window_is_given_up() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True)
+    loop(model, optimizer, search=search, stop=7)
+    search.detach()
+    assert [record.stop for record in search.history] == [5]
+    assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 1e-3]

@@ -291,3 +291,47 @@ def test_a_good_rate_is_not_spoilt() -> None:
     left, _ = trained(GOOD, explored=False)
     ours, _ = trained(GOOD, explored=True)
     assert ours < 1.1 * left
+
+
+def test_knobs_are_replaced_by_name_added_and_left_out() -> None:
+    model = network(dropout=nn.Dropout(0.1))
+    decay = hdet.WeightDecay(bounds=(1e-3, 1.0))
+    engine = hdet.recommended(
+        model,
+        adamw(model, weight_decay=0.1),
+        total_steps=STEPS,
+        probe=probe(),
+        quiet=True,
+        knobs=[decay, hdet.Beta2()],
+        exclude=["dropout"],
+    )
+    assert [knob.name for knob in engine.knobs] == ["learning_rate", "weight_decay", "beta2"]
+    assert engine.knobs[1].spec.bounds == (1e-3, 1.0)
+
+
+def test_what_is_left_out_is_there_and_not_declared_too() -> None:
+    model = network()
+    options: dict[str, Any] = {"total_steps": STEPS, "probe": probe(), "quiet": True}
+    with pytest.raises(hdet.ConfigError, match="exclude names 'momentum'"):
+        hdet.recommended(model, adamw(model), exclude=["momentum"], **options)
+    with pytest.raises(hdet.ConfigError, match="both in knobs= and in exclude="):
+        hdet.recommended(model, adamw(model), knobs=[hdet.Dropout()], exclude=["dropout"], **options)
+
+
+def test_the_recipes_places_and_strides_are_the_engines() -> None:
+    model = network()
+    engine = hdet.recommended(
+        model,
+        adamw(model, weight_decay=0.1),
+        total_steps=STEPS,
+        probe=probe(),
+        quiet=True,
+        window=7,
+        guard=None,
+        anchor="host",
+        averages="host",
+        stride=3,
+    )
+    assert (engine.plan.anchor, engine.plan.averages, engine.plan.guard) == ("host", "host", None)
+    assert engine.plan.windows == hdet.FixedWindow(7)
+    assert {evidence.stride for evidence in engine.plan.evidence} == {3}  # type: ignore[attr-defined]
