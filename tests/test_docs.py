@@ -170,6 +170,42 @@ def test_what_is_linked_or_named_exists(name: str) -> None:
         assert named["test"] is None or f"def {named['test']}(" in text, f"{name} names {named['test']}"
 
 
+DOTTED = re.compile(r"(?<![\w./-])hdet(?:\.[A-Za-z_]\w*)+(?!\.?[\w-])")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_dotted_name_is_there(name: str) -> None:
+    """A module, what it holds, a field of a declaration, or a group of entry points."""
+    groups = {f"hdet.{family.family.replace(' ', '_')}s" for family in families()}
+    named = set(DOTTED.findall((ROOT / name).read_text(encoding="utf-8")))
+    odd = sorted(dotted for dotted in named - groups if not resolves(dotted))
+    assert not odd, f"{name} names {odd}"
+
+
+def resolves(dotted: str) -> bool:
+    found: Any = hdet
+    here = "hdet"
+    for part in dotted.split(".")[1:]:
+        here = f"{here}.{part}"
+        if hasattr(found, part):
+            found = getattr(found, part)
+        elif here in MODULES:
+            found = importlib.import_module(here)
+        else:
+            return part in getattr(found, "model_fields", {})
+    return True
+
+
+@pytest.mark.usefixtures("traceless")
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/attach.md"])
+def test_the_first_example_of_a_page_runs_by_itself(name: str) -> None:
+    """As a reader copies it, without what a comment hides."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    first = re.search(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert first is not None
+    exec(compile(first[1], name, "exec"), {"__name__": "pasted"})
+
+
 MODULES = sorted(
     module.name for module in pkgutil.walk_packages(hdet.__path__, "hdet.") if not module.name.endswith("__main__")
 )

@@ -247,6 +247,20 @@ def test_a_line_that_a_full_disk_cut_is_written_with_the_next(bytes_left: int, t
     assert os.listdir(tmp_path) == ["history.jsonl"]
 
 
+def test_a_new_run_over_an_old_file_is_refused_before_it_trains(problem: Any, tmp_path: Path) -> None:
+    """At its first pass; when the engine is made, nobody knows yet whether a checkpoint will be loaded."""
+    path = tmp_path / "history.jsonl"
+    write(path, 2)
+    model = problem.model()
+    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
+    engine = hdet.Engine(replicas, [hdet.LearningRate()], window=3, history=path)
+    with pytest.raises(HdetError, match="already holds windows up to 1, and window 0 is to be run"), engine.replicas[0]:
+        raise AssertionError("it must not come so far")
+    engine.history.truncate(0)
+    with engine.replicas[0]:
+        pass
+
+
 def test_training_goes_on_where_the_disk_was_full(problem: Any, train: Any, assert_same: Any, tmp_path: Path) -> None:
     def engine(path: Path) -> hdet.Engine:
         model = problem.model()

@@ -90,6 +90,8 @@ class Cycle:
     def enter(self, replica: Replica) -> None:
         """A replica is about to run forward."""
         if not self._begun:
+            # Not when the engine is made: a checkpoint that goes on from that history may be loaded in between.
+            self.history.expect(self.window.index)
             self._begun = True
             if self.watch is not None and self.step_count == 0:
                 self.watch.begin()
