@@ -303,13 +303,6 @@ def test_whole_tasks_are_resampled_together() -> None:
     assert standing.rank.high < 1.9
 
 
-def test_the_interval_over_seeds_is_students() -> None:
-    interval = statistics.over_seeds([1.0, 2.0, 3.0, 4.0])
-    assert interval.mean == 2.5
-    assert interval.half == pytest.approx(3.182446 * 1.2909944 / 2, rel=1e-6)
-    assert math.isnan(statistics.over_seeds([1.0]).half)
-
-
 # -- the whole
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 
 import hdet
+from hdet.app.study.cells import content_key
+from hdet.files import replace
 from search_parts.contender import Contender
 from search_parts.meter import Meter
 from search_parts.task import Setting, Task
@@ -38,8 +39,7 @@ class Cell:
     @property
     def path(self) -> Path:
         """Its file, relative to the folder of results."""
-        text = json.dumps([asdict(self.setting), self.steps], sort_keys=True)
-        key = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+        key = content_key([asdict(self.setting), self.steps])
         return Path(self.task) / self.contender / f"{key}-seed{self.seed}.json"
 
     def __str__(self) -> str:
@@ -113,9 +113,7 @@ def save(folder: Path, cell: Cell, result: Result) -> None:
     stored = asdict(result)
     if not math.isfinite(result.test):
         stored["test"] = None  # JSON has no NaN
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps({"cell": asdict(cell), "result": stored}, indent=1))
-    partial.replace(path)
+    replace(path, json.dumps({"cell": asdict(cell), "result": stored}, indent=1).encode())
 
 
 @lru_cache(maxsize=1)

@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from hdet.app.study.statistics import Interval
 from search_parts.outcome import Findings
-from search_parts.statistics import Interval
 from search_parts.task import Start, Task
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from hdet.app.study.statistics import Interval
+from hdet.app.study.tables import pipe_table
 from search_parts import sweep
 from search_parts.meter import DEFINITION
 from search_parts.outcome import REFERENCE, Findings
 from search_parts.pictures import draw_ranks, draw_task
-from search_parts.statistics import Interval
 from search_parts.task import Task
 
 HEADER = [
@@ -91,10 +92,8 @@ def _ranks(findings: Findings) -> list[str]:
             f"intervals by bootstrap over cases and seeds, and over whole tasks. Probes are the share of "
             f"compute that did not train; seconds are CPU time over the fixed schedule's.",
             "",
-            _row(HEADER),
-            _row(["---"] * len(HEADER)),
         ]
-        shown = findings.within(cases)
+        shown, body = findings.within(cases), []
         for name, standing in sorted(standings.items(), key=lambda item: item[1].rank.mean):
             regret = float(np.mean([findings.regret(*case, name).mean for case in cases]))
             failures = sum(findings.failures(*case, name) for case in cases)
@@ -110,8 +109,8 @@ def _ranks(findings: Findings) -> list[str]:
                 f"{100 * shown.untrained(name):.1f} %",
                 f"{shown.seconds(name):.2f}x",
             ]
-            lines.append(_row(row))
-        lines.append("")
+            body.append(row)
+        lines += [*pipe_table(HEADER, body), ""]
     return [*lines, "![mean ranks](ranks.png)", ""]
 
 
@@ -129,7 +128,7 @@ def _task(findings: Findings, task: Task) -> list[str]:
         lines.append("**The best learning rate lies at the edge of the grid.**")
     header = ["contender", *(start.name for start in task.starts)]
     for what in ("Test loss", "Regret"):
-        lines += ["", f"{what}:", "", _row(header), _row(["---"] * len(header))]
+        body = []
         for name, contender in findings.contenders.items():
             row = [contender.title]
             for start in task.starts:
@@ -137,7 +136,8 @@ def _task(findings: Findings, task: Task) -> list[str]:
                 value = findings.loss(*case) if what == "Test loss" else findings.regret(*case)
                 failures = findings.failures(*case)
                 row.append(_plus_minus(value) + (f" ({failures} failed)" if failures else ""))
-            lines.append(_row(row))
+            body.append(row)
+        lines += ["", f"{what}:", "", *pipe_table(header, body)]
     return [*lines, "", f"![{task.title}]({task.name}.png)", ""]
 
 
@@ -159,10 +159,6 @@ def _cells(findings: Findings, path: Path) -> None:
                     f"{run.seconds:.2f}",
                 ]
                 writer.writerow(row)
-
-
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _plus_minus(value: Interval) -> str:

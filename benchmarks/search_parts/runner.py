@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+from hdet.app.study.pool import several
 from search_parts import cell as cells
 from search_parts.cell import Cell, Result
 from search_parts.contender import Contender
@@ -79,19 +78,9 @@ def _attempts(
     jobs: int,
 ) -> Iterator[Attempt]:
     work = [(tasks[cell.task], contenders[cell.contender], cell, folder) for cell in missing]
-    jobs = min(jobs, len(work))
-    if jobs <= 1:
-        for parts in work:
-            yield attempt(*parts)
-        return
-    # Spawned, since a forked torch may hang on its threads' locks.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        futures = [pool.submit(attempt, *parts) for parts in work]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            print("stopped; the same command goes on from here", file=sys.stderr)
-            raise
+    try:
+        for place, result in several(attempt, work, jobs=jobs):
+            yield (missing[place], None, repr(result)) if isinstance(result, Exception) else result
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        raise

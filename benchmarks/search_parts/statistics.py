@@ -1,46 +1,19 @@
-"""What the numbers say: confidence intervals over seeds, ranks over cases, and how sure the ranks are."""
+"""What the numbers say: ranks over cases, and how sure the ranks are."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from hdet.app.study.statistics import Interval
+
 Array = NDArray[np.float64]
 Case = tuple[str, str]
 RESAMPLES = 2000
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean and its 95 % confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def half(self) -> float:
-        """Half the interval's width."""
-        return (self.high - self.low) / 2
-
-
-def over_seeds(values: Sequence[float]) -> Interval:
-    """Mean with Student's t interval; NaN bounds with fewer than two values.
-
-    >>> over_seeds([1.0, 2.0, 3.0]).half.__round__(3)
-    2.484
-    """
-    array = np.asarray(values, dtype=np.float64)
-    mean = float(array.mean()) if len(array) else math.nan
-    if len(array) < 2:
-        return Interval(mean, math.nan, math.nan)
-    half = float(stats.t.ppf(0.975, len(array) - 1) * array.std(ddof=1) / math.sqrt(len(array)))
-    return Interval(mean, mean - half, mean + half)
 
 
 def ranks(losses: Array) -> Array:

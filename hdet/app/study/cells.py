@@ -49,8 +49,7 @@ class Cell:
         """The name of its folder: a hash of what is run, so that equal cells share one and run once."""
         script = {"command": self.command, "files": self.files}
         content = self.config.to_dict() if self.config is not None else script
-        text = json.dumps({**content, SEED: None}, sort_keys=True)
-        return f"{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}-seed{self.seed}"
+        return f"{content_key({**content, SEED: None})}-seed{self.seed}"
 
     @property
     def samples(self) -> int | None:
@@ -59,6 +58,15 @@ class Cell:
 
     def __str__(self) -> str:
         return "  ".join([*(f"{name}={level}" for name, level in self.levels.items()), f"seed={self.seed}"])
+
+
+def content_key(content: Any) -> str:
+    """A name for what is run: equal content, plain numbers and strings, has one name.
+
+    >>> content_key({"lr": 0.1, "steps": 5}) == content_key({"steps": 5, "lr": 0.1})
+    True
+    """
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 def cells(study: Study, *, quick: bool = False, timer: Timer | None = None) -> list[Cell]:

@@ -22,7 +22,7 @@ from rich.progress import (
 )
 
 from hdet import __version__
-from hdet.app.study import pictures, runner, starts, statistics, tables
+from hdet.app.study import pictures, pool, runner, starts, statistics, tables
 from hdet.app.study.cells import Cell, Timer, cells, shard
 from hdet.app.study.declaration import Study, label
 from hdet.app.study.folder import StudyFolder, tolerated
@@ -109,7 +109,7 @@ def _planned(
     declared: Study, folder: StudyFolder, *, quick: bool, jobs: int, dry_run: bool, part: str | None
 ) -> tuple[list[Cell], Timings]:
     """The cells, and what times a step of each under the settings it will be run with."""
-    measure = partial(seconds_per_step, threads=None if jobs == 1 else runner.THREADS)
+    measure = partial(seconds_per_step, threads=None if jobs == 1 else pool.THREADS)
     path = folder.path / "timings.json"
     holds_seconds = (declared.quickened() if quick else declared).budget.hold == "seconds"
     if holds_seconds and part is not None:

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from hdet.app.run.config import RunConfig
 from hdet.app.run.runner import Run
 from hdet.app.study.cells import Cell
 from hdet.app.study.folder import DIVERGED, FINISHED, RESULT, StudyFolder, finished, read_result
+from hdet.app.study.pool import children, several
 from hdet.app.study.turn import LOCK, turn
 from hdet.errors import DivergedError, HdetError
+from hdet.files import replace
 
 ELSEWHERE = "running elsewhere, in another process"
 ERROR = "error.txt"
 FAILED_RESULT = "result.failed.json"
 
-# Of a worker: several cells share the machine.
-THREADS = 1
-
 Outcome = tuple[Cell, str | None]
-
-_scripts: set[subprocess.Popen[bytes]] = set()
 
 
 def pending(folder: StudyFolder, cells: Sequence[Cell]) -> list[Cell]:
@@ -51,24 +42,8 @@ def run(folder: StudyFolder, cells: Sequence[Cell], *, jobs: int = 1) -> Iterato
     with `ELSEWHERE`.
     """
     todo = pending(folder, cells)
-    if jobs == 1:
-        for cell in todo:
-            yield cell, run_cell(*_job(folder, cell))
-        return
-    # Spawned, not forked: a forked child inherits torch's thread pool in whatever state it is.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_worker) as pool:
-        waiting = {pool.submit(run_cell, *_job(folder, cell)): cell for cell in todo}
-        try:
-            for future in as_completed(waiting):
-                error = future.exception()
-                yield (
-                    waiting[future],
-                    f"{type(error).__name__}: {error}" if error is not None else future.result(),
-                )
-        finally:
-            for future in waiting:
-                future.cancel()
+    for place, result in several(run_cell, [_job(folder, cell) for cell in todo], jobs=jobs):
+        yield todo[place], f"{type(result).__name__}: {result}" if isinstance(result, Exception) else result
 
 
 def run_cell(config: dict[str, Any] | None, command: tuple[str, ...] | None, out: str) -> str | None:
@@ -96,21 +71,6 @@ def _job(folder: StudyFolder, cell: Cell) -> tuple[dict[str, Any] | None, tuple[
     return (cell.config.to_dict() if cell.config is not None else None), cell.command, str(folder.cell(cell))
 
 
-def _begin_worker() -> None:
-    torch.set_num_threads(THREADS)
-    threading.Thread(target=_end_with_the_study, daemon=True).start()
-
-
-def _end_with_the_study() -> None:
-    """A study that is killed cannot tell its workers, and they would train on without it."""
-    study = multiprocessing.parent_process()
-    assert study is not None
-    study.join()
-    for script in list(_scripts):
-        script.kill()
-    os._exit(1)
-
-
 def _train(config: RunConfig, out: Path) -> None:
     begun = (out / "config.yaml").exists()
     try:
@@ -131,14 +91,14 @@ def _call(command: tuple[str, ...], out: Path, lock: int) -> None:
             script = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, pass_fds=(lock,))
         except OSError as error:
             raise HdetError(f"{words[0]!r} cannot be run: {error}") from None
-        _scripts.add(script)
+        children.add(script)
         try:
             code = script.wait()
         except BaseException:
             script.kill()
             raise
         finally:
-            _scripts.discard(script)
+            children.discard(script)
     seconds = time.perf_counter() - began
     result = out / RESULT
     if code != 0:
@@ -148,9 +108,7 @@ def _call(command: tuple[str, ...], out: Path, lock: int) -> None:
     if not result.exists():
         raise HdetError(f"{' '.join(words)} wrote no {result}")
     read_result(result)
-    aside = out / (FINISHED + ".part")
-    aside.write_text(json.dumps({"seconds": seconds}), encoding="utf-8")
-    aside.replace(out / FINISHED)
+    replace(out / FINISHED, json.dumps({"seconds": seconds}).encode())
 
 
 def _empty(folder: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,20 @@ Levels = tuple[tuple[str, str], ...]
 Values = Mapping[int, float | None]
 
 C = TypeVar("C", bound="Comparison")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def half(self) -> float:
+        """Half the interval's width."""
+        return (self.high - self.low) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +92,21 @@ class Contrast(Comparison):
     factor: str
     first: str
     second: str
+
+
+def over_seeds(values: Sequence[float], level: float = 0.05) -> Interval:
+    """Mean with Student's t interval; NaN bounds with fewer than two values.
+
+    >>> over_seeds([1.0, 2.0, 3.0]).half.__round__(3)
+    2.484
+    """
+    array = np.asarray(values, dtype=np.float64)
+    mean = float(array.mean()) if len(array) else math.nan
+    if len(array) < 2:
+        return Interval(mean, math.nan, math.nan)
+    quantile = float(_scipy_stats().t.ppf(1.0 - level / 2, len(array) - 1))
+    half = quantile * float(array.std(ddof=1)) / math.sqrt(len(array))
+    return Interval(mean, mean - half, mean + half)
 
 
 def rows(
@@ -197,10 +226,7 @@ def _compared(values: Values, reference: Values, level: float) -> Comparison:
 
 def _paired_t(differences: NDArray[np.float64], level: float) -> tuple[float, float]:
     """Two-sided p of mean 0, and the half width of the mean's confidence interval; NaNs where it cannot be said."""
-    try:
-        from scipy import stats
-    except ModuleNotFoundError:
-        raise MissingExtraError("scipy", "study") from None
+    stats = _scipy_stats()
     if not differences.any():
         return 1.0, 0.0  # the same run twice
     if np.ptp(differences) <= 1e-12 * np.abs(differences).max():
@@ -208,3 +234,11 @@ def _paired_t(differences: NDArray[np.float64], level: float) -> tuple[float, fl
     test = stats.ttest_1samp(differences, 0.0)
     interval = test.confidence_interval(1.0 - level)
     return float(test.pvalue), float(interval.high - interval.low) / 2
+
+
+def _scipy_stats() -> Any:
+    try:
+        from scipy import stats
+    except ModuleNotFoundError:
+        raise MissingExtraError("scipy", "study") from None
+    return stats

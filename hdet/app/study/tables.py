@@ -86,11 +86,18 @@ def as_text(table: Table) -> str:
 
 def as_markdown(table: Table) -> str:
     """Pipe tables; what the numbers mean stands below them."""
-    blocks = []
-    for part in _parts(table):
-        lines = [part.header, ["---"] * len(part.header), *part.body]
-        blocks.append("\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines))
+    blocks = ["\n".join(pipe_table(part.header, part.body)) for part in _parts(table)]
     return "\n\n".join([*blocks, _note(table)]) + "\n"
+
+
+def pipe_table(header: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table.
+
+    >>> pipe_table(["a"], [["1"], ["x|y"]])
+    ['| a |', '| --- |', '| 1 |', '| x\\\\|y |']
+    """
+    lines = [header, ["---"] * len(header), *body]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
 
 
 def as_latex(table: Table) -> str:

@@ -1,0 +1,73 @@
+"""Work for several processes: each piece by itself, and all of them end with the process that asked."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+THREADS = 1
+"""torch's, in a worker: several share the machine."""
+
+children: set[subprocess.Popen[bytes]] = set()
+"""Processes that a worker has started, which end with it."""
+
+
+def several(
+    function: Callable[..., T], work: Sequence[tuple[Any, ...]], *, jobs: int
+) -> Iterator[tuple[int, T | Exception]]:
+    """`function(*arguments)` for each piece of work, `jobs` at a time; yields its place and what came of it.
+
+    With one job it is called in this process, and raises what it raises. Else an error that a piece ends with, or the
+    death of its process, comes in the place of its result, and the others go on. Pieces that have not begun are given
+    up where the caller stops.
+
+    Args:
+        function: importable by name, since each worker is a process of its own.
+        work: the arguments of each piece.
+        jobs: how many pieces at a time.
+
+    >>> list(several(divmod, [(7, 2), (9, 4)], jobs=1))
+    [(0, (3, 1)), (1, (2, 1))]
+    """
+    jobs = min(jobs, len(work))
+    if jobs <= 1:
+        for place, arguments in enumerate(work):
+            yield place, function(*arguments)
+        return
+    # Spawned, not forked: a forked child inherits torch's thread pool in whatever state it is.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin) as pool:
+        places = {pool.submit(function, *arguments): place for place, arguments in enumerate(work)}
+        try:
+            for future in as_completed(places):
+                error = future.exception()
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                yield places[future], future.result() if error is None else error
+        finally:
+            for future in places:
+                future.cancel()
+
+
+def _begin() -> None:
+    torch.set_num_threads(THREADS)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A process that is killed cannot tell its workers, and they would work on without it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    for child in list(children):
+        child.kill()
+    os._exit(1)
