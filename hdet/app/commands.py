@@ -10,6 +10,9 @@ import typer
 from rich.console import Console
 
 import hdet
+from hdet.app.doctor import doctor
+from hdet.app.export import export
+from hdet.app.knobs import knobs
 from hdet.app.report import report
 from hdet.app.run.config import RunConfig
 from hdet.app.run.display import Display, show_result
@@ -17,6 +20,7 @@ from hdet.app.run.folder import RunFolder
 from hdet.app.run.launching import INTERRUPTED, launch, leads, led, ranks, restarted, shared_out
 from hdet.app.run.runner import Run
 from hdet.app.study.command import ablate
+from hdet.app.watch import watch
 from hdet.recipes.recommended import choose, describe
 
 WIDE = 110
@@ -100,4 +104,8 @@ def _run(declared: RunConfig, folder: Path, *, compare: bool, force: bool, resum
 
 
 application.command()(report)
+application.command()(watch)
+application.command()(export)
+application.command()(knobs)
+application.command()(doctor)
 application.command()(ablate)

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from hdet.app.text import one_line
 from hdet.errors import ConfigError, HdetError, MissingExtraError
 
 DEBUG = "--debug"
@@ -38,13 +39,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(REFUSED if isinstance(error, (ConfigError, MissingExtraError)) else FAILED)
-
-
-def one_line(text: str) -> str:
-    """A text that a terminal shows on one line and does not obey.
-
-    >>> one_line("no knob\\n  'a\\x1b[2J'")
-    "no knob 'a\\\\x1b[2J'"
-    """
-    words = " ".join(text.split())
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in words)

@@ -26,7 +26,7 @@ def several(
 ) -> Iterator[tuple[int, T | Exception]]:
     """`function(*arguments)` for each piece of work, `jobs` at a time; yields its place and what came of it.
 
-    With one job it is called in this process, and raises what it raises. Else an error that a piece ends with, or the
+    With one job at a time it is called in this process, and raises what it raises. Else an error that a piece ends with, or the
     death of its process, comes in the place of its result, and the others go on. Pieces that have not begun are given
     up where the caller stops.
 
@@ -38,14 +38,13 @@ def several(
     >>> list(several(divmod, [(7, 2), (9, 4)], jobs=1))
     [(0, (3, 1)), (1, (2, 1))]
     """
-    jobs = min(jobs, len(work))
-    if jobs <= 1:
+    if jobs == 1:
         for place, arguments in enumerate(work):
             yield place, function(*arguments)
         return
     # Spawned, not forked: a forked child inherits torch's thread pool in whatever state it is.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin) as pool:
+    with ProcessPoolExecutor(min(jobs, len(work)) or 1, mp_context=context, initializer=_begin) as pool:
         places = {pool.submit(function, *arguments): place for place, arguments in enumerate(work)}
         try:
             for future in as_completed(places):

@@ -1,0 +1,102 @@
+"""`hdet doctor`: what an issue needs to know of this machine, in one paste."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import hdet
+
+PACKAGES = {
+    "core": ("torch", "pydantic", "numpy"),
+    "cli": ("pyyaml", "typer", "rich", "matplotlib", "scikit-learn", "filelock"),
+    "study": ("scipy",),
+    "integrations": ("lightning", "transformers", "accelerate", "deepspeed"),
+}
+"""By extra, the packages that hdet can use. The last are the user's own."""
+
+VARIABLES = (
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "TORCHELASTIC_RESTART_COUNT",
+)
+
+
+def doctor() -> None:
+    """Print versions, devices, backends and what commonly goes wrong, to paste into an issue.
+
+    Example: hdet doctor
+    """
+    print("\n".join(facts()))
+    found = list(problems())
+    print(
+        "\n".join(["", "to look at:", *(f"- {problem}" for problem in found)] if found else ["", "nothing odd found"])
+    )
+
+
+def facts() -> Iterator[str]:
+    """Lines of a name and a value each."""
+    yield f"hdet {hdet.__version__}, from {Path(hdet.__file__).parent}"
+    yield f"python {platform.python_version()} ({sys.executable}), {platform.platform()}"
+    for extra, names in PACKAGES.items():
+        yield f"{extra}: " + ", ".join(f"{name} {_version(name) or '-'}" for name in names)
+    yield f"cores: {os.cpu_count()}, torch threads: {torch.get_num_threads()}"
+    yield f"devices: {', '.join(_devices())}"
+    yield f"torch.distributed: {', '.join(_backends()) or 'not built in'}"
+    given = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+    yield f"environment: {', '.join(given) or 'none of ' + ', '.join(VARIABLES)}"
+
+
+def problems() -> Iterator[str]:
+    """What commonly goes wrong, a line each."""
+    missing = [name for name in PACKAGES["cli"] if _version(name) is None]
+    if missing:
+        yield f"{', '.join(missing)} missing: hdet run and hdet report need them; pip install 'hdet[cli]'"
+    if _version("scipy") is None:
+        yield "scipy is missing: hdet ablate needs it; pip install 'hdet[study]'"
+    cores = os.cpu_count() or 1
+    if torch.get_num_threads() > 1 and "WORLD_SIZE" in os.environ and "OMP_NUM_THREADS" not in os.environ:
+        yield f"several ranks with {torch.get_num_threads()} threads each on {cores} cores: set OMP_NUM_THREADS"
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        yield "torch is built for CUDA and finds no device: see nvidia-smi, and CUDA_VISIBLE_DEVICES"
+    if "RANK" in os.environ and "MASTER_ADDR" not in os.environ:
+        yield "RANK is set and MASTER_ADDR is not: start ranks by torchrun, or by hdet run --processes"
+    if (Path.cwd() / "hdet").is_dir() and Path.cwd() / "hdet" != Path(hdet.__file__).parent:
+        yield f"the folder ./hdet here is not the library that runs ({Path(hdet.__file__).parent})"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[str]:
+    found = ["cpu"]
+    for index in range(torch.cuda.device_count()):
+        gigabytes = torch.cuda.get_device_properties(index).total_memory / 2**30
+        found.append(f"cuda:{index} {torch.cuda.get_device_name(index)} ({gigabytes:.0f} GiB)")
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    return found
+
+
+def _backends() -> list[str]:
+    if not torch.distributed.is_available():
+        return []
+    checks = {
+        "gloo": torch.distributed.is_gloo_available,
+        "nccl": torch.distributed.is_nccl_available,
+        "mpi": torch.distributed.is_mpi_available,
+    }
+    return [name for name, available in checks.items() if available()]

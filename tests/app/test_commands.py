@@ -1,0 +1,212 @@
+"""The commands that look: watch, export, knobs, doctor."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pty
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+from hdet.app.main import main
+from hdet.app.run import Run, RunConfig, Watcher
+from hdet.document import parse
+
+DIGITS: dict[str, Any] = {
+    "task": {"kind": "digits", "width": 16, "dropout": 0.3, "probe_examples": 8},
+    "steps": 24,
+    "batch_size": 8,
+    "replicas": 4,
+    "gradients": "local",
+    "schedule": "cosine",
+    "window": 6,
+    "knobs": ["learning_rate", {"kind": "dropout", "controller": {"kind": "gated", "gate": 0.0}}],
+}
+
+
+class Killed(Watcher):
+    """Ends the run as a kill would."""
+
+    def step(self, done: int, losses: object) -> None:
+        if done == 14:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def under_way(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in its third window."""
+    folder = tmp_path_factory.mktemp("runs") / "under_way"
+    with pytest.raises(KeyboardInterrupt):
+        Run(RunConfig.from_dict(DIGITS), folder)(watcher=Killed())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def over(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has ended."""
+    folder = tmp_path_factory.mktemp("runs") / "over"
+    Run(RunConfig.from_dict(DIGITS), folder)()
+    return folder
+
+
+def call(*arguments: str) -> int:
+    try:
+        main(arguments)
+    except SystemExit as left:
+        return int(left.code or 0)
+    return 0
+
+
+# -- watch ------------------------------------------------------------------------------------------
+
+
+def test_a_run_under_way_is_shown(under_way: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("watch", str(under_way)) == 0
+    said = capsys.readouterr().out
+    assert "under_way: step 12 of 24, window 2" in said
+    assert "s left" in said
+    assert "learning_rate" in said
+    assert "training loss" in said
+    assert "over: " not in said
+    last = hdet.History(under_way / "history.jsonl").windows[-1]
+    assert f"{last.learned['learning_rate']['closed']:.4g}" in said
+
+
+def test_before_the_first_window_and_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("watch", str(tmp_path)) == 0
+    assert "no window has closed yet" in capsys.readouterr().out
+    assert call("watch", str(tmp_path / "absent")) == 2
+    assert "there is nothing at" in capsys.readouterr().err
+
+
+def test_in_a_terminal_the_view_ends_with_the_run(over: Path) -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": str(Path(hdet.__file__).parents[1])}
+    process = subprocess.Popen([sys.executable, "-m", "hdet", "watch", str(over)], stdout=theirs, env=environment)
+    os.close(theirs)
+    assert process.wait(120) == 0
+    said = os.read(ours, 100_000).decode()
+    os.close(ours)
+    assert "over: held-out loss" in said
+    assert "step 24 of 24" in said
+
+
+def test_a_terminal_obeys_no_name_of_a_history(over: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text((over / "history.jsonl").read_text().replace("dropout", "drop\\u001b[2Jout"))
+    assert call("watch", str(path)) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert "drop\\x1b[2Jout" in said
+
+
+# -- export -----------------------------------------------------------------------------------------
+
+
+def test_exported_yaml_is_the_recorded_bases_to_the_last_bit(over: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("export", str(over)) == 0
+    found = parse(capsys.readouterr().out, name="export")
+    history = hdet.History(over / "history.jsonl")
+    for knob in ("learning_rate", "dropout"):
+        assert found[knob]["steps"] == [record.stop - 1 for record in history]
+        assert found[knob]["values"] == [record.bases[knob] for record in history]
+
+
+def test_an_exported_scheduler_gives_a_plain_optimizer_the_runs_rates(over: Path, tmp_path: Path) -> None:
+    assert call("export", str(over), "--as", "lambda-lr", "--out", str(tmp_path / "schedule.py")) == 0
+    module = runpy.run_path(str(tmp_path / "schedule.py"))
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = module["scheduler"](optimizer)
+    rates = []
+    for _ in range(24):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    history = hdet.History(over / "history.jsonl").windows
+    for record in history:
+        assert rates[record.stop - 1] == record.bases["learning_rate"]
+    for first, second in itertools.pairwise(history):
+        between = rates[first.stop : second.stop]
+        low, high = sorted((first.bases["learning_rate"], second.bases["learning_rate"]))
+        assert all(low <= rate <= high for rate in between)
+    assert module["value"](47, total_steps=48) == pytest.approx(rates[-1], rel=0.2)
+    assert module["value"](11, total_steps=48) == pytest.approx(module["value"](5.5))
+
+
+def test_what_cannot_be_exported_is_named(over: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("export", str(over), "--as", "lambda-lr", "--knob", "drop_out") == 2
+    assert "did you mean 'dropout'?" in capsys.readouterr().err
+    (tmp_path / "history.jsonl").write_text("")
+    assert call("export", str(tmp_path)) == 1
+    assert "no window that has closed" in capsys.readouterr().err
+
+
+# -- knobs and doctor -------------------------------------------------------------------------------
+
+
+def test_every_family_is_listed_with_fields_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("knobs") == 0
+    said = capsys.readouterr().out
+    for line in (
+        "knob:",
+        "  learning_rate: ",
+        "controller:",
+        "  calibrate: ",
+        "    max_lr: required",
+        "    authority: 1.0",
+    ):
+        assert f"\n{line}" in f"\n{said}", line
+    assert call("knobs", "spaec") == 2
+    assert "did you mean 'space'?" in capsys.readouterr().err
+
+
+def test_ones_own_members_and_model_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "looked_at.py").write_text(
+        "import torch, hdet\n"
+        "@hdet.register\n"
+        "class RateToLookAt(hdet.LearningRate):\n"
+        "    '''A rate of one's own.'''\n"
+        "def build():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1))\n"
+        "    return model, torch.optim.AdamW(model.parameters(), lr=0.01)\n"
+        "def odd():\n"
+        "    return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert call("knobs", "knob", "--import", "looked_at") == 0
+    assert "  rate_to_look_at: A rate of one's own." in capsys.readouterr().out
+    assert call("knobs", "--model", "looked_at:build") == 0
+    said = capsys.readouterr().out
+    assert "learning rate" in said
+    assert "dropout" in said
+    for argument, message in (
+        ("looked_at:bild", "did you mean 'build'?"),
+        ("looked_at:odd", "must return a model and its optimizer"),
+        ("looked_at", "takes module:function"),
+    ):
+        assert call("knobs", "--model", argument) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_doctor_names_versions_devices_and_what_is_odd(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call("doctor") == 0
+    said = capsys.readouterr().out
+    for word in (f"hdet {hdet.__version__}", f"torch {torch.__version__}", "devices: cpu", "gloo", "cores: "):
+        assert word in said
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert call("doctor") == 0
+    assert "RANK is set and MASTER_ADDR is not" in capsys.readouterr().out
