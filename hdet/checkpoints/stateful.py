@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.engine import snapshot
+from hdet.engine.fit import Strict, require_layout
 from hdet.errors import CheckpointError
 from hdet.replicas import tensors
 from hdet.replicas.distributed import Ranks
@@ -23,6 +24,28 @@ if TYPE_CHECKING:
     from hdet.engine.engine import Engine
 
 Named = dict[str, Any]
+
+
+class ReplicaControlPart(Strict):
+    """The plain numbers of a replica that is stored by itself."""
+
+    groups: list[dict[str, Any]]
+    stateless: list[str]
+
+
+class ControlPart(ReplicaControlPart):
+    """The plain numbers of a point."""
+
+    run: str | None
+    size: int
+    window: int
+    finished: bool
+    restores: int
+    step: int
+    knobs: dict[str, Any]
+    collectors: list[Any]
+    sizes: list[int]
+    replicas: list[str]
 
 
 class Stateful:
@@ -108,7 +131,7 @@ class Stateful:
         opening = {
             index: {
                 "model": own.get("model", state["model"]),
-                "optimizer": _optimizer_of(model, optimizer, own["optimizer"], unpacked(own["control"])),
+                "optimizer": _optimizer_of(model, optimizer, own["optimizer"], _replica_control(own["control"])),
             }
             for index, own in state.get("replicas", {}).items()
         }
@@ -133,6 +156,7 @@ class Stateful:
             CheckpointError: it is not.
         """
         snapshot.check(self.engine.cycle, control)
+        require_layout(ControlPart, control, "control")
         groups = [len(group["params"]) for group in self.engine.hosts[0][1].param_groups]
         if groups != control["sizes"]:
             raise CheckpointError(
@@ -283,8 +307,23 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def unpacked(control: bytes) -> dict[str, Any]:
-    """The plain numbers of a `control`."""
-    found: dict[str, Any] = torch.load(io.BytesIO(control), weights_only=True)
+    """The plain numbers of a `control`.
+
+    Raises:
+        CheckpointError: they are not there.
+    """
+    try:
+        found = torch.load(io.BytesIO(control), weights_only=True)
+    except Exception as error:  # damaged bytes can raise anything
+        raise CheckpointError(f"the checkpoint's control cannot be read ({type(error).__name__}: {error})") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"the checkpoint's control is a {type(found).__name__}, no mapping")
+    return found
+
+
+def _replica_control(control: bytes) -> dict[str, Any]:
+    found = unpacked(control)
+    require_layout(ReplicaControlPart, found, "replicas", "control")
     return found
 
 

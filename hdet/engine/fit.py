@@ -90,7 +90,7 @@ def require_fit(cycle: Cycle, state: Mapping[str, Any]) -> None:
         CheckpointError: a part is missing or of another type, or a tensor is of another shape or kind than the
             engine's own.
     """
-    _require_layout(state)
+    require_layout(StatePart, dict(state))
     model, optimizer = cycle.hosts[0]
     for place, part in _parts(state):
         _require_model(place, model, part["model"])
@@ -99,15 +99,23 @@ def require_fit(cycle: Cycle, state: Mapping[str, Any]) -> None:
         _require_averages(cycle, state["open"]["averages"])
 
 
-def _require_layout(state: Mapping[str, Any]) -> None:
+def require_layout(part: type[Strict], given: object, *place: str) -> None:
+    """Check that what was given has the fields of a part, of their types.
+
+    Args:
+        place: where it lies in the whole.
+
+    Raises:
+        CheckpointError: naming the first field that is missing or of another type.
+    """
     try:
-        StatePart.model_validate(dict(state))
+        part.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        given = "" if first["type"] == "missing" else f", got {first['input']!r:.60}"
+        where = ".".join(str(step) for step in (*place, *first["loc"]))
+        found = "" if first["type"] == "missing" else f", got {first['input']!r:.60}"
         raise CheckpointError(
-            f"the checkpoint is no state of an engine: {place}: {first['msg']}{given}; resume from another one"
+            f"the checkpoint is no state of an engine: {where}: {first['msg']}{found}; resume from another one"
         ) from None
 
 
@@ -121,17 +129,8 @@ def _parts(state: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name in ("held", "first"):
         point = (state["watch"] or {}).get(name)
         if point is not None:
-            _require_point(name, point)
+            require_layout(PointPart, point, "watch", name)
             yield f"point the guard holds ({name})", point
-
-
-def _require_point(name: str, point: object) -> None:
-    try:
-        PointPart.model_validate(point)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in ("watch", name, *first["loc"]))
-        raise CheckpointError(f"the checkpoint is no state of an engine: {place}: {first['msg']}") from None
 
 
 def _require_model(place: str, model: nn.Module, saved: Mapping[str, Any]) -> None:

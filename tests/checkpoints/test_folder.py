@@ -110,6 +110,39 @@ def test_metadata_cannot_point_outside_of_its_checkpoint(
     assert "points to '../elsewhere', which its manifest does not name" in refusal(saved, start(), assert_same)
 
 
+@pytest.mark.parametrize(
+    ("control", "message"),
+    [
+        (lambda c: [1], "is a list, no mapping"),
+        (lambda c: {**c, "config": None}, "does not say what engine wrote it"),
+        (lambda c: {name: value for name, value in c.items() if name != "groups"}, "control.groups: Field required"),
+        (lambda c: {**c, "window": "two"}, "control.window: Input should be a valid integer, got 'two'"),
+        (lambda c: {**c, "knobs": {}}, "cannot be loaded"),
+        (lambda c: {**c, "knobs": {"learning_rate": {"shift": "up"}}}, "knobs.learning_rate.shift"),
+        (lambda c: {**c, "replicas": 3}, "control.replicas"),
+    ],
+)
+def test_plain_numbers_of_odd_types_are_refused(
+    control: Callable[[dict[str, Any]], Any],
+    message: str,
+    start: Callable[[], hdet.Engine],
+    train: Any,
+    assert_same: Any,
+) -> None:
+    engine = start()
+    train(engine, 4)
+    state = hdet.Stateful(engine).state_dict()
+    changed = io.BytesIO()
+    torch.save(control(torch.load(io.BytesIO(state["control"]), weights_only=True)), changed)
+    fresh = start()
+    before = fresh.state_dict()
+    with pytest.raises(CheckpointError, match=message):
+        hdet.Stateful(fresh).load_state_dict({**state, "control": changed.getvalue()})
+    with pytest.raises(CheckpointError, match="control cannot be read"):
+        hdet.Stateful(fresh).load_state_dict({**state, "control": b"rubbish"})
+    assert_same(fresh.state_dict(), before)
+
+
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize(
     ("harm", "message"),

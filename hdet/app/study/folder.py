@@ -16,6 +16,7 @@ from hdet.app.study.declaration import Study
 from hdet.app.study.statistics import Levels
 from hdet.document import dump
 from hdet.errors import HdetError
+from hdet.files import replace
 from hdet.history import History
 
 T = TypeVar("T")
@@ -93,7 +94,10 @@ class StudyFolder:
         """Wall time of a finished cell, where it is known."""
         path = self.cell(cell) / FINISHED
         if cell.config is None and path.exists():
-            return float(json.loads(path.read_text(encoding="utf-8"))["seconds"])
+            try:
+                return float(read_result(path)["seconds"])
+            except (KeyError, TypeError, ValueError):
+                raise HdetError(f"{path} does not say how many seconds the script took; remove it") from None
         given = (self.result(cell) or {}).get("seconds")
         return float(given) if isinstance(given, (int, float)) else None
 
@@ -164,7 +168,7 @@ class StudyFolder:
     def write(self, name: str, text: str) -> Path:
         """A file beside the cells."""
         path = self.path / name
-        path.write_text(text, encoding="utf-8")
+        replace(path, text.encode())
         return path
 
 
@@ -176,7 +180,7 @@ def read_result(path: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HdetError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise HdetError(f"{path} must hold a mapping of metrics, it holds a {type(found).__name__}")

@@ -26,9 +26,9 @@ def several(
 ) -> Iterator[tuple[int, T | Exception]]:
     """`function(*arguments)` for each piece of work, `jobs` at a time; yields its place and what came of it.
 
-    With one job at a time it is called in this process, and raises what it raises. Else an error that a piece ends with, or the
-    death of its process, comes in the place of its result, and the others go on. Pieces that have not begun are given
-    up where the caller stops.
+    With one job at a time it is called in this process, and raises what it raises. Else an error that a piece ends
+    with, or the death of its process, comes in the place of its result, and the others go on. Pieces that have not
+    begun are given up where the caller stops.
 
     Args:
         function: importable by name, since each worker is a process of its own.

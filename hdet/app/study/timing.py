@@ -16,7 +16,7 @@ from torch import Tensor
 from hdet.app.run.config import RunConfig
 from hdet.app.run.folder import RunFolder
 from hdet.app.run.loop import Training, Watcher
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, HdetError
 from hdet.files import replace
 from hdet.history import WindowRecord
 
@@ -61,7 +61,7 @@ class Timings:
     def __init__(self, path: Path | None, measure: Callable[[RunConfig], float] | None) -> None:
         self._path = path
         self._measure = measure
-        self._known: dict[str, float] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self._known = _read(path) if path is not None and path.exists() else {}
 
     def __call__(self, config: RunConfig) -> float:
         """Of this run.
@@ -83,6 +83,14 @@ class Timings:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 replace(self._path, json.dumps(self._known).encode())
         return self._known[text]
+
+
+def _read(path: Path) -> dict[str, float]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {str(run): float(seconds) for run, seconds in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise HdetError(f"{path} holds no timings ({error}); remove it, and the runs are timed anew") from None
 
 
 class _Clock(Watcher):

@@ -23,9 +23,9 @@ from hdet.app.run.config import RunConfig
 from hdet.app.run.folder import RunFolder
 from hdet.app.study import Study, StudyFolder, cells
 from hdet.app.study.runner import pending, run
-from hdet.app.study.timing import seconds_per_step
+from hdet.app.study.timing import Timings, seconds_per_step
 from hdet.app.study.turn import turn
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, HdetError
 from hdet.windows import FixedWindow
 
 STUDY: dict[str, Any] = {
@@ -118,6 +118,13 @@ def test_checkpoints_that_cells_set_out_from_are_made_and_a_dry_run_needs_none(a
         assert RunFolder(folder).load_result() is not None
     assert "making " not in ablate(**given, grid={"optimizer.lr": [0.05, 0.1, 0.2]})
     assert (made / "model.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": "long"}', '{"a": null}', "[" * 100_000])
+def test_timings_that_cannot_be_read_are_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "timings.json").write_text(content)
+    with pytest.raises(HdetError, match=r"timings\.json holds no timings .* remove it"):
+        Timings(tmp_path / "timings.json", None)
 
 
 def test_a_dry_run_prints_cells_and_cost_and_leaves_no_trace(ablate: Ablate, tmp_path: Path) -> None:
