@@ -63,7 +63,10 @@ def run(
         int, typer.Option(min=1, help="Share the replicas out over this many processes of this machine.")
     ] = 1,
 ) -> None:
-    """Train a task with the engine; under torchrun, on all its ranks. A restart by torchrun goes on with the run."""
+    """Train a task with the engine; under torchrun, on all its ranks. A restart by torchrun goes on with the run.
+
+    Example: hdet run examples/quickstart.yaml --compare --set steps=200
+    """
     changed = [*(assignments or ()), *([f"replicas={replicas}"] if replicas is not None else [])]
     declared = RunConfig.load(config, changed, seed=seed)
     folder = out if out is not None else Path("runs") / config.stem

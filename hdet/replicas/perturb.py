@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, Literal
+from zipfile import is_zipfile
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hdet.errors import ConfigError
+from hdet.files import damaged_part
 from hdet.replicas import Replicas, tensors
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
@@ -180,6 +182,11 @@ def _model_state(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
         state: Any = checkpoint
     else:
         try:
+            damaged = (
+                damaged_part(checkpoint) if is_zipfile(checkpoint) else None
+            )  # torch's old format has no checksums
+            if damaged is not None:
+                raise ValueError(f"{damaged} in it is not as it was written")
             state = torch.load(checkpoint, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ConfigError(f"the checkpoint {os.fspath(checkpoint)!r} cannot be read: {error}") from None

@@ -241,3 +241,17 @@ def test_a_declared_run_with_noise_has_copies_and_merges_them_once() -> None:
     for _ in range(3):
         training.engine.step()
     assert torch.equal(first, second)
+
+
+def test_a_damaged_checkpoint_is_not_set_out_from(tmp_path: Path) -> None:
+    """torch alone would load the flipped bit."""
+    model = torch.nn.Linear(50, 20)
+    path = tmp_path / "model.pt"
+    torch.save(model.state_dict(), path)
+    content = bytearray(path.read_bytes())
+    place = content.find(model.weight.detach().numpy().tobytes()[:64])
+    content[place + 3] ^= 1
+    path.write_bytes(content)
+    assert not torch.equal(torch.load(path, weights_only=True)["weight"], model.weight)
+    with pytest.raises(hdet.ConfigError, match="in it is not as it was written"):
+        hdet.perturb(model, replica=0, checkpoint=path)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import torch
 from filelock import FileLock, Timeout
@@ -15,7 +14,7 @@ from filelock import FileLock, Timeout
 from hdet.app.run.config import RunConfig
 from hdet.document import dump, read
 from hdet.errors import CheckpointError, ConfigError, HdetError
-from hdet.files import part_of, replace, replaced
+from hdet.files import damaged_part, part_of, replace, replaced
 
 LOCK = ".run.lock"
 STUDY_LOCK = ".lock"
@@ -142,14 +141,11 @@ class RunFolder:
 def _read(path: Path) -> dict[str, Any]:
     """The state in a file by `torch.save`, whose checksums hold.
 
-    torch writes a CRC of every part and does not look at it when it reads.
-
     Raises:
         CheckpointError: the file is damaged.
     """
     try:
-        with ZipFile(path) as parts:
-            damaged = parts.testzip()
+        damaged = damaged_part(path)
         if damaged is not None:
             raise CheckpointError(f"{path} is damaged: {damaged} in it is not as it was written; use --force")
         state = torch.load(path, map_location="cpu", weights_only=True)

@@ -42,7 +42,10 @@ def ablate(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cells and their cost; run nothing.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="The study's quick version.")] = False,
 ) -> None:
-    """Run an ablation study: a grid of runs over seeds, tables and pictures. Goes on where it was left."""
+    """Run an ablation study: a grid of runs over seeds, tables and pictures. Goes on where it was left.
+
+    Example: hdet ablate studies/table1.yaml --quick --jobs 2
+    """
     declared = Study.load(study)
     shown = declared.quickened() if quick else declared
     folder = StudyFolder(out if out is not None else Path("runs") / shown.name)
