@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import time
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -15,7 +16,6 @@ import torch
 
 import hdet
 from hdet.app.study.cells import content_key
-from hdet.files import replace
 from search_parts.contender import Contender
 from search_parts.meter import Meter
 from search_parts.task import Setting, Task
@@ -113,7 +113,9 @@ def save(folder: Path, cell: Cell, result: Result) -> None:
     stored = asdict(result)
     if not math.isfinite(result.test):
         stored["test"] = None  # JSON has no NaN
-    replace(path, json.dumps({"cell": asdict(cell), "result": stored}, indent=1).encode())
+    partial = path.with_suffix(f".{os.getpid()}.partial")  # of this process: another may run the same cell
+    partial.write_text(json.dumps({"cell": asdict(cell), "result": stored}, indent=1))
+    partial.replace(path)
 
 
 @lru_cache(maxsize=1)
