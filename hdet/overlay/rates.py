@@ -33,11 +33,11 @@ class Rates:
         """What all groups hold under an entry; the learning rate's is foreseen where the scheduler is known."""
         if entry not in self.courses:
             forecast = []
-            between = 1
+            between = each = 1
             if entry == RATE and self.follower is not None and total_steps is not None:
                 forecast = self.follower.forecast(total_steps, _rates)
-                between = self.follower.steps_between
-            self.courses[entry] = Course(self.read(entry), forecast, between)
+                between, each = self.follower.steps_between, self.follower.steps_each
+            self.courses[entry] = Course(self.read(entry), forecast, between, each)
         return self.courses[entry]
 
     def read(self, entry: Entry) -> list[float]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import PrivateAttr
 from torch import Tensor
 from torch.optim import Optimizer
@@ -145,6 +146,7 @@ class Follower:
             raise ConfigError(f"scheduler_every is a number of optimizer steps, at least 1; got {steps_between}")
         self.optimizer = optimizer
         self.steps_between = steps_between
+        self.steps_each = _steps_each(scheduler)
         self.first = self._count()
         """Where the scheduler stood when it was simulated."""
 
@@ -164,7 +166,7 @@ class Follower:
                 f"hdet.attach schedule=None, which follows what it writes and never looks ahead"
             ) from error
         rows = [read(shadow)]
-        for _ in range(-(-total_steps // self.steps_between)):
+        for _ in range(-(-total_steps // self.steps_between) * self.steps_each):
             try:
                 scheduler.step()
             except ValueError:  # OneCycleLR refuses to go beyond its end
@@ -177,6 +179,14 @@ class Follower:
         while isinstance(scheduler, ChainedScheduler):
             scheduler = scheduler._schedulers[-1]
         return int(scheduler.last_epoch)
+
+
+def _steps_each(scheduler: Any) -> int:
+    """Accelerate's wrapper makes as many steps at a time as there are processes, unless they split each batch."""
+    wrapped = hasattr(scheduler, "split_batches") and hasattr(scheduler, "step_with_optimizer")
+    if not wrapped or scheduler.split_batches or not scheduler.step_with_optimizer:
+        return 1
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def bare(scheduler: Any) -> Any:

@@ -1,0 +1,118 @@
+"""A loop as Accelerate's documentation writes it; each run a pure function of its arguments."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import hdet
+
+STEPS, PARTS = 24, 2
+
+HELD = [
+    hdet.LearningRate(controller=hdet.Hold()),
+    hdet.WeightDecay(controller=hdet.Hold()),
+    hdet.Dropout(controller=hdet.Hold(), spread=hdet.TwoLevel(0.0)),
+]
+"""Measured as ever and moved nowhere."""
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+    return inputs, inputs[:, :3].argmax(dim=1)
+
+
+def loss_of(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(given[0]).float(), given[1])
+
+
+class Job:
+    """What a script makes and prepares."""
+
+    def __init__(self, *, knobs: Any = None, raw: bool = False, precision: str = "no") -> None:
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._reset_state() if state is not PartialState else PartialState._shared_state.clear()
+        if dist.is_initialized():
+            rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+            os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=PARTS, mixed_precision=precision)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+        # Accelerate makes as many steps of a scheduler at a time as there are processes.
+        scheduler = CosineAnnealingLR(optimizer, STEPS * self.accelerator.num_processes)
+        prepared = self.accelerator.prepare(model, optimizer, scheduler)
+        self.model, self.optimizer, self.scheduler = prepared
+        self.search: hdet.Search | None = None
+        if knobs is not None:
+            self.search = hdet.attach(
+                self.model,
+                optimizer if raw else self.optimizer,
+                probe=hdet.Probe(loss_of, [batch(-1 - part) for part in range(8)]),
+                total_steps=STEPS,
+                scheduler=self.scheduler,
+                knobs=knobs,
+                micro_batches=PARTS,
+                window=5,
+                guard=None,
+                quiet=True,
+            )
+            self.accelerator.register_for_checkpointing(self.search.all_ranks)
+
+    def train(self, start: int = 0, stop: int = STEPS) -> Job:
+        """Optimizer steps from `start` to `stop`."""
+        place = self.accelerator.process_index
+        for micro in range(start * PARTS, stop * PARTS):
+            torch.manual_seed(micro)
+            with self.accelerator.accumulate(self.model):
+                loss = loss_of(self.model, batch(100 * micro + place))
+                if self.search is not None:
+                    self.search.loss(loss)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return self
+
+    def left(self) -> list[Any]:
+        """What training leaves."""
+        bare = self.accelerator.unwrap_model(self.model)
+        return copy.deepcopy([bare.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()])
+
+    def shifts(self) -> dict[str, float | None]:
+        """The factors learned."""
+        assert self.search is not None
+        return {name: learned.factor for name, learned in self.search.shifts.items()}
+
+
+def held() -> tuple[list[Any], list[Any], bool]:
+    """What training leaves without a search and with one that is held, and whether the schedule was foreseen."""
+    plain = Job().train().left()
+    job = Job(knobs=HELD).train()
+    assert job.search is not None
+    assert job.search.finished
+    course = job.search._rates.courses["lr", None]
+    return plain, job.left(), course.foreseen(STEPS * course.steps_each)[0] < 1e-12
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    """A run in one go, and the same from Accelerate's own checkpoint in mid-window."""
+    whole = Job(knobs=[]).train(stop=8)
+    whole.accelerator.save_state(str(folder / "state"))
+    whole.train(8)
+    again = Job(knobs=[])
+    again.accelerator.load_state(str(folder / "state"))
+    again.train(8)
+    return {"left": whole.left(), "again": again.left(), "shifts": [whole.shifts(), again.shifts()]}
