@@ -88,7 +88,7 @@ from hdet.windows import FixedWindow, GrowingWindow, Windows
 
 __version__ = "0.1.0"
 
-_INTEGRATIONS = frozenset({"lightning", "transformers"})
+_INTEGRATIONS = frozenset({"lightning", "loggers", "transformers"})
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -1,0 +1,145 @@
+"""Where a search's windows are written: `search.on_window(hdet.loggers.TensorBoard("runs/one"))`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hdet.errors import MissingExtraError
+from hdet.integrations.metrics import metrics
+from hdet.record import WindowRecord
+from hdet.user_warning import warn
+
+
+class WindowLogger(ABC):
+    """Writes each window's numbers; a subclass says where, by `write`.
+
+    Only rank 0 writes. A logger that fails warns once and writes no more: training goes on.
+    """
+
+    def __init__(self) -> None:
+        self._failed = False
+
+    @abstractmethod
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write numbers by name, for the optimizer step that a window stopped at."""
+
+    def __call__(self, record: WindowRecord) -> None:
+        """A window has closed."""
+        if self._failed or (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
+            return
+        try:
+            self.write(metrics(record), record.stop)
+        except Exception as error:  # whatever a service or a disk can raise
+            self._failed = True
+            warn(
+                f"{type(self).__name__} could not write window {record.window} ({type(error).__name__}: {error}) and "
+                f"is left out from now on; training goes on, and search.history has every window"
+            )
+
+
+class JSONLines(WindowLogger):
+    """One JSON object a window, appended to a file.
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "windows.jsonl"
+    >>> JSONLines(path).write({"hdet/value/learning_rate": 0.1}, 5)
+    >>> path.read_text()
+    '{"step": 5, "hdet/value/learning_rate": 0.1}\\n'
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self._path = Path(path)
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append a line."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+
+class TensorBoard(WindowLogger):
+    """Scalars of a TensorBoard page.
+
+    Args:
+        writer: a folder for event files, or a `torch.utils.tensorboard.SummaryWriter`.
+
+    Raises:
+        MissingExtraError: TensorBoard is not installed.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        super().__init__()
+        self._folder = None if hasattr(writer, "add_scalar") else writer
+        self._writer = writer if self._folder is None else None
+        if self._folder is not None:
+            _require("tensorboard")
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add a point to each curve."""
+        if self._writer is None:  # made here, so that rank 0 alone has a file
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder))  # type: ignore[no-untyped-call]
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+
+class WandB(WindowLogger):
+    """Curves of a Weights & Biases run, over `hdet/step`, so that the run's own step count is left alone.
+
+    Args:
+        run: what `wandb.init` returned; on ranks other than 0 it may be None.
+    """
+
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self._run = run
+        self._defined = False
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log a row."""
+        if not self._defined:
+            self._run.define_metric("hdet/step", hidden=True)
+            self._run.define_metric("hdet/*", step_metric="hdet/step")
+            self._defined = True
+        self._run.log({**metrics, "hdet/step": step})
+
+
+class MLflow(WindowLogger):
+    """Metrics of an MLflow run.
+
+    Args:
+        run_id: of a run; by default the one that is active when a window closes.
+
+    Raises:
+        MissingExtraError: MLflow is not installed.
+    """
+
+    def __init__(self, run_id: str | None = None) -> None:
+        super().__init__()
+        _require("mlflow")
+        self._run_id = run_id
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log a batch; characters that MLflow takes in no name become `_`."""
+        import mlflow
+
+        named = {re.sub(r"[^\w\-./: ]", "_", name): value for name, value in metrics.items()}
+        mlflow.log_metrics(named, step=step, run_id=self._run_id)
+
+
+def _require(package: str) -> None:
+    try:
+        __import__(package)
+    except ImportError:
+        raise MissingExtraError(package, "loggers") from None

@@ -1,0 +1,130 @@
+"""Loggers of windows, each with the real package."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import launch
+from torch import nn
+
+import hdet
+
+WINDOWS = 4
+
+
+def squared(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def train(*loggers: Any) -> hdet.Search:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    probe = hdet.Probe(squared, [torch.randn(16, 2) for _ in range(8)])
+    search = hdet.attach(model, optimizer, probe=probe, total_steps=20, window=5, quiet=True, micro_batches=1)
+    for logger in loggers:
+        search.on_window(logger)
+    for _ in range(20):
+        search.loss(squared(model, torch.randn(16, 2))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return search
+
+
+def values(search: hdet.Search) -> list[float]:
+    return [record.learned["learning_rate"]["closed"] for record in search.history]
+
+
+NAME = "hdet/value/learning_rate"
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    search = train(hdet.loggers.JSONLines(tmp_path / "new" / "windows.jsonl"))
+    rows = [json.loads(line) for line in (tmp_path / "new" / "windows.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [5, 10, 15, 20]
+    assert [row[NAME] for row in rows] == values(search)
+    assert {"hdet/factor/learning_rate", "hdet/now/learning_rate", "hdet/window/loss"} <= set(rows[0])
+
+
+@pytest.mark.parametrize("given", ["folder", "writer"])
+def test_tensorboard(given: str, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    search = train(hdet.loggers.TensorBoard(tmp_path if given == "folder" else SummaryWriter(str(tmp_path))))
+    page = EventAccumulator(str(tmp_path))
+    page.Reload()
+    assert [point.step for point in page.Scalars(NAME)] == [5, 10, 15, 20]
+    assert [point.value for point in page.Scalars(NAME)] == pytest.approx(values(search))
+
+
+def test_mlflow_in_sqlite(tmp_path: Path) -> None:
+    import mlflow
+
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+    with mlflow.start_run() as run:
+        search = train(hdet.loggers.MLflow())
+    points = mlflow.MlflowClient().get_metric_history(run.info.run_id, NAME)
+    assert [point.step for point in points] == [5, 10, 15, 20]
+    assert [point.value for point in points] == pytest.approx(values(search))
+
+
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = wandb.init(mode="offline", dir=tmp_path, project="test")
+    run.log({"own": 1.0})
+    search = train(hdet.loggers.WandB(run))
+    assert run.summary[NAME] == pytest.approx(values(search)[-1])
+    assert run.summary["hdet/step"] == 20
+    assert run.step == 1 + WINDOWS
+    run.finish()
+
+
+class Failing(hdet.loggers.WindowLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        self.calls += 1
+        raise OSError("no space left on device")
+
+
+def test_one_that_fails_warns_once_at_the_users_line_and_stops_nothing() -> None:
+    failing = Failing()
+    with pytest.warns(UserWarning, match=r"Failing could not write window 0 \(OSError: no space left") as caught:
+        search = train(failing)
+    assert search.finished
+    assert failing.calls == 1
+    assert [warning.filename for warning in caught if "Failing" in str(warning.message)] == [__file__]
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(hdet.MissingExtraError, match=r"mlflow is not installed; run: pip install 'hdet\[loggers\]'"):
+        hdet.loggers.MLflow()
+
+
+class Counting(Failing):
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        self.calls += 1
+
+
+def alone() -> int:
+    """On ranks that train apart, so that each has windows of its own."""
+    record = hdet.WindowRecord(0, 0, 5, {}, {}, [1.0], {}, {}, True)
+    logger = Counting()
+    logger(record)
+    return logger.calls
+
+
+def test_rank_0_alone_writes() -> None:
+    assert launch(alone, 2) == [1, 0]
