@@ -21,7 +21,7 @@ class Context:
         base: the knob's value now, shift included.
         schedule_now: the schedule's value now, without the shift.
         schedule_next: the schedule's value at the next window's first step.
-        peak: the schedule's largest value (so far, where the whole is not known).
+        peak: the schedule's largest value (so far, where the whole is not known; infinite while that rises).
         step: optimizer steps done.
         total_steps: optimizer steps in all; None when open-ended.
         window: windows done before this one.

@@ -202,7 +202,8 @@ class BoundKnob:
             base=self.base(max(step - 1, 0)),
             schedule_now=now,
             schedule_next=following,
-            peak=self.peak,
+            # How far a rise goes whose end is not known, nobody knows: it stands at no known share of its peak.
+            peak=math.inf if following > now and self.schedule.total_steps is None else self.peak,
             step=step,
             total_steps=moment.total_steps,
             window=moment.window,

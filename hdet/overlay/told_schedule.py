@@ -38,13 +38,20 @@ class Course:
         self._moved_at = 0
 
     def at(self, step: int) -> list[float]:
-        """The values at a step: as told, else as foreseen, else the last that were told."""
+        """The values at a step: as told, else as foreseen, else the last that were told.
+
+        Where nothing is foreseen and the values have just risen, they are taken to go on rising for a step: so who asks
+        about the coming step sees a warm-up.
+        """
         if step in self.told:
             return self.told[step]
         last = max(self.told)
         if step < last:
             raise ConfigError(f"the optimizer's values at step {step} are not remembered (only {sorted(self.told)})")
-        return self.foreseen(self._ahead(step)) if self.forecast else self.told[last]
+        if self.forecast:
+            return self.foreseen(self._ahead(step))
+        before = self.told.get(last - 1, self.told[last])
+        return [now + max(0.0, now - then) for now, then in zip(self.told[last], before, strict=True)]
 
     def foreseen(self, position: int) -> list[float]:
         """The values after that many steps of the scheduler; the last of them once it has ended."""

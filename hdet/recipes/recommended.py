@@ -111,7 +111,9 @@ def _rate(groups: Groups, course: Schedule, stride: int) -> Choice:
     # Only a warm-up that is looked ahead of can be entered from below: nothing else makes up for it in time.
     cautious = course(0) < Line().preview * peak
     shift = -math.log(CAUTION) if cautious else 0.0
-    knob = LearningRate(groups=groups, schedule=course, initial_shift=shift, evidence=Line(stride=stride))
+    # Where the peak is not known, nothing can be looked ahead at.
+    evidence = Line(stride=stride) if course.total_steps is not None else Line(stride=stride, preview=0.0)
+    knob = LearningRate(groups=groups, schedule=course, initial_shift=shift, evidence=evidence)
     heads = f"heads for a peak of {peak:g}" if course.total_steps is not None else "follows what the optimizer is given"
     return Choice(
         subject,

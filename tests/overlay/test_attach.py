@@ -476,6 +476,19 @@ def test_whatever_is_written_is_followed_where_nothing_is_foreseen() -> None:
     assert search.engine.total_steps is None
 
 
+def test_a_warm_up_whose_end_nobody_told_is_not_raised() -> None:
+    """Small steps look too small there only because the schedule is low."""
+    model = network()
+    optimizer = plain_adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), schedule=None, window=5, quiet=True)
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, (step + 1) / 21)
+        loop(model, optimizer, search=search, start=step, stop=step + 1)
+    moves = [record.moves["learning_rate"] for record in search.history]
+    assert max(moves[:4]) == 0.0
+    assert max(moves[4:]) > 0.0
+
+
 def test_detached_in_mid_window_the_window_is_given_up() -> None:
     model = network()
     optimizer = adamw(model)
