@@ -26,6 +26,7 @@ GREY = "#767676"
 INK = "#222222"
 DECADES = 1e3
 FORMATS = ("pdf", "svg", "png")
+MOST_LABELS = 40
 TICKS = (-1000, -100, -20, -5, -2, 0, 2, 5, 20, 100, 1000)
 MARKS = {
     AVERAGED: ("o", BLUE, "averaged weights"),
@@ -211,21 +212,16 @@ def _draw_course(axis: Any, windows: Sequence[WindowRecord], knob: str) -> None:
         edges = [learned[0][0].start, *(one.stop for one, _ in learned)]
         axis.stairs([told["opened"] for _, told in learned], edges, baseline=None, color=BLUE, linewidth=2.0)
         axis.axhline(learned[0][1]["start"], color=GREY, linewidth=0.7, linestyle=":")
+    marks: dict[tuple[bool, bool], list[tuple[float, float]]] = {}
     for record in windows:
         if record.moves.get(knob):
-            clear = supported(*decided(record, knob))
-            up = record.moves[knob] > 0
-            color = BLUE if up else RED
             at = record.learned[knob]["closed"] if knob in record.learned else record.bases[knob]
-            axis.plot(
-                record.stop,
-                at,
-                "^" if up else "v",
-                markersize=6,
-                markeredgecolor=color,
-                markerfacecolor=color if clear else "white",
-                zorder=4,
-            )
+            kind = record.moves[knob] > 0, supported(*decided(record, knob))
+            marks.setdefault(kind, []).append((record.stop, at))
+    for (up, clear), points in marks.items():
+        color = BLUE if up else RED
+        style = {"markeredgecolor": color, "markerfacecolor": color if clear else "white", "markersize": 6, "zorder": 4}
+        axis.plot(*zip(*points, strict=True), "^" if up else "v", **style)
     levels = [*lows, *highs, *(told[when] for _, told in learned for when in ("start", "opened", "closed"))]
     if min(levels) > 0 and max(levels) > 4 * min(levels):
         axis.set_yscale("log")
@@ -235,14 +231,18 @@ def _draw_course(axis: Any, windows: Sequence[WindowRecord], knob: str) -> None:
 
 
 def _draw_evidence(axis: Any, windows: Sequence[WindowRecord], knob: str) -> None:
+    points: dict[tuple[str, bool], list[tuple[float, float]]] = {}
     for record in windows:
         for place, one in enumerate(readings(record, knob)):
-            shape, color, _ = MARKS[one.source]
             at, height = (record.start + record.stop) / 2, -max(-1e3, min(1e3, one.t))
-            if place == 0:
-                axis.plot([at, at], [0.0, height], color=color, linewidth=1.0, alpha=0.7)
-            fill = color if place == 0 else "white"
-            axis.plot(at, height, shape, markersize=4.5, markeredgecolor=color, markerfacecolor=fill)
+            points.setdefault((one.source, place == 0), []).append((at, height))
+    for (source, decides), found in points.items():
+        shape, color, _ = MARKS[source]
+        middles, heights = zip(*found, strict=True)
+        if decides:
+            axis.vlines(middles, 0.0, heights, color=color, linewidth=1.0, alpha=0.7)
+        fill = color if decides else "white"
+        axis.plot(middles, heights, shape, markersize=4.5, markeredgecolor=color, markerfacecolor=fill)
     axis.set_yscale("symlog", linthresh=5.0)
     low, high = axis.get_ylim()
     axis.set_ylim(min(low, -2 * SURE), max(high, 2 * SURE))
@@ -260,16 +260,15 @@ def _draw_evidence(axis: Any, windows: Sequence[WindowRecord], knob: str) -> Non
 def _dress(axis: Any, windows: Sequence[WindowRecord], *, labelled: bool = False) -> None:
     axis.grid(alpha=0.25, linewidth=0.5)
     axis.tick_params(labelsize=8)
-    for record in windows:
-        kinds = list(dict.fromkeys(str(fault.get("kind")) for fault in record.faults))
-        if kinds:
-            turned = any(kind in TURNS for kind in kinds)
-            axis.axvline(record.stop, color=RED, linewidth=1.0 if turned else 0.7, linestyle="-" if turned else ":")
-            if labelled:
-                label = _plain(", ".join(kinds))
-                axis.annotate(
-                    label, (record.stop, 1.0), xycoords=("data", "axes fraction"), fontsize=7, rotation=90, va="top"
-                )
+    faulty = [(one.stop, list(dict.fromkeys(str(fault.get("kind")) for fault in one.faults))) for one in windows]
+    faulty = [(step, kinds) for step, kinds in faulty if kinds]
+    whole = axis.get_xaxis_transform()  # steps along, the axis' whole height up
+    for turned, style in ((True, "-"), (False, ":")):
+        steps = [step for step, kinds in faulty if any(kind in TURNS for kind in kinds) == turned]
+        if steps:
+            axis.vlines(steps, 0.0, 1.0, transform=whole, color=RED, linewidth=0.9, linestyle=style)
+    for step, kinds in faulty[:MOST_LABELS] if labelled else ():
+        axis.text(step, 1.0, _plain(", ".join(kinds)), transform=whole, fontsize=7, rotation=90, va="top")
 
 
 def _legend(windows: Sequence[WindowRecord], knobs: Sequence[str]) -> list[Any]:

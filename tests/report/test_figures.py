@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_hex
 
 from hdet.errors import ConfigError, MissingExtraError
 from hdet.history import History
@@ -78,7 +79,7 @@ def test_learned_value_and_schedule_are_told_apart() -> None:
 
 def test_levels_are_a_band() -> None:
     [axis] = course(history(), "knob_0").axes
-    [band] = axis.collections
+    band = axis.collections[0]
     lowest = min(y for _, y in band.get_paths()[0].vertices)
     assert lowest == pytest.approx(0.9 * 0.1 / 6)
 
@@ -98,11 +99,7 @@ def test_the_evidence_that_decides_is_filled_and_up_asks_for_more() -> None:
     [axis] = evidence(history(), "knob_0").axes
     points = {
         (line.get_marker(), line.get_markerfacecolor() == "white"): [
-            (float(other.get_xdata()[0]), float(other.get_ydata()[0]))
-            for other in axis.lines
-            if other.get_marker() == line.get_marker()
-            and other.get_markerfacecolor() == line.get_markerfacecolor()
-            and len(other.get_xdata()) == 1
+            (float(x), float(y)) for x, y in zip(*line.get_data(), strict=True)
         ]
         for line in axis.lines
         if line.get_marker() not in ("None", "")
@@ -128,8 +125,13 @@ def test_faults_and_returns_are_marked_on_every_time_axis() -> None:
     turned[3].faults.append({"kind": "rewound", "step": 20})
     figure = overview(turned)
     for axis in figure.axes:
-        assert [points[0][0] for points in lines(axis, color=RED, linestyle=":") if len(points) == 2] == [30.0]
-        assert [points[0][0] for points in lines(axis, color=RED, linestyle="-") if points[0][0] == 40.0]
+        drawn = [
+            (found.get_linestyle()[0][1] is None, [float(segment[0][0]) for segment in found.get_segments()])
+            for found in axis.collections
+            if hasattr(found, "get_segments") and to_hex(found.get_color()[0]) == RED.lower()
+        ]
+        assert (True, [40.0]) in drawn, "where the run went back, a solid line"
+        assert (False, [30.0]) in drawn
     assert {text.get_text() for text in figure.axes[0].texts} == {"non_finite", "rewound"}
 
 
