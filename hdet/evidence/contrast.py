@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from hdet.controllers import Estimate
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.gradient_memory import Dots, Record, Traces
+from hdet.evidence.parts.gradient_sketch import GradientSketch
 from hdet.evidence.parts.probe_gradient import aim
 from hdet.evidence.parts.two_levels import Levels
 from hdet.evidence.scene import Harvest, Scene, Window
@@ -23,7 +23,7 @@ from hdet.hparams.bound import BoundKnob
 from hdet.hparams.design import Hadamard, mirrored
 from hdet.hparams.hadamard import order_from
 from hdet.hparams.spread import TwoLevel
-from hdet.replicas import Replica, tensors
+from hdet.replicas import Replica
 from hdet.spec import register
 from hdet.user_warning import warn
 
@@ -47,7 +47,11 @@ class Contrast(Evidence):
 
     One step ahead, any regulariser looks bad. With a `horizon` the contrasted gradients themselves are summed and
     fade over that many steps, across windows, and v is that of the window's end: what a level did long ago is judged
-    by the held-out loss of now. This takes `groups` parameter-sized buffers a knob that explores; without, one.
+    by the held-out loss of now.
+
+    Of a gradient no more than `sketch` numbers are kept: a linear sketch (`hdet.evidence.parts.sketch`), unbiased for
+    inner products, whose error is small against the gradients' own scatter. Up to so many parameters it is the gradient
+    itself. With a horizon `groups` + 1 sketches are kept for each knob; without, one in all.
 
     Near a bound both levels lie inside it, one of them on the bound. Exploring costs something there if the bound is
     best, as no dropout is on data that never repeat. So a base on its bound is not explored before `bound_from`, and
@@ -75,6 +79,7 @@ class Contrast(Evidence):
         bound_from: share of the run before which a base on a bound is not explored. Networks that have learnt little
             want no regularisation; it is no use to ask them.
         paired: compare two replicas on the same data with the same random numbers.
+        sketch: most numbers kept of one gradient.
 
     The width d_k is the knob's `spread.width`. Under a GradScaler slopes are multiplied by its scale, t is not.
     """
@@ -88,6 +93,7 @@ class Contrast(Evidence):
     refresh: int = Field(default=50, ge=1)
     bound_from: float = Field(default=0.3, ge=0, le=1)
     paired: bool = False
+    sketch: int = Field(default=2**20, ge=2**10, le=2**30)
 
     def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> ContrastCollector:
         return ContrastCollector(self, scene, knobs)
@@ -118,8 +124,10 @@ class ContrastCollector(Collector):
         self.step = 0
         self.exploring = False
         self.deaf = False  # a pass that gave no gradient was warned of
-        self.seen: dict[int, Tensor] = {}  # by host, the gradient that has gathered in this step
-        self.trained = tensors.trained(replicas.hosts[0][0])
+        self.seen: dict[int, Tensor] = {}  # by host, the sketch of the gradient that has gathered in this step
+        self.folding = GradientSketch(replicas.hosts, spec.sketch)
+        self.given: Tensor | None = None  # the sketch of what the pass under way was seen to give
+        self.handed_over = False  # whether gradients are given as backward goes on
 
     def open(self, window: Window) -> None:
         self.seen = {}
@@ -140,19 +148,29 @@ class ContrastCollector(Collector):
         return self.spec.paired and self.exploring
 
     def enter(self, replica: Replica, step: int) -> None:
-        if self.exploring:
-            self.scene.replicas.observe(replica)
+        if not self.exploring:
+            return
+        self._notice()
+        folding, host = self.folding, replica.host
+        self.given = None
+
+        def take(numbers: Sequence[int], gradients: Sequence[Tensor]) -> None:
+            self.given = folding.sketch.zeros() if self.given is None else self.given
+            folding.fold_(self.given, numbers, gradients, self._rates(host))
+
+        self.handed_over = self.scene.replicas.observe(folding.parameters[host], take)
 
     def exit(self, replica: Replica, step: int) -> None:
         if not self.exploring:
             return
-        self._notice()
-        if not self.scene.replicas.heard(replica):
+        if not self.handed_over:
+            self._notice()
+        gradient = self.given if self.handed_over else self._added(replica)
+        self.given = None
+        if gradient is None:
             self._leave_out(replica, step)
-            return
-        own = self.scene.replicas.own_gradient(replica)
-        gradient = own if own is not None else self._added(replica)
-        self.record.add(replica, gradient, self._signs(self.window, step), self.half)
+        else:
+            self.record.add(replica, gradient, self.signs, self.half)
 
     def miss(self, replica: Replica, step: int) -> None:
         if self.exploring:
@@ -169,28 +187,37 @@ class ContrastCollector(Collector):
 
     def _notice(self) -> None:
         """Start the record anew where parameters were frozen or thawed: gradients compared are of the same ones."""
-        trained = tensors.trained(self.scene.replicas.hosts[0][0])
-        if [id(p) for p in trained] != [id(p) for p in self.trained]:
-            self.trained = trained
+        if self.folding.is_outdated():
+            self.folding = GradientSketch(self.scene.replicas.hosts, self.spec.sketch)
+            self.seen = {}
             self.record.renew()
 
-    def _added(self, replica: Replica) -> Tensor:
-        """[P] what a pass has added to the gradients of its model."""
-        flat = torch.cat([_gradient(p).flatten() for p in tensors.trained(replica.model)])
+    def _rates(self, host: int) -> list[float | Tensor]:
+        """What gradients are multiplied by: traces hold each step's learning rates, dot products have them in v."""
+        rates = self.folding.rates(host)
+        return rates if self.spec.horizon else [1.0] * len(rates)
+
+    def _added(self, replica: Replica) -> Tensor | None:
+        """The sketch of what a pass has added to the gradients of its model; `None` where these have none."""
+        gradients = self.folding.gradients(replica.host)
+        if gradients and all(gradient is None for gradient in gradients):
+            return None
+        total = self.folding.folded(gradients, self._rates(replica.host))
         # Seats of one model, and accumulation, add to one gradient: what this pass added is its own.
-        own = flat - self.seen[replica.host] if replica.host in self.seen else flat
-        self.seen[replica.host] = flat
+        own = total - self.seen[replica.host] if replica.host in self.seen else total
+        self.seen[replica.host] = total
         return own
 
     def after_update(self, window: Window, step: int) -> None:
         last = step + 1 == window.stop
-        self.record.end_step(step, self._signs(window, step) if self.exploring else None, last)
+        self.record.end_step(step, self.signs if self.exploring else None, last)
         self.seen = {}
         if not last:
             self._spread(window, step + 1)
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         self._notice()
+        self.scene.replicas.observe_no_more()
         window = harvest.window
         heard_losses = harvest.losses[harvest.valid]
         self.training = float(heard_losses.mean())
@@ -231,14 +258,14 @@ class ContrastCollector(Collector):
         """Put the levels of a step in force; a knob that rests is at its base."""
         self.window, self.step = window, step
         active, signs = self._active(window, step), self._signs(window, step)
-        self.exploring = bool(active.any())
+        self.exploring, self.signs = bool(active.any()), signs
         for k, knob in enumerate(self.knobs):
             knob.spread(signs[:, k] * self.half[k], float(self.centre[k]) if active[k] else 0.0)
 
     def _aim(self, window: Window) -> Tensor | None:
         """v at the weights as they are; `None` before the optimizer has a state to read P from."""
         found = aim(self.scene, window.index, self.rate)
-        return None if found is None else torch.cat([part.flatten().float() for part in found.step])
+        return None if found is None else self.folding.folded_trained(found.step)
 
     def forget(self) -> None:
         self.record.forget()
@@ -250,11 +277,7 @@ class ContrastCollector(Collector):
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
         self.training = math.nan if state["training"] is None else float(state["training"])
         self.open(self.window)  # once more: who rests depends on the training loss
-        device = next(iter(tensors.trained(self.scene.replicas.hosts[0][0]))).device
-        self.record.load_state_dict(state["record"], device, window is not None)
+        sketch = self.folding.sketch
+        self.record.load_state_dict(state["record"], sketch.device, sketch.size, window is not None)
         if window is not None:
             self._spread(window, state["step"])
-
-
-def _gradient(parameter: torch.nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

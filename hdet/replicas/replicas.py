@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
-from hdet.replicas import tensors
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.replica import Replica
 
@@ -113,20 +112,19 @@ class Replicas(ABC):
         The only communication a window's control needs, and the only place the device is waited for.
         """
 
-    def observe(self, replica: Replica) -> None:  # noqa: B027
-        """Said when a replica is entered whose own gradient is asked for after its pass."""
+    def observe(
+        self, parameters: Sequence[nn.Parameter], take: Callable[[Sequence[int], Sequence[Tensor]], None]
+    ) -> bool:
+        """Said when a replica is entered whose own gradient, not shared, is asked for of its pass.
 
-    def own_gradient(self, replica: Replica) -> Tensor | None:
-        """[P] what the last pass of an observed replica gave, flat in the order of `tensors.trained`, not shared.
-
-        `None` where `.grad` shows it, since gradients are shared after all passes. Until the next pass only.
+        Returns:
+            True where `.grad` will not show it: `take` is given places among `parameters`, and gradients of these,
+            while backward goes on. False where `.grad` shows it after the pass.
         """
-        return None
+        return False
 
-    def heard(self, replica: Replica) -> bool:
-        """Whether the last pass of an observed replica gave any gradient, as far as can be told without waiting."""
-        own = tensors.trained(replica.model)
-        return not own or any(parameter.grad is not None for parameter in own)
+    def observe_no_more(self) -> None:  # noqa: B027
+        """Said when passes are not going to be observed for a while."""
 
     @abstractmethod
     def share_gradients(self) -> None:

@@ -84,6 +84,37 @@ def test_gradients_are_shared_without_reading_them() -> None:
         engine.step(one_step(engine, "meta"))
 
 
+@pytest.mark.parametrize("horizon", [0, 30])
+@pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01, device="meta")], ids=["float", "tensor"])
+def test_contrast_reads_nothing_before_the_window_ends(rate: Any, horizon: int) -> None:
+    """Rates and step counts on the device, and the probe's gradient taken anew in mid-window."""
+    model = Net().to("meta")
+    optimizer = torch.optim.AdamW([{"params": model.inner.parameters()}, {"params": model.outer.parameters()}])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:  # as fused optimizers keep it
+            moments = {name: torch.ones_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.ones((), device="meta"), **moments}
+    engine = Engine(
+        hdet.micro_batches(model, optimizer, 4),
+        [hdet.Dropout(evidence=hdet.Contrast(horizon=horizon, refresh=3), controller=hdet.Hold())],
+        window=10,
+        signal=hdet.Probe(lambda m, x: m(x).square().mean(), [torch.ones(4, 4, device="meta")] * 2),
+        total_steps=20,
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    for _ in range(9):
+        losses = []
+        for replica in engine.replicas:
+            with replica:
+                loss = replica.model(torch.ones(4, 4, device="meta")).square().mean()
+                loss.backward()
+            losses.append(loss.detach())
+        engine.share_gradients()
+        optimizer.zero_grad()
+        engine.step(losses)
+
+
 READS = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.is_nonzero.default,

@@ -37,11 +37,11 @@ class Record(ABC):
 
     @abstractmethod
     def open(self, aim: Callable[[], Tensor | None]) -> None:
-        """A window opens in which some knob explores; `aim` gives v [P] at the weights as they are."""
+        """A window opens in which some knob explores; `aim` gives the sketch of v at the weights as they are."""
 
     @abstractmethod
     def add(self, replica: Replica, gradient: Tensor, signs: Signs, widths: Widths) -> None:
-        """A replica's own gradient [P] of this step, not shared yet."""
+        """The sketch [m] of a replica's own gradient of this step, not shared yet."""
 
     @abstractmethod
     def reject(self, replica: Replica) -> None:
@@ -68,14 +68,14 @@ class Record(ABC):
         """Plain numbers and tensors."""
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any], device: torch.device, same_window: bool) -> None:
-        """Restore; where the window was opened anew, only what outlives windows."""
+    def load_state_dict(self, state: dict[str, Any], device: torch.device, size: int, same_window: bool) -> None:
+        """Restore what was kept of sketches of a size; where the window was opened anew, only what outlives windows."""
 
 
 class Dots(Record):
     """One dot product a replica and step, along a v that is computed at the window's opening (and now and then).
 
-    Memory: v. Sees one step ahead: what a level did in a step to the loss after that step.
+    Memory: the sketch of v. Sees one step ahead: what a level did in a step to the loss after that step.
     """
 
     def __init__(self, replicas: Replicas, knobs: int, block_steps: int, refresh: int) -> None:
@@ -163,7 +163,7 @@ class Dots(Record):
             "drawn": [signs.tolist() for signs in self.drawn],
         }
 
-    def load_state_dict(self, state: dict[str, Any], device: torch.device, same_window: bool) -> None:
+    def load_state_dict(self, state: dict[str, Any], device: torch.device, size: int, same_window: bool) -> None:
         self.saved = [list(slopes) for slopes in state["saved"]]
         if not same_window:
             return
@@ -185,8 +185,8 @@ class Traces(Record):
     A block with a gradient that was not finite (a GradScaler makes some by design) is left out, with its weight, by
     each process for itself: no process knows of another's before the window ends.
 
-    Memory: (J + 1) K + 1 parameter-sized buffers, taken when a knob first explores. Successive estimates share what
-    they remember.
+    Memory: (J + 1) K sketches, taken when a knob first explores. Gradients come multiplied by their rates. Successive
+    estimates share what they remember.
     """
 
     def __init__(self, replicas: Replicas, knobs: int, block_steps: int, horizon: int, groups: int) -> None:
@@ -196,8 +196,8 @@ class Traces(Record):
         self.forget()
 
     def forget(self) -> None:
-        self.traces: Tensor | None = None  # [J, K, P], in units of `gain`
-        self.block: Tensor | None = None  # [K, P], of the block under way
+        self.traces: Tensor | None = None  # [J, K, m], in units of `gain`
+        self.block: Tensor | None = None  # [K, m], of the block under way
         self.weights: Tensor | None = None  # [J, K], of this process's blocks that were finite
         self.pending = np.zeros(self.knobs)  # weights of the block under way
         self.rejected = False  # a replica gave nothing to the block under way
@@ -224,11 +224,10 @@ class Traces(Record):
 
     def add(self, replica: Replica, gradient: Tensor, signs: Signs, widths: Widths) -> None:
         block = self._take(gradient.numel(), gradient.device)
-        scaled = _by_rate(gradient.to(torch.float32), replica)
         # Newer contrasts weigh more instead of older ones less: the buffers are only ever added to.
         for k in np.flatnonzero(signs[replica.index]).tolist():
             factor = signs[replica.index, k] / widths[k] * self.gain / self.replicas.size
-            block[k].add_(scaled, alpha=float(factor))
+            block[k].add_(gradient, alpha=float(factor))
 
     def reject(self, replica: Replica) -> None:
         self.rejected = True
@@ -262,8 +261,10 @@ class Traces(Record):
                 self.block.fill_(math.nan)
             finite = torch.linalg.vector_norm(self.block, math.inf, dim=1).isfinite()
             self.traces[self.group].add_(self.block.masked_fill_(~finite[:, None], 0.0))
-            pending = torch.as_tensor(self.pending, dtype=self.weights.dtype, device=self.weights.device)
-            self.weights[self.group].add_(pending * finite)
+            for k in np.flatnonzero(
+                self.pending
+            ).tolist():  # as arguments of operators: a copy from the host would wait
+                self.weights[self.group, k].add_(finite[k], alpha=float(self.pending[k]))
             self.block.zero_()
         self.pending[:] = 0.0
         self.rejected = False
@@ -309,10 +310,11 @@ class Traces(Record):
     def _held(self) -> dict[str, Tensor | None]:
         return {"traces": self.traces, "block": self.block, "weights": self.weights}
 
-    def load_state_dict(self, state: dict[str, Any], device: torch.device, same_window: bool) -> None:
+    def load_state_dict(self, state: dict[str, Any], device: torch.device, size: int, same_window: bool) -> None:
         self.forget()
         # A process holds its own replicas' part of the sums; unless every one has its own back, all start anew.
         own = state["replicas"] == [replica.index for replica in self.replicas.local]
+        own = own and (state["traces"] is None or state["traces"].shape[-1] == size)
         known = self.replicas.gather(torch.full((len(self.replicas.local), 1), float(own), device=device))
         if not (known == 1.0).all():
             return
@@ -320,14 +322,3 @@ class Traces(Record):
             self.traces, self.block, self.weights = (state[name].to(device, copy=True) for name in self._held())
         self.pending, self.blocks = np.asarray(state["pending"]), np.asarray(state["blocks"])
         self.gain, self.explored, self.rejected = state["gain"], state["explored"], state["rejected"]
-
-
-def _by_rate(gradient: Tensor, replica: Replica) -> Tensor:
-    """Each parameter's part times its own learning rate; a rate that is a tensor stays on its device."""
-    rates = {id(p): group["lr"] for group in replica.optimizer.param_groups for p in group["params"]}
-    parameters = tensors.trained(replica.model)
-    own = [rates.get(id(p), 0.0) for p in parameters]
-    if all(rate is own[0] or (not isinstance(rate, Tensor) and rate == own[0]) for rate in own):
-        return torch.mul(gradient, own[0])
-    parts = torch.split(gradient, [p.numel() for p in parameters])
-    return torch.cat([part * rate for part, rate in zip(parts, own, strict=True)])

@@ -25,7 +25,7 @@ from hdet.replicas.distributed.half_precision import mean_narrow_
 from hdet.replicas.distributed.layout import Group, pooled
 from hdet.replicas.distributed.lost_rank import translated
 from hdet.replicas.distributed.overlap import Flight
-from hdet.replicas.distributed.own_gradient import OwnGradient
+from hdet.replicas.distributed.own_gradient import OwnGradient, Take
 from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas, Terms
 from hdet.replicas.shared_parameters import not_in_all, trained_in_all, with_elements
@@ -80,7 +80,7 @@ class Ranks(Replicas):
         self._shares = True
         self._apart = True
         self._own: OwnGradient | None = None
-        self._observed = False
+        self._observed: tuple[Sequence[nn.Parameter], Take] | None = None  # of the pass that begins
         self._trained: list[bool] = []  # which parameters were, when replicas last agreed
         self._summed: bool | None = None  # whether DDP averaged after the last pass of this step
         # A static graph is recorded in a first backward that averages. (What was averaged is not changed by the next.)
@@ -150,7 +150,7 @@ class Ranks(Replicas):
         self._anchor = terms.anchor
         self._shares = (own or self._reduces is None) and not self.left_to_loop
         self.shares_on_call = (self._shares or self._seats > 1) and self.size > 1 and not self.left_to_loop
-        self._own = OwnGradient(self.hosts[0][0]) if terms.observed and not self._shares else None
+        self._own = OwnGradient() if terms.observed and not self._shares else None
         self._apart = terms.apart
         if self._wrapped is not None and not self.left_to_loop:
             # With nothing to explore this is data parallelism as it is, rank 0's buffers included. Else each rank's are
@@ -169,14 +169,13 @@ class Ranks(Replicas):
         merged = table[:, 0] if self.layout.parts == 1 else table.mean(axis=1)
         return np.ascontiguousarray(merged.reshape(self.size, -1), dtype=np.float64)
 
-    def observe(self, replica: Replica) -> None:
-        self._observed = self._own is not None
+    def observe(self, parameters: Sequence[nn.Parameter], take: Take) -> bool:
+        self._observed = (parameters, take) if self._own is not None else None
+        return self._own is not None
 
-    def own_gradient(self, replica: Replica) -> Tensor | None:
-        return self._own.flat if self._own is not None else None
-
-    def heard(self, replica: Replica) -> bool:
-        return self._own.heard if self._own is not None else super().heard(replica)
+    def observe_no_more(self) -> None:
+        if self._own is not None:
+            self._own.release()
 
     @torch.no_grad()
     def share_gradients(self) -> None:
@@ -403,8 +402,8 @@ class Ranks(Replicas):
         """
         early = number + 1 < self._seats and self._begun
         quiet = self._quiet if self._shares or early else None
-        observing = self._own.listening() if self._own is not None and self._observed else nullcontext()
-        self._observed = False
+        observed, self._observed = self._observed, None
+        observing = self._own.listening(*observed) if self._own is not None and observed is not None else nullcontext()
         with translated("in forward or backward"), quiet() if quiet is not None else nullcontext(), observing:
             yield
         self._summed, self._begun = not early, True

@@ -1,0 +1,149 @@
+"""Sketches of gradients: what an optimizer moves, laid out as one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
+from torch.optim import Optimizer
+
+from hdet.evidence.parts.sketch import Sketch
+from hdet.replicas import tensors
+
+TOGETHER = 2**16
+"""Elements up to which small tensors are joined before they are folded."""
+
+Rate = float | Tensor
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive parameters of one group, small ones together or a large one alone."""
+
+    first: int
+    stop: int
+    position: int
+    group: int
+
+
+class GradientSketch:
+    """Folds gradients of the parameters that an optimizer moves, at each group's rate.
+
+    The vector's order is that of the optimizer's groups, which is the same for all copies of a model and on all ranks.
+
+    Args:
+        hosts: copies of one model with their optimizers.
+        size: most numbers that a sketch keeps.
+
+    Attributes:
+        sketch: the linear map.
+    """
+
+    def __init__(self, hosts: Sequence[tuple[nn.Module, Optimizer]], size: int) -> None:
+        self._hosts = hosts
+        self.parameters = [_moved(model, optimizer) for model, optimizer in hosts]
+        self._every = [_every(optimizer) for _, optimizer in hosts]
+        self._flags = self._trained(0)
+        groups = _group_numbers(*hosts[0])
+        own = self.parameters[0]
+        counts = [tensors.local(parameter.detach()).numel() for parameter in own]
+        positions = [0, *accumulate(counts)]
+        self.sketch = Sketch(positions[-1], size, own[0].device if own else torch.device("cpu"))
+        self._counts = counts
+        self._positions = positions
+        self._groups = groups
+        self._kinds = [(group, parameter.device) for group, parameter in zip(groups, own, strict=True)]
+        self._runs = self._joined()
+        place = {id(parameter): number for number, parameter in enumerate(tensors.trained(hosts[0][0]))}
+        self._places = [place[id(parameter)] for parameter in own]  # among `tensors.trained`
+
+    def _joined(self) -> list[_Run]:
+        runs: list[_Run] = []
+        first = 0
+        for number in range(1, len(self._counts) + 1):
+            ended = number == len(self._counts) or self._kinds[number] != self._kinds[first]
+            if ended or self._positions[number + 1] - self._positions[first] > TOGETHER:
+                runs.append(_Run(first, number, self._positions[first], self._groups[first]))
+                first = number
+        return runs
+
+    def is_outdated(self) -> bool:
+        """Whether other parameters are trained than when this was made."""
+        return any(self._trained(host) != self._flags for host in range(len(self._hosts)))
+
+    def _trained(self, host: int) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._every[host]]
+
+    def rates(self, host: int) -> list[Rate]:
+        """Each group's learning rate; a rate that is a tensor stays where it is."""
+        return [group["lr"] for group in self._hosts[host][1].param_groups]
+
+    def gradients(self, host: int) -> list[Tensor | None]:
+        """What the parameters of a host hold now."""
+        return [parameter.grad for parameter in self.parameters[host]]
+
+    def folded(self, gradients: Sequence[Tensor | None], rates: Sequence[Rate] | None = None) -> Tensor:
+        """[sketch.size] The sketch of gradients times their rates, one for each of `parameters`; `None` is zero."""
+        target = self.sketch.zeros()
+        for run in self._runs:
+            self._fold(target, run, gradients[run.first : run.stop], 1.0 if rates is None else rates[run.group])
+        return target
+
+    def folded_trained(self, values: Sequence[Tensor]) -> Tensor:
+        """[sketch.size] The sketch of values that stand in the order of `tensors.trained`."""
+        return self.folded([values[place] for place in self._places])
+
+    def _fold(self, target: Tensor, run: _Run, gradients: Sequence[Tensor | None], rate: Rate) -> None:
+        present = [gradient for gradient in gradients if gradient is not None]
+        if not present:
+            return
+        if len(present) < len(gradients):
+            own = self.parameters[0][run.first : run.stop]
+            pairs = zip(gradients, own, strict=True)
+            present = [torch.zeros_like(p) if gradient is None else gradient for gradient, p in pairs]
+        self._add(target, _flat(present), run.position, rate)
+
+    def fold_(self, target: Tensor, numbers: Sequence[int], gradients: Sequence[Tensor], rates: Sequence[Rate]) -> None:
+        """Add the sketch of some parameters' gradients, in any order; `numbers` are their places in `parameters`."""
+        order = sorted(range(len(numbers)), key=numbers.__getitem__)
+        first = 0
+        for place in range(1, len(order) + 1):
+            number = numbers[order[place - 1]]
+            follows = place < len(order) and numbers[order[place]] == number + 1
+            if not follows or self._kinds[number + 1] != self._kinds[number]:
+                joined = order[first:place]
+                rate = rates[self._groups[number]]
+                self._add(target, _flat([gradients[i] for i in joined]), self._positions[numbers[joined[0]]], rate)
+                first = place
+
+    def _add(self, target: Tensor, flat: Tensor, position: int, rate: Rate) -> None:
+        if isinstance(rate, Tensor):
+            self.sketch.add_(target, flat * rate, position)
+        elif rate != 0.0:
+            self.sketch.add_(target, flat, position, rate)
+
+
+def _every(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _moved(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+    trained = {id(parameter) for parameter in tensors.trained(model)}
+    return [parameter for parameter in _every(optimizer) if id(parameter) in trained]
+
+
+def _group_numbers(model: nn.Module, optimizer: Optimizer) -> list[int]:
+    trained = {id(parameter) for parameter in tensors.trained(model)}
+    groups = enumerate(optimizer.param_groups)
+    return [number for number, group in groups for parameter in group["params"] if id(parameter) in trained]
+
+
+def _flat(gradients: Sequence[Tensor]) -> Tensor:
+    """One vector; of sharded gradients this rank's parts."""
+    own = [tensors.local(gradient.detach()) if hasattr(gradient, "to_local") else gradient for gradient in gradients]
+    dense = [gradient if gradient.layout == torch.strided else gradient.to_dense() for gradient in own]
+    return dense[0].detach().reshape(-1) if len(dense) == 1 else _flatten_dense_tensors(dense)  # type: ignore[no-untyped-call]
