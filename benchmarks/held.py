@@ -34,6 +34,8 @@ BEST = {
     "digits_noise": Setting(0.4, 3e-3, 0.3),
     "text_small": Setting(0.016, 0.1, 0.0),
     "text_momentum": Setting(0.32, 1e-4, 0.0),
+    "gpt_400k": Setting(0.008, 0.1, 0.0),
+    "gpt_3m": Setting(0.002, 0.1, 0.0),
 }
 RATE, DECAY, DROPOUT = hdet.LearningRate, hdet.WeightDecay, hdet.Dropout
 

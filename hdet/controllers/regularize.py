@@ -67,6 +67,9 @@ class Regularize(Gated):
     would believe most the windows with easy probe batches: they call for less decay, and their errors are small. Four
     windows in a row that say the opposite begin it anew: a loss that once was enormous does not rule for ever.
 
+    The gate is 2, where `Gated` has 1: a knob without effect has |tau| > 1 in a third of all windows, and what such
+    windows raise (see below) no later ones lower.
+
     A knob that hardly acts tells little, whichever way it points:
 
     - Below a |slope| of `worthwhile` times the level (`Estimate.level`) it is too weak to do harm, and not lowered.
@@ -78,11 +81,12 @@ class Regularize(Gated):
     A condition that was told nothing forbids the move: without a span nothing is raised.
 
     >>> regularize = Regularize(0.5)
-    >>> too_much = Estimate(slope=0.2, stderr=0.1, level=1.0, span=1.0)
+    >>> too_much = Estimate(slope=0.2, stderr=0.05, level=1.0, span=1.0)
     >>> [regularize.step(regularize.start(), too_much, Context(loss=loss))[0] for loss in (0.9, 0.7, None)]
-    [-0.25, 0.0, 0.0]
+    [-0.5, 0.0, 0.0]
     """
 
+    gate: float = Field(default=2.0, ge=0, le=100)
     raise_after: float = Field(default=0.0, ge=0, le=1)
     gap: float = Field(default=0.2, ge=0, le=1)
     need: float = Field(default=0.02, ge=0, le=1)

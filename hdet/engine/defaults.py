@@ -48,7 +48,7 @@ def controller(knob: Knob, evidence: EvidenceNeeds) -> Controller:
     if isinstance(evidence, Line):
         return Calibrate()
     if isinstance(evidence, Analytic) and isinstance(knob.space, Log):
-        return Regularize(0.4, gate=1.0, memory=0.8, full=30, most=4.0, raise_after=0.3, until=0.85)
+        return Regularize(0.4, memory=0.8, full=30, most=4.0, raise_after=0.3, until=0.85)
     if isinstance(knob, WeightDecay):
         return Gated(0.4, gate=1.0, memory=0.6, full=30, most=4.0, until=0.85)
     if isinstance(knob, ModuleKnob):

@@ -9,7 +9,7 @@ from hdet.controllers import Context, Estimate, Gated, GatedState, Regularize
 
 
 def rule(**options: Any) -> Regularize:
-    return Regularize(**{"rate": 0.1, "most": 4.0, "worthwhile": 0.0, "felt": 0.0, **options})
+    return Regularize(**{"rate": 0.1, "gate": 1.0, "most": 4.0, "worthwhile": 0.0, "felt": 0.0, **options})
 
 
 def slope(value: float, level: float | None = 2.0, span: float | None = 9.0, t: float = 9.0) -> Estimate:
