@@ -22,6 +22,7 @@ from hdet.hparams.binding import given
 from hdet.hparams.forward import ModuleKnob
 from hdet.hparams.schedule import Linear
 from hdet.hparams.update import Groups
+from hdet.recipes import dropouts
 from hdet.replicas import Replicas, in_process
 from hdet.replicas.distributed import refusals
 from hdet.signals import Objective, Probe
@@ -80,8 +81,8 @@ def choose(
     choices = [_rate(groups, course, stride) for groups, course in rates.items()]
     choices.append(_decay(optimizer, stride))
     sharded = refusals.sharded(model)
-    for knob in (Dropout(), LabelSmoothing()):
-        choices.append(_forward(knob, model, optimizer, sharded, objective))
+    choices += _dropouts(model, optimizer, sharded, objective)
+    choices.append(_forward(LabelSmoothing(), model, optimizer, sharded, objective))
     return _adapted(choices, knobs, exclude)
 
 
@@ -135,6 +136,38 @@ def _decay(optimizer: Optimizer, stride: int) -> Choice:
     )
 
 
+def _dropouts(model: nn.Module, optimizer: Optimizer, sharded: bool, objective: Objective | None) -> list[Choice]:
+    """A choice for the dropouts of each rate; a rate of 0 among others is somebody's decision."""
+    try:
+        found = dropouts.by_rate(model)
+    except ConfigError as error:
+        return [Choice("dropout", None, f"left alone: {error}")]
+    numbers = dropouts.plain_numbers(model)
+    if not found and not numbers:
+        found = {0.0: Dropout()}  # which says that there is none
+    off = found.pop(0.0) if len(found) > 1 and 0.0 in found else None
+    choices = [
+        _forward(knob, model, optimizer, sharded, objective) for knob in [*found.values()][: dropouts.MOST_KNOBS]
+    ]
+    left = [knob.label for knob in [*found.values()][dropouts.MOST_KNOBS :]]
+    choices += [Choice(name, None, "left alone: a knob too many; declare it by its pattern") for name in left]
+    if off is not None:
+        choices.append(
+            Choice(off.label, None, "is off where others are not; declare Dropout(pattern=...) to explore it")
+        )
+    choices += [
+        Choice(
+            attribute.replace("_", " "),
+            None,
+            f"is a plain number that {len(names)} modules read ({names[0]}, ...), and no module's rate; "
+            f"hdet.nn.swap(model) makes torch's own modules explorable, hdet.Scalar({attribute!r}, get=..., set=...) "
+            f"any others",
+        )
+        for attribute, names in numbers.items()
+    ]
+    return choices
+
+
 def _forward(
     declared: ModuleKnob, model: nn.Module, optimizer: Optimizer, sharded: bool, objective: Objective | None
 ) -> Choice:
@@ -167,26 +200,38 @@ def _forward(
 
 
 def _adapted(choices: Sequence[Choice], knobs: Sequence[Knob], exclude: Sequence[str]) -> list[Choice]:
-    """The recipe's choices with the caller's own: by name left out, replaced or added."""
+    """The recipe's choices with the caller's own: by name left out, replaced or added.
+
+    A name stands for all of its kind too: `dropout` for `dropout[0.1]` and `dropout[0.05]`; and a knob of the caller's
+    takes the place of all of its kind unless it bears the name of one.
+    """
     known = {_name(choice) for choice in choices}
     own = {knob.label: knob for knob in knobs}
     for name in exclude:
-        if name not in known:
+        if name not in known | {_kind(one) for one in known}:
             raise ConfigError(f"exclude names {name!r}, which the recipe does not explore; it has {sorted(known)}")
         if name in own:
             raise ConfigError(f"{name!r} is both in knobs= and in exclude=; leave one of them out")
+    taken = {_kind(name) for name in own if name not in known}
     adapted = []
     for choice in choices:
         name = _name(choice)
         if name in own:
             adapted.append(Choice(choice.subject, own.pop(name), "as you declared it"))
-        else:
-            adapted.append(Choice(choice.subject, None, "excluded") if name in exclude else choice)
+        elif {name, _kind(name)} & set(exclude):
+            adapted.append(Choice(choice.subject, None, "excluded"))
+        elif _kind(name) not in taken:
+            adapted.append(choice)
     return [*adapted, *(Choice(name.replace("_", " "), knob, "as you declared it") for name, knob in own.items())]
 
 
 def _name(choice: Choice) -> str:
     return choice.knob.label if choice.knob is not None else choice.subject.replace(" ", "_")
+
+
+def _kind(name: str) -> str:
+    """A name without what tells knobs of one kind apart."""
+    return name.partition("[")[0]
 
 
 def course_peak(course: Schedule) -> float:

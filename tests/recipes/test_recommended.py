@@ -52,6 +52,55 @@ def test_it_explores_what_the_model_has(decay: float, dropout: Any, smoothing: f
     }
 
 
+def test_dropouts_set_at_different_rates_are_a_knob_each() -> None:
+    rates = [0.1, 0.05, 0.1, 0.0]
+    model = nn.Sequential(nn.Linear(8, 4), *(nn.Dropout(rate) for rate in rates))
+    found = chosen(model, adamw(model))
+    assert found["dropout[0.1]"].pattern == ("1", "3")
+    assert found["dropout[0.05]"].pattern == ("2",)
+    assert found["dropout[0]"] is None
+    bound = {name: knob.bind(model, adamw(model)).read() for name, knob in found.items() if knob and "dropout" in name}
+    assert bound == {"dropout[0.1]": 0.1, "dropout[0.05]": 0.05}
+
+
+def test_a_name_stands_for_all_of_its_kind() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.1), nn.Dropout(0.05))
+
+    def explored(**options: Any) -> list[str]:
+        return [knob.label for knob in chosen(model, adamw(model), **options).values() if knob is not None]
+
+    assert explored(exclude=["dropout"]) == ["learning_rate"]
+    assert explored(exclude=["dropout[0.05]"]) == ["learning_rate", "dropout[0.1]"]
+    assert explored(knobs=[hdet.Dropout(pattern="2")]) == ["learning_rate", "dropout[2]"]
+    own = hdet.Dropout(pattern="2", name="dropout[0.05]")
+    assert explored(knobs=[own]) == ["learning_rate", "dropout[0.1]", "dropout[0.05]"]
+
+
+def test_of_many_rates_those_of_most_modules_are_explored() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.6), *(nn.Dropout(number / 10) for number in [1, 2, 3, 4, 5, 6]))
+    explored = [choice for choice in choose(model, adamw(model), STEPS) if choice.subject.startswith("dropout[")]
+    assert [choice.subject for choice in explored if choice.knob is not None] == [
+        "dropout[0.6]",
+        "dropout[0.1]",
+        "dropout[0.2]",
+        "dropout[0.3]",
+    ]
+    assert all("declare it by its pattern" in choice.reason for choice in explored if choice.knob is None)
+
+
+def test_a_rate_that_is_a_plain_number_of_a_module_is_named_and_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.MultiheadAttention(4, 1, dropout=0.1))
+    choices = {choice.subject: choice for choice in choose(model, adamw(model), STEPS)}
+    assert [subject for subject, choice in choices.items() if choice.knob is not None] == ["learning rate"]
+    assert "a plain number that 1 modules read (1, ...)" in choices["dropout"].reason
+    del model[1]
+    hidden = nn.Linear(4, 4)
+    hidden.attention_dropout = 0.1  # type: ignore[assignment]
+    model.append(hidden)
+    choices = {choice.subject: choice for choice in choose(model, adamw(model), STEPS)}
+    assert "hdet.Scalar('attention_dropout', get=..., set=...)" in choices["attention dropout"].reason
+
+
 def test_nothing_it_chooses_diverges() -> None:
     model = network(dropout=nn.Dropout(0.1), smoothing=0.1)
     knobs = list(chosen(model, adamw(model, weight_decay=0.1)).values())
@@ -100,13 +149,6 @@ def test_a_dropout_of_most_is_entered_at_a_half(rate: float, entered: float) -> 
 def test_label_smoothing_that_is_on_keeps_a_little_too() -> None:
     model = network(smoothing=0.1)
     assert chosen(model, adamw(model))["label smoothing"].bounds[0] == LEAST
-
-
-def test_dropouts_of_different_rates_are_left_alone_and_it_says_so() -> None:
-    model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.1), nn.Linear(4, 4), nn.Dropout(0.3))
-    found = {choice.subject: choice for choice in choose(model, adamw(model), STEPS)}
-    assert found["dropout"].knob is None
-    assert "different values" in found["dropout"].reason
 
 
 def test_choosing_changes_nothing() -> None:

@@ -1,0 +1,56 @@
+"""Which dropouts of a model are one hyperparameter: those that were set alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from glob import escape
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from hdet.hparams import Dropout
+from hdet.hparams.binding import ModelBinding
+from hdet.nn import named_modules
+
+MOST_KNOBS = 4
+"""Every further knob costs resolution and memory."""
+
+
+def by_rate(model: nn.Module) -> dict[float, Dropout]:
+    """A knob for the dropouts of each rate, those of most modules first.
+
+    Where all are set alike the one knob is called `dropout`; else each bears its rate, as in `dropout[0.05]`.
+
+    Raises:
+        ConfigError: no dropout of this model can be explored.
+
+    >>> model = nn.Sequential(nn.Dropout(0.1), nn.Linear(2, 2), nn.Dropout(0.1), nn.Dropout(0.05))
+    >>> {rate: (knob.label, knob.pattern) for rate, knob in by_rate(model).items()}
+    {0.1: ('dropout[0.1]', ('0', '2')), 0.05: ('dropout[0.05]', ('3',))}
+    """
+    everything = Dropout()
+    modules: dict[float, list[str]] = defaultdict(list)
+    for name, cell in everything.cells(model, "*").items():
+        rate = ModelBinding([cell], everything.bounds).read()
+        modules[rate].append(escape(name.rpartition(".")[0]))
+    if len(modules) == 1:
+        return dict.fromkeys(modules, everything)
+    return {
+        rate: Dropout(pattern=tuple(names), name=f"dropout[{rate:g}]")
+        for rate, names in sorted(modules.items(), key=lambda found: -len(found[1]))
+    }
+
+
+def plain_numbers(model: nn.Module) -> dict[str, list[str]]:
+    """Dropout rates that a module's forward reads from a float of its own, which no knob writes: modules by attribute.
+
+    So in most language models of Transformers: `attention_dropout` is passed to a function.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, module in named_modules(model):
+        if isinstance(module, _DropoutNd):
+            continue
+        for attribute, value in vars(module).items():
+            if "dropout" in attribute and isinstance(value, float) and 0.0 < value < 1.0:
+                found[attribute].append(name)
+    return dict(found)
