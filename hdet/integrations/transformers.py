@@ -28,6 +28,8 @@ try:
 except ImportError:
     raise MissingExtraError("transformers", "transformers") from None
 
+FILE = "hdet.pt"
+"""What the search's state is called in a checkpoint folder."""
 OPTIONS = frozenset(inspect.signature(attach).parameters) - {"model", "optimizer", "probe", "total_steps"}
 
 
@@ -78,10 +80,10 @@ class Search(TrainerCallback):
             trainer.optimizer,
             probe=self._probe if isinstance(self._probe, Probe) else probe_of(trainer, self._probe),
             total_steps=state.max_steps - self._begun_at,
-            **{**_found(trainer, self._options), **self._options},
+            **{**_found(trainer, self._options), **self._options, **({"quiet": True} if saved is not None else {})},
         )
         if saved is not None:
-            self.search.load_state_dict(saved["search"])
+            self.search.all_ranks.load_state_dict(saved["search"])
         self.search.on_window(self._unlogged.append)
         self._restore_step = _report_losses(trainer, self.search)
 
@@ -98,12 +100,12 @@ class Search(TrainerCallback):
         """Put the search beside the checkpoint's model and optimizer."""
         if self.search is None or args.save_only_model:
             return
+        state_dict = self.search.all_ranks.state_dict()
+        if not args.should_save:
+            return
         folder = _output(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        folder.mkdir(parents=True, exist_ok=True)  # another process may not have come to it yet
-        with replaced(folder / file_name(args)) as part:
-            torch.save(
-                {"step": state.global_step, "begun_at": self._begun_at, "search": self.search.state_dict()}, part
-            )
+        with replaced(folder / FILE) as part:
+            torch.save({"step": state.global_step, "begun_at": self._begun_at, "search": state_dict}, part)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -119,7 +121,7 @@ class Search(TrainerCallback):
         self._unlogged.clear()
 
     def _saved(self, args: TrainingArguments, state: TrainerState, folder: str | None) -> dict[str, Any] | None:
-        path = (Path(folder) if folder is not None else _output(args)) / file_name(args)
+        path = (Path(folder) if folder is not None else _output(args)) / FILE
         if not path.exists():
             warn(
                 f"{path} does not exist, so the search begins at step {state.global_step} with nothing learned; this "
@@ -138,11 +140,6 @@ class Search(TrainerCallback):
 def _output(args: TrainingArguments) -> Path:
     assert args.output_dir is not None  # filled in by its own class
     return Path(args.output_dir)
-
-
-def file_name(args: TrainingArguments) -> str:
-    """What the search's file is called in a checkpoint folder: one for each process, as the Trainer's rng_state."""
-    return "hdet.pt" if args.world_size <= 1 else f"hdet_{args.process_index}.pt"
 
 
 def probe_of(trainer: Trainer, data: Any) -> Probe:

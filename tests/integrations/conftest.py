@@ -8,6 +8,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))  # real processes: launch.py
 
-NEEDS = {"test_transformers.py": "transformers"}
+NEEDS = {
+    "test_lightning.py": "lightning",
+    "test_transformers.py": "transformers",
+    "test_transformers_ranks.py": "transformers",
+    "test_peft.py": "peft",
+    "test_finetune_example.py": "peft",
+}
 
 collect_ignore = [name for name, package in NEEDS.items() if find_spec(package) is None]

@@ -95,6 +95,19 @@ def test_the_losses_it_is_told_are_those_that_the_trainer_logs(tmp_path: Path) -
             assert record.loss == pytest.approx(sum(logged[5 * number : 5 * number + 5]) / 5, abs=1e-5)
 
 
+def test_gradients_are_compared_as_they_were_before_clipping(tmp_path: Path) -> None:
+    found = []
+    for most in (0.0, 1e-3):
+        options = {"max_steps": 40, "learning_rate": 1e-5, "max_grad_norm": most}
+        made = trainer(gpt2(), tmp_path, gradient_accumulation_steps=2, ragged=True, **options)
+        callback = search(made, window=20, exclude=["learning_rate", "weight_decay"])
+        made.train()
+        assert callback.search is not None
+        found.append(callback.search.history.windows[0].estimates["dropout"]["t"])
+    assert abs(found[0]) > 1.0
+    assert found[1] == pytest.approx(found[0], rel=0.1)  # 1.09 and 1.14; 0.77 where the last gradient is seen clipped
+
+
 def test_the_probe_is_the_trainers_collator_and_loss_on_held_out_data(tmp_path: Path) -> None:
     for smoothing in (0.0, 0.2):
         made = trainer(gpt2(), tmp_path, gradient_accumulation_steps=4, label_smoothing_factor=smoothing)

@@ -39,10 +39,10 @@ class Text(Dataset):
         return {"input_ids": tokens, "labels": labels}
 
 
-def gpt2(dropout: float = 0.1, **options: Any) -> GPT2LMHeadModel:
+def gpt2(dropout: float = 0.1, n_positions: int = CONTEXT) -> GPT2LMHeadModel:
     config = GPT2Config(
         vocab_size=256,
-        n_positions=CONTEXT,
+        n_positions=n_positions,
         n_embd=32,
         n_layer=2,
         n_head=2,
@@ -51,7 +51,6 @@ def gpt2(dropout: float = 0.1, **options: Any) -> GPT2LMHeadModel:
         attn_pdrop=dropout,
         bos_token_id=0,
         eos_token_id=0,
-        **options,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
