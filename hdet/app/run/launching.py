@@ -167,7 +167,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
 
 def end_with_launcher() -> None:
     """Where `launch` has started this process: end with the process that did, be it killed outright."""
-    given = os.environ.get(LIFELINE, "")
+    given = os.environ.pop(LIFELINE, "")  # a child of this process has no such descriptor
     if given.isdecimal():
         threading.Thread(target=_wait_for_the_end, args=(int(given),), daemon=True).start()
 
