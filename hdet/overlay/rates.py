@@ -109,7 +109,7 @@ class Rates:
             return 0.0
         held = group[key] if item is None else group[key][item]
         if isinstance(held, Tensor) and held.device.type != "cpu" and entry in self.courses:
-            return self.courses[entry].told[max(self.courses[entry].told)][index]  # reading would wait for the device
+            return self.courses[entry].latest[index]  # reading would wait for the device
         return float(held)
 
 

@@ -302,10 +302,12 @@ class Search(AbstractContextManager["Search"]):
         try:
             with self._lending.all_in_force():
                 complete = self._entered == self._passes == seats
-                return self._engine.step(self._losses.of(seats), complete=complete)
+                record = self._engine.step(self._losses.of(seats), complete=complete)
         finally:
             self._busy = False
+        if record is not None:
             self._rates.forget_before(self._engine.cycle.window.start)
+        return record
 
     def _miss(self) -> None:
         """What the passes of this step would teach is left out."""

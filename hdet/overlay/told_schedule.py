@@ -34,6 +34,7 @@ class Course:
         self.forecast = [list(row) for row in forecast]
         self.steps_between = steps_between
         self.steps_each = steps_each
+        self._last = 0  # the last step told
         self._position = 0
         self._moved_at = 0
 
@@ -45,13 +46,18 @@ class Course:
         """
         if step in self.told:
             return self.told[step]
-        last = max(self.told)
+        last = self._last
         if step < last:
             raise ConfigError(f"the optimizer's values at step {step} are not remembered (only {sorted(self.told)})")
         if self.forecast:
             return self.foreseen(self._ahead(step))
         before = self.told.get(last - 1, self.told[last])
         return [now + max(0.0, now - then) for now, then in zip(self.told[last], before, strict=True)]
+
+    @property
+    def latest(self) -> list[float]:
+        """The values that were told last."""
+        return self.told[self._last]
 
     def foreseen(self, position: int) -> list[float]:
         """The values after that many steps of the scheduler; the last of them once it has ended."""
@@ -60,13 +66,13 @@ class Course:
     def tell(self, step: int, values: Row, position: int = 0) -> None:
         """The values at a step are these, and the scheduler has made `position` steps."""
         self.told[step] = list(values)
+        self._last = max(self._last, step)
         if position != self._position:
             self._position, self._moved_at = position, step
 
     def forget_before(self, step: int) -> None:
         """Keep the steps from one on, and the last one told."""
-        last = max(self.told)
-        self.told = {at: values for at, values in self.told.items() if at >= step or at == last}
+        self.told = {at: values for at, values in self.told.items() if at >= step or at == self._last}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, and the forecast as one tensor."""
@@ -80,6 +86,7 @@ class Course:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.told = {int(step): list(values) for step, values in state["told"].items()}
+        self._last = max(self.told)
         self.forecast = state["forecast"].tolist()
         self._position, self._moved_at = int(state["position"]), int(state["moved_at"])
 
