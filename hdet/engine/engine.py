@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hdet.engine import snapshot
 from hdet.engine.cycle import Cycle
+from hdet.engine.driver import Driver
 from hdet.engine.guard import Guard
 from hdet.engine.loop_checks import LoopChecks
 from hdet.engine.plan import Bind, Plan
@@ -118,6 +119,7 @@ class Engine:
         held = history if isinstance(history, History) else History(history if replicas.is_leader else None)
         self.cycle = Cycle(self.plan, held)
         self._checks = LoopChecks(replicas)
+        self._driver = Driver(replicas)
         self._numbers = CommonNumbers(seed, [model for model, _ in replicas.hosts])
         # With nothing to compare this is training as it is, the global RNG's numbers included.
         self._numbered = self.plan.numbered
@@ -230,6 +232,7 @@ class Engine:
             DivergedError: all replicas became non-finite in several windows on end.
         """
         self._refuse_if_over()
+        self._driver.require()
         self._checks.require_same_groups(self.step_count)
         self._refuse_unshared()
         reason = self._needs_passes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,11 @@ class Tally:
             raise StepError(
                 f"engine.step was given a tensor of shape {tuple(losses.shape)}; it takes one scalar loss for each "
                 f"replica this process hosts, a tensor of shape ({self._local},) or a list of 0-dim tensors"
+            )
+        if isinstance(losses, (Mapping, Set)):
+            raise StepError(
+                f"engine.step was given a {type(losses).__name__}, whose entries are in no order of the replicas; give "
+                f"a list of 0-dim tensors, in the order of engine.replicas"
             )
         given = [losses] if isinstance(losses, (Tensor, float, int)) else list(losses)
         if len(given) != self._local:

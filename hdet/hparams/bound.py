@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hdet.controllers import Context, Estimate
 from hdet.controllers.state import from_plain, to_plain
-from hdet.errors import ConfigError, StepError
+from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.hparams.binding import Binding, GroupBinding
 from hdet.hparams.knob import Knob
 from hdet.hparams.learned import Learned
@@ -240,8 +240,18 @@ class BoundKnob:
         return {"shift": self.shift, "peak": self.peak, "controller": to_plain(self.state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self.shift = float(state["shift"])
+        """Restore `state_dict`.
+
+        Raises:
+            CheckpointError: a shift that is no number or beyond this knob's authority.
+        """
+        shift = float(state["shift"])
+        if not abs(shift) <= self.spec.authority * (1.0 + 1e-12):
+            raise CheckpointError(
+                f"{self.name}: the checkpoint has moved it by {shift:g}, and its authority is {self.spec.authority:g} "
+                f"(in coordinate units); declare authority={abs(shift):g} or more to resume"
+            )
+        self.shift = shift
         if self.schedule.total_steps is None:
             self.peak = float(state["peak"])
         if self.spec.schedule is None:

@@ -176,7 +176,8 @@ def _forward(
     try:
         value = knob.bind(model, optimizer).read()
     except MatchError:
-        return Choice(subject, None, "the model has none (plain nn.Dropout counts; see hdet.nn)")
+        numbers = _rates_in_config(model) if isinstance(declared, Dropout) else ""
+        return Choice(subject, None, numbers or "the model has none (plain nn.Dropout counts; see hdet.nn)")
     except ConfigError as error:
         return Choice(subject, None, f"left alone: {error}")
     if value == 0.0 and isinstance(knob, LabelSmoothing):
@@ -197,6 +198,27 @@ def _forward(
         # A base at 0 can only be explored on one side and rarely; who set a rate wants one.
         knob = knob.replace(bounds=(LEAST, knob.bounds[1]))
     return Choice(subject, knob, reason)
+
+
+def _rates_in_config(model: nn.Module) -> str:
+    """Dropout that is a plain number in a model's `config`, as in many of Hugging Face's; in words, or nothing."""
+    config = getattr(model, "config", None)
+    held = (
+        {
+            name: value
+            for name, value in vars(config).items()
+            if name.endswith(("dropout", "pdrop", "dropout_prob")) and isinstance(value, float) and value > 0.0
+        }
+        if hasattr(config, "__dict__")
+        else {}
+    )
+    if not held:
+        return ""
+    told = ", ".join(f"{name}={value:g}" for name, value in sorted(held.items()))
+    return (
+        f"found {told} in the model's config, but not explorable: no module holds a rate; use hdet.nn.Dropout in the "
+        f"model, or declare hdet.Scalar for the attribute that the forward pass reads"
+    )
 
 
 def _adapted(choices: Sequence[Choice], knobs: Sequence[Knob], exclude: Sequence[str]) -> list[Choice]:

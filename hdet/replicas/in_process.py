@@ -108,8 +108,10 @@ class Seats(Replicas):
     def share_gradients(self) -> None:
         if self.left_to_loop:
             return
+        if self.size == 1:
+            return
         gradients = [p.grad for p in tensors.trained(self.hosts[0][0]) if p.grad is not None]
-        if gradients and self.size > 1:
+        if gradients:
             torch._foreach_mul_(gradients, 1.0 / self.size)
 
     def mean(self, valid: Sequence[bool], optimizer_state: str) -> None:

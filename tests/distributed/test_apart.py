@@ -14,6 +14,7 @@ from launch import launch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, batch_normed, loss_of, network, optimizer_of, probe, weights
 
@@ -101,6 +102,12 @@ def refused() -> Found:
                 found[name, call.__name__] = ""
             except hdet.ConfigError as error:
                 found[name, call.__name__] = str(error)
+    pipeline = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "pp"))
+    stage = PipelineStage(network(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    for name, model, given in (("mesh", network(), pipeline), ("stage", stage, None)):
+        with pytest.raises(hdet.ConfigError) as caught:
+            hdet.distribute(model, optimizer_of(network()), mesh=given)
+        found["pipeline", name] = str(caught.value)
     plain = network()
     found["plain"] = hdet.micro_batches(plain, optimizer_of(plain), 2).size
     return found
@@ -235,6 +242,14 @@ def test_a_model_that_other_ranks_train_too_is_never_explored_by_engines_apart(
         assert said in found["refused"][name, call]
         assert f"hdet.{call} makes replicas for this process alone" in found["refused"][name, call]
         assert found["refused"]["plain"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("mesh", "the mesh has a dimension 'pp'"), ("stage", "PipelineStage is one")]
+)
+def test_pipelines_of_stages_are_refused_by_name(ranks: list[Found], name: str, said: str) -> None:
+    for found in ranks:
+        assert f"does not explore pipelines of stages on several ranks ({said})" in found["refused"]["pipeline", name]
 
 
 def test_a_rounding_is_no_error_and_is_merged_away(ranks: list[Found]) -> None:

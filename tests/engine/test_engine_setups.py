@@ -456,3 +456,26 @@ def test_what_was_written_on_purpose_is_put_right_by_reapply(problem: Any, train
     engine.reapply()
     train(engine)
     assert engine.finished
+
+
+def test_an_engine_that_another_has_replaced_says_so(problem: Any, train: Any) -> None:
+    model = problem.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = [
+        Engine(hdet.micro_batches(model, optimizer, n=1), [knob], window=5, total_steps=10, signal=problem.probe())
+        for knob in (hdet.LearningRate(), hdet.WeightDecay(schedule=0.1))
+    ]
+    with pytest.raises(hdet.StepError, match=r"another engine has been made on this model since.*all knobs in one"):
+        train(made[0])
+    train(made[1])
+    assert made[1].finished
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_with_nothing_to_share_gradients_are_left_alone(n: int, problem: Any) -> None:
+    model = problem.model()
+    engine = Engine(hdet.micro_batches(model, torch.optim.SGD(model.parameters(), lr=0.1), n=n), [], total_steps=10)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    engine.share_gradients()
+    assert all(torch.equal(p.grad, torch.full_like(p, 1.0 / n)) for p in model.parameters())

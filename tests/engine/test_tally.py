@@ -116,3 +116,9 @@ def test_seats_of_one_model_have_losses_of_their_own(problem: Any) -> None:
     with torch.no_grad():
         model[0].weight[0, 0] = math.nan
     assert tally.rows()[:, 3:6].tolist() == [[0.0, 1.0, 1.0]] * 4
+
+
+@pytest.mark.parametrize("losses", [{"a": 1.0, "b": 2.0, "c": 3.0}, {1.0, 2.0, 3.0}])
+def test_losses_without_an_order_are_refused(tally: Tally, losses: Any) -> None:
+    with pytest.raises(hdet.StepError, match=r"given a (dict|set), whose entries are in no order.*a list of 0-dim"):
+        tally.add(losses)

@@ -213,3 +213,12 @@ def test_the_base_is_read_where_no_schedule_is_given() -> None:
     assert bound(value=0.25).base(1000) == 0.25
     assert bound(value=0.25, schedule=0.5).base(0) == 0.5
     assert torch.tensor(bound(value=0.25).base(0)).item() == 0.25
+
+
+@pytest.mark.parametrize("shift", [1.5, -1.5, math.nan])
+def test_a_loaded_shift_beyond_the_authority_is_refused(shift: float) -> None:
+    knob = bound(value=0.3, authority=1.0)
+    state = knob.state_dict()
+    with pytest.raises(CheckpointError, match=r"moved it by (-?1\.5|nan), and its authority is 1 "):
+        knob.load_state_dict({**state, "shift": shift})
+    assert knob.shift == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -377,3 +378,12 @@ def test_the_recipes_places_and_strides_are_the_engines() -> None:
     assert (engine.plan.anchor, engine.plan.averages, engine.plan.guard) == ("host", "host", None)
     assert engine.plan.windows == hdet.FixedWindow(7)
     assert {evidence.stride for evidence in engine.plan.evidence} == {3}  # type: ignore[attr-defined]
+
+
+def test_dropout_that_is_a_number_in_the_config_is_found_and_not_called_none() -> None:
+    """As attention_dropout in Hugging Face's Llama: a float that the forward pass reads."""
+    model = torch.nn.Linear(2, 1)
+    model.config = SimpleNamespace(attention_dropout=0.1, hidden_dropout_prob=0.0, hidden_size=2)  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    (said,) = [choice.reason for choice in choose(model, optimizer, 10) if choice.subject == "dropout"]
+    assert "found attention_dropout=0.1 in the model's config, but not explorable" in said

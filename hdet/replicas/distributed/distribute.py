@@ -65,7 +65,7 @@ def distribute(
 
     Raises:
         ConfigError: no process group, a partitioned optimizer (ZeRO), ranks that share one replica where each is to
-            be one, a wrapper that averages over other ranks, copies of a wrapped model.
+            be one, a wrapper that averages over other ranks, copies of a wrapped model, a pipeline of stages.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
@@ -88,6 +88,7 @@ def distribute(
             f"overlap is a number of steps, got {overlap}, and goes with one diverging replica a rank only, without "
             f"exact= and precision="
         )
+    refusals.pipelined(model, mesh)
     refusals.outside(group)
     bare, wrapper = unwrapped(model)
     refusals.partitioned(model, optimizer)

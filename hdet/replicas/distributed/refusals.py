@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -43,6 +44,25 @@ def partitioned(model: nn.Module, optimizer: Optimizer) -> None:
                 "the model is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters cannot be merged "
                 "replica by replica; use torch.distributed.fsdp.fully_shard over a mesh with a replicate dimension"
             )
+
+
+PIPELINES = {"_PipelineStageBase", "_PipelineSchedule"}
+PIPELINE_DIMENSIONS = {"pp", "pipe", "pipeline"}
+
+
+def pipelined(model: object, mesh: DeviceMesh | None) -> None:
+    """The stages of a pipeline hold different parameters, and the last one alone has a loss."""
+    stage = any(kind.__name__ in PIPELINES for kind in type(model).__mro__)
+    dimensions = (
+        [name for name in (mesh.mesh_dim_names or ()) if name in PIPELINE_DIMENSIONS] if mesh is not None else []
+    )
+    if stage or dimensions:
+        what = f"the mesh has a dimension {dimensions[0]!r}" if dimensions else f"{type(model).__name__} is one"
+        raise ConfigError(
+            f"hdet does not explore pipelines of stages on several ranks ({what}): a stage holds other parameters than "
+            f"its replica's other stages, and the last one alone has a loss to judge by; shard by fully_shard or "
+            f"tensor parallelism instead, beside a replicate dimension"
+        )
 
 
 def outside(group: object) -> None:
