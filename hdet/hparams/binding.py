@@ -70,6 +70,18 @@ class Given:
 
     value: float
     written: float | None = None
+    tensor: Tensor | None = None
+    version: int = -1
+
+    def note(self, value: float, entry: float | Tensor) -> None:
+        """This was written, and is held like that."""
+        self.written = value
+        if isinstance(entry, Tensor):
+            self.tensor, self.version = entry, entry._version
+
+    def is_as_noted(self, entry: Tensor) -> bool:
+        """Whether nobody has written a tensor since, told by autograd's count of changes in place: nothing is read."""
+        return entry is self.tensor and entry._version == self.version
 
 
 _given: WeakKeyDictionary[Optimizer, dict[Hashable, Given]] = WeakKeyDictionary()
@@ -151,22 +163,29 @@ class GroupBinding:
 
     def write(self, value: float) -> None:
         groups = self.optimizer.param_groups
-        for index, ratio, found in zip(self.indices, self.ratios, self._entries, strict=True):
+        noted = self._entries
+        held_now: list[tuple[float, float | Tensor]] = []
+        for index, ratio in zip(self.indices, self.ratios, strict=True):
             group, key = groups[index], self.key
-            found.written = own = value if ratio == 1.0 else value * ratio
+            own = value if ratio == 1.0 else value * ratio
             if self.item is not None:
-                entry = list(group[key])
-                entry[self.item] = _written(entry[self.item], own, self.bounds)
-                group[key] = tuple(entry)
+                items = list(group[key])
+                held = items[self.item] = _written(items[self.item], own, self.bounds)
+                group[key] = tuple(items)
             else:
-                group[key] = _written(group[key], own, (self.bounds[0] * ratio, self.bounds[1] * ratio))
+                held = group[key] = _written(group[key], own, (self.bounds[0] * ratio, self.bounds[1] * ratio))
+            held_now.append((own, held))
+        for entry, (own, held) in zip(noted, held_now, strict=True):  # at the end: groups may share one tensor
+            entry.note(own, held)
 
     def overwritten(self, value: float) -> Overwritten | None:
-        for index, ratio in zip(self.indices, self.ratios, strict=True):
+        for index, ratio, noted in zip(self.indices, self.ratios, self._entries, strict=True):
             own = value if ratio == 1.0 else value * ratio
             entry, name = self.optimizer.param_groups[index][self.key], f"param_groups[{index}][{self.key!r}]"
             if self.item is not None:
                 entry, name = entry[self.item], f"{name}[{self.item}]"
+            if isinstance(entry, Tensor) and noted.is_as_noted(entry):
+                continue
             found = _differs(entry, own, (self.bounds[0] * ratio, self.bounds[1] * ratio), name)
             if found is not None:
                 return found
@@ -184,8 +203,6 @@ def _written(entry: float | Tensor, value: float, bounds: Bounds) -> float | Ten
 def _differs(entry: float | Tensor, value: float, bounds: Bounds, name: str) -> Overwritten | None:
     """Whether an entry holds another value than was written there."""
     if isinstance(entry, Tensor):
-        if entry.device.type != "cpu":
-            return None
         value, entry = fit(value, bounds, entry.dtype), float(entry.detach())
     return Overwritten(name, entry, value) if entry != value else None
 
@@ -237,7 +254,7 @@ class ModelBinding:
 
     def overwritten(self, value: float) -> Overwritten | None:
         for cell in self.cells:
-            if isinstance(cell, Attribute):
+            if isinstance(cell, Attribute) and not isinstance(getattr(cell.module, cell.name), Tensor):
                 name = f"{type(cell.module).__name__}.{cell.name}"
                 found = _differs(getattr(cell.module, cell.name), value, self.bounds, name)
                 if found is not None:

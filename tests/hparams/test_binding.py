@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import hdet
 from hdet.errors import ConfigError
 from hdet.hparams.binding import Attribute, FunctionBinding, GroupBinding, ModelBinding, fit
 from hdet.nn import KnobTensor
@@ -162,3 +163,20 @@ def test_a_getter_and_a_setter() -> None:
 
 def test_infinite_bounds() -> None:
     assert fit(0.5, (-math.inf, math.inf), torch.float32) == 0.5
+
+
+def test_a_tensor_that_groups_share_is_read_by_nobody_until_somebody_writes_it() -> None:
+    """By autograd's count of changes: a tensor may lie on a device, and reading it would wait."""
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD([{"params": [p]} for p in parameters], lr=rate)
+    binding = hdet.LearningRate().bind(torch.nn.ParameterList(parameters), optimizer)
+    binding.write(0.2)
+    assert all(
+        noted.is_as_noted(group["lr"]) for noted, group in zip(binding._entries, optimizer.param_groups, strict=True)
+    )
+    assert binding.overwritten(0.2) is None
+    optimizer.param_groups[1]["lr"].fill_(0.3)
+    found = binding.overwritten(0.2)
+    assert found is not None
+    assert (found.found, found.expected) == (pytest.approx(0.3), pytest.approx(0.2))
