@@ -127,6 +127,11 @@ class MixedDifferenceCollector(Collector):
                 estimates[k] = Estimate(slope=float(own.mean()), stderr=stderr, slopes=tuple(own.tolist()))
         return estimates
 
+    def _put_back(self, buffers: HeldBuffers) -> None:
+        buffers.put_back()
+        for knob in self.knobs:
+            knob.forget()  # the buffer that it is may hold its base again
+
     def _leave_out_unfelt(self, found: Aim) -> None:
         """Set v to 0 where the training loss, by the optimizer's own account, does not depend on a weight."""
         inverse = [(g / v).abs().nan_to_num_(0.0, 0.0) for g, v in zip(found.gradient, found.step, strict=True)]
@@ -187,11 +192,11 @@ class MixedDifferenceCollector(Collector):
                                 self.levels.write(window.stop - 1, k, offset)
                                 with seeded(devices, f"{scene.seed}:{window.index}:{self.knobs[k].name}:{j}"):
                                     table[row, number, end, side] = objective.evaluate(model, batches[j])
-                                buffers.put_back()
+                                self._put_back(buffers)
             finally:
                 tensors.reshard(model)
                 tensors.copy_(live, saved)
-                buffers.put_back()
+                self._put_back(buffers)
         # Each task was done by one replica and is zero in the other rows.
         losses: NDArray[np.float64] = replicas.gather(table.flatten(start_dim=1)).sum(axis=0)
         return losses.reshape(len(heard), len(batches), 2, 2)
