@@ -36,7 +36,9 @@ import hdet
 from hdet.app.tasks import Digits, Text
 from hdet.app.tasks.task import Task, Workload
 from hdet.hparams.schedule import OneCycle
+from hdet.merges import Mean
 from hdet.replicas import tensors
+from hdet.spreads import TwoLevel
 
 TASKS: dict[str, Task] = {
     "gpt": Text(width=32, depth=2, heads=2, context=32),
@@ -72,10 +74,10 @@ def measured(task: Task, seed: int) -> Iterator[dict[str, float]]:
     optimizer = torch.optim.AdamW(work.groups(model), lr=PEAK)
     engine = hdet.Engine(
         hdet.replicate(model, optimizer, n=REPLICAS),
-        [hdet.LearningRate(schedule=OneCycle(PEAK, total_steps=STEPS), spread=hdet.TwoLevel(0.0))],
+        [hdet.LearningRate(schedule=OneCycle(PEAK, total_steps=STEPS), spread=TwoLevel(0.0))],
         window=WINDOW,
         gradients="local",
-        merge=hdet.Mean("keep"),
+        merge=Mean("keep"),
         total_steps=STEPS,
     )
     half = math.nan

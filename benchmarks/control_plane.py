@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 import hdet
 from hdet.replicas import Replica, Replicas
+from hdet.spaces import Log
+from hdet.spreads import TwoLevel
 
 NUMBERS = 4
 """What a replica tells at a window's end: loss, steps since it broke, whether finite, losses heard."""
@@ -67,11 +69,11 @@ def engine_of(n: int, knobs: int) -> hdet.Engine:
             f"knob_{k}",
             get=lambda _, k=k: replicas.scalars[k],
             set=lambda _, value, k=k: replicas.scalars.__setitem__(k, value),
-            space=hdet.Log(),
+            space=Log(),
             bounds=(1e-6, 1e3),
             effect="update",
             biased=False,
-            spread=hdet.TwoLevel(0.1),
+            spread=TwoLevel(0.1),
         )
         for k in range(knobs)
     ]

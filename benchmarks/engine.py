@@ -38,6 +38,8 @@ from torch.overrides import TorchFunctionMode
 
 import hdet
 from hdet.app.tasks.text import Text, TextWorkload
+from hdet.schedules import OneCycle
+from hdet.spreads import TwoLevel
 
 WINDOW = 50
 BATCH = 16
@@ -73,7 +75,7 @@ class Explored:
 
     def __post_init__(self) -> None:
         probe = hdet.Probe(self.workload.loss, self.workload.probe)
-        spread = hdet.TwoLevel(0.1 if self.n > 1 else 0.0)
+        spread = TwoLevel(0.1 if self.n > 1 else 0.0)
         self.engine = hdet.Engine(
             hdet.replicate(*build(self.workload), n=self.n),
             [
@@ -119,9 +121,9 @@ def build(workload: TextWorkload) -> tuple[nn.Module, Optimizer]:
     return model, AdamW(workload.groups(model), lr=RATE, weight_decay=0.1, fused=True)
 
 
-def schedule() -> hdet.OneCycle:
+def schedule() -> OneCycle:
     """The learning rate's, over a run far longer than this one."""
-    return hdet.OneCycle(RATE, total_steps=100_000)
+    return OneCycle(RATE, total_steps=100_000)
 
 
 def one_replica(workload: TextWorkload, clock: Callable[[], float], steps: int) -> dict[str, float]:

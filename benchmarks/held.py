@@ -22,6 +22,7 @@ from search_parts.task import Problem, Setting, Task
 from torch import nn
 
 import hdet
+from hdet.controllers import Hold
 from hdet.recipes.recommended import choose
 
 # As benchmarks/search.py found them.
@@ -72,7 +73,7 @@ class Held(Recommended):
         return isinstance(knob, RATE) or not isinstance(knob, self.kinds)
 
     def held(self, rate: hdet.Knob) -> hdet.Knob:
-        return rate.replace(controller=hdet.Hold(), initial_shift=0.0) if RATE in self.kinds else rate
+        return rate.replace(controller=Hold(), initial_shift=0.0) if RATE in self.kinds else rate
 
 
 class RateHeld(Held):

@@ -67,7 +67,7 @@ def trained(sides: int, with_hdet: bool, home: dict[str, Any], options: dict[str
 def measure(sides: int) -> None:
     size = 4 * sides * sides * 4
     probe = hdet.Probe(lambda model, batch: model(batch).square().mean(), [torch.ones(2, sides)] * 2, at="average")
-    keep = hdet.Mean("keep")
+    keep = hdet.merges.Mean("keep")
     rows: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("shared gradients (the default)", {}, {}),
         ("local gradients", {}, {"gradients": "local"}),

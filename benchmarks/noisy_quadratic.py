@@ -26,8 +26,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-import hdet
-from hdet.controllers import Comparison
+from hdet.controllers.estimators import Comparison
+from hdet.designs import Design, Fixed, Hadamard, LatinHypercube, Permutation
+from hdet.estimators import LeastSquares
+from hdet.spreads import Symmetric, TwoLevel
 
 Array = NDArray[np.float64]
 
@@ -35,11 +37,11 @@ REPLICAS, GROUPS, COORDINATES, WINDOWS = 8, 4, 24, 1000
 NOISE, RATE, EXAMPLES = 1.0, 0.3, 64
 CURVATURE = np.logspace(0, -2, COORDINATES)
 GROUP = np.arange(COORDINATES) % GROUPS
-DESIGNS: dict[str, hdet.Design] = {
-    "permutation": hdet.Permutation(),
-    "hadamard": hdet.Hadamard(),
-    "latin": hdet.LatinHypercube(),
-    "fixed": hdet.Fixed(),
+DESIGNS: dict[str, Design] = {
+    "permutation": Permutation(),
+    "hadamard": Hadamard(),
+    "latin": LatinHypercube(),
+    "fixed": Fixed(),
 }
 
 
@@ -80,7 +82,7 @@ def main() -> None:
     # Starts in mid-training: what is left of a start of unit size after 30 steps, plus the noise of a long
     # run.
     start = rng.standard_normal((WINDOWS, COORDINATES)) * ((1 - RATE * CURVATURE) ** 30 + 0.1)
-    spread = hdet.TwoLevel(given.spread) if given.design == "hadamard" else hdet.Symmetric(given.spread)
+    spread = TwoLevel(given.spread) if given.design == "hadamard" else Symmetric(given.spread)
     ladder = [spread.levels(REPLICAS)] * GROUPS
     names = [f"group{k}" for k in range(GROUPS)]
     design = DESIGNS[given.design]
@@ -108,7 +110,7 @@ def main() -> None:
         xi = given.noise / np.sqrt(EXAMPLES) * rng.standard_normal((WINDOWS, 1 if one else REPLICAS, COORDINATES))
         losses = 0.5 * (theta - xi) ** 2 @ CURVATURE
 
-    estimator = hdet.LeastSquares()
+    estimator = LeastSquares()
     found = np.array(
         [
             [

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import hdet
+from hdet.controllers import Hold
 
 Engine = hdet.Engine
 TENSORS = (300, 2_000)
@@ -41,7 +42,7 @@ def contrast_engine(tensors: int, horizon: int, rate: float | Tensor) -> Engine:
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=fused, foreach=not fused)
     return Engine(
         hdet.micro_batches(model, optimizer, 4),
-        [hdet.Dropout(evidence=hdet.Contrast(horizon=horizon, refresh=10_000), controller=hdet.Hold())],
+        [hdet.Dropout(evidence=hdet.Contrast(horizon=horizon, refresh=10_000), controller=Hold())],
         window=40,
         signal=hdet.Probe(lambda model, scale: model() * scale, [1.0, 1.1]),
     )

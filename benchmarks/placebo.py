@@ -9,7 +9,7 @@ freedom: |t| > 2 in 8.6 % of windows, above 2.43 (the quantile as unlikely as a 
 the evidence of the windows so far (a memory of 0.8), over its standard error,
 
     independent    t-statistics are added up, as though no window had to do with another
-    by sub-batch   slopes are added up in each sub-batch, and their scatter tells the error: what `hdet.Gated` does
+    by sub-batch   slopes are added up in each sub-batch, and their scatter tells the error: what `Gated` does
 
 and should have a standard deviation of 1, and be above 1 in 32 % and above 2 in 4.6 % of windows.
 """
@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import hdet
-from hdet.controllers import Context, Controller, Estimate, Gated
+from hdet.controllers import Context, Controller, Estimate, Gated, Hold
 
 WINDOWS, STEPS, WEIGHTS, SUB_BATCHES, EXAMPLES = 12, 16, 16, 8, 4
 MEMORY = 0.8
 QUANTILE = 2.429  # of Student's t on 7 degrees of freedom, as unlikely as a normal deviate of 2
-MOVES_NOTHING = hdet.Hold()
+MOVES_NOTHING = Hold()
 
 
 class Flat(nn.Module):

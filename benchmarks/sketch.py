@@ -22,6 +22,7 @@ from search_parts.task import Problem, Setting, Task, split
 from torch import Tensor, nn
 
 import hdet
+from hdet.controllers import Hold
 
 SIZES = (1024, 4096, 16384)
 WINDOW = 20
@@ -41,7 +42,7 @@ def t_values(
     optimizer = task.optimizer(problem.groups(model), Setting(rate, 0.0))
     engine = hdet.Engine(
         hdet.micro_batches(model, optimizer, 4),
-        [hdet.Dropout(evidence=hdet.Contrast(horizon=horizon, sketch=size), controller=hdet.Hold())],
+        [hdet.Dropout(evidence=hdet.Contrast(horizon=horizon, sketch=size), controller=Hold())],
         window=WINDOW,
         signal=hdet.Probe(probe_loss, lambda window: [problem.probe(window)]),
         total_steps=windows * WINDOW,

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 import hdet
 from hdet.app.tasks import Digits, Text, Workload
+from hdet.controllers import Hold
+from hdet.schedules import Cosine
 
 STRIDES = (1, 2, 5, 10)
 WINDOWS = (20, 60)
@@ -43,9 +45,9 @@ def run(build: Build, seed: int, window: int, stride: int, steps: int) -> NDArra
     model = workload.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     rate = hdet.LearningRate(
-        schedule=hdet.Cosine(RATE, steps, warmup=0.1),
+        schedule=Cosine(RATE, steps, warmup=0.1),
         evidence=hdet.Line(stride=stride, doubt=-1e9, preview=0.0),
-        controller=hdet.Hold(),
+        controller=Hold(),
     )
     probe = hdet.Probe(workload.loss, workload.probe)
     engine = hdet.Engine(hdet.micro_batches(model, optimizer, 1), [rate], window=window, signal=probe)

@@ -38,7 +38,7 @@ def train(steps: int) -> hdet.Search:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     held_out = [examples(64) for _ in range(8)]
     probe = hdet.Probe(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), held_out)
-    noise = hdet.Scalar("noise", path="0.strength", space=hdet.Log(), bounds=(0.01, 10.0))
+    noise = hdet.Scalar("noise", path="0.strength", space=hdet.spaces.Log(), bounds=(0.01, 10.0))
     search = hdet.attach(model, optimizer, probe=probe, total_steps=steps, knobs=[noise], micro_batches=2)
 
     for _ in range(steps):

@@ -22,17 +22,24 @@ from torch.optim import Optimizer
 
 import hdet
 import hdet.testing
-from hdet import Comparison, Context, Estimate
 from hdet.app.study.controls import Apart
+from hdet.controllers import Calibrate, Context, Controller, Estimate, Gated, Newton, Paper
 from hdet.controllers.state import NoState
+from hdet.designs import Design, Hadamard
+from hdet.errors import ConfigError
+from hdet.estimators import Comparison, Estimator, Kalman, LeastSquares, Marginal
 from hdet.evidence import Collector, Harvest, Scene
 from hdet.hparams import schedule
 from hdet.hparams.binding import Binding, ModelBinding
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.knob import ActsOn
-from hdet.recipes.paper import HeldOneCycle
+from hdet.hparams.schedule import HeldOneCycle
+from hdet.merges import Mean, Merge
 from hdet.replicas import Replicas
+from hdet.schedules import WSD, Constant, Cosine, FromCallable, OneCycle, Replay, Schedule
+from hdet.spaces import Linear, Log, Logit, Space
 from hdet.spec import Spec
+from hdet.spreads import Geometric, OneSided, Spread, TwoLevel
 from hdet.testing import Ground, Law, LawError
 from hdet.testing.ground import ADAMW
 
@@ -42,56 +49,56 @@ for found in pkgutil.walk_packages(hdet.__path__, "hdet."):
 
 FAMILIES: tuple[type[Spec], ...] = (
     hdet.Knob,
-    hdet.Space,
-    hdet.Spread,
-    hdet.Design,
-    hdet.Schedule,
+    Space,
+    Spread,
+    Design,
+    Schedule,
     hdet.Windows,
-    hdet.Estimator,
-    hdet.Controller,
+    Estimator,
+    Controller,
     hdet.Evidence,
-    hdet.Merge,
+    Merge,
 )
 """All families of the core; those of the command line (tasks, optimizers) have laws of declarations only."""
 
 EXAMPLES: dict[type[Spec], list[Spec]] = {
-    hdet.TwoLevel: [hdet.TwoLevel(0.3)],
-    hdet.Geometric: [hdet.Geometric(0.4), hdet.Geometric(0.4, ratio=5.0)],
-    hdet.OneSided: [hdet.OneSided(0.3), hdet.OneSided(0.3, side="down")],
-    hdet.Linear: [hdet.Linear(), hdet.Linear(10.0)],
-    hdet.Hadamard: [hdet.Hadamard(), hdet.Hadamard(foldover=True)],
-    hdet.Constant: [hdet.Constant(0.1)],
-    hdet.OneCycle: [hdet.OneCycle(1.0, total_steps=50), hdet.OneCycle(1.0, total_steps=50, three_phase=True)],
+    TwoLevel: [TwoLevel(0.3)],
+    Geometric: [Geometric(0.4), Geometric(0.4, ratio=5.0)],
+    OneSided: [OneSided(0.3), OneSided(0.3, side="down")],
+    Linear: [Linear(), Linear(10.0)],
+    Hadamard: [Hadamard(), Hadamard(foldover=True)],
+    Constant: [Constant(0.1)],
+    OneCycle: [OneCycle(1.0, total_steps=50), OneCycle(1.0, total_steps=50, three_phase=True)],
     HeldOneCycle: [HeldOneCycle(1.0, total_steps=50, held_from=20)],
-    hdet.Cosine: [hdet.Cosine(1.0, total_steps=50)],
-    schedule.Linear: [schedule.Linear(1.0, total_steps=50)],
-    hdet.WSD: [hdet.WSD(1.0, total_steps=50)],
-    hdet.Replay: [hdet.Replay((0.1, 0.3, 0.2))],
-    hdet.FromCallable: [hdet.FromCallable("math:sqrt"), hdet.FromCallable("math:exp", total_steps=9)],
+    Cosine: [Cosine(1.0, total_steps=50)],
+    schedule.Linear: [schedule.LinearDecay(1.0, total_steps=50)],
+    WSD: [WSD(1.0, total_steps=50)],
+    Replay: [Replay((0.1, 0.3, 0.2))],
+    FromCallable: [FromCallable("math:sqrt"), FromCallable("math:exp", total_steps=9)],
     hdet.FixedWindow: [hdet.FixedWindow(7)],
-    hdet.Marginal: [hdet.Marginal(), hdet.Marginal(replica_noise=True)],
-    hdet.LeastSquares: [
-        hdet.LeastSquares(),
-        hdet.LeastSquares(curvature=True),
-        hdet.LeastSquares(replica_noise=True),
+    Marginal: [Marginal(), Marginal(replica_noise=True)],
+    LeastSquares: [
+        LeastSquares(),
+        LeastSquares(curvature=True),
+        LeastSquares(replica_noise=True),
     ],
-    hdet.Kalman: [hdet.Kalman(), hdet.Kalman(replica_noise=True)],
-    hdet.Gated: [hdet.Gated(), hdet.Gated(0.06, gate=0, saturation=2, memory=0.7, settle=0.2)],
-    hdet.Newton: [hdet.Newton(), hdet.Newton(limit=0.5)],
-    hdet.Paper: [hdet.Paper(0.01), hdet.Paper(0.01, warmup_steps=30)],
+    Kalman: [Kalman(), Kalman(replica_noise=True)],
+    Gated: [Gated(), Gated(0.06, gate=0, saturation=2, memory=0.7, settle=0.2)],
+    Newton: [Newton(), Newton(limit=0.5)],
+    Paper: [Paper(0.01), Paper(0.01, warmup_steps=30)],
     hdet.LearningRate: [
         hdet.LearningRate(),
-        hdet.LearningRate(schedule=hdet.OneCycle(0.02, total_steps=6)),
-        hdet.LearningRate(groups="taught", controller=hdet.Calibrate()),
+        hdet.LearningRate(schedule=OneCycle(0.02, total_steps=6)),
+        hdet.LearningRate(groups="taught", controller=Calibrate()),
     ],
     hdet.Dropout: [
         hdet.Dropout(),
-        hdet.Dropout(evidence=hdet.Contrast(refresh=3), spread=hdet.OneSided(0.1)),
+        hdet.Dropout(evidence=hdet.Contrast(refresh=3), spread=OneSided(0.1)),
     ],
     hdet.Scalar: [hdet.Scalar("margin", path="margin", bounds=(0.01, 10.0))],
-    hdet.Divergent: [hdet.Divergent(), hdet.Divergent(tilt=0.5), hdet.Divergent(estimator=hdet.Kalman())],
+    hdet.Divergent: [hdet.Divergent(), hdet.Divergent(tilt=0.5), hdet.Divergent(estimator=Kalman())],
     hdet.Contrast: [hdet.Contrast(refresh=3), hdet.Contrast(refresh=3, paired=True)],
-    hdet.Mean: [hdet.Mean(), hdet.Mean("keep"), hdet.Mean("reset")],
+    Mean: [Mean(), Mean("keep"), Mean("reset")],
 }
 """What is checked of a kind; of one that is not here, its instance by default."""
 
@@ -135,7 +142,7 @@ def test_every_registered_kind_is_checked(root: type[Spec]) -> None:
 S = TypeVar("S", bound=type[Spec])
 
 
-class Root(hdet.Space):
+class Root(Space):
     """(sqrt v + s)^2, never below 0."""
 
     kind: ClassVar[str] = "conformance_root"
@@ -148,7 +155,7 @@ class Root(hdet.Space):
         return math.sqrt(value) - math.sqrt(origin)
 
 
-class Thirds(hdet.Spread):
+class Thirds(Spread):
     """A third of the replicas on each side, the others at the base."""
 
     kind: ClassVar[str] = "conformance_thirds"
@@ -158,7 +165,7 @@ class Thirds(hdet.Spread):
         return np.repeat([-self.width, 0.0, self.width], [side, n - 2 * side, side])
 
 
-class Turning(hdet.Design):
+class Turning(Design):
     """Level r + window + k for replica r."""
 
     kind: ClassVar[str] = "conformance_turning"
@@ -169,7 +176,7 @@ class Turning(hdet.Design):
         return np.column_stack([np.roll(column, window + k) for k, column in enumerate(levels)])
 
 
-class Halving(hdet.Schedule):
+class Halving(Schedule):
     """Half as much after every `every` steps."""
 
     kind: ClassVar[str] = "conformance_halving"
@@ -193,7 +200,7 @@ class Doubling(hdet.Windows):
         return max(1, step)
 
 
-class Signs(hdet.Estimator):
+class Signs(Estimator):
     """The loss of the upper half less that of the lower; errors from the scatter within the halves."""
 
     kind: ClassVar[str] = "conformance_signs"
@@ -223,7 +230,7 @@ class Steps:
     made: int = 0
 
 
-class Shrinking(hdet.Controller):
+class Shrinking(Controller):
     """Steps against the slope's sign, each smaller than the last."""
 
     kind: ClassVar[str] = "conformance_shrinking"
@@ -283,7 +290,7 @@ class Ends(hdet.Evidence):
         return EndsCollector(scene, knobs)
 
 
-class Twice(hdet.Merge):
+class Twice(Merge):
     """The mean, once more."""
 
     kind: ClassVar[str] = "conformance_twice"
@@ -340,44 +347,44 @@ def unregistered(cls: S) -> S:
 
 
 @unregistered
-class OffCentre(hdet.Spread):
+class OffCentre(Spread):
     def _levels(self, n: int) -> NDArray[np.float64]:
         return np.linspace(-self.width, 1.1 * self.width, n)
 
 
 @unregistered
-class Descending(hdet.Spread):
+class Descending(Spread):
     def _levels(self, n: int) -> NDArray[np.float64]:
         return np.linspace(self.width, -self.width, n)
 
 
 @unregistered
-class Unbounded(hdet.Logit):
+class Unbounded(Logit):
     def _apply(self, value: float, shift: float) -> float:
         return value + shift
 
 
 @unregistered
-class Lossy(hdet.Log):
+class Lossy(Log):
     def _difference(self, value: float, origin: float) -> float:
         return round(super()._difference(value, origin), 3)
 
 
 @unregistered
-class Repeating(hdet.Design):
+class Repeating(Design):
     def _assign(self, levels: Any, seed: int, window: int, names: Any, two_level: Any) -> NDArray[np.float64]:
         return np.column_stack([np.repeat(column[:1], len(column)) for column in levels])
 
 
 @unregistered
-class Drawing(hdet.Design):
+class Drawing(Design):
     def _assign(self, levels: Any, seed: int, window: int, names: Any, two_level: Any) -> NDArray[np.float64]:
         np.random.seed(window)
         return np.column_stack([np.random.permutation(column) for column in levels])
 
 
 @unregistered
-class Endless(hdet.Schedule):
+class Endless(Schedule):
     total_steps: int = 50
 
     def __call__(self, t: int) -> float:
@@ -385,7 +392,7 @@ class Endless(hdet.Schedule):
 
 
 @unregistered
-class Restless(hdet.Controller):
+class Restless(Controller):
     def start(self) -> NoState:
         return NoState()
 
@@ -394,7 +401,7 @@ class Restless(hdet.Controller):
 
 
 @unregistered
-class Counting(hdet.Controller):
+class Counting(Controller):
     def start(self) -> Steps:
         return Steps()
 
@@ -403,7 +410,7 @@ class Counting(hdet.Controller):
 
 
 @unregistered
-class Exploding(hdet.Controller):
+class Exploding(Controller):
     def start(self) -> NoState:
         return NoState()
 
@@ -412,7 +419,7 @@ class Exploding(hdet.Controller):
 
 
 @unregistered
-class Leaking(hdet.LeastSquares):
+class Leaking(LeastSquares):
     def estimate(self, state: NoState, comparison: Comparison) -> tuple[list[Estimate], NoState]:
         finite = np.nan_to_num(comparison.losses, nan=0.0, posinf=0.0, neginf=0.0)
         heard = np.ones_like(comparison.valid)
@@ -420,7 +427,7 @@ class Leaking(hdet.LeastSquares):
 
 
 @unregistered
-class Boastful(hdet.LeastSquares):
+class Boastful(LeastSquares):
     def estimate(self, state: NoState, comparison: Comparison) -> tuple[list[Estimate], NoState]:
         found, state = super().estimate(state, comparison)
         return [replace(e, stderr=e.stderr / 10) for e in found], state
@@ -433,13 +440,13 @@ class Lagging(hdet.Windows):
 
 
 @unregistered
-class First(hdet.Mean):
+class First(Mean):
     def __call__(self, replicas: Replicas, valid: Sequence[bool]) -> None:
         super().__call__(replicas, [True] + [False] * (len(valid) - 1))
 
 
 @unregistered
-class Trusting(hdet.Mean):
+class Trusting(Mean):
     def __call__(self, replicas: Replicas, valid: Sequence[bool]) -> None:
         super().__call__(replicas, [True] * len(valid))
 
@@ -565,7 +572,7 @@ def test_a_knob_that_changes_training_by_being_there_is_caught() -> None:
 
 
 def test_a_declaration_that_was_not_registered_cannot_be_read_back() -> None:
-    class Homeless(hdet.Spread):
+    class Homeless(Spread):
         def _levels(self, n: int) -> NDArray[np.float64]:
             return np.linspace(-self.width, self.width, n)
 
@@ -574,7 +581,7 @@ def test_a_declaration_that_was_not_registered_cannot_be_read_back() -> None:
 
 
 @unregistered
-class Loose(hdet.Spread):
+class Loose(Spread):
     width: float = Field(ge=0, kw_only=False, allow_inf_nan=True)
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=False)
 
@@ -613,8 +620,8 @@ def test_evidence_that_accepts_no_knob_says_what_to_give() -> None:
 
 
 def test_laws_are_for_instances() -> None:
-    with pytest.raises(hdet.ConfigError, match="make an instance of it"):
-        hdet.testing.laws(hdet.TwoLevel)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="make an instance of it"):
+        hdet.testing.laws(TwoLevel)  # type: ignore[arg-type]
 
 
 def test_laws_have_names_that_tell_them_apart() -> None:
@@ -633,6 +640,6 @@ def test_the_suite_needs_neither_pytest_nor_yaml() -> None:
         "            raise ModuleNotFoundError(name, name=name)\n"
         "sys.meta_path.insert(0, Absent())\n"
         "import hdet.testing\n"
-        "hdet.testing.check(hdet.TwoLevel(0.1))\n"
+        "hdet.testing.check(TwoLevel(0.1))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -29,6 +29,7 @@ from torch import nn
 import hdet
 from hdet.app.run.config import RunConfig
 from hdet.document import parse
+from hdet.errors import ConfigError
 from hdet.evidence import Evidence
 from hdet.hparams.bound import BoundKnob
 from hdet.spec import Spec, members
@@ -352,7 +353,7 @@ def test_which_evidence_judges_which_knob_is_as_the_table_says() -> None:
                     gradients=gradients,  # type: ignore[arg-type]
                 )
                 answer, reason = "yes", "it is accepted"
-            except hdet.ConfigError as error:
+            except ConfigError as error:
                 answer, reason = "no", str(error)
             assert row[column] == answer, f"{row['knob']} by {column}: {reason}"
 

@@ -117,6 +117,7 @@ FLOORS = (
     {"hdet.overlay"},
     {"hdet.integrations"},
     {"hdet.testing"},
+    {"hdet.spaces", "hdet.spreads", "hdet.designs", "hdet.schedules", "hdet.estimators", "hdet.merges"},
     {"hdet.app"},
 )
 """Rooms from the ground up. A room knows itself and the floors below, not its neighbours."""

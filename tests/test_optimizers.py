@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hdet
+from hdet.spreads import TwoLevel
 
 STEPS = 120
 with torch.random.fork_rng():
@@ -197,7 +198,7 @@ def test_two_optimizers_in_one_are_replicated_and_merged(assert_alike: Any) -> N
     model = network()
     optimizer = with_adamw(model, 1.0)
     engine = hdet.Engine(
-        hdet.replicate(model, optimizer, n=2), [hdet.LearningRate(spread=hdet.TwoLevel(0.3))], window=5, total_steps=10
+        hdet.replicate(model, optimizer, n=2), [hdet.LearningRate(spread=TwoLevel(0.3))], window=5, total_steps=10
     )
     for step in range(10):
         losses = []

@@ -19,61 +19,67 @@ import hdet.spec
 from hdet.app.run.optimizer import Optimizer
 from hdet.app.run.signal import Signal
 from hdet.app.tasks.task import Task
-from hdet.controllers import Momentum
+from hdet.controllers import Calibrate, Gated, HeavyBall, Hold, Newton, Paper, Regularize
+from hdet.designs import Design, Fixed, Hadamard, LatinHypercube, Permutation
 from hdet.errors import ConfigError
+from hdet.estimators import Kalman, LeastSquares, Marginal, Softmax
 from hdet.hparams import schedule
+from hdet.merges import Mean
+from hdet.schedules import WSD, Constant, Cosine, FromCallable, OneCycle, Replay
+from hdet.spaces import Arcsine, Linear, Log, Logit, Relative, Space
 from hdet.spec import Spec, lookup, members, register
+from hdet.spreads import Geometric, OneSided, Spread, Symmetric, TwoLevel
 
 EXAMPLES: list[Spec] = [
     hdet.Rewind(patience=2.0),
     # estimators
-    hdet.Marginal(),
-    hdet.LeastSquares(curvature=True, replica_noise=True),
-    hdet.Kalman(),
-    hdet.Softmax(0.002),
+    Marginal(),
+    LeastSquares(curvature=True, replica_noise=True),
+    Kalman(),
+    Softmax(0.002),
     # controllers
-    hdet.Hold(),
-    hdet.Gated(0.06, gate=0.0, saturation=2.0, memory=0.7),
-    hdet.Regularize(0.4, memory=0.8, full=30, raise_after=0.3),
-    Momentum(),
-    hdet.Newton(),
-    hdet.Paper(floor=1e-9),
-    hdet.Calibrate(patience=3),
+    Hold(),
+    Gated(0.06, gate=0.0, saturation=2.0, memory=0.7),
+    Regularize(0.4, memory=0.8, full=30, raise_after=0.3),
+    HeavyBall(),
+    Newton(),
+    Paper(floor=1e-9),
+    Calibrate(patience=3),
     # designs
-    hdet.Fixed(),
-    hdet.Hadamard(),
-    hdet.LatinHypercube(),
-    hdet.Permutation(),
+    Fixed(),
+    Hadamard(),
+    LatinHypercube(),
+    Permutation(),
     # evidence
     hdet.Analytic(width=0.5),
     hdet.Contrast(refresh=5),
-    hdet.Divergent(estimator=hdet.Kalman(), design=hdet.Hadamard(), tilt=0.5),
+    hdet.Divergent(estimator=Kalman(), design=Hadamard(), tilt=0.5),
     hdet.Line(width=0.2),
     hdet.MixedDifference(every=2),
     hdet.Recursion(width=0.2),
     # schedules
-    hdet.Constant(0.1),
-    hdet.Cosine(1e-3, total_steps=100, warmup=0.1, floor=1e-5),
-    schedule.Linear(1e-3, total_steps=100),
-    hdet.WSD(1e-3, total_steps=100),
-    hdet.OneCycle(1e-3, total_steps=100, three_phase=True),
-    hdet.Replay((0.1, 0.2)),
-    hdet.FromCallable("math:sqrt", total_steps=9),
+    Constant(0.1),
+    Cosine(1e-3, total_steps=100, warmup=0.1, floor=1e-5),
+    schedule.LinearDecay(1e-3, total_steps=100),
+    WSD(1e-3, total_steps=100),
+    OneCycle(1e-3, total_steps=100, three_phase=True),
+    Replay((0.1, 0.2)),
+    FromCallable("math:sqrt", total_steps=9),
     # spaces
-    hdet.Arcsine(),
-    hdet.Linear(0.5),
-    hdet.Log(),
-    hdet.Logit(),
-    hdet.Relative(),
+    Arcsine(),
+    Linear(0.5),
+    Log(),
+    Logit(),
+    Relative(),
     # spreads
-    hdet.Geometric(0.5, 3.0),
-    hdet.OneSided(0.5, "down"),
-    hdet.Symmetric(1 / 9),
-    hdet.TwoLevel(0.3),
+    Geometric(0.5, 3.0),
+    OneSided(0.5, "down"),
+    Symmetric(1 / 9),
+    TwoLevel(0.3),
     # knobs
-    hdet.LearningRate(groups=("a", 0), spread=hdet.Symmetric(0.1), schedule=hdet.Cosine(0.1, total_steps=10)),
+    hdet.LearningRate(groups=("a", 0), spread=Symmetric(0.1), schedule=Cosine(0.1, total_steps=10)),
     hdet.WeightDecay(evidence=hdet.Analytic()),
-    hdet.Momentum(controller=hdet.Gated(0.1)),
+    hdet.Momentum(controller=Gated(0.1)),
     hdet.Beta1(),
     hdet.Beta2(),
     hdet.Dropout(pattern=("a", "b*"), evidence=hdet.Contrast()),
@@ -81,7 +87,7 @@ EXAMPLES: list[Spec] = [
     hdet.LabelSmoothing(),
     hdet.Scalar("x", path="a.b", bounds=(0, 1)),
     # merges and windows
-    hdet.Mean("reset"),
+    Mean("reset"),
     hdet.FixedWindow(7),
     hdet.GrowingWindow(minimum=5, fraction=0.2),
 ]
@@ -141,18 +147,18 @@ def test_kinds_that_need_nothing_can_be_named_alone(root: Any) -> None:
 
 
 def test_positions_and_keywords() -> None:
-    assert hdet.Geometric(0.5, 3.0) == hdet.Geometric(width=0.5, ratio=3.0) == hdet.Geometric(0.5, ratio=3.0)
+    assert Geometric(0.5, 3.0) == Geometric(width=0.5, ratio=3.0) == Geometric(0.5, ratio=3.0)
     with pytest.raises(
         ConfigError, match=r"Geometric takes at most 2 positional arguments .*'width', 'ratio'.*, got 3"
     ):
-        hdet.Geometric(0.5, 3.0, 1.0)  # type: ignore[call-arg]
+        Geometric(0.5, 3.0, 1.0)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="Geometric got 'width' twice"):
-        hdet.Geometric(0.5, width=0.5)  # type: ignore[misc]
+        Geometric(0.5, width=0.5)  # type: ignore[misc]
 
 
 def test_replacing_validates_anew() -> None:
-    spec = hdet.Cosine(1e-3, total_steps=100)
-    assert spec.replace(peak=1e-2) == hdet.Cosine(1e-2, total_steps=100)
+    spec = Cosine(1e-3, total_steps=100)
+    assert spec.replace(peak=1e-2) == Cosine(1e-2, total_steps=100)
     with pytest.raises(ConfigError, match=r"cosine: peak: .*given: -1"):
         spec.replace(peak=-1)
     with pytest.raises(ConfigError, match="paek: no such field; there are"):
@@ -168,25 +174,25 @@ ERRORS: dict[str, tuple[Any, str]] = {
         lambda: hdet.GrowingWindow(minimum=0, fraction=2.0),
         r"^growing: minimum: .*1 \(given: 0\); fraction: .*1 \(given: 2.0\)$",
     ),
-    "a missing field": (lambda: hdet.Spread.from_dict("two_level"), "^two_level: width: Field required$"),
+    "a missing field": (lambda: Spread.from_dict("two_level"), "^two_level: width: Field required$"),
     "no kind": (
-        lambda: hdet.Space.from_dict({"scale": 2.0}),
+        lambda: Space.from_dict({"scale": 2.0}),
         r"^a space is a Space, a mapping with a 'kind' key, or one of \['arcsine', .*; got \{'scale': 2.0\}$",
     ),
-    "a number": (lambda: hdet.Space.from_dict(3), "or one of .*; got 3$"),
+    "a number": (lambda: Space.from_dict(3), "or one of .*; got 3$"),
     "another family": (
-        lambda: hdet.LearningRate(spread=hdet.Log()),
+        lambda: hdet.LearningRate(spread=Log()),
         r"learning_rate: spread: a spread is .*got Log\(\)",
     ),
     "an unknown kind": (
-        lambda: hdet.Design.from_dict("sobol"),
+        lambda: Design.from_dict("sobol"),
         r"^no design is called 'sobol'; there are \['fixed',",
     ),
     "another member": (
         lambda: hdet.LearningRate.from_dict({"kind": "beta1"}),
         "^the knob 'beta1' is a Beta1, no LearningRate$",
     ),
-    "not a number": (lambda: hdet.TwoLevel(float("nan")), "two_level: width: .*finite number.*given: nan"),
+    "not a number": (lambda: TwoLevel(float("nan")), "two_level: width: .*finite number.*given: nan"),
 }
 
 

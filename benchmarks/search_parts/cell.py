@@ -16,6 +16,7 @@ import torch
 
 import hdet
 from hdet.app.study.cells import content_key
+from hdet.errors import DivergedError
 from search_parts.contender import Contender
 from search_parts.meter import Meter
 from search_parts.task import Setting, Task
@@ -79,7 +80,7 @@ def run(task: Task, contender: Contender, cell: Cell) -> Result:
     test = math.nan
     try:
         outcome = contender.run(task, cell.setting, cell.seed, meter)
-    except hdet.DivergedError as error:
+    except DivergedError as error:
         details["failed"] = str(error)
     else:
         details.update(outcome.details)

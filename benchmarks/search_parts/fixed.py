@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-import hdet
+from hdet.schedules import Schedule
 from search_parts.contender import Contender, Outcome, begin, train
 from search_parts.meter import Meter
 from search_parts.task import Setting, Task
@@ -16,7 +16,7 @@ class Fixed(Contender):
     adaptive = False
 
     @abstractmethod
-    def schedule(self, peak: float, steps: int) -> hdet.Schedule:
+    def schedule(self, peak: float, steps: int) -> Schedule:
         """The learning rate by step."""
 
     def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-import hdet
+from hdet.schedules import Cosine
 from search_parts.contender import begin, train
 from search_parts.meter import Meter
 from search_parts.task import Problem, Setting, Task
@@ -69,7 +69,7 @@ def best_trial(task: Task, given: Setting, seed: int, meter: Meter, *, trials: i
         probes += [problem.probe(number) for number in range(1, -(-JUDGED_BY // size))]
         steps = max(1, (budget // trials - len(probes) * size) // (3 * task.batch))
         optimizer = task.optimizer(problem.groups(model), setting)
-        schedule = hdet.Cosine(peak=setting.lr, total_steps=steps, warmup=0.3)
+        schedule = Cosine(peak=setting.lr, total_steps=steps, warmup=0.3)
         loss = math.inf
         trained = train(task, problem, model, optimizer, steps, schedule)
         if trained:

@@ -83,7 +83,7 @@ def identifiable(knob: BoundKnob, evidence: EvidenceNeeds, replicas: Replicas, s
     if evidence.spaces and not isinstance(spec.space, evidence.spaces):
         raise ConfigError(
             f"{name}: {evidence.kind} evidence measures factors, which a {type(spec.space).__name__} space has not; "
-            f"give the knob space=hdet.Log(), or other evidence"
+            f"give the knob space=hdet.spaces.Log(), or other evidence"
         )
     if evidence.shared and gradients == "local" and replicas.diverge:
         raise IdentifiabilityError(
@@ -94,7 +94,7 @@ def identifiable(knob: BoundKnob, evidence: EvidenceNeeds, replicas: Replicas, s
         raise ConfigError(
             f"{name}: the controller {knob.controller.kind} needs a judgement at window-averaged weights, which "
             f"{evidence.kind} evidence has not; take other evidence (hdet.Line) or another controller, such as "
-            f"hdet.Gated or hdet.Newton"
+            f"hdet.controllers.Gated or hdet.controllers.Newton"
         )
     if evidence.needs_probe and not isinstance(signal, Probe):
         raise ConfigError(f"{name}: {evidence.kind} evidence measures a held-out loss; give signal=hdet.Probe(...)")

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from hdet.controllers import Comparison, Estimate, Estimator, LeastSquares
+from hdet.controllers import Estimate
+from hdet.controllers.estimators import Comparison, Estimator, LeastSquares
 from hdet.controllers.state import from_plain, to_plain
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence

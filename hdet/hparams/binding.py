@@ -148,7 +148,7 @@ class GroupBinding:
             raise ConfigError(
                 f"{self.key} is driven by a torch scheduler (the optimizer's group {self.indices[0]} holds {mark!r}), "
                 f"and what it holds now, {self.read():g}, is a point of that schedule and no base; drop the scheduler "
-                f"and give the knob its course (schedule=hdet.OneCycle(...), hdet.Cosine(...), or a number), or keep "
+                f"and give the knob its course (schedule=hdet.schedules.OneCycle(...), another, or a number), or keep "
                 f"it and use hdet.attach(..., scheduler=scheduler)"
             )
         return given(self.optimizer, self.indices[0], self.key, self.item) / self.ratios[0]

@@ -164,7 +164,7 @@ class BoundKnob:
         raise StepError(
             f"{self.name}: hdet put {other.expected:g} into {other.entry}, and something else has made it "
             f"{other.found:g}; two that write one number overwrite each other. If a scheduler did, drop it and give "
-            f"the knob its course (schedule=hdet.OneCycle(...), hdet.Cosine(...)), or let it stay and ride on it by "
+            f"the knob its course (schedule=hdet.schedules.OneCycle(...) or another), or let it stay and ride on it by "
             f"hdet.attach(..., scheduler=scheduler); if you did, as by loading an optimizer's state, call "
             f"engine.reapply()"
         )

@@ -28,7 +28,8 @@ class Scalar(Knob):
         effect: whether it acts on the update or in the forward pass.
         biased: whether its value changes the training loss it would be judged by.
 
-    >>> from hdet import Linear, Scalar
+    >>> from hdet.spaces import Linear
+    >>> from hdet import Scalar
     >>> Scalar("margin", path="head.margin", space=Linear(), bounds=(0, 1)).label
     'margin'
     """

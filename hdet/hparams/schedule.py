@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -128,8 +128,30 @@ class OneCycle(Schedule):
         return (end - start) * fraction + start
 
 
+@register
+class HeldOneCycle(OneCycle):
+    """`OneCycle` up to step `held_from`, and from there on the value it has at that step.
+
+    In the paper the controller's base takes the cycle's place once control begins. `held_from` is the first
+    step of the first controlled window: the end of the first window at or after the controller's
+    `warmup_steps`.
+
+    >>> from hdet.hparams.schedule import HeldOneCycle
+    >>> HeldOneCycle(1.0, total_steps=100, held_from=29)(90)
+    1.0
+    """
+
+    kind: ClassVar[str] = "held_one_cycle"
+
+    held_from: int = Field(ge=0)
+
+    def __call__(self, t: int) -> float:
+        """The rate at step t."""
+        return super().__call__(min(t, self.held_from) if t >= 0 else t)
+
+
 class WarmedUp(Schedule):
-    """What `Cosine`, `Linear` and `WSD` share: a linear rise to `peak`, then a way down to `floor`.
+    """What `Cosine`, `LinearDecay` and `WSD` share: a linear rise to `peak`, then a way down to `floor`.
 
     With W = round(warmup total_steps): value(t) = floor + (peak - floor) (t + 1) / W for t < W, so that the
     peak is reached at step W - 1. The floor is the limit at t = total_steps, when training is over: no step
@@ -177,15 +199,17 @@ class Cosine(WarmedUp):
 
 
 @register
-class Linear(WarmedUp):
+class LinearDecay(WarmedUp):
     """A linear rise over `warmup` (a fraction of the steps), then a straight line down:
 
         value(t) = floor + (peak - floor) (total_steps - t) / (total_steps - W).
 
-    >>> from hdet.hparams.schedule import Linear
-    >>> [Linear(1.0, total_steps=10, warmup=0.2)(t) for t in (0, 1, 2, 6, 9)]
+    >>> from hdet.hparams.schedule import LinearDecay
+    >>> [LinearDecay(1.0, total_steps=10, warmup=0.2)(t) for t in (0, 1, 2, 6, 9)]
     [0.5, 1.0, 1.0, 0.5, 0.125]
     """
+
+    kind: ClassVar[str] = "linear"
 
     def _remaining(self, t: int, rise: int) -> float:
         return (self.total_steps - t) / (self.total_steps - rise)

@@ -114,7 +114,8 @@ def _unshare(optimizer: Optimizer, chosen: list[int], key: str) -> None:
 class LearningRate(GroupKnob):
     """The learning rate of all parameter groups, or of some; groups with different rates keep their ratio.
 
-    >>> from hdet import LearningRate, OneCycle
+    >>> from hdet import LearningRate
+    >>> from hdet.schedules import OneCycle
     >>> LearningRate(schedule=OneCycle(3e-4, total_steps=2000), groups="decay").label
     'learning_rate[decay]'
     """

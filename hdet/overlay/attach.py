@@ -71,7 +71,7 @@ def attach(
         scheduler_every: optimizer steps between two steps of the scheduler (steps per epoch, for one that is stepped
             every epoch).
         schedule: without a scheduler, hdet's own: 30 % warm-up and a straight line to 0 around the rate found ("own"),
-            or a `hdet.Schedule`; it drives the rate inside the step. `None` follows whatever is written into the
+            or one of `hdet.schedules`; it drives the rate inside the step. `None` follows whatever is written into the
             optimizer, and never looks ahead.
         rates: "together", one factor for the rates of all parameter groups, or "groups", one for each.
         knobs: in place of the recipe's knob of the same name, or beside them.
@@ -226,13 +226,13 @@ def _follower(
         return Follower(scheduler, optimizer, scheduler_every)
     if not (schedule is None or schedule == OWN or isinstance(schedule, Schedule)):
         raise ConfigError(
-            f'schedule is an hdet.Schedule, "own" or None, got {schedule!r}; a torch scheduler is scheduler='
+            f'schedule is an hdet.schedules.Schedule, "own" or None, got {schedule!r}; a torch scheduler is scheduler='
         )
     if schedule == OWN and any("initial_lr" in group for group in optimizer.param_groups):
         raise ConfigError(
             "a torch scheduler drives this optimizer (its groups hold 'initial_lr'), and hdet was not told of it; give "
-            "scheduler=, or schedule=None to follow what it writes, or schedule=hdet.Cosine(...) to have hdet drive "
-            "the rate instead"
+            "scheduler=, or schedule=None to follow what it writes, or schedule=hdet.schedules.Cosine(...) to have hdet "
+            "drive the rate instead"
         )
     return None
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from hdet.controllers import Momentum
+from hdet.controllers import HeavyBall
 from hdet.engine.tally import Losses
 from hdet.errors import ConfigError
 from hdet.evidence import Evidence
@@ -196,4 +196,4 @@ def explore(
     )
 
 
-_FACTOR = LearningRate(space=Relative(), spread=Symmetric(paper.SPREAD), controller=Momentum())
+_FACTOR = LearningRate(space=Relative(), spread=Symmetric(paper.SPREAD), controller=HeavyBall())

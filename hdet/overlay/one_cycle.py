@@ -51,7 +51,7 @@ class OneCycleHDET(Exploring, OneCycleLR):
         window: the paper's T.
         auto_lr: whether a controller moves the base.
         auto_lr_warmup: steps before it does; `None` takes the cycle's rise.
-        sigma, beta, rate: of the controller (`hdet.Softmax`, `hdet.Paper`).
+        sigma, beta, rate: of the controller (`hdet.estimators.Softmax`, `hdet.controllers.Paper`).
         model: what is merged; without it the optimizer's parameters alone, and no buffers.
         replicas: where the replicas live, by default the processes of `torch.distributed`.
         gradients: "shared", as under DDP, or "local": each replica trains on its own.

@@ -15,19 +15,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
-from hdet.controllers import Controller, Hold, Paper, Softmax
+from hdet.controllers import Controller, Hold, Paper
+from hdet.controllers.estimators import Softmax
 from hdet.engine.engine import Engine
 from hdet.errors import ConfigError
 from hdet.evidence import Divergent
 from hdet.hparams import LearningRate, OneCycle, Permutation, Relative, Symmetric
+from hdet.hparams.schedule import HeldOneCycle
 from hdet.replicas import Replicas
 from hdet.replicas.merge import Mean
 from hdet.signals import TrainingLoss
-from hdet.spec import register
 from hdet.windows import FixedWindow
 
 SPREAD = 1 / 9
@@ -35,27 +34,6 @@ WINDOW = 1000
 SIGMA = 0.1
 BETA = 0.9
 RATE = 0.5
-
-
-@register
-class HeldOneCycle(OneCycle):
-    """`OneCycle` up to step `held_from`, and from there on the value it has at that step.
-
-    In the paper the controller's base takes the cycle's place once control begins. `held_from` is the first
-    step of the first controlled window: the end of the first window at or after the controller's
-    `warmup_steps`.
-
-    >>> HeldOneCycle(1.0, total_steps=100, held_from=29)(90)
-    1.0
-    """
-
-    kind: ClassVar[str] = "held_one_cycle"
-
-    held_from: int = Field(ge=0)
-
-    def __call__(self, t: int) -> float:
-        """The rate at step t."""
-        return super().__call__(min(t, self.held_from) if t >= 0 else t)
 
 
 def evidence(sigma: float = SIGMA) -> Divergent:

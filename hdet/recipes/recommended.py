@@ -20,7 +20,7 @@ from hdet.history import History
 from hdet.hparams import Dropout, Knob, LabelSmoothing, LearningRate, Schedule, WeightDecay
 from hdet.hparams.binding import given
 from hdet.hparams.forward import ModuleKnob
-from hdet.hparams.schedule import Linear
+from hdet.hparams.schedule import LinearDecay
 from hdet.hparams.update import Groups
 from hdet.recipes import dropouts
 from hdet.replicas import Replicas, in_process
@@ -98,10 +98,11 @@ def own_schedule(optimizer: Optimizer, total_steps: int | None, group: int = 0) 
         raise ConfigError(
             f"a torch scheduler drives this optimizer (its groups hold 'initial_lr'), so the rate it holds now, "
             f"{float(optimizer.param_groups[group]['lr']):g}, is no peak; drop the scheduler and give "
-            f"schedule=hdet.OneCycle(...) or another, or keep it and use hdet.attach(..., scheduler=scheduler)"
+            f"schedule=hdet.schedules.OneCycle(...) or another, or keep it and use hdet.attach(..., "
+            f"scheduler=scheduler)"
         )
     peak = given(optimizer, group, "lr")
-    return Linear(peak=peak, total_steps=total_steps, warmup=WARMUP)
+    return LinearDecay(peak=peak, total_steps=total_steps, warmup=WARMUP)
 
 
 def _rate(groups: Groups, course: Schedule, stride: int) -> Choice:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hdet.controllers import Comparison, Estimate, Estimator
+from hdet.controllers import Estimate
+from hdet.controllers.estimators import Comparison, Estimator
 from hdet.controllers.state import from_plain, to_plain
 from hdet.hparams import Hadamard, TwoLevel
 from hdet.testing.law import require

@@ -30,7 +30,7 @@ class Law:
         test: raises where it is broken.
 
     >>> import hdet.testing
-    >>> law = hdet.testing.laws(hdet.TwoLevel(0.1))[-1]
+    >>> law = hdet.testing.laws(hdet.spreads.TwoLevel(0.1))[-1]
     >>> print(law)
     two_level-a_wider_spread_is_the_same_spread_scaled
     """

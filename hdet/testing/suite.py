@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hdet.controllers import Controller, Estimator
+from hdet.controllers import Controller
+from hdet.controllers.estimators import Estimator
 from hdet.errors import ConfigError
 from hdet.evidence import Evidence
 from hdet.hparams import Design, Knob, Schedule, Space, Spread
@@ -55,7 +56,7 @@ def laws(spec: Spec, *, ground: Ground | None = None, knob: Knob | None = None) 
         ConfigError: what was given is no declaration.
 
     >>> import hdet.testing
-    >>> [law.name for law in hdet.testing.laws(hdet.Hold())][:3]
+    >>> [law.name for law in hdet.testing.laws(hdet.controllers.Hold())][:3]
     ['reads_back_equal', 'frozen', 'bad_fields_are_refused']
     """
     if not isinstance(spec, Spec):
@@ -83,7 +84,7 @@ def check(spec: Spec, *, ground: Ground | None = None, knob: Knob | None = None)
         LawError: naming the first law that does not hold and the input that shows it.
 
     >>> import hdet.testing
-    >>> hdet.testing.check(hdet.TwoLevel(0.5))
+    >>> hdet.testing.check(hdet.spreads.TwoLevel(0.5))
     """
     for law in laws(spec, ground=ground, knob=knob):
         law()

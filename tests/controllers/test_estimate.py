@@ -3,7 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from hdet.controllers import Comparison, Estimate
+from hdet.controllers import Estimate
+from hdet.controllers.estimators import Comparison
 from hdet.errors import ConfigError
 
 

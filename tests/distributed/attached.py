@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
+from hdet.controllers import Hold
+from hdet.errors import ConfigError
 
 STEPS, WINDOW, WIDTH = 24, 4, 8
 Found = dict[str, Any]
@@ -44,8 +46,8 @@ def probe() -> hdet.Probe:
 
 
 HELD: list[hdet.Knob] = [
-    hdet.LearningRate(controller=hdet.Hold()),
-    hdet.WeightDecay(controller=hdet.Hold()),
+    hdet.LearningRate(controller=Hold()),
+    hdet.WeightDecay(controller=Hold()),
 ]
 
 
@@ -196,6 +198,6 @@ def plain() -> str:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     try:
         hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True)
-    except hdet.ConfigError as error:
+    except ConfigError as error:
         return str(error)
     return ""

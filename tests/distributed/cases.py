@@ -16,6 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from training import batch, batch_normed, difference, knobs, loss_of, network, optimizer_of, probe, told, train, weights
 
 import hdet
+from hdet.controllers import Hold
+from hdet.merges import Mean
+from hdet.schedules import OneCycle
+from hdet.spreads import TwoLevel
 
 STEPS, WINDOW = 12, 4
 Found = dict[str, Any]
@@ -169,10 +173,8 @@ def spread_zero() -> Found:
         for tensor in alone[len(list(make().parameters())) :]:
             dist.broadcast(tensor, 0)
         for policy in ("average", "keep"):
-            still = hdet.LearningRate(
-                spread=hdet.TwoLevel(0.0), controller=hdet.Hold(), schedule=hdet.OneCycle(0.02, STEPS)
-            )
-            with_hdet = many_ranks(wrap, make, knobs=[still], merge=hdet.Mean(policy))
+            still = hdet.LearningRate(spread=TwoLevel(0.0), controller=Hold(), schedule=OneCycle(0.02, STEPS))
+            with_hdet = many_ranks(wrap, make, knobs=[still], merge=Mean(policy))
             ours = [*with_hdet["weights"], *with_hdet["buffers"]]
             found[name, policy] = {
                 "difference": difference(ours, alone),

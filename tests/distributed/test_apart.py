@@ -19,13 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 from training import batch, batch_normed, loss_of, network, optimizer_of, probe, weights
 
 import hdet
+from hdet.controllers import Hold
+from hdet.errors import ConfigError, StepError
+from hdet.spreads import TwoLevel
 
 STEPS, WINDOW = 12, 4
 Found = dict[str, Any]
 
 
 def still() -> list[hdet.Knob]:
-    return [hdet.LearningRate(spread=hdet.TwoLevel(0.0), controller=hdet.Hold())]
+    return [hdet.LearningRate(spread=TwoLevel(0.0), controller=Hold())]
 
 
 def engine_of(home: hdet.replicas.Replicas, **options: Any) -> hdet.Engine:
@@ -62,7 +65,7 @@ def train(
                 optimizer.zero_grad()
             after_update(step)
             engine.step(losses)
-    except hdet.StepError as error:
+    except StepError as error:
         return str(error)
     return ""
 
@@ -77,7 +80,7 @@ def recipe() -> Found:
     model = DistributedDataParallel(network())
     optimizer = optimizer_of(model)
     found: Found = {}
-    with pytest.raises(hdet.ConfigError) as caught:
+    with pytest.raises(ConfigError) as caught:
         hdet.recommended(model, optimizer, total_steps=STEPS, probe=probe(), quiet=True)
     found["alone"] = str(caught.value)
     home = hdet.distribute(model, optimizer)
@@ -100,12 +103,12 @@ def refused() -> Found:
             try:
                 call(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
                 found[name, call.__name__] = ""
-            except hdet.ConfigError as error:
+            except ConfigError as error:
                 found[name, call.__name__] = str(error)
     pipeline = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "pp"))
     stage = PipelineStage(network(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     for name, model, given in (("mesh", network(), pipeline), ("stage", stage, None)):
-        with pytest.raises(hdet.ConfigError) as caught:
+        with pytest.raises(ConfigError) as caught:
             hdet.distribute(model, optimizer_of(network()), mesh=given)
         found["pipeline", name] = str(caught.value)
     plain = network()
@@ -139,7 +142,7 @@ def spiked(gradients: str) -> Found:
     """A gradient of rank 1 is finite, and its square is not."""
     model = DistributedDataParallel(network())
     optimizer = optimizer_of(model)
-    knob = hdet.LearningRate(spread=hdet.TwoLevel(0.3), controller=hdet.Hold())
+    knob = hdet.LearningRate(spread=TwoLevel(0.3), controller=Hold())
     engine = hdet.Engine(
         hdet.distribute(model, optimizer), [knob], window=WINDOW, total_steps=STEPS, gradients=gradients
     )
@@ -158,7 +161,7 @@ def spiked(gradients: str) -> Found:
 
 def infinite_statistic() -> Found:
     model = DistributedDataParallel(batch_normed())
-    knob = hdet.LearningRate(spread=hdet.TwoLevel(0.3), controller=hdet.Hold())
+    knob = hdet.LearningRate(spread=TwoLevel(0.3), controller=Hold())
     engine = hdet.Engine(hdet.distribute(model, optimizer_of(model)), [knob], window=WINDOW, total_steps=STEPS)
 
     def after_update(step: int) -> None:

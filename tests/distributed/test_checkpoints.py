@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import difference, network, optimizer_of, probe, train
 
 import hdet
+from hdet.errors import CheckpointError
+from hdet.merges import Mean
 
 Found = dict[str, Any]
 STOP = 6
@@ -32,7 +34,7 @@ def kept_engine() -> hdet.Engine:
     """Replicas that keep moments of their own, and so differ at every opening."""
     model = DistributedDataParallel(network())
     home = hdet.distribute(model, optimizer_of(model), exact=True)
-    return cases.engine_of(home, gradients="local", merge=hdet.Mean("keep"))
+    return cases.engine_of(home, gradients="local", merge=Mean("keep"))
 
 
 def noisy_engine() -> hdet.Engine:
@@ -120,7 +122,7 @@ def four_ranks(folder: Path) -> Found:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         checkpoints.save(engine)
-    except hdet.CheckpointError as error:
+    except CheckpointError as error:
         found["full"] = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     dist.barrier()
@@ -195,7 +197,7 @@ def full_in_the_background(folder: Path) -> str:
     told = ""
     try:
         checkpoints.wait()
-    except hdet.CheckpointError as error:
+    except CheckpointError as error:
         told = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     dist.barrier()
@@ -307,7 +309,7 @@ def test_one_process_takes_up_replicas_that_differ(folder: Path, four: list[Foun
     for n, same in ((4, True), (2, False)):
         model = network()
         home = hdet.replicate(model, optimizer_of(model), n=n)
-        engine = cases.engine_of(home, gradients="local", merge=hdet.Mean("keep"))
+        engine = cases.engine_of(home, gradients="local", merge=Mean("keep"))
         assert hdet.CheckpointFolder(folder / "kept 6").resume(engine) == 4
         moments = [optimizer.state_dict()["state"][0]["exp_avg"] for optimizer in engine.optimizers]
         assert torch.equal(moments[0], moments[1]) != same
@@ -352,7 +354,7 @@ def test_one_process_takes_up_a_run_of_four_ranks(folder: Path, four: list[Found
 def test_a_checkpoint_of_another_declaration_is_refused(folder: Path, four: list[Found]) -> None:
     model = network()
     engine = cases.engine_of(hdet.replicate(model, optimizer_of(model), n=4), seed=7)
-    with pytest.raises(hdet.CheckpointError, match="seed"):
+    with pytest.raises(CheckpointError, match="seed"):
         hdet.CheckpointFolder(folder / "ddp").resume(engine)
 
 
@@ -381,9 +383,9 @@ def test_a_refused_resume_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
     engine = cases.engine_of(hdet.replicate(model, optimizer_of(model), n=2), seed=7)
     train(engine, 5)
     before = [tensor.clone() for tensor in engine.cycle.anchor.held]
-    with pytest.raises(hdet.CheckpointError, match="seed=0, this engine has 7"):
+    with pytest.raises(CheckpointError, match="seed=0, this engine has 7"):
         hdet.CheckpointFolder(tmp_path / "folder").resume(engine)
-    with pytest.raises(hdet.CheckpointError, match="seed=0, this engine has 7"):
+    with pytest.raises(CheckpointError, match="seed=0, this engine has 7"):
         dcp.load({"hdet": hdet.Stateful(engine)}, checkpoint_id=tmp_path / "bare")
     assert all(map(torch.equal, before, engine.cycle.anchor.held))
     assert engine.step_count == 5
@@ -398,10 +400,10 @@ def test_a_folder_of_another_run_is_not_saved_over(tmp_path: Path) -> None:
         assert checkpoints.save(old) == tmp_path / f"step_{step:08d}"  # nothing new: nothing written
     fresh = one_process(seed=3)
     train(fresh, 4)
-    with pytest.raises(hdet.CheckpointError, match="holds step_00000008, from which this engine has not gone on"):
+    with pytest.raises(CheckpointError, match="holds step_00000008, from which this engine has not gone on"):
         checkpoints.save(fresh)
     train(fresh, 8)
-    with pytest.raises(hdet.CheckpointError, match="step_00000008 is another run's"):
+    with pytest.raises(CheckpointError, match="step_00000008 is another run's"):
         checkpoints.save(fresh)
     train(fresh, cases.STEPS)
     checkpoints.save(fresh)
@@ -430,7 +432,7 @@ def test_a_folder_that_cannot_be_cleared_is_told(tmp_path: Path, monkeypatch: py
         raise PermissionError(f"{path} is not yours")
 
     monkeypatch.setattr("hdet.checkpoints.folder.shutil.rmtree", refuse)
-    with pytest.raises(hdet.CheckpointError, match="is not yours"):
+    with pytest.raises(CheckpointError, match="is not yours"):
         hdet.CheckpointFolder(tmp_path).save(engine)
 
 

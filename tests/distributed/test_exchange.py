@@ -20,11 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 from training import batch, batch_normed, knobs, network, optimizer_of, probe
 
 import hdet
+from hdet.controllers import Hold
+from hdet.errors import ConfigError
+from hdet.merges import Mean
 from hdet.replicas import tensors
 from hdet.replicas.distributed import fully_sharded
 from hdet.replicas.distributed.exchange import Exchange, fold
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.distributed.layout import of_group
+from hdet.spaces import Log
+from hdet.spreads import TwoLevel
 
 Found = dict[str, Any]
 
@@ -133,7 +138,7 @@ def refused() -> dict[str, str]:
         "one replica": lambda: pair(sharded(mesh["dp_shard"])),
         "local hsdp": local_hsdp,
         "seed": lambda: engine(plain(), seed=rank % 2),
-        "knobs": lambda: engine(plain(), knobs=[hdet.LearningRate(spread=hdet.TwoLevel(0.1 + 0.1 * (rank == 3)))]),
+        "knobs": lambda: engine(plain(), knobs=[hdet.LearningRate(spread=TwoLevel(0.1 + 0.1 * (rank == 3)))]),
         "shapes": wide,
         "group": lambda: pair(DistributedDataParallel(network()), group=half),
         "both": lambda: plain(group=half, mesh=mesh),
@@ -171,7 +176,7 @@ def own_buffers() -> Found:
     engine = hdet.Engine(
         hdet.distribute(model, optimizer_of(model)),
         [
-            hdet.Scalar("scale", path="scale", spread=hdet.TwoLevel(0.1), bounds=(0.5, 2.0), space=hdet.Log()),
+            hdet.Scalar("scale", path="scale", spread=TwoLevel(0.1), bounds=(0.5, 2.0), space=Log()),
             hdet.Dropout(),
         ],
         window=3,
@@ -195,7 +200,7 @@ def micro() -> Found:
     model = DistributedDataParallel(network())
     engine = hdet.Engine(
         hdet.distribute(model, optimizer_of(model), micro_batches=2),
-        [hdet.LearningRate(spread=hdet.TwoLevel(0.0), controller=hdet.Hold())],
+        [hdet.LearningRate(spread=TwoLevel(0.0), controller=Hold())],
         window=2,
         total_steps=4,
     )
@@ -212,7 +217,7 @@ def statistics() -> dict[str, torch.Tensor]:
     found = {}
     for name, wrap in (("plain", nn.Sequential), ("DDP", DistributedDataParallel)):
         model = wrap(batch_normed())
-        knob = hdet.LearningRate(controller=hdet.Hold(), evidence=hdet.Line())
+        knob = hdet.LearningRate(controller=Hold(), evidence=hdet.Line())
         home = hdet.distribute(model, optimizer_of(model), micro_batches=1)
         engine = hdet.Engine(home, [knob], window=1, total_steps=2, signal=probe())
         train(engine, 1)
@@ -220,7 +225,7 @@ def statistics() -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp_replicate", "dp_shard"))
     model = batch_normed()
     fully_shard(model, mesh=mesh)
-    knob = hdet.LearningRate(controller=hdet.Hold(), evidence=hdet.Line())
+    knob = hdet.LearningRate(controller=Hold(), evidence=hdet.Line())
     home = hdet.distribute(model, optimizer_of(model), mesh=mesh)
     engine = hdet.Engine(home, [knob], window=1, total_steps=2, signal=probe())
     train(engine, 1, parts=(dist.get_rank(),), each=4)
@@ -276,7 +281,7 @@ def failed() -> Found:
             window=3,
             total_steps=6,
             gradients="local",
-            merge=hdet.Mean(policy),
+            merge=Mean(policy),
         )
         from training import batch, loss_of, told, weights
 
@@ -332,11 +337,11 @@ def numbers_in_groups() -> Found:
             model = Branches()
             engine = hdet.Engine(
                 hdet.distribute(model, Counting(model), copies=copies),
-                [hdet.LearningRate(controller=hdet.Hold())],
+                [hdet.LearningRate(controller=Hold())],
                 window=2,
                 total_steps=4,
                 gradients="local",
-                merge=hdet.Mean(policy),
+                merge=Mean(policy),
             )
             for step in range(2):
                 losses = []
@@ -378,7 +383,7 @@ def unused() -> Found:
     model = Branches()
     engine = hdet.Engine(
         hdet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1)),
-        [hdet.LearningRate(spread=hdet.TwoLevel(0.0), controller=hdet.Hold())],
+        [hdet.LearningRate(spread=TwoLevel(0.0), controller=Hold())],
         window=2,
         total_steps=2,
     )
@@ -487,7 +492,7 @@ def test_micro_batches_of_several_ranks_are_one_run(ranks: list[Found]) -> None:
     model = network()
     engine = hdet.Engine(
         hdet.micro_batches(model, optimizer_of(model), n=8),
-        [hdet.LearningRate(spread=hdet.TwoLevel(0.0), controller=hdet.Hold())],
+        [hdet.LearningRate(spread=TwoLevel(0.0), controller=Hold())],
         window=2,
         total_steps=4,
     )
@@ -587,11 +592,11 @@ def test_a_fingerprint_shows_any_single_change(seed: int, place: int) -> None:
 
 def test_without_a_process_group_the_way_in_is_told() -> None:
     model = network()
-    with pytest.raises(hdet.ConfigError, match="init_process_group"):
+    with pytest.raises(ConfigError, match="init_process_group"):
         hdet.distribute(model, optimizer_of(model))
 
 
 def test_without_torchruns_variables_the_way_in_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(hdet.ConfigError, match="torchrun"), hdet.process_group():
+    with pytest.raises(ConfigError, match="torchrun"), hdet.process_group():
         pass

@@ -20,7 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from training import WIDTH, batch, difference, loss_of, optimizer_of, told, weights
 
 import hdet
+from hdet.controllers import Controller, Gated, Hold
+from hdet.errors import ConfigError
 from hdet.replicas import gradients
+from hdet.spreads import TwoLevel
 
 STEPS, WINDOW = 12, 4
 Found = dict[str, Any]
@@ -33,8 +36,8 @@ def network() -> nn.Module:
     )
 
 
-def dropout(controller: hdet.Controller | None = None) -> hdet.Knob:
-    return hdet.Dropout(evidence=hdet.MixedDifference(), controller=controller or hdet.Gated(0.1, gate=0.0))
+def dropout(controller: Controller | None = None) -> hdet.Knob:
+    return hdet.Dropout(evidence=hdet.MixedDifference(), controller=controller or Gated(0.1, gate=0.0))
 
 
 def engine_of(replicas: hdet.replicas.Replicas, knob: hdet.Knob) -> hdet.Engine:
@@ -85,8 +88,8 @@ def undisturbed(mesh: Any) -> Found:
     A window closes while gradients are kept and are not to be reduced, as between micro-batches.
     """
     ends = []
-    still = hdet.LearningRate(spread=hdet.TwoLevel(0.0), controller=hdet.Hold())
-    for knob in (dropout(hdet.Hold()), still):
+    still = hdet.LearningRate(spread=TwoLevel(0.0), controller=Hold())
+    for knob in (dropout(Hold()), still):
         model = sharded_over(mesh)(network())
         optimizer = optimizer_of(model)
         engine = engine_of(hdet.distribute(model, optimizer, mesh=mesh), knob)
@@ -143,7 +146,7 @@ def hooked(mesh: Any) -> int:
 def refused(replicas: hdet.replicas.Replicas, evidence: hdet.Evidence) -> str:
     try:
         engine_of(replicas, hdet.Dropout(evidence=evidence))
-    except hdet.ConfigError as error:
+    except ConfigError as error:
         return str(error)
     return ""
 

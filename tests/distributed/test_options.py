@@ -17,6 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from training import batch, difference, loss_of, network, told, train, weights
 
 import hdet
+from hdet.controllers import Hold
+from hdet.errors import ConfigError
+from hdet.merges import Mean
+from hdet.spreads import TwoLevel
 
 Found = dict[str, Any]
 RANKS, STEPS, WINDOW, DELAY = 4, 10, 5, 2
@@ -27,7 +31,7 @@ def descent(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def held() -> list[hdet.Knob]:
-    return [hdet.LearningRate(controller=hdet.Hold(), spread=hdet.TwoLevel(0.3))]
+    return [hdet.LearningRate(controller=Hold(), spread=TwoLevel(0.3))]
 
 
 def options(folder: Path) -> Found:
@@ -45,7 +49,7 @@ def options(folder: Path) -> Found:
             home={"mesh": mesh, **home},
             part=part,
             each=2,
-            merge=hdet.Mean("keep"),
+            merge=Mean("keep"),
         )
 
     found["shards overlap"] = weights(overlapped(cases.sharded_over(mesh), STEPS, part, each=2, mesh=mesh))[0]
@@ -61,7 +65,7 @@ def options(folder: Path) -> Found:
         window=WINDOW,
         total_steps=STEPS,
         gradients="local",
-        merge=hdet.Mean("keep"),
+        merge=Mean("keep"),
     )
     apart = []
     for step in range(STEPS):
@@ -92,7 +96,7 @@ def options(folder: Path) -> Found:
     }.items():
         try:
             attempt()
-        except hdet.ConfigError as error:
+        except ConfigError as error:
             told_off[name] = str(error)
     found["refused"] = told_off
     return found
@@ -109,7 +113,7 @@ def overlapped(
         window=WINDOW,
         total_steps=STEPS,
         gradients="local",
-        merge=hdet.Mean("keep"),
+        merge=Mean("keep"),
     )
     train(engine, steps, parts=(part,), each=each)
     return engine
@@ -308,7 +312,7 @@ def test_shards_overlap_too(ranks: list[Found]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("average", "hdet.Mean('keep')"), ("both", "goes with one"), ("precision", "bfloat16")]
+    ("name", "words"), [("average", "hdet.merges.Mean('keep')"), ("both", "goes with one"), ("precision", "bfloat16")]
 )
 def test_options_that_do_not_go_together_are_refused(ranks: list[Found], name: str, words: str) -> None:
     assert words in ranks[0]["refused"][name]

@@ -24,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import WIDTH, batch, difference, loss_of, told, weights
 
 import hdet
+from hdet.controllers import Hold
+from hdet.errors import ConfigError, StepError
 from hdet.evidence.contrast import ContrastCollector
 from hdet.replicas.distributed import own_gradient
 from hdet.replicas.distributed.exchange import Exchange
@@ -91,7 +93,7 @@ def engine_of(model: nn.Module, horizon: int = 0, **home: Any) -> hdet.Engine:
     window = BLOCKS * (2 if home.get("micro_batches") is None else 1)
     return hdet.Engine(
         hdet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05), **home),
-        [hdet.Dropout(evidence=hdet.Contrast(horizon=horizon, refresh=4), controller=hdet.Hold())],
+        [hdet.Dropout(evidence=hdet.Contrast(horizon=horizon, refresh=4), controller=Hold())],
         window=window,
         total_steps=2 * window,
         signal=hdet.Probe(loss_of, [batch(-1 - j, 99) for j in range(4)]),
@@ -185,7 +187,7 @@ def everything() -> Found:
     try:
         engine_of(WRAPS["static"](Network()), exact=True)
         found["static exact"] = ""
-    except hdet.ConfigError as error:
+    except ConfigError as error:
         found["static exact"] = str(error)
     return found
 
@@ -222,7 +224,7 @@ def out_of_order() -> dict[str, str]:
                     loss_of(replica.model, batch(0, replica.index)).backward()
             engine.share_gradients()
             found[name] = ""
-        except hdet.StepError as error:
+        except StepError as error:
             found[name] = str(error)
     return found
 

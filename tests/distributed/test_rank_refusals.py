@@ -19,6 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from training import batch, difference, loss_of, network, optimizer_of, train, weights
 
 import hdet
+from hdet.controllers import Hold
+from hdet.errors import ConfigError, StepError
+from hdet.schedules import OneCycle
+from hdet.spreads import TwoLevel
 
 Found = dict[str, Any]
 NOISE = 0.3
@@ -27,7 +31,7 @@ NOISE = 0.3
 def error_of(act: Callable[[], object]) -> str:
     try:
         act()
-    except hdet.ConfigError as error:
+    except ConfigError as error:
         return str(error)
     return ""
 
@@ -35,7 +39,7 @@ def error_of(act: Callable[[], object]) -> str:
 def declared_with(betas: tuple[float, float], lr: float) -> hdet.Engine:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=betas)
-    schedule = hdet.OneCycle(0.02, total_steps=cases.STEPS)
+    schedule = OneCycle(0.02, total_steps=cases.STEPS)
     return cases.engine_of(hdet.distribute(model, optimizer), knobs=[hdet.LearningRate(schedule=schedule)])
 
 
@@ -58,7 +62,7 @@ def sequence_parallel() -> hdet.Engine:
     }
     parallelize_module(model, mesh["tp"], plan)
     fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"])
-    still = [hdet.LearningRate(spread=hdet.TwoLevel(0.0), controller=hdet.Hold())]
+    still = [hdet.LearningRate(spread=TwoLevel(0.0), controller=Hold())]
     return cases.engine_of(hdet.distribute(model, optimizer_of(model), mesh=mesh), knobs=still)
 
 
@@ -96,14 +100,14 @@ def frozen(layer: int, **home: Any) -> str:
     """What is said where a rank freezes one of the layers before the second step; "" where weights stay right."""
     model = Twins()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    still = [hdet.LearningRate(spread=hdet.TwoLevel(0.0), controller=hdet.Hold())]
+    still = [hdet.LearningRate(spread=TwoLevel(0.0), controller=Hold())]
     engine = cases.engine_of(hdet.distribute(model, optimizer, **home), knobs=still)
     train(engine, 1)
     for own, _ in engine.hosts:
         own.get_parameter(f"layers.{layer}.weight").requires_grad_(False)
     try:
         train(engine, 2)
-    except hdet.StepError as error:
+    except StepError as error:
         return str(error)
     gathered = [torch.empty(3, 6, 6) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, torch.stack([own.detach() for own in model.parameters()]))
@@ -119,7 +123,7 @@ def without_the_block(**options: Any) -> str:
     engine.optimizers[0].step()
     try:
         engine.step(0.0)
-    except hdet.StepError as error:
+    except StepError as error:
         return str(error)
     return ""
 

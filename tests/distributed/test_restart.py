@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import network, probe, train
 
 import hdet
+from hdet.controllers import Calibrate
+from hdet.schedules import Cosine
 
 STEPS, WINDOW = 240, 8
 HOMES = ["ddp", "ddp, noisy start", "plain, noisy start", "fsdp"]
@@ -37,9 +39,9 @@ def begun_anew(home: str) -> Found:
     if "noisy" in home:
         hdet.perturb(replicas, 0.01)
     knob = hdet.LearningRate(
-        schedule=hdet.Cosine(10.0, STEPS, warmup=0.5),
+        schedule=Cosine(10.0, STEPS, warmup=0.5),
         bounds=(0.0, 1e4),
-        controller=hdet.Calibrate(),
+        controller=Calibrate(),
         evidence=hdet.Line(),
     )
     engine = hdet.Engine(

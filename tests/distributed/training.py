@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import hdet
+from hdet.controllers import Gated
+from hdet.spreads import TwoLevel
 
 WIDTH = 6
 
@@ -45,8 +47,8 @@ def probe(at: str = "last") -> hdet.Probe:
 
 def knobs() -> list[hdet.Knob]:
     return [
-        hdet.LearningRate(controller=hdet.Gated(gate=0.0), spread=hdet.TwoLevel(0.3)),
-        hdet.WeightDecay(controller=hdet.Gated(gate=0.0), spread=hdet.TwoLevel(0.5)),
+        hdet.LearningRate(controller=Gated(gate=0.0), spread=TwoLevel(0.3)),
+        hdet.WeightDecay(controller=Gated(gate=0.0), spread=TwoLevel(0.5)),
     ]
 
 

@@ -11,8 +11,12 @@ from torch import nn
 
 import hdet
 import hdet.nn
-from hdet import Engine, TwoLevel
+from hdet import Engine
+from hdet.controllers import Calibrate, Controller, Hold
+from hdet.designs import Hadamard
 from hdet.errors import ConfigError, HdetError, IdentifiabilityError, MatchError, StepError
+from hdet.schedules import Cosine, OneCycle
+from hdet.spreads import Symmetric, TwoLevel
 
 
 def make(problem: Any, knobs: Any, n: int = 4, **options: Any) -> Engine:
@@ -79,7 +83,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
         r"learning_rate: its schedule reaches 0.1, outside the bounds \(0.2, 1.0\); give bounds=\(0.1, 1\)",
     ),
     "a schedule out of bounds": (
-        lambda p: make(p, [hdet.LearningRate(schedule=hdet.OneCycle(5.0, total_steps=50), bounds=(0.0, 1.0))]),
+        lambda p: make(p, [hdet.LearningRate(schedule=OneCycle(5.0, total_steps=50), bounds=(0.0, 1.0))]),
         ConfigError,
         r"reaches 5, outside the bounds .* give bounds=\(0, 5\) or another base",
     ),
@@ -190,7 +194,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
         "learning_rate: a tilt evaluates merged weights; give signal=hdet.Probe",
     ),
     "a controller that needs more": (
-        lambda p: make(p, [hdet.LearningRate(controller=hdet.Calibrate())], signal=p.probe()),
+        lambda p: make(p, [hdet.LearningRate(controller=Calibrate())], signal=p.probe()),
         ConfigError,
         "learning_rate: the controller calibrate needs a judgement at window-averaged weights, which diverg",
     ),
@@ -210,9 +214,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
         r"learning_rate: line evidence measures a held-out loss; give signal=hdet.Probe",
     ),
     "graded spreads under signs": (
-        lambda p: make(
-            p, [hdet.LearningRate(spread=hdet.Symmetric())], evidence=hdet.Divergent(design=hdet.Hadamard())
-        ),
+        lambda p: make(p, [hdet.LearningRate(spread=Symmetric())], evidence=hdet.Divergent(design=Hadamard())),
         ConfigError,
         "learning_rate",
     ),
@@ -220,8 +222,8 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
         lambda p: make(
             p,
             [
-                hdet.LearningRate(schedule=hdet.OneCycle(0.1, total_steps=10)),
-                hdet.WeightDecay(schedule=hdet.Cosine(0.1, total_steps=20)),
+                hdet.LearningRate(schedule=OneCycle(0.1, total_steps=10)),
+                hdet.WeightDecay(schedule=Cosine(0.1, total_steps=20)),
             ],
         ),
         ConfigError,
@@ -349,7 +351,7 @@ def test_a_step_too_many(problem: Any, train: Any) -> None:
 def test_gradients_that_were_not_shared(problem: Any, seats: bool) -> None:
     model = problem.model()
     home = (hdet.micro_batches if seats else hdet.replicate)(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
-    still = hdet.LearningRate(spread=hdet.TwoLevel(0.0))
+    still = hdet.LearningRate(spread=TwoLevel(0.0))
     engine = Engine(home, [still], window=4, total_steps=8)
 
     def enter_all() -> None:
@@ -411,11 +413,11 @@ def test_a_history_of_another_run(problem: Any, train: Any, tmp_path: Any) -> No
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_controller_that_moves_nowhere(bad: float, problem: Any) -> None:
     @hdet.register
-    class Lost(hdet.Controller):
+    class Lost(Controller):
         kind = "lost"
 
         def start(self) -> Any:
-            return hdet.Hold().start()
+            return Hold().start()
 
         def step(self, state: Any, estimate: Any, context: Any) -> Any:
             return bad, state
@@ -425,4 +427,4 @@ def test_a_controller_that_moves_nowhere(bad: float, problem: Any) -> None:
         with pytest.raises(ConfigError, match="learning_rate: Lost moved by"):
             engine.step([0.0] * 4)
     finally:
-        del hdet.Controller._members["lost"]
+        del Controller._members["lost"]

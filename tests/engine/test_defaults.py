@@ -9,9 +9,13 @@ import torch
 from torch import nn
 
 import hdet
+from hdet.controllers import Calibrate, Context, Estimate, Gated, Hold, Regularize
 from hdet.engine.defaults import complete, controller, counterfactual
+from hdet.estimators import Marginal
+from hdet.spaces import Linear, Relative
+from hdet.spreads import TwoLevel
 
-SCALAR = hdet.Scalar("margin", path="margin", bounds=(0.0, 1.0), space=hdet.Linear())
+SCALAR = hdet.Scalar("margin", path="margin", bounds=(0.0, 1.0), space=Linear())
 PULL = hdet.Scalar("pull", path="pull", bounds=(0.1, 1.0), effect="update")
 
 REMEMBERING = hdet.Contrast(horizon=400)
@@ -23,17 +27,17 @@ DECAY_RULE = controller(hdet.WeightDecay(), hdet.Analytic())
 @pytest.mark.parametrize(
     ("knob", "evidence", "rule"),
     [
-        (hdet.LearningRate(), hdet.Line(), hdet.Calibrate()),
-        (hdet.LearningRate(groups=0), hdet.Line(), hdet.Calibrate()),
+        (hdet.LearningRate(), hdet.Line(), Calibrate()),
+        (hdet.LearningRate(groups=0), hdet.Line(), Calibrate()),
         (hdet.WeightDecay(), hdet.Analytic(), DECAY_RULE),
         (hdet.Dropout(), REMEMBERING, FORWARD_RULE),
         (hdet.LabelSmoothing(), REMEMBERING, FORWARD_RULE),
         (hdet.AttentionTemperature(), REMEMBERING, FORWARD_RULE),
-        (SCALAR, REMEMBERING, hdet.Gated()),
-        (hdet.Momentum(), hdet.Recursion(), hdet.Gated()),
-        (hdet.Beta1(), hdet.Recursion(), hdet.Gated()),
-        (hdet.Beta2(), hdet.Recursion(), hdet.Gated()),
-        (PULL, hdet.Divergent(), hdet.Gated()),
+        (SCALAR, REMEMBERING, Gated()),
+        (hdet.Momentum(), hdet.Recursion(), Gated()),
+        (hdet.Beta1(), hdet.Recursion(), Gated()),
+        (hdet.Beta2(), hdet.Recursion(), Gated()),
+        (PULL, hdet.Divergent(), Gated()),
     ],
 )
 def test_without_divergence_each_knob_gets_what_suits_it(knob: Any, evidence: Any, rule: Any) -> None:
@@ -43,11 +47,11 @@ def test_without_divergence_each_knob_gets_what_suits_it(knob: Any, evidence: An
     assert done.replace(evidence=None, controller=None) == knob
 
 
-SURE, UNSURE = (hdet.Estimate(slope=1.0, stderr=error, level=2.0, span=1.0) for error in (0.01, 1.01))
+SURE, UNSURE = (Estimate(slope=1.0, stderr=error, level=2.0, span=1.0) for error in (0.01, 1.01))
 
 
-def moved(rule: Any, estimate: hdet.Estimate, length: int, step: int = 50) -> float:
-    context = hdet.Context(step=step, total_steps=100, length=length, loss=1.8)
+def moved(rule: Any, estimate: Estimate, length: int, step: int = 50) -> float:
+    context = Context(step=step, total_steps=100, length=length, loss=1.8)
     return float(rule.step(rule.start(), estimate, context)[0])
 
 
@@ -65,16 +69,16 @@ def test_decay_moves_by_its_share_of_a_window() -> None:
     assert moved(DECAY_RULE, SURE, 1000) == pytest.approx(-1.6)
     assert moved(DECAY_RULE, UNSURE, 1000) == 0.0
     for t, moves in ((1.9, False), (-1.9, False), (2.1, True), (-2.1, True)):
-        told = hdet.Estimate(slope=1e-3 * t, stderr=1e-3, level=0.1, span=1.0)
-        context = hdet.Context(step=50, total_steps=100, length=30, loss=0.09)
+        told = Estimate(slope=1e-3 * t, stderr=1e-3, level=0.1, span=1.0)
+        context = Context(step=50, total_steps=100, length=30, loss=0.09)
         assert (DECAY_RULE.step(DECAY_RULE.start(), told, context)[0] != 0.0) is moves
-    faint = {sign: hdet.Estimate(slope=sign * 1e-3, stderr=1e-4, level=2.0, span=1.0) for sign in (1, -1)}
+    faint = {sign: Estimate(slope=sign * 1e-3, stderr=1e-4, level=2.0, span=1.0) for sign in (1, -1)}
     assert moved(DECAY_RULE, faint[1], 10) == 0.0
     assert moved(DECAY_RULE, faint[-1], 10) == pytest.approx(1.6)
     assert moved(DECAY_RULE, faint[-1], 10, step=29) == 0.0
 
 
-@pytest.mark.parametrize("rule", [DECAY_RULE, FORWARD_RULE, hdet.Calibrate()])
+@pytest.mark.parametrize("rule", [DECAY_RULE, FORWARD_RULE, Calibrate()])
 def test_none_of_them_listens_to_the_end(rule: Any) -> None:
     assert [rule.listens(step, 100) for step in (84, 85)] == [True, False]
     assert moved(rule, SURE, 10, step=85) == 0.0
@@ -90,30 +94,30 @@ def test_replicas_that_can_come_apart_are_compared(knob: Any) -> None:
 
 def test_a_learning_rate_judged_by_divergence_is_not_calibrated() -> None:
     """Calibrate needs a judgement at averaged weights, which divergent evidence has not."""
-    assert controller(hdet.LearningRate(), hdet.Divergent()) == hdet.Gated()
-    assert controller(hdet.LearningRate(), hdet.Line()) == hdet.Calibrate()
+    assert controller(hdet.LearningRate(), hdet.Divergent()) == Gated()
+    assert controller(hdet.LearningRate(), hdet.Line()) == Calibrate()
 
 
 def test_what_was_declared_is_kept() -> None:
-    own = hdet.LearningRate(evidence=hdet.Line(width=0.1), controller=hdet.Hold())
+    own = hdet.LearningRate(evidence=hdet.Line(width=0.1), controller=Hold())
     assert complete(own, hdet.Divergent(), diverge=True) == own
 
 
 def test_a_knobs_own_evidence_goes_before_the_engines_and_that_before_the_default() -> None:
-    engines = hdet.Divergent(estimator=hdet.Marginal())
+    engines = hdet.Divergent(estimator=Marginal())
     assert complete(hdet.LearningRate(), engines, diverge=False).evidence == engines
     assert complete(hdet.LearningRate(evidence=hdet.Line()), engines, diverge=True).evidence == hdet.Line()
 
 
 def test_the_controller_follows_the_evidence_that_was_chosen() -> None:
-    assert complete(hdet.LearningRate(), hdet.Line(), diverge=True).controller == hdet.Calibrate()
-    assert complete(hdet.LearningRate(evidence=hdet.Divergent()), None, diverge=False).controller == hdet.Gated()
+    assert complete(hdet.LearningRate(), hdet.Line(), diverge=True).controller == Calibrate()
+    assert complete(hdet.LearningRate(evidence=hdet.Divergent()), None, diverge=False).controller == Gated()
 
 
 @pytest.mark.parametrize("diverge", [False, True])
 def test_a_knob_without_a_spread_asks_for_no_comparison(diverge: bool) -> None:
     """So that it needs no probe."""
-    still = hdet.LearningRate(spread=hdet.TwoLevel(0.0))
+    still = hdet.LearningRate(spread=TwoLevel(0.0))
     assert complete(still, None, diverge=diverge).evidence == hdet.Divergent()
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -123,10 +127,10 @@ def test_a_knob_without_a_spread_asks_for_no_comparison(diverge: bool) -> None:
 
 def test_the_rule_for_decay_is_for_its_formula_in_log_space_only() -> None:
     """Elsewhere, say from a decay of 0 in `Linear` space, its units mean nothing."""
-    assert isinstance(controller(hdet.WeightDecay(), hdet.Analytic()), hdet.Regularize)
+    assert isinstance(controller(hdet.WeightDecay(), hdet.Analytic()), Regularize)
     for knob, evidence in (
         (hdet.WeightDecay(), hdet.Divergent()),
-        (hdet.WeightDecay(space=hdet.Relative()), hdet.Analytic()),
-        (hdet.WeightDecay(space=hdet.Linear(0.2)), hdet.Divergent()),
+        (hdet.WeightDecay(space=Relative()), hdet.Analytic()),
+        (hdet.WeightDecay(space=Linear(0.2)), hdet.Divergent()),
     ):
-        assert type(controller(knob, evidence)) is hdet.Gated
+        assert type(controller(knob, evidence)) is Gated

@@ -16,9 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 import hdet
-from hdet import Context, Controller, Engine, Estimate, TwoLevel
+from hdet import Engine
+from hdet.controllers import Context, Controller, Estimate, Hold
 from hdet.controllers.state import NoState
+from hdet.designs import LatinHypercube
 from hdet.errors import StepError
+from hdet.merges import Mean
+from hdet.schedules import FromCallable, OneCycle, Replay
+from hdet.spreads import Geometric, OneSided, Symmetric, TwoLevel
 
 STEPS = 30
 
@@ -47,10 +52,10 @@ class Push(Controller):
 
 def still(max_lr: float = 0.05) -> list[hdet.Knob]:
     """A learning rate on a schedule, and a decay, which are watched but never moved apart or along."""
-    schedule = hdet.OneCycle(max_lr, total_steps=STEPS)
+    schedule = OneCycle(max_lr, total_steps=STEPS)
     return [
-        hdet.LearningRate(schedule=schedule, spread=TwoLevel(0), controller=hdet.Hold()),
-        hdet.WeightDecay(schedule=1e-3, spread=TwoLevel(0), controller=hdet.Hold()),
+        hdet.LearningRate(schedule=schedule, spread=TwoLevel(0), controller=Hold()),
+        hdet.WeightDecay(schedule=1e-3, spread=TwoLevel(0), controller=Hold()),
     ]
 
 
@@ -137,7 +142,7 @@ def test_spread_0_is_plain_training_with_dropout(problem: Any, train: Any, asser
     model = problem.model(nn.BatchNorm1d(6), nn.Dropout(0.3))
     reference = copy.deepcopy(model)
     make = OPTIMIZERS["adamw"]
-    knobs = [*still(), hdet.Dropout(spread=TwoLevel(0), controller=hdet.Hold())]
+    knobs = [*still(), hdet.Dropout(spread=TwoLevel(0), controller=Hold())]
     engine = Engine(hdet.replicate(model, make(model.parameters()), n=1), knobs, window=7)
     torch.manual_seed(5)
     train(engine)
@@ -152,10 +157,10 @@ def test_counterfactual_evidence_looks_and_does_not_touch(n: int, problem: Any, 
     model = problem.model(nn.LayerNorm(6))
     reference = copy.deepcopy(model)
     make = OPTIMIZERS["adamw"]
-    schedule = hdet.OneCycle(0.05, total_steps=STEPS)
+    schedule = OneCycle(0.05, total_steps=STEPS)
     knobs = [
-        hdet.LearningRate(schedule=schedule, evidence=hdet.Line(), controller=hdet.Hold()),
-        hdet.WeightDecay(schedule=1e-3, evidence=hdet.Analytic(), controller=hdet.Hold()),
+        hdet.LearningRate(schedule=schedule, evidence=hdet.Line(), controller=Hold()),
+        hdet.WeightDecay(schedule=1e-3, evidence=hdet.Analytic(), controller=Hold()),
     ]
     replicas = hdet.replicate(model, make(model.parameters()), n=n)
     engine = Engine(replicas, knobs, window=7, signal=problem.probe())
@@ -172,7 +177,7 @@ def values_in_force(engine: Engine, knob: int) -> list[float]:
     return [float(binding.read()) for binding in engine.knobs[knob].bindings]
 
 
-SPREADS = st.sampled_from([TwoLevel, hdet.Symmetric, hdet.Geometric])
+SPREADS = st.sampled_from([TwoLevel, Symmetric, Geometric])
 
 
 @settings(max_examples=40, deadline=None)
@@ -191,7 +196,7 @@ def test_levels_sum_to_zero_and_no_value_leaves_its_bounds(
 ) -> None:
     """At every step of a schedule that rises and falls, float32 learning rates included."""
     bounds = (base * np.exp(-foot), base * np.exp(head))
-    schedule = hdet.Replay(tuple(np.linspace(bounds[0], bounds[1], 4)) * 2)
+    schedule = Replay(tuple(np.linspace(bounds[0], bounds[1], 4)) * 2)
     model = nn.Linear(1, 1)
     lr: Any = torch.tensor(base) if tensor else base
     knob = hdet.LearningRate(schedule=schedule, spread=spread(width), bounds=bounds, controller=Push(move=push))
@@ -212,7 +217,7 @@ def test_levels_sum_to_zero_and_no_value_leaves_its_bounds(
 
 def test_one_sided_levels_never_cross_the_base(problem: Any) -> None:
     model = problem.model(nn.Dropout(0.0))
-    knob = hdet.Dropout(spread=hdet.OneSided(0.2), bounds=(0.0, 0.03))
+    knob = hdet.Dropout(spread=OneSided(0.2), bounds=(0.0, 0.03))
     engine = Engine(
         hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=4),
         [knob],
@@ -238,7 +243,7 @@ def test_no_global_generator_is_touched(problem: Any, train: Any, tmp_path: Any)
     model = problem.model(nn.BatchNorm1d(6))  # seeded, and gives the state back
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     knobs = [
-        hdet.LearningRate(spread=hdet.Symmetric(0.1), evidence=hdet.Divergent(design=hdet.LatinHypercube())),
+        hdet.LearningRate(spread=Symmetric(0.1), evidence=hdet.Divergent(design=LatinHypercube())),
         hdet.WeightDecay(spread=TwoLevel(0.5)),
     ]
     engine = Engine(
@@ -260,7 +265,7 @@ def test_designs_depend_on_the_seed_and_not_on_the_generators(problem: Any) -> N
         model = problem.model()
         torch.manual_seed(random.randrange(1000))
         replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=8)
-        engine = Engine(replicas, [hdet.LearningRate(spread=hdet.Symmetric(0.1))], window=1, seed=seed)
+        engine = Engine(replicas, [hdet.LearningRate(spread=Symmetric(0.1))], window=1, seed=seed)
         seen = []
         for _ in range(5):
             seen.append(engine.knobs[0].levels.tolist())
@@ -278,7 +283,7 @@ def test_designs_depend_on_the_seed_and_not_on_the_generators(problem: Any) -> N
 def explored(problem: Any, n: int = 4, **options: Any) -> Engine:
     model = problem.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    knob = hdet.LearningRate(spread=hdet.Symmetric(0.5), controller=hdet.Hold())
+    knob = hdet.LearningRate(spread=Symmetric(0.5), controller=Hold())
     return Engine(hdet.replicate(model, optimizer, n=n), [knob], **{"window": 5, **options})
 
 
@@ -356,7 +361,7 @@ def test_merging_may_keep_or_reset_optimizer_state(problem: Any, train: Any) -> 
         train(engine, 5)
         return [optimizer.state_dict()["state"] for optimizer in engine.optimizers]
 
-    average, keep, reset = momenta(None), momenta(hdet.Mean("keep")), momenta(hdet.Mean("reset"))
+    average, keep, reset = momenta(None), momenta(Mean("keep")), momenta(Mean("reset"))
     assert all(torch.equal(state[0]["momentum_buffer"], average[0][0]["momentum_buffer"]) for state in average)
     # Shared gradients and momentum: the buffers are alike although the weights were not.
     assert all(torch.equal(state[0]["momentum_buffer"], keep[0][0]["momentum_buffer"]) for state in keep)
@@ -417,13 +422,13 @@ def test_values_on_record_are_those_that_were_in_force(problem: Any, train: Any)
     assert set(records[0].estimates["learning_rate"]) >= {"slope", "stderr", "t"}
 
 
-@pytest.mark.parametrize("merge", [hdet.Mean("average"), hdet.Mean("keep")], ids=["average", "keep"])
+@pytest.mark.parametrize("merge", [Mean("average"), Mean("keep")], ids=["average", "keep"])
 def test_with_an_odd_number_of_replicas_the_one_at_the_base_is_at_the_base(
     merge: Any, problem: Any, train: Any
 ) -> None:
     """Its value does not change from window to window, but the merge may have written another."""
     model = problem.model()
-    knob = hdet.LearningRate(spread=TwoLevel(0.5), controller=hdet.Hold())
+    knob = hdet.LearningRate(spread=TwoLevel(0.5), controller=Hold())
     replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.05), n=3)
     engine = Engine(replicas, [knob], window=2, merge=merge, total_steps=20)
     for step in range(19):
@@ -502,7 +507,7 @@ def test_at_base_every_replica_has_the_base(problem: Any) -> None:
 def test_a_schedule_without_end_may_start_at_zero(problem: Any) -> None:
     model = problem.model()
     replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
-    knob = hdet.LearningRate(schedule=hdet.FromCallable("math:log1p"), controller=Push(move=0.2))
+    knob = hdet.LearningRate(schedule=FromCallable("math:log1p"), controller=Push(move=0.2))
     engine = Engine(replicas, [knob], window=3)
     for _ in range(6):
         engine.step([1.0, 1.0])

@@ -11,7 +11,10 @@ from torch import nn
 
 import hdet
 from hdet import Engine
+from hdet.controllers import Hold
 from hdet.errors import DivergedError
+from hdet.merges import Mean
+from hdet.spreads import TwoLevel
 
 N = 4
 
@@ -19,7 +22,7 @@ N = 4
 def build(problem: Any, *middle: nn.Module, **options: Any) -> Engine:
     model = problem.model(*middle)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    knob = hdet.LearningRate(spread=hdet.TwoLevel(0.3), controller=hdet.Hold())
+    knob = hdet.LearningRate(spread=TwoLevel(0.3), controller=Hold())
     settings: dict[str, Any] = {"window": 5, "total_steps": 20, "gradients": "local", **options}
     return Engine(hdet.replicate(model, optimizer, n=N), [knob], **settings)
 
@@ -89,7 +92,7 @@ def test_a_non_finite_parameter_restarts_its_replica_from_the_merged_model(
 
 @pytest.mark.parametrize("optimizer", ["average", "keep", "reset"])
 def test_a_restarted_replica_has_sound_optimizer_state(optimizer: Any, problem: Any, train: Any) -> None:
-    engine = build(problem, merge=hdet.Mean(optimizer))
+    engine = build(problem, merge=Mean(optimizer))
 
     def after(step: int) -> None:
         if step == 4:
@@ -130,7 +133,7 @@ def test_a_users_scheduler_goes_on_as_if_nothing_had_failed(failing: Any, proble
     """A chainable one, which reads the rate that it wrote last."""
     model = problem.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    knob = hdet.WeightDecay(spread=hdet.TwoLevel(0.3), controller=hdet.Hold())
+    knob = hdet.WeightDecay(spread=TwoLevel(0.3), controller=Hold())
     engine = Engine(hdet.replicate(model, optimizer, n=N), [knob], window=5, total_steps=20, gradients="local")
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(own, 0.96) for own in engine.optimizers]
     poisoned = poison(engine, 7, failing)
@@ -296,7 +299,7 @@ def test_masks_of_infinities_and_caches_are_no_faults(problem: Any, train: Any) 
     model.register_buffer("cache", torch.zeros(2), persistent=False)
     engine = Engine(
         hdet.replicate(model, torch.optim.AdamW(model.parameters(), lr=0.01), n=N),
-        [hdet.LearningRate(spread=hdet.TwoLevel(0.3))],
+        [hdet.LearningRate(spread=TwoLevel(0.3))],
         window=5,
         total_steps=10,
     )

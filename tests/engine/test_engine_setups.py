@@ -15,7 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 import hdet
-from hdet import Engine, TwoLevel
+from hdet import Engine
+from hdet.controllers import Hold
+from hdet.errors import StepError
+from hdet.schedules import Cosine, OneCycle
+from hdet.spreads import TwoLevel
 
 TORCH = torch.optim
 
@@ -208,7 +212,7 @@ def test_grad_scalers_skip_steps(gradients: Any, problem: Any) -> None:
     for explored in (True, False):
         model = problem.model()
         optimizer = TORCH.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        knob = hdet.LearningRate(schedule=hdet.OneCycle(0.05, total_steps=8), spread=TwoLevel(0))
+        knob = hdet.LearningRate(schedule=OneCycle(0.05, total_steps=8), spread=TwoLevel(0))
         engine = Engine(hdet.replicate(model, optimizer, n=2), [knob], window=4, gradients=gradients)
         scheduler = None
         if not explored:
@@ -347,7 +351,7 @@ def test_schedule_free_is_probed_at_its_own_average(
         model = problem.model()
         optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.02)
         optimizer.train()
-        knob = hdet.LearningRate(spread=TwoLevel(0), controller=hdet.Hold())
+        knob = hdet.LearningRate(spread=TwoLevel(0), controller=Hold())
         engine = Engine(hdet.replicate(model, optimizer, n=2), [knob], window=5, signal=signal, total_steps=20)
         train(engine)
         return model, optimizer
@@ -389,7 +393,7 @@ def test_micro_batches_are_plain_accumulation(problem: Any, train: Any, assert_s
     model = problem.model(nn.BatchNorm1d(6))
     reference = copy.deepcopy(model)
     seats = hdet.micro_batches(model, TORCH.AdamW(model.parameters(), lr=0.01), n=4)
-    knob = hdet.LearningRate(schedule=hdet.OneCycle(0.05, total_steps=12), spread=TwoLevel(0))
+    knob = hdet.LearningRate(schedule=OneCycle(0.05, total_steps=12), spread=TwoLevel(0))
     engine = Engine(seats, [knob], window=5, signal=problem.probe())
     train(engine)
     own = TORCH.AdamW(reference.parameters(), lr=0.01)
@@ -410,7 +414,7 @@ def test_micro_batches_are_plain_accumulation(problem: Any, train: Any, assert_s
 def explored_beside(problem: Any, rate: Any = 0.1, **options: Any) -> Engine:
     model = problem.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    knob = hdet.LearningRate(spread=hdet.TwoLevel(0.0), controller=hdet.Hold(), **options)
+    knob = hdet.LearningRate(spread=TwoLevel(0.0), controller=Hold(), **options)
     return Engine(hdet.micro_batches(model, optimizer, n=1), [knob], window=5, total_steps=10)
 
 
@@ -419,7 +423,7 @@ def test_a_scheduler_beside_a_rates_knob_is_noticed(rate: Any, problem: Any, tra
     engine = explored_beside(problem, copy.deepcopy(rate))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(engine.optimizers[0], 0.5)
     with pytest.raises(
-        hdet.StepError,
+        StepError,
         match=r"learning_rate: hdet put 0\.1 into param_groups\[0\]\['lr'\], and something else has made it 0\.05; "
         r".*drop it and give the knob its course.*hdet\.attach\(\.\.\., scheduler=scheduler\).*engine\.reapply\(\)",
     ):
@@ -428,27 +432,27 @@ def test_a_scheduler_beside_a_rates_knob_is_noticed(rate: Any, problem: Any, tra
 
 
 def test_a_scheduler_that_steps_after_the_engine_is_noticed_at_the_next_step(problem: Any, train: Any) -> None:
-    engine = explored_beside(problem, schedule=hdet.Cosine(0.1, 10))
+    engine = explored_beside(problem, schedule=Cosine(0.1, 10))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(engine.optimizers[0], 0.5)
     train(engine, 1)
     scheduler.step()
-    with pytest.raises(hdet.StepError, match=r"something else has made it 0\.0333333"):
+    with pytest.raises(StepError, match=r"something else has made it 0\.0333333"):
         train(engine, 2)
 
 
 def test_a_dropout_rate_that_the_user_writes_beside_its_knob_is_noticed(problem: Any, train: Any) -> None:
     dropout = nn.Dropout(0.1)
     model = problem.model(dropout)
-    knob = hdet.Dropout(spread=hdet.TwoLevel(0.0), controller=hdet.Hold())
+    knob = hdet.Dropout(spread=TwoLevel(0.0), controller=Hold())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = Engine(hdet.micro_batches(model, optimizer, n=1), [knob], window=5, total_steps=10, signal=problem.probe())
-    with pytest.raises(hdet.StepError, match=r"dropout: hdet put 0\.1 into Dropout\.p, .* made it 0\.4"):
+    with pytest.raises(StepError, match=r"dropout: hdet put 0\.1 into Dropout\.p, .* made it 0\.4"):
         train(engine, after_update=lambda step: setattr(dropout, "p", 0.4))
 
 
 def test_what_was_written_on_purpose_is_put_right_by_reapply(problem: Any, train: Any) -> None:
     """An optimizer's state loaded between two steps brings the rates of then."""
-    engine = explored_beside(problem, schedule=hdet.Cosine(0.1, 10))
+    engine = explored_beside(problem, schedule=Cosine(0.1, 10))
     train(engine, 3)
     before = copy.deepcopy(engine.optimizers[0].state_dict())
     train(engine, 4)
@@ -465,7 +469,7 @@ def test_an_engine_that_another_has_replaced_says_so(problem: Any, train: Any) -
         Engine(hdet.micro_batches(model, optimizer, n=1), [knob], window=5, total_steps=10, signal=problem.probe())
         for knob in (hdet.LearningRate(), hdet.WeightDecay(schedule=0.1))
     ]
-    with pytest.raises(hdet.StepError, match=r"another engine has been made on this model since.*all knobs in one"):
+    with pytest.raises(StepError, match=r"another engine has been made on this model since.*all knobs in one"):
         train(made[0])
     train(made[1])
     assert made[1].finished

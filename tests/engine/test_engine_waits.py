@@ -16,7 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hdet
 import hdet.nn
-from hdet import Engine, TwoLevel
+from hdet import Engine
+from hdet.controllers import Hold
+from hdet.schedules import OneCycle
+from hdet.spreads import TwoLevel
 
 
 class Net(torch.nn.Module):
@@ -42,7 +45,7 @@ def build(device: str, **options: Any) -> Engine:
         at="average",
     )
     knobs = [
-        hdet.LearningRate(schedule=hdet.OneCycle(0.01, total_steps=20)),
+        hdet.LearningRate(schedule=OneCycle(0.01, total_steps=20)),
         hdet.WeightDecay(),
         hdet.Beta1(),
         hdet.Dropout(),
@@ -96,7 +99,7 @@ def test_contrast_reads_nothing_before_the_window_ends(rate: Any, horizon: int) 
             optimizer.state[parameter] = {"step": torch.ones((), device="meta"), **moments}
     engine = Engine(
         hdet.micro_batches(model, optimizer, 4),
-        [hdet.Dropout(evidence=hdet.Contrast(horizon=horizon, refresh=3), controller=hdet.Hold())],
+        [hdet.Dropout(evidence=hdet.Contrast(horizon=horizon, refresh=3), controller=Hold())],
         window=10,
         signal=hdet.Probe(lambda m, x: m(x).square().mean(), [torch.ones(4, 4, device="meta")] * 2),
         total_steps=20,

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 import hdet
 from hdet import Engine
+from hdet.errors import CheckpointError, ConfigError
+from hdet.schedules import OneCycle
 
 STEPS = 20
 
@@ -58,14 +60,14 @@ def test_a_point_of_a_schedulers_course_is_not_taken_for_its_peak(problem: Any) 
     model, optimizer = pair(problem)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=STEPS)
     message = r"scheduler.*'initial_lr'.*0\.0008.*schedule=hdet\.OneCycle.*hdet\.attach\(\.\.\., scheduler=scheduler\)"
-    with pytest.raises(hdet.ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         recipe(problem, model, optimizer)
     seats = hdet.micro_batches(model, optimizer, 1)
-    with pytest.raises(hdet.ConfigError, match="learning_rate: lr is driven by a torch " + message):
+    with pytest.raises(ConfigError, match="learning_rate: lr is driven by a torch " + message):
         Engine(seats, [hdet.LearningRate()], total_steps=STEPS, signal=problem.probe())
-    with pytest.raises(hdet.ConfigError, match=r"beta1: betas is driven by a torch scheduler.*'max_momentum'"):
+    with pytest.raises(ConfigError, match=r"beta1: betas is driven by a torch scheduler.*'max_momentum'"):
         Engine(seats, [hdet.Beta1()], total_steps=STEPS, signal=problem.probe())
-    own = recipe(problem, model, optimizer, schedule=hdet.OneCycle(0.02, total_steps=STEPS))
+    own = recipe(problem, model, optimizer, schedule=OneCycle(0.02, total_steps=STEPS))
     assert own.learned["learning_rate"].start == 0.02
 
 
@@ -76,7 +78,7 @@ def test_groups_that_a_warm_up_starts_at_0_keep_the_ratio_they_were_given(proble
     optimizer = torch.optim.AdamW(groups)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
-    knob = hdet.LearningRate(schedule=hdet.OneCycle(2e-3, total_steps=STEPS))
+    knob = hdet.LearningRate(schedule=OneCycle(2e-3, total_steps=STEPS))
     engine = Engine(hdet.micro_batches(model, optimizer, 1), [knob], total_steps=STEPS, signal=problem.probe())
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates[0] == engine.bases["learning_rate"] > 0.0
@@ -92,7 +94,7 @@ def test_a_schedule_around_another_peak_is_refused_on_resume(problem: Any, train
     resumed, other = pair(problem)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     with pytest.raises(
-        hdet.CheckpointError,
+        CheckpointError,
         match=r"written with the schedule .*'peak': 0\.02.* of 'learning_rate'.*make the engine before the optimizer's",
     ):
         recipe(problem, resumed, other).load_state_dict(copy.deepcopy(state))

@@ -15,11 +15,15 @@ from torch import Tensor, nn
 
 import hdet
 from hdet import Engine, Rewind
+from hdet.controllers import Calibrate, Controller, Gated, Hold, Newton
 from hdet.engine.guard import Guard
+from hdet.errors import ConfigError
+from hdet.schedules import Cosine, Replay
+from hdet.spreads import TwoLevel
 
 STEPS = 240
 WINDOW = 8
-BLIND = hdet.Calibrate(significance=100.0, lower_significance=100.0)
+BLIND = Calibrate(significance=100.0, lower_significance=100.0)
 """A rule that no evidence moves: what moves the rate is the guard."""
 
 Batch = tuple[Tensor, Tensor]
@@ -55,7 +59,7 @@ def held_out_loss(model: nn.Module) -> float:
 
 def rate(peak: float, **options: Any) -> hdet.LearningRate:
     return hdet.LearningRate(
-        schedule=hdet.Cosine(peak, STEPS, warmup=0.5),
+        schedule=Cosine(peak, STEPS, warmup=0.5),
         bounds=(0.0, 100.0),
         controller=BLIND,
         evidence=hdet.Line(),
@@ -208,7 +212,7 @@ def test_evidence_from_the_way_that_led_astray_is_forgotten(monkeypatch: pytest.
 
 def test_controllers_that_remember_begin_anew() -> None:
     """A knob of another kind stays where it is, and forgets."""
-    gated = hdet.Gated(0.1, gate=0.0, memory=0.9)
+    gated = Gated(0.1, gate=0.0, memory=0.9)
     decay = hdet.WeightDecay(schedule=0.1, controller=gated, evidence=hdet.Analytic())
     engine = make(knobs=[rate(0.01), decay], guard=Rewind(significance=0.01))
     train(engine, 16)
@@ -241,11 +245,11 @@ def test_where_all_replicas_became_non_finite_the_rate_retreats_too(guard: Guard
 
 
 def looking_ahead(
-    peak: float, guard: Guard | None = None, controller: hdet.Controller | None = None, **options: Any
+    peak: float, guard: Guard | None = None, controller: Controller | None = None, **options: Any
 ) -> Engine:
     """Windows of 8; the warm-up is looked ahead of for four of them."""
     knob = hdet.LearningRate(
-        schedule=hdet.Cosine(peak, STEPS, warmup=0.5), bounds=(0.0, 1e4), controller=controller or hdet.Calibrate()
+        schedule=Cosine(peak, STEPS, warmup=0.5), bounds=(0.0, 1e4), controller=controller or Calibrate()
     )
     return make(peak, guard=guard, knobs=[knob], evidence=hdet.Line(), **options)
 
@@ -313,7 +317,7 @@ def test_nothing_is_left_of_the_run_before(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_run_that_is_over_does_not_begin_anew(finished: bool) -> None:
     """It would end with weights that no step has been made with. (Newton listens to the end.)"""
-    newton = hdet.Newton(0.6)
+    newton = Newton(0.6)
     stop = until_it_began_anew(looking_ahead(10.0, Rewind(overshoot=1.3), controller=newton))[-1].stop
     engine = looking_ahead(
         10.0, Rewind(overshoot=1.3), controller=newton, **({} if finished else {"total_steps": stop})
@@ -408,7 +412,7 @@ def test_a_run_that_overfits_never_goes_back() -> None:
 def test_a_run_whose_dropout_is_raised_never_goes_back() -> None:
     """Training loss jumps up for good, and held-out loss has nothing against it."""
     dropout = hdet.Dropout(
-        schedule=hdet.Replay([0.0] * 100 + [0.4] * (STEPS - 100)), spread=hdet.TwoLevel(0.0), controller=hdet.Hold()
+        schedule=Replay([0.0] * 100 + [0.4] * (STEPS - 100)), spread=TwoLevel(0.0), controller=Hold()
     )
     engine = make(
         model=network(hdet.nn.Dropout(0.0), width=48), knobs=[rate(0.005), dropout], guard=Rewind(patience=1.2)
@@ -473,13 +477,13 @@ def test_a_resume_before_or_after_a_new_start_is_the_same_run_bit_for_bit(stop: 
 
 @pytest.mark.parametrize("signal", [None, hdet.TrainingLoss()])
 def test_without_a_probe_it_is_refused(signal: Any) -> None:
-    with pytest.raises(hdet.ConfigError, match=r"guard=Rewind\(\) compares the held-out loss.*signal=hdet\.Probe"):
+    with pytest.raises(ConfigError, match=r"guard=Rewind\(\) compares the held-out loss.*signal=hdet\.Probe"):
         make(guard=Rewind(), signal=signal, knobs=[])
 
 
 @pytest.mark.parametrize("guard", [True, "rewind", Rewind, 1.5])
 def test_what_is_no_guard_is_refused(guard: Any) -> None:
-    with pytest.raises(hdet.ConfigError, match="guard must be of type Guard"):
+    with pytest.raises(ConfigError, match="guard must be of type Guard"):
         make(guard=guard)
 
 
@@ -487,7 +491,7 @@ def test_what_is_no_guard_is_refused(guard: Any) -> None:
     ("field", "value"), [("patience", 1.0), ("significance", 0.0), ("overshoot", 1.0), ("keep", "disk")]
 )
 def test_fields_are_bounded(field: str, value: Any) -> None:
-    with pytest.raises(hdet.ConfigError, match=field):
+    with pytest.raises(ConfigError, match=field):
         Rewind(**{field: value})
 
 

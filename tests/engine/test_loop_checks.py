@@ -9,6 +9,7 @@ import torch
 
 import hdet
 from hdet import Engine
+from hdet.errors import StepError
 
 
 def engine_of(problem: Any, home: Any = hdet.replicate) -> Engine:
@@ -29,7 +30,7 @@ def test_parameters_that_join_an_optimizer_in_mid_run_are_refused(
         optimizer.add_param_group({"params": [more]})
     else:
         optimizer.param_groups[0]["params"].append(more)
-    with pytest.raises(hdet.StepError, match=r"other parameter groups in step 3 .* instead of \[4\].*requires_grad_"):
+    with pytest.raises(StepError, match=r"other parameter groups in step 3 .* instead of \[4\].*requires_grad_"):
         train(engine, 4)
 
 

@@ -14,8 +14,13 @@ import torch
 from torch import nn
 
 import hdet
-from hdet import Engine, TwoLevel
-from hdet.errors import CheckpointError
+from hdet import Engine
+from hdet.controllers import Calibrate, Gated, Hold, Newton
+from hdet.errors import CheckpointError, DivergedError, StepError
+from hdet.estimators import Kalman, LeastSquares, Marginal, Softmax
+from hdet.merges import Mean
+from hdet.schedules import OneCycle
+from hdet.spreads import Spread, Symmetric, TwoLevel
 
 TOTAL = 25
 WINDOW = 10  # two windows and a half
@@ -25,20 +30,20 @@ def build(
     problem: Any,
     n: int = 4,
     path: Path | None = None,
-    decay_spread: hdet.Spread = hdet.Symmetric(0.5),  # noqa: B008 (frozen)
+    decay_spread: Spread = Symmetric(0.5),  # noqa: B008 (frozen)
     **options: Any,
 ) -> Engine:
     """Everything a state can hold: two knobs judged together, Kalman's memory, averaged weights, buffers."""
     model = problem.model(nn.BatchNorm1d(6))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     knobs = [
-        hdet.LearningRate(schedule=hdet.OneCycle(0.02, total_steps=TOTAL), controller=hdet.Gated(gate=0.0, memory=0.5)),
-        hdet.WeightDecay(spread=decay_spread, controller=hdet.Newton()),
+        hdet.LearningRate(schedule=OneCycle(0.02, total_steps=TOTAL), controller=Gated(gate=0.0, memory=0.5)),
+        hdet.WeightDecay(spread=decay_spread, controller=Newton()),
     ]
     settings: dict[str, Any] = {
         "window": WINDOW,
         "signal": problem.probe(at="average"),
-        "evidence": hdet.Divergent(estimator=hdet.Kalman()),
+        "evidence": hdet.Divergent(estimator=Kalman()),
         "gradients": "local",
         **options,
     }
@@ -206,7 +211,7 @@ def test_another_spread_or_window_opens_the_window_anew(straight: Any, problem: 
     assert engine.step_count == 10
     assert (engine.cycle.window.start, engine.cycle.window.stop) == (10, 13)
     train(engine)
-    engine = build(problem, decay_spread=hdet.Symmetric(0.2))
+    engine = build(problem, decay_spread=Symmetric(0.2))
     engine.load_state_dict(states[14])
     assert engine.step_count == 10
     train(engine)
@@ -223,7 +228,7 @@ def test_finishing_early_is_kept(problem: Any, train: Any) -> None:
     assert again.step_count == 13
     assert again.bases == engine.bases
     assert len({optimizer.param_groups[0]["lr"] for optimizer in again.optimizers}) == 1
-    with pytest.raises(hdet.StepError, match="over after 13 steps"):
+    with pytest.raises(StepError, match="over after 13 steps"):
         train(again, TOTAL)
 
 
@@ -235,18 +240,18 @@ def test_restores_are_counted_across_a_resume(problem: Any, train: Any) -> None:
     train(engine, 6, report=fail)
     again = build(problem, window=2)
     again.load_state_dict(through_a_file(engine.state_dict()))
-    with pytest.raises(hdet.DivergedError):
+    with pytest.raises(DivergedError):
         train(again, 8, report=fail)
 
 
 @pytest.mark.parametrize(
     "estimator",
-    [hdet.Marginal(), hdet.LeastSquares(), hdet.Kalman(), hdet.Softmax(0.1)],
+    [Marginal(), LeastSquares(), Kalman(), Softmax(0.1)],
     ids=lambda e: str(e.kind),
 )
 @pytest.mark.parametrize(
     "controller",
-    [hdet.Hold(), hdet.Gated(gate=0.0), hdet.Newton(), hdet.controllers.Momentum()],
+    [Hold(), Gated(gate=0.0), Newton(), hdet.controllers.HeavyBall()],
     ids=lambda c: str(c.kind),
 )
 def test_every_controller_and_estimator_has_plain_state(
@@ -279,12 +284,12 @@ def test_counterfactual_evidence_resumes(step: int, home: Any, problem: Any, tra
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
         knobs = [
             hdet.LearningRate(
-                schedule=hdet.OneCycle(0.02, total_steps=20),
+                schedule=OneCycle(0.02, total_steps=20),
                 evidence=hdet.Line(),
-                controller=hdet.Calibrate(),
+                controller=Calibrate(),
             ),
             hdet.WeightDecay(evidence=hdet.Analytic()),
-            hdet.Dropout(evidence=hdet.Contrast(refresh=3), controller=hdet.Gated(0.06, gate=0.0, memory=0.7)),
+            hdet.Dropout(evidence=hdet.Contrast(refresh=3), controller=Gated(0.06, gate=0.0, memory=0.7)),
         ]
         return Engine(home(model, optimizer, n=4), knobs, window=8, signal=problem.probe())
 
@@ -347,7 +352,7 @@ def test_replicas_that_differ_at_an_opening_resume_each_from_its_own(
     """Noise before the first merge, and moments that no merge makes alike."""
 
     def start() -> Engine:
-        engine = build(problem, merge=hdet.Mean("keep"))
+        engine = build(problem, merge=Mean("keep"))
         hdet.perturb(engine.home, noise=0.1)
         return engine
 
@@ -356,11 +361,11 @@ def test_replicas_that_differ_at_an_opening_resume_each_from_its_own(
     state = through_a_file(whole.state_dict())
     assert (state["opening"] is not None) == (step % WINDOW == 0)
     train(whole)
-    engine = build(problem, merge=hdet.Mean("keep"))
+    engine = build(problem, merge=Mean("keep"))
     engine.load_state_dict(state)
     train(engine)
     assert_same(outcome(engine), outcome(whole))
-    other = build(problem, n=2, merge=hdet.Mean("keep"))
+    other = build(problem, n=2, merge=Mean("keep"))
     other.load_state_dict(state)
     assert_same(other.optimizers[1].state_dict()["state"], state["converged"]["optimizer"]["state"])
 
@@ -433,9 +438,9 @@ def test_foreign_states_are_refused(straight: Any, problem: Any, refused: Any) -
 def test_other_knobs_are_refused(straight: Any, problem: Any, refused: Any) -> None:
     model = problem.model(nn.BatchNorm1d(6))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    evidence = hdet.Divergent(estimator=hdet.Kalman())
+    evidence = hdet.Divergent(estimator=Kalman())
     # The same knobs in another order would take each other's memory.
-    knobs = [hdet.WeightDecay(), hdet.LearningRate(schedule=hdet.OneCycle(0.02, total_steps=TOTAL))]
+    knobs = [hdet.WeightDecay(), hdet.LearningRate(schedule=OneCycle(0.02, total_steps=TOTAL))]
     engine = Engine(hdet.replicate(model, optimizer, n=4), knobs, evidence=evidence, gradients="local")
     refused(engine, straight[1][12], "knobs=.'learning_rate', 'weight_decay'., this engine has .'weight_decay'")
 
@@ -443,9 +448,9 @@ def test_other_knobs_are_refused(straight: Any, problem: Any, refused: Any) -> N
 def test_another_controllers_state_is_refused(straight: Any, problem: Any, refused: Any) -> None:
     model = problem.model(nn.BatchNorm1d(6))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = hdet.OneCycle(0.02, total_steps=TOTAL)
-    knobs = [hdet.LearningRate(schedule=schedule), hdet.WeightDecay(controller=hdet.Gated())]
-    evidence = hdet.Divergent(estimator=hdet.Kalman())
+    schedule = OneCycle(0.02, total_steps=TOTAL)
+    knobs = [hdet.LearningRate(schedule=schedule), hdet.WeightDecay(controller=Gated())]
+    evidence = hdet.Divergent(estimator=Kalman())
     engine = Engine(
         hdet.replicate(model, optimizer, n=4),
         knobs,
@@ -465,11 +470,11 @@ def test_another_model_or_optimizer_is_refused(straight: Any, problem: Any, refu
             parameters = list(model.parameters())
             groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
         optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
-        knobs = [hdet.LearningRate(schedule=hdet.OneCycle(0.02, total_steps=TOTAL)), hdet.WeightDecay()]
+        knobs = [hdet.LearningRate(schedule=OneCycle(0.02, total_steps=TOTAL)), hdet.WeightDecay()]
         return Engine(
             hdet.replicate(model, optimizer, n=4),
             knobs,
-            evidence=hdet.Divergent(estimator=hdet.Kalman()),
+            evidence=hdet.Divergent(estimator=Kalman()),
             gradients="local",
         )
 

@@ -10,6 +10,7 @@ import torch
 
 import hdet
 from hdet.engine.tally import CHUNK, Tally
+from hdet.errors import StepError
 
 
 @pytest.fixture
@@ -120,5 +121,5 @@ def test_seats_of_one_model_have_losses_of_their_own(problem: Any) -> None:
 
 @pytest.mark.parametrize("losses", [{"a": 1.0, "b": 2.0, "c": 3.0}, {1.0, 2.0, 3.0}])
 def test_losses_without_an_order_are_refused(tally: Tally, losses: Any) -> None:
-    with pytest.raises(hdet.StepError, match=r"given a (dict|set), whose entries are in no order.*a list of 0-dim"):
+    with pytest.raises(StepError, match=r"given a (dict|set), whose entries are in no order.*a list of 0-dim"):
         tally.add(losses)

@@ -13,6 +13,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import hdet
 from hdet import Analytic, Engine, Probe
+from hdet.controllers import Hold
+from hdet.errors import ConfigError
+from hdet.schedules import Replay
+from hdet.spaces import Linear
 
 T, RATE, DECAY = 40, 0.01, 0.2
 START = torch.tensor([3.0, 1.0, 4.0])
@@ -72,7 +76,7 @@ def difference(make: Make, decay: float = DECAY, warm: int = 0, rate: Callable[[
 
 
 def knob(evidence: Analytic) -> hdet.WeightDecay:
-    return hdet.WeightDecay(evidence=evidence, controller=hdet.Hold())
+    return hdet.WeightDecay(evidence=evidence, controller=Hold())
 
 
 def run(
@@ -131,7 +135,7 @@ def test_a_rate_that_changes_in_the_window_counts_step_by_step() -> None:
     rates = [RATE * (1 + step % 7) for step in range(T)]
     knobs: list[hdet.Knob] = [
         knob(Analytic()),
-        hdet.LearningRate(schedule=hdet.Replay(rates), evidence=hdet.Line(), controller=hdet.Hold()),
+        hdet.LearningRate(schedule=Replay(rates), evidence=hdet.Line(), controller=Hold()),
     ]
     _, (record,) = run(lambda m: SGD(m.parameters(), lr=RATE, weight_decay=DECAY), knobs)
     want = difference(MAKES["sgd"], rate=lambda step: rates[step])
@@ -261,7 +265,7 @@ def test_a_curvature_takes_three_points_and_one_point_is_refused() -> None:
     assert two.estimates["weight_decay"]["curvature"] is None
     _, (three,) = run(standard, [knob(Analytic(points=(-1.0, 0.0, 1.0)))])
     assert three.estimates["weight_decay"]["curvature"] is not None
-    with pytest.raises(hdet.ConfigError, match="2 distinct points"):
+    with pytest.raises(ConfigError, match="2 distinct points"):
         Analytic(points=(1.0, 1.0))
 
 
@@ -355,11 +359,11 @@ def test_the_weights_are_left_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (hdet.LearningRate(evidence=Analytic(), controller=hdet.Hold()), "Line for learning rates"),
-        (hdet.WeightDecay(evidence=Analytic(), space=hdet.Linear(0.1)), r"space=hdet\.Log"),
+        (hdet.LearningRate(evidence=Analytic(), controller=Hold()), "Line for learning rates"),
+        (hdet.WeightDecay(evidence=Analytic(), space=Linear(0.1)), r"space=hdet\.Log"),
         (hdet.WeightDecay(evidence=Analytic(), groups="none of them"), "none of them"),
     ],
 )
 def test_what_it_cannot_judge_is_refused(given: hdet.Knob, words: str) -> None:
-    with pytest.raises(hdet.ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words):
         run(lambda m: AdamW(m.parameters(), lr=RATE, weight_decay=DECAY), [given])

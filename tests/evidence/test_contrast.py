@@ -20,10 +20,15 @@ from torch import Tensor, nn
 
 import hdet
 import hdet.testing
-from hdet import Contrast, Engine, Probe, TwoLevel
+from hdet import Contrast, Engine, Probe
+from hdet.controllers import Estimate, Gated, Hold
+from hdet.designs import Design, Fixed
+from hdet.errors import IdentifiabilityError, StepError
 from hdet.evidence.contrast import ContrastCollector
 from hdet.evidence.parts.gradient_memory import Dots
 from hdet.hparams.forward import ModuleKnob
+from hdet.spaces import Arcsine, Space
+from hdet.spreads import TwoLevel
 
 RATE, WIDTH, SCALE = 0.1, 0.2, 1.5
 SLOPE = torch.tensor([1.0, -2.0, 0.5])
@@ -53,12 +58,12 @@ def read_out(model: Any, batch: float) -> Tensor:
 
 
 def knob(name: str = "a", **options: Any) -> hdet.Scalar:
-    given = {"bounds": (0.01, 100.0), "spread": TwoLevel(WIDTH), "controller": hdet.Hold(), **options}
+    given = {"bounds": (0.01, 100.0), "spread": TwoLevel(WIDTH), "controller": Hold(), **options}
     return hdet.Scalar(name, path=name, evidence=given.pop("evidence", Contrast()), **given)
 
 
 def on_bound(name: str = "rate", **options: Any) -> hdet.Scalar:
-    return knob(name, space=hdet.Arcsine(), bounds=(0.0, 0.9), spread=TwoLevel(0.15), **options)
+    return knob(name, space=Arcsine(), bounds=(0.0, 0.9), spread=TwoLevel(0.15), **options)
 
 
 def make(
@@ -426,7 +431,7 @@ class Regulariser(ModuleKnob):
 
     kind = "regulariser_for_tests"
     role = "late"
-    space: hdet.Space = hdet.Arcsine()
+    space: Space = Arcsine()
     bounds: tuple[float, float] = (0.0, 0.9)
 
     def cells(self, model: nn.Module, pattern: str) -> Any:
@@ -436,7 +441,7 @@ class Regulariser(ModuleKnob):
 
 
 def regulariser(evidence: Contrast | None = None, **options: Any) -> Regulariser:
-    given = {"spread": TwoLevel(0.15), "controller": hdet.Hold(), **options}
+    given = {"spread": TwoLevel(0.15), "controller": Hold(), **options}
     return Regulariser(evidence=evidence or Contrast(), **given)
 
 
@@ -590,7 +595,7 @@ def tempered(steps: int, rate: float, target: float, probe_target: float) -> tup
                 bounds=(0.1, 10.0),
                 spread=TwoLevel(0.05),
                 evidence=Contrast(refresh=1),
-                controller=hdet.Hold(),
+                controller=Hold(),
             )
         ],
         window=steps,
@@ -654,7 +659,7 @@ def test_a_knob_of_training_alone_is_judged_by_one_step_and_read_once() -> None:
         seen.append(model.a)
         return read_out(model, batch)
 
-    quiet = Quiet(spread=TwoLevel(WIDTH), evidence=Contrast(), controller=hdet.Hold())
+    quiet = Quiet(spread=TwoLevel(WIDTH), evidence=Contrast(), controller=Hold())
     (record,) = train(make([quiet], probe=watched))
     assert record.estimates["quiet_for_tests"]["slope"] == pytest.approx(ONE_STEP * secant(), rel=1e-4)
     assert seen == [SCALE] * 2
@@ -683,13 +688,13 @@ def test_the_probe_is_read_at_the_base_and_in_eval_mode() -> None:
 
 
 def test_local_gradients_are_refused() -> None:
-    with pytest.raises(hdet.IdentifiabilityError, match="shared"):
+    with pytest.raises(IdentifiabilityError, match="shared"):
         make([knob()], copies=True, gradients="local")
 
 
 def test_knobs_of_the_update_are_refused() -> None:
-    given = hdet.LearningRate(evidence=Contrast(), controller=hdet.Hold())
-    with pytest.raises(hdet.IdentifiabilityError, match="acts on the update"):
+    given = hdet.LearningRate(evidence=Contrast(), controller=Hold())
+    with pytest.raises(IdentifiabilityError, match="acts on the update"):
         make([given])
 
 
@@ -701,7 +706,7 @@ def test_a_replica_that_did_not_run_is_named(horizon: int) -> None:
         scaled(replica.model).backward()
     engine.share_gradients()
     engine.optimizers[0].step()
-    with pytest.raises(hdet.StepError, match=r"1 of 4 replicas .* in step 0 \(not 1, 2, 3\)"):
+    with pytest.raises(StepError, match=r"1 of 4 replicas .* in step 0 \(not 1, 2, 3\)"):
         engine.step([0.0] * 4)
 
 
@@ -715,7 +720,7 @@ def test_a_loop_without_the_block_is_told_at_its_first_step(evidence: Contrast |
     engine.share_gradients()
     for optimizer in engine.optimizers:
         optimizer.step()
-    with pytest.raises(hdet.StepError, match=r"0 of 4 replicas ran inside `with replica:` in step 0.*run forward and"):
+    with pytest.raises(StepError, match=r"0 of 4 replicas ran inside `with replica:` in step 0.*run forward and"):
         engine.step([0.0] * 4)
 
 
@@ -728,7 +733,7 @@ def test_a_pass_that_failed_was_none() -> None:
     with pytest.raises(ZeroDivisionError), engine.replicas[0]:
         raise ZeroDivisionError
     engine.share_gradients()
-    with pytest.raises(hdet.StepError, match=r"3 of 4 replicas .* in step 2 \(not 0\)"):
+    with pytest.raises(StepError, match=r"3 of 4 replicas .* in step 2 \(not 0\)"):
         engine.step([0.0] * 4)
 
 
@@ -777,7 +782,7 @@ def test_a_resume_is_the_same_run_bit_for_bit(n: int, copies: bool, window: int,
         return torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def fresh() -> Engine:
-        rule = hdet.Gated(0.1, gate=0.0, memory=0.7)
+        rule = Gated(0.1, gate=0.0, memory=0.7)
         knobs = [knob(controller=rule, evidence=evidence), on_bound(evidence=evidence), regulariser(evidence)]
         return make(knobs, **options)
 
@@ -815,9 +820,7 @@ class Flat(nn.Module):
         self.idle = 0.5
 
 
-def placebo_ts(
-    n: int, windows: int, shards: float = 0.0, design: hdet.Design | None = None, horizon: int = 0
-) -> np.ndarray:
+def placebo_ts(n: int, windows: int, shards: float = 0.0, design: Design | None = None, horizon: int = 0) -> np.ndarray:
     """The t of a scalar nobody reads; replica r's gradients have a mean of their own, `shards` times their noise.
 
     With a horizon the evidence begins anew in each window, or successive t would be nearly the same.
@@ -833,7 +836,7 @@ def placebo_ts(
                 path="idle",
                 bounds=(0.01, 10.0),
                 evidence=Contrast(refresh=10_000, horizon=horizon),
-                controller=hdet.Hold(),
+                controller=Hold(),
             )
         ],
         window=window,
@@ -887,7 +890,7 @@ def test_traces_of_a_knob_without_effect_have_students_spread(n: int, shards: fl
 
 def test_signs_that_stay_the_same_would_take_shards_for_an_effect() -> None:
     """The law above can fail: this is what it is there to see."""
-    ts = placebo_ts(4, 50, 3.0, design=hdet.Fixed())
+    ts = placebo_ts(4, 50, 3.0, design=Fixed())
     assert (np.abs(ts) > 2.0).mean() > 0.9
 
 
@@ -898,7 +901,7 @@ class Stuck(Contrast):
 
     def collect(self, scene: Any, knobs: Any) -> ContrastCollector:
         collector = super().collect(scene, knobs)
-        collector.design = hdet.Fixed()  # type: ignore[assignment]
+        collector.design = Fixed()  # type: ignore[assignment]
         return collector
 
 
@@ -911,7 +914,7 @@ class Biased(Contrast):
         collector = super().collect(scene, knobs)
         close = collector.close
 
-        def raised(harvest: Any) -> dict[str, hdet.Estimate]:
+        def raised(harvest: Any) -> dict[str, Estimate]:
             found = close(harvest)
             return {
                 name: replace(e, slope=e.slope + 3 * e.stderr) if e.known and e.stderr < math.inf else e

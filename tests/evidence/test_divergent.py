@@ -15,8 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import hdet
-from hdet import Divergent, Engine, Probe, TwoLevel
+from hdet import Divergent, Engine, Probe
+from hdet.controllers import Estimate
+from hdet.designs import Fixed, Hadamard, Permutation
+from hdet.estimators import Estimator, Kalman, LeastSquares, Marginal
 from hdet.evidence.divergent import DivergentCollector
+from hdet.spaces import Linear
+from hdet.spreads import OneSided, Symmetric, TwoLevel
 
 T, RATE, WIDTH = 6, 0.1, 0.2
 SLOPE = torch.tensor([1.0, -2.0, 0.5])
@@ -92,10 +97,10 @@ def test_the_slope_in_a_learning_rate(at: Any, steps: float, gradients: Any) -> 
     assert estimates["learning_rate"]["slope"] == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize("spread", [TwoLevel(0.4), hdet.OneSided(0.4), hdet.OneSided(0.4, "down"), hdet.Symmetric(0.4)])
+@pytest.mark.parametrize("spread", [TwoLevel(0.4), OneSided(0.4), OneSided(0.4, "down"), Symmetric(0.4)])
 def test_a_slope_is_in_coordinate_units_whatever_the_spread(spread: Any) -> None:
     """In a linear coordinate the loss is linear in the rate, and every spread measures the same."""
-    knob = hdet.LearningRate(spread=spread, space=hdet.Linear(0.1))
+    knob = hdet.LearningRate(spread=spread, space=Linear(0.1))
     _, estimates = run([knob], at="last", n=6)
     assert estimates["learning_rate"]["slope"] == pytest.approx(-T * 0.1 * SQUARE, rel=1e-5)
 
@@ -163,7 +168,7 @@ def test_a_failed_replica_is_not_heard() -> None:
         with torch.no_grad():
             engine.replicas[1].model.w.fill_(math.nan)
 
-    knob = hdet.LearningRate(spread=hdet.Symmetric(WIDTH), space=hdet.Linear(0.1))
+    knob = hdet.LearningRate(spread=Symmetric(WIDTH), space=Linear(0.1))
     _, whole = run([knob], at="last", n=5)
     _, spoilt = run([knob], at="last", n=5, before_close=spoil)
     assert spoilt["learning_rate"]["slope"] == pytest.approx(whole["learning_rate"]["slope"], rel=1e-5)
@@ -277,16 +282,16 @@ def collector(knobs: list[hdet.Knob], n: int = 8, **options: Any) -> tuple[Engin
 def test_two_level_spreads_get_an_orthogonal_design() -> None:
     knobs = [hdet.LearningRate(), hdet.WeightDecay(), hdet.Momentum()]
     engine, own = collector(knobs)
-    assert own.design == hdet.Hadamard()
+    assert own.design == Hadamard()
     levels = np.stack([knob.levels for knob in engine.knobs], axis=1)
     np.testing.assert_allclose(levels.T @ levels, np.diag((levels**2).sum(axis=0)), atol=1e-12)
 
 
 def test_graded_spreads_get_permutations_and_a_design_may_be_chosen() -> None:
-    _, own = collector([hdet.LearningRate(), hdet.WeightDecay(spread=hdet.Symmetric(0.5))])
-    assert own.design == hdet.Permutation()
-    _, own = collector([hdet.LearningRate()], evidence=Divergent(design=hdet.Fixed()))
-    assert own.design == hdet.Fixed()
+    _, own = collector([hdet.LearningRate(), hdet.WeightDecay(spread=Symmetric(0.5))])
+    assert own.design == Permutation()
+    _, own = collector([hdet.LearningRate()], evidence=Divergent(design=Fixed()))
+    assert own.design == Fixed()
 
 
 def test_levels_are_offsets_from_the_base() -> None:
@@ -294,20 +299,20 @@ def test_levels_are_offsets_from_the_base() -> None:
     seen: list[Any] = []
 
     @hdet.register
-    class Watch(hdet.Estimator):
+    class Watch(Estimator):
         kind = "watch"
 
         def start(self, knobs: int) -> Any:
-            return hdet.Marginal().start(knobs)
+            return Marginal().start(knobs)
 
         def estimate(self, state: Any, comparison: Any) -> Any:
             seen.append(comparison)
-            return [hdet.Estimate.nothing()] * comparison.knobs, state
+            return [Estimate.nothing()] * comparison.knobs, state
 
     try:
-        run([hdet.LearningRate(spread=hdet.OneSided(0.4))], evidence=Divergent(estimator=Watch()))
+        run([hdet.LearningRate(spread=OneSided(0.4))], evidence=Divergent(estimator=Watch()))
     finally:
-        del hdet.Estimator._members["watch"]
+        del Estimator._members["watch"]
     (comparison,) = seen
     assert sorted(comparison.levels[:, 0]) == pytest.approx([0.0, 0.0, 0.4, 0.4])
     assert comparison.shifts.tolist() == [0.0]
@@ -315,14 +320,14 @@ def test_levels_are_offsets_from_the_base() -> None:
 
 
 def test_replicas_with_gradients_of_their_own_are_noisier_than_sub_batches_show() -> None:
-    assert collector([hdet.LearningRate()])[1].estimator == hdet.LeastSquares()
-    assert collector([hdet.LearningRate()], gradients="local")[1].estimator == hdet.LeastSquares(replica_noise=True)
-    chosen = Divergent(estimator=hdet.Kalman())
-    assert collector([hdet.LearningRate()], gradients="local", evidence=chosen)[1].estimator == hdet.Kalman()
+    assert collector([hdet.LearningRate()])[1].estimator == LeastSquares()
+    assert collector([hdet.LearningRate()], gradients="local")[1].estimator == LeastSquares(replica_noise=True)
+    chosen = Divergent(estimator=Kalman())
+    assert collector([hdet.LearningRate()], gradients="local", evidence=chosen)[1].estimator == Kalman()
 
 
 def test_knobs_with_evidence_of_their_own_are_judged_apart() -> None:
-    own = Divergent(estimator=hdet.Marginal())
+    own = Divergent(estimator=Marginal())
     model = Vector()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, weight_decay=0.1)
     knobs = [hdet.LearningRate(), hdet.WeightDecay(evidence=own)]

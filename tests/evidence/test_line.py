@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import hdet
-from hdet import Engine, Line, Probe, TwoLevel
+from hdet import Engine, Line, Probe
+from hdet.controllers import Calibrate, Hold
+from hdet.errors import ConfigError
+from hdet.schedules import Replay, Schedule
+from hdet.spaces import Linear
+from hdet.spreads import TwoLevel
 
 T, RATE, WIDTH = 6, 0.1, 0.3
 SLOPE = torch.tensor([1.0, -2.0, 0.5])
@@ -53,7 +58,7 @@ def secant(width: float = WIDTH) -> float:
 
 def lr_knob(evidence: Line | None = None, **options: Any) -> hdet.LearningRate:
     """With both lines read in every window, unless the evidence says otherwise."""
-    return hdet.LearningRate(evidence=evidence or Line(doubt=None), controller=hdet.Hold(), **options)
+    return hdet.LearningRate(evidence=evidence or Line(doubt=None), controller=Hold(), **options)
 
 
 def read_at_average(estimate: dict[str, Any]) -> bool:
@@ -186,7 +191,7 @@ def test_only_points_that_matter_are_evaluated(batches: tuple[float, float], eva
         seen.append(batch)
         return linear(model, batch)
 
-    knob = hdet.LearningRate(evidence=Line(), controller=hdet.Calibrate(until=1.0))
+    knob = hdet.LearningRate(evidence=Line(), controller=Calibrate(until=1.0))
     _, (record, _) = run([knob], n=n, steps=2 * T, probe=counted, batches=batches)  # the last window is not heard
     assert len(seen) == evaluations * len(batches)
     estimate = record.estimates["learning_rate"]
@@ -195,14 +200,14 @@ def test_only_points_that_matter_are_evaluated(batches: tuple[float, float], eva
 
 
 def test_fewer_than_three_distinct_points_are_refused() -> None:
-    with pytest.raises(hdet.ConfigError, match="3 distinct points"):
+    with pytest.raises(ConfigError, match="3 distinct points"):
         Line(points=(-1.0, 1.0, 1.0))
 
 
 @pytest.mark.parametrize("points", [(-1.0, 0.0, 2.0), (0.0, 1.0, 2.0)])
 def test_ends_that_are_not_opposite_are_refused(points: tuple[float, ...]) -> None:
     """Of a curved line they would tell the slope somewhere else."""
-    with pytest.raises(hdet.ConfigError, match="two ends, which must lie at -x and x"):
+    with pytest.raises(ConfigError, match="two ends, which must lie at -x and x"):
         Line(points=points)
 
 
@@ -278,7 +283,7 @@ def warm_up(t: int) -> float:
     return 0.01 * (t + 1)
 
 
-WARM = hdet.Replay([warm_up(t) for t in range(100)])  # to a peak of 1 in 100 steps
+WARM = Replay([warm_up(t) for t in range(100)])  # to a peak of 1 in 100 steps
 
 
 def test_early_in_the_warm_up_the_line_is_read_ahead() -> None:
@@ -309,11 +314,11 @@ def test_past_the_preview_two_lines_are_read_at_the_base() -> None:
     ("schedule", "preview"),
     [
         (WARM, 0.0),
-        (hdet.Replay([0.01] * 50 + [1.0] * 50), 0.25),  # a plateau, not a warm-up
-        (hdet.Replay([1.0 - 0.009 * t for t in range(100)][::1]), 0.25),  # falling
+        (Replay([0.01] * 50 + [1.0] * 50), 0.25),  # a plateau, not a warm-up
+        (Replay([1.0 - 0.009 * t for t in range(100)][::1]), 0.25),  # falling
     ],
 )
-def test_elsewhere_it_never_looks_ahead(schedule: hdet.Schedule, preview: float) -> None:
+def test_elsewhere_it_never_looks_ahead(schedule: Schedule, preview: float) -> None:
     _, (record,) = run([lr_knob(Line(preview=preview, doubt=None), schedule=schedule)], steps=T)
     estimate = record.estimates["learning_rate"]
     assert estimate["offset"] == 0.0
@@ -366,14 +371,14 @@ def test_groups_of_one_knob_move_together() -> None:
 
 
 def test_other_knobs_are_refused() -> None:
-    knob = hdet.WeightDecay(schedule=0.1, evidence=Line(), controller=hdet.Hold())
-    with pytest.raises(hdet.ConfigError, match="Analytic"):
+    knob = hdet.WeightDecay(schedule=0.1, evidence=Line(), controller=Hold())
+    with pytest.raises(ConfigError, match="Analytic"):
         run([knob])
 
 
 def test_spaces_that_are_not_factors_are_refused() -> None:
-    with pytest.raises(hdet.ConfigError, match=r"space=hdet\.Log"):
-        run([lr_knob(space=hdet.Linear(0.1))])
+    with pytest.raises(ConfigError, match=r"space=hdet\.Log"):
+        run([lr_knob(space=Linear(0.1))])
 
 
 # -- next to evidence that diverges ---------------------------------------------------------------
@@ -381,7 +386,7 @@ def test_spaces_that_are_not_factors_are_refused() -> None:
 
 def mixed() -> list[hdet.Knob]:
     """Decay so strong that replicas at other levels of it end elsewhere."""
-    decay = hdet.WeightDecay(evidence=hdet.Divergent(), controller=hdet.Hold(), spread=TwoLevel(0.7))
+    decay = hdet.WeightDecay(evidence=hdet.Divergent(), controller=Hold(), spread=TwoLevel(0.7))
     return [lr_knob(), decay]
 
 

@@ -18,13 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hdet
-from hdet import Engine, MixedDifference, Objective, Probe, TwoLevel
+from hdet import Engine, MixedDifference, Objective, Probe
+from hdet.controllers import Gated, Hold
+from hdet.errors import ConfigError, IdentifiabilityError, StepError
 from hdet.evidence.mixed_difference import MixedDifferenceCollector
 from hdet.evidence.parts.probe_gradient import aim
 from hdet.hparams.binding import Attribute
 from hdet.hparams.forward import ModuleKnob
 from hdet.replicas import gradients, tensors
 from hdet.replicas.random_numbers import seeded
+from hdet.spaces import Arcsine
+from hdet.spreads import TwoLevel
 
 RATE, WIDTH, SCALE = 0.1, 0.2, 1.5
 SLOPE = torch.tensor([1.0, -2.0, 0.5])
@@ -50,14 +54,14 @@ class Quiet(ModuleKnob):
 
 
 def quiet(attribute: str = "a", **options: Any) -> Quiet:
-    given = {"bounds": (0.01, 100.0), "spread": TwoLevel(WIDTH), "controller": hdet.Hold(), **options}
+    given = {"bounds": (0.01, 100.0), "spread": TwoLevel(WIDTH), "controller": Hold(), **options}
     return Quiet(attribute=attribute, evidence=given.pop("evidence", MixedDifference()), **given)
 
 
 def on_bound(evidence: MixedDifference | None = None) -> Quiet:
     return quiet(
         "late",
-        space=hdet.Arcsine(),
+        space=Arcsine(),
         bounds=(0.0, 0.9),
         spread=TwoLevel(0.15),
         evidence=evidence or MixedDifference(),
@@ -171,7 +175,7 @@ def with_dropout(
 ) -> Engine:
     given = {"window": 60, "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01), **options}
     return make(
-        [hdet.Dropout(evidence=evidence or MixedDifference(), controller=hdet.Hold())],
+        [hdet.Dropout(evidence=evidence or MixedDifference(), controller=Hold())],
         model=lambda: classifier(activation),
         loss=cross_entropy,
         batches=[examples(100 + j) for j in range(batches)],
@@ -311,7 +315,7 @@ def test_weights_that_training_does_not_feel_do_not_use_up_the_distance() -> Non
     told = []
     for bias in (True, False):
         engine = make(
-            [hdet.Dropout(evidence=MixedDifference(), controller=hdet.Hold())],
+            [hdet.Dropout(evidence=MixedDifference(), controller=Hold())],
             model=lambda bias=bias: normalised(bias),
             optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.003),
             loss=cross_entropy,
@@ -398,7 +402,7 @@ def test_a_temperature_is_judged_by_what_it_does_and_by_what_is_learned(steps: i
         held_out=(probed, probed),
         optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=rate),
     )
-    engine.knobs[0].controller = hdet.Hold()
+    engine.knobs[0].controller = Hold()
     first, _ = train(engine, loss=miss, batch=lambda step, index: 2.0)
 
     def again(t: float) -> float:
@@ -482,7 +486,7 @@ def test_a_controller_that_no_longer_listens_is_not_measured_for() -> None:
         passes.append(batch)
         return scaled(model, batch)
 
-    train(make([quiet(controller=hdet.Gated(0.1, until=0.5))], windows=4, loss=counted))
+    train(make([quiet(controller=Gated(0.1, until=0.5))], windows=4, loss=counted))
     assert len(passes) == 4 * 2
 
 
@@ -544,11 +548,11 @@ def ended(knobs: list[hdet.Knob], seen: list[tuple[bool, ...]] | None = None, **
 @pytest.mark.parametrize("explored", [0.0, 0.1])
 def test_training_goes_on_as_without_it_bit_for_bit(explored: float) -> None:
     """Also beside a knob that has replicas come apart."""
-    rate = hdet.LearningRate(evidence=hdet.Divergent(), spread=TwoLevel(explored), controller=hdet.Hold())
+    rate = hdet.LearningRate(evidence=hdet.Divergent(), spread=TwoLevel(explored), controller=Hold())
     home = {"replicas": hdet.replicate, "n": 2}
     seen: list[tuple[bool, ...]] = []
     before = (random.getstate(), str(np.random.get_state(legacy=False)))
-    with_it = ended([rate, hdet.Dropout(evidence=MixedDifference(), controller=hdet.Hold())], seen, **home)
+    with_it = ended([rate, hdet.Dropout(evidence=MixedDifference(), controller=Hold())], seen, **home)
     assert (random.getstate(), str(np.random.get_state(legacy=False))) == before
     without = ended([rate], **home)
     assert set(seen) == {(True, True, False, False)}
@@ -643,43 +647,43 @@ def test_where_there_is_nothing_to_tell_nothing_is_told(options: Any) -> None:
 
 def test_without_an_objective_it_is_refused() -> None:
     model = Vector()
-    with pytest.raises(hdet.ConfigError, match=r"was not told how; give the engine objective=hdet\.Objective"):
+    with pytest.raises(ConfigError, match=r"was not told how; give the engine objective=hdet\.Objective"):
         Engine(hdet.micro_batches(model, sgd(model), n=1), [quiet()], signal=Probe(read_out, (1.0, 1.0)))
 
 
 def test_what_is_no_objective_is_refused() -> None:
     model = Vector()
-    with pytest.raises(hdet.ConfigError, match="objective must be of type Objective"):
+    with pytest.raises(ConfigError, match="objective must be of type Objective"):
         Engine(hdet.micro_batches(model, sgd(model), n=1), [quiet()], objective=scaled)  # type: ignore[arg-type]
 
 
 def test_without_a_probe_it_is_refused() -> None:
     model = Vector()
-    with pytest.raises(hdet.ConfigError, match="measures a held-out loss"):
+    with pytest.raises(ConfigError, match="measures a held-out loss"):
         Engine(hdet.micro_batches(model, sgd(model), n=1), [quiet()], objective=Objective(scaled, (1.0, 1.0)))
 
 
 def test_local_gradients_are_refused() -> None:
-    with pytest.raises(hdet.IdentifiabilityError, match="weights that all replicas share"):
+    with pytest.raises(IdentifiabilityError, match="weights that all replicas share"):
         make([quiet()], replicas=hdet.replicate, n=2, gradients="local")
 
 
 def test_knobs_of_the_update_are_refused() -> None:
-    with pytest.raises(hdet.IdentifiabilityError, match="of which mixed_difference evidence sees nothing"):
+    with pytest.raises(IdentifiabilityError, match="of which mixed_difference evidence sees nothing"):
         make([hdet.LearningRate(evidence=MixedDifference())])
 
 
 def test_an_objective_of_one_batch_is_refused() -> None:
-    with pytest.raises(hdet.ConfigError, match=r"at least 2 training batches.*got 1"):
+    with pytest.raises(ConfigError, match=r"at least 2 training batches.*got 1"):
         Objective(scaled, (1.0,))
-    with pytest.raises(hdet.StepError, match="1 training batches in window 0 and needs at least 2"):
+    with pytest.raises(StepError, match="1 training batches in window 0 and needs at least 2"):
         train(make([quiet()], batches=lambda window: [1.0]))
-    with pytest.raises(hdet.ConfigError, match="loss must be callable"):
+    with pytest.raises(ConfigError, match="loss must be callable"):
         Objective(1.0, (1.0, 1.0))  # type: ignore[arg-type]
 
 
 def test_a_loss_that_is_no_number_is_refused() -> None:
-    with pytest.raises(hdet.StepError, match=r"must return one number.*got \(3,\)"):
+    with pytest.raises(StepError, match=r"must return one number.*got \(3,\)"):
         train(make([quiet()], loss=lambda model, batch: model.w))
 
 

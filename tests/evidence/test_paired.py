@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import hdet
-from hdet import Contrast, Engine, TwoLevel
+from hdet import Contrast, Engine
+from hdet.controllers import Hold
+from hdet.errors import ConfigError
 from hdet.replicas import Replicas
+from hdet.spreads import TwoLevel
 
 SIZE = 12
 
@@ -54,7 +57,7 @@ def evidence(**options: Any) -> Contrast:
 
 
 def dropout(source: hdet.Evidence | None = None, width: float = 0.1) -> hdet.Knob:
-    return hdet.Dropout(evidence=source or evidence(), controller=hdet.Hold(), spread=TwoLevel(width))
+    return hdet.Dropout(evidence=source or evidence(), controller=Hold(), spread=TwoLevel(width))
 
 
 def idle(source: hdet.Evidence | None = None, width: float = 0.1) -> hdet.Knob:
@@ -63,7 +66,7 @@ def idle(source: hdet.Evidence | None = None, width: float = 0.1) -> hdet.Knob:
         path="idle",
         bounds=(0.1, 1.0),
         evidence=source or evidence(),
-        controller=hdet.Hold(),
+        controller=Hold(),
         spread=TwoLevel(width),
     )
 
@@ -207,12 +210,12 @@ def test_unpaired_every_replica_takes_its_own() -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_an_odd_number_of_replicas_is_refused(n: int) -> None:
-    with pytest.raises(hdet.ConfigError, match=f"compares replicas two by two, and there are {n}; take an even number"):
+    with pytest.raises(ConfigError, match=f"compares replicas two by two, and there are {n}; take an even number"):
         make(n=n)
 
 
 def test_contrasts_that_disagree_are_refused() -> None:
-    with pytest.raises(hdet.ConfigError, match=r"'dropout': True, 'idle': False.*declare the same for all"):
+    with pytest.raises(ConfigError, match=r"'dropout': True, 'idle': False.*declare the same for all"):
         make([dropout(), idle(Contrast())])
 
 

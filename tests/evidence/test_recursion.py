@@ -18,6 +18,11 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 import hdet
 from hdet import Engine, Probe, Recursion
+from hdet.controllers import Controller, Hold
+from hdet.errors import ConfigError
+from hdet.schedules import Replay
+from hdet.spaces import Arcsine, Linear, Log, Logit, Relative, Space
+from hdet.spreads import TwoLevel
 
 T, RATE, NUDGE = 12, 0.01, 2e-4
 START = torch.tensor([3.0, 1.0, 4.0], dtype=torch.float64)
@@ -129,7 +134,7 @@ def train(engine: Engine, until: int, loss: Any = noisy) -> list[hdet.WindowReco
 
 def held(kind: type[hdet.Knob], **options: Any) -> hdet.Knob:
     """A knob that Recursion judges and nobody moves."""
-    return kind(evidence=Recursion(width=1e-3), controller=hdet.Hold(), **options)
+    return kind(evidence=Recursion(width=1e-3), controller=Hold(), **options)
 
 
 def slope(record: hdet.WindowRecord) -> float:
@@ -182,9 +187,9 @@ def test_the_slope_is_that_of_training_again(kind: type[hdet.Knob], name: str, m
     assert slope(records[-1]) == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize("space", [hdet.Logit(), hdet.Log(), hdet.Linear(0.1), hdet.Relative(), hdet.Arcsine()])
+@pytest.mark.parametrize("space", [Logit(), Log(), Linear(0.1), Relative(), Arcsine()])
 @pytest.mark.parametrize("kind", [hdet.Momentum, hdet.Beta1, hdet.Beta2])
-def test_slopes_are_in_the_knobs_own_coordinate(kind: type[hdet.Knob], space: hdet.Space) -> None:
+def test_slopes_are_in_the_knobs_own_coordinate(kind: type[hdet.Knob], space: Space) -> None:
     make = SGDS["momentum"] if kind is hdet.Momentum else ADAMS["adam"]
     knob = held(kind, space=space, bounds=(0.1, 0.99))
     base = knob.bind(Vector(), make(Vector())).read()
@@ -197,8 +202,8 @@ def test_values_and_rates_that_change_in_the_window_count_step_by_step(kind: typ
     make = SGDS["nesterov"] if kind is hdet.Momentum else ADAMS["adamw"]
     course = [0.9 - 0.02 * (step % 7) for step in range(2 * T)]
     rates = [RATE * (1 + step % 5) for step in range(2 * T)]
-    knob = held(kind, schedule=hdet.Replay(tuple(course)))
-    rate = hdet.LearningRate(schedule=hdet.Replay(tuple(rates)), evidence=hdet.Line(), controller=hdet.Hold())
+    knob = held(kind, schedule=Replay(tuple(course)))
+    rate = hdet.LearningRate(schedule=Replay(tuple(rates)), evidence=hdet.Line(), controller=Hold())
     _, records = run(make, [knob, rate], windows=2)
     want = difference(make, knob, course.__getitem__, T, rate=rates.__getitem__)
     assert records[-1].estimates[knob.label]["slope"] == pytest.approx(want, rel=1e-5)
@@ -343,10 +348,8 @@ def test_copies_agree_with_one_model(n: int) -> None:
 
 def test_where_replicas_come_apart_the_direction_is_their_mean() -> None:
     """Their rates differ here, and D is in proportion to the rate, so that its mean is that of the mean rate."""
-    rate = hdet.LearningRate(
-        evidence=hdet.Divergent(), controller=hdet.Hold(), space=hdet.Linear(RATE), spread=hdet.TwoLevel(0.5)
-    )
-    knob = hdet.Momentum(evidence=Recursion(), controller=hdet.Hold())  # far enough for a mean in float32
+    rate = hdet.LearningRate(evidence=hdet.Divergent(), controller=Hold(), space=Linear(RATE), spread=TwoLevel(0.5))
+    knob = hdet.Momentum(evidence=Recursion(), controller=Hold())  # far enough for a mean in float32
     _, (apart,) = run(SGDS["momentum"], [knob, rate], replicas=lambda m, o: hdet.replicate(m, o, n=2))
     assert len(set(apart.values["learning_rate"])) == 2
     _, (one,) = run(SGDS["momentum"], [knob])
@@ -424,14 +427,14 @@ def test_a_value_that_is_far_off_moves_the_right_way(make: Make, kind: type[hdet
         draw = noise * torch.randn(3, generator=torch.Generator().manual_seed(step)).double()
         return depth(model, 0.0) + draw @ model.w + 0.0 * model.other.sum()
 
-    def trained(controller: hdet.Controller | None) -> tuple[float, float]:
+    def trained(controller: Controller | None) -> tuple[float, float]:
         knob = kind(controller=controller)
         engine, records = run(make, [knob], windows=30, window=10, loss=loss, probe=depth, batches=(-1.0, 0.0, 1.0))
         assert isinstance(engine.knobs[0].evidence, Recursion)
         levels = [record.estimates[knob.label]["level"] for record in records[-11:-1]]
         return engine.bases[knob.label], sum(levels) / len(levels)
 
-    before, kept = trained(hdet.Hold())
+    before, kept = trained(Hold())
     after, moved = trained(None)
     odds = math.log(after / (1 - after)) - math.log(before / (1 - before))
     assert odds > 1.0 if up else odds < -1.0
@@ -441,7 +444,7 @@ def test_a_value_that_is_far_off_moves_the_right_way(make: Make, kind: type[hdet
 @pytest.mark.parametrize(
     ("make", "knob", "words"),
     [
-        (SGDS["momentum"], hdet.LearningRate(controller=hdet.Hold()), "Line for learning rates"),
+        (SGDS["momentum"], hdet.LearningRate(controller=Hold()), "Line for learning rates"),
         (ADAMS["adamw"], hdet.WeightDecay(), "Analytic for weight decay"),
         (ADAMS["adam"], hdet.Momentum(), "no parameter group of Adam has 'momentum'"),
         (lambda m: RMSprop(m.parameters(), momentum=0.9), hdet.Momentum(), r"SGD.*not those of RMSprop"),
@@ -451,15 +454,15 @@ def test_a_value_that_is_far_off_moves_the_right_way(make: Make, kind: type[hdet
     ],
 )
 def test_what_it_cannot_follow_is_refused(make: Make, knob: hdet.Knob, words: str) -> None:
-    with pytest.raises(hdet.ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words):
         run(make, [knob], evidence=Recursion())
 
 
 def test_means_in_half_precision_are_refused() -> None:
-    with pytest.raises(hdet.ConfigError, match=r"bfloat16 is too coarse"):
+    with pytest.raises(ConfigError, match=r"bfloat16 is too coarse"):
         run(ADAMS["adam"], [held(hdet.Beta2)], dtype=torch.bfloat16)
 
 
 def test_one_point_gives_no_slope() -> None:
-    with pytest.raises(hdet.ConfigError, match="2 distinct points"):
+    with pytest.raises(ConfigError, match="2 distinct points"):
         Recursion(points=(1.0, 1.0))

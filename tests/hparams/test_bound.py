@@ -12,11 +12,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import hdet
-from hdet import Arcsine, Context, Controller, Estimate, Linear, Log, Logit, Relative, TwoLevel
+from hdet.controllers import Context, Controller, Estimate, Gated
 from hdet.controllers.state import NoState
 from hdet.engine.defaults import complete
 from hdet.errors import CheckpointError, ConfigError
 from hdet.hparams.bound import BoundKnob, Moment
+from hdet.schedules import Cosine, FromCallable, OneCycle, Replay
+from hdet.spaces import Arcsine, Linear, Log, Logit, Relative
+from hdet.spreads import Geometric, OneSided, Symmetric, TwoLevel
 
 
 class Cell:
@@ -64,7 +67,7 @@ def wish(knob: BoundKnob, move: float, step: int = 1) -> float:
 
 
 SPACES = st.sampled_from([Log(), Logit(), Linear(0.3), Relative(), Arcsine()])
-SPREADS = st.sampled_from([TwoLevel, hdet.Symmetric, hdet.Geometric, hdet.OneSided, lambda w: hdet.OneSided(w, "down")])
+SPREADS = st.sampled_from([TwoLevel, Symmetric, Geometric, OneSided, lambda w: OneSided(w, "down")])
 
 
 @settings(max_examples=300, deadline=None)
@@ -102,8 +105,8 @@ def test_no_value_leaves_its_bounds_and_levels_stay_centred(
 
 
 def test_levels_shrink_together() -> None:
-    knob = bound(4, 0.9, spread=hdet.Symmetric(0.6))
-    knob.spread(hdet.Symmetric(0.6).levels(4), 0.0)
+    knob = bound(4, 0.9, spread=Symmetric(0.6))
+    knob.spread(Symmetric(0.6).levels(4), 0.0)
     room = math.log(1 / 0.9)
     assert knob.reach(0.9) == pytest.approx(room / 0.6)
     assert knob.values(0, range(4)) == pytest.approx([0.9 * math.exp(f * room) for f in (-1, -1 / 3, 1 / 3, 1)])
@@ -111,7 +114,7 @@ def test_levels_shrink_together() -> None:
 
 
 def test_at_rest_values_are_the_base_bit_for_bit() -> None:
-    schedule = hdet.OneCycle(0.3, total_steps=50)
+    schedule = OneCycle(0.3, total_steps=50)
     knob = bound(3, schedule=schedule)
     knob.spread(np.zeros(3), 0.0)
     for step in range(50):
@@ -154,7 +157,7 @@ def test_a_move_into_a_bound_does_not_wind_up() -> None:
 
 
 def test_what_a_controller_is_shown() -> None:
-    schedule = hdet.Replay((0.1, 0.2, 0.4, 0.3))
+    schedule = Replay((0.1, 0.2, 0.4, 0.3))
     knob = bound(2, schedule=schedule, authority=2.0)
     knob.spread(np.array([-0.3, 0.3]), 0.0)
     knob.shift = 0.5
@@ -189,24 +192,24 @@ def test_its_state_is_plain_and_restores_it() -> None:
     cell: Any = again.bindings[0]
     assert cell.written == [0.1, 0.1, 0.1]  # after loading nothing is assumed to be in force
     with pytest.raises(CheckpointError, match="GatedState"):
-        bound(controller=hdet.Gated()).load_state_dict(state)
+        bound(controller=Gated()).load_state_dict(state)
 
 
 def test_the_peak_of_an_endless_schedule_is_the_largest_so_far() -> None:
-    knob = bound(schedule=hdet.FromCallable("math:log1p"), bounds=(0.0, 10.0))
+    knob = bound(schedule=FromCallable("math:log1p"), bounds=(0.0, 10.0))
     assert knob.peak == 0.0
     wish(knob, 0.0, step=5)
     assert knob.peak == math.log1p(5)
-    again = bound(schedule=hdet.FromCallable("math:log1p"), bounds=(0.0, 10.0))
+    again = bound(schedule=FromCallable("math:log1p"), bounds=(0.0, 10.0))
     again.load_state_dict(knob.state_dict())
     assert again.peak == math.log1p(5)
 
 
 def test_a_bases_bounds_are_checked_over_the_whole_schedule() -> None:
     with pytest.raises(ConfigError, match=r"its schedule reaches 1.5, outside the bounds"):
-        bound(schedule=hdet.Cosine(1.5, total_steps=100_000))
+        bound(schedule=Cosine(1.5, total_steps=100_000))
     with pytest.raises(ConfigError, match=r"reaches 0.001, outside .* give bounds=\(0.001, 1\)"):
-        bound(schedule=hdet.Replay((0.5, 0.001, 0.5)), bounds=(0.01, 1.0))
+        bound(schedule=Replay((0.5, 0.001, 0.5)), bounds=(0.01, 1.0))
 
 
 def test_the_base_is_read_where_no_schedule_is_given() -> None:

@@ -12,6 +12,7 @@ import hdet
 import hdet.nn
 from hdet.errors import ConfigError, MatchError
 from hdet.hparams.binding import ModelBinding
+from hdet.spreads import TwoLevel
 
 
 class Block(nn.Module):
@@ -86,7 +87,7 @@ def test_different_values_need_a_schedule() -> None:
         bind(knob, model).read()
     engine = hdet.Engine(
         hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2),
-        [hdet.Dropout(schedule=0.25, spread=hdet.TwoLevel(0))],
+        [hdet.Dropout(schedule=0.25, spread=TwoLevel(0))],
     )
     assert engine.bases == {"dropout": 0.25}
     assert model.blocks[0].drop.p == 0.25
@@ -117,7 +118,7 @@ def test_plain_dropout_in_a_compiled_model_is_refused() -> None:
 def test_each_replica_has_scalars_of_its_own(problem: Any) -> None:
     model = problem.model(hdet.nn.Dropout(0.3))
     replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=4)
-    knob = hdet.Dropout(spread=hdet.TwoLevel(0.1))
+    knob = hdet.Dropout(spread=TwoLevel(0.1))
     engine = hdet.Engine(replicas, [knob], gradients="local", signal=problem.probe())
     rates = [replica.model[2].p for replica in engine.replicas]
     assert sorted(rates) == rates or len(set(rates)) == 2

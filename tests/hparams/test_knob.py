@@ -12,11 +12,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 import hdet
-from hdet import Engine, Knob, TwoLevel
+from hdet import Engine, Knob
+from hdet.controllers import Newton, Paper
+from hdet.designs import Fixed
 from hdet.errors import ConfigError
+from hdet.estimators import Kalman, Softmax
 from hdet.hparams.binding import Binding, GroupBinding
 from hdet.hparams.knob import ActsOn
+from hdet.schedules import Constant, OneCycle, Replay
+from hdet.spaces import Linear, Relative
 from hdet.spec import members
+from hdet.spreads import Geometric, OneSided, Symmetric, TwoLevel
 
 BUILT_IN = [
     "attention_temperature",
@@ -35,22 +41,22 @@ RICH = [
     hdet.LearningRate(
         name="rate",
         groups=("decay", 1),
-        space=hdet.Relative(),
+        space=Relative(),
         bounds=(1e-6, 1.0),
-        spread=hdet.Symmetric(1 / 9),
-        schedule=hdet.OneCycle(3e-4, total_steps=2000, three_phase=True),
-        controller=hdet.Paper(floor=1e-9),
-        evidence=hdet.Divergent(estimator=hdet.Softmax(0.1), design=hdet.Fixed(), tilt=0.5),
+        spread=Symmetric(1 / 9),
+        schedule=OneCycle(3e-4, total_steps=2000, three_phase=True),
+        controller=Paper(floor=1e-9),
+        evidence=hdet.Divergent(estimator=Softmax(0.1), design=Fixed(), tilt=0.5),
         authority=1.5,
     ),
-    hdet.WeightDecay(schedule=0.1, spread=hdet.Geometric(0.5, ratio=3.0)),
+    hdet.WeightDecay(schedule=0.1, spread=Geometric(0.5, ratio=3.0)),
     hdet.Momentum(groups=0),
     hdet.Beta1(),
-    hdet.Beta2(controller=hdet.Newton()),
-    hdet.Dropout(pattern=("blocks.*", "head"), spread=hdet.OneSided(0.1, "down"), accept_bias=True),
-    hdet.AttentionTemperature(schedule=hdet.Replay((1.0, 2.0))),
-    hdet.LabelSmoothing(evidence=hdet.Divergent(estimator=hdet.Kalman())),
-    hdet.Scalar("margin", path="head.margin", space=hdet.Linear(0.5), bounds=(0, 1), effect="update", biased=False),
+    hdet.Beta2(controller=Newton()),
+    hdet.Dropout(pattern=("blocks.*", "head"), spread=OneSided(0.1, "down"), accept_bias=True),
+    hdet.AttentionTemperature(schedule=Replay((1.0, 2.0))),
+    hdet.LabelSmoothing(evidence=hdet.Divergent(estimator=Kalman())),
+    hdet.Scalar("margin", path="head.margin", space=Linear(0.5), bounds=(0, 1), effect="update", biased=False),
 ]
 
 
@@ -81,8 +87,8 @@ def test_names() -> None:
 
 
 def test_a_number_is_a_constant_schedule() -> None:
-    assert hdet.WeightDecay(schedule=0.1) == hdet.WeightDecay(schedule=hdet.Constant(0.1))
-    assert hdet.WeightDecay(schedule=1).schedule == hdet.Constant(1.0)
+    assert hdet.WeightDecay(schedule=0.1) == hdet.WeightDecay(schedule=Constant(0.1))
+    assert hdet.WeightDecay(schedule=1).schedule == Constant(1.0)
     with pytest.raises(ConfigError, match="weight_decay: schedule"):
         hdet.WeightDecay(schedule=True)
 

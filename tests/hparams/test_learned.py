@@ -8,6 +8,8 @@ from torch import nn
 
 import hdet
 from hdet.hparams.learned import Learned
+from hdet.schedules import Cosine
+from hdet.spreads import TwoLevel
 
 
 def test_a_start_of_zero_has_no_factor() -> None:
@@ -27,7 +29,7 @@ def engine(initial_shift: float = 0.0, high: float = 10.0) -> hdet.Engine:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     knob = hdet.LearningRate(
-        schedule=hdet.Cosine(0.1, 20), initial_shift=initial_shift, bounds=(0.0, high), spread=hdet.TwoLevel(0.0)
+        schedule=Cosine(0.1, 20), initial_shift=initial_shift, bounds=(0.0, high), spread=TwoLevel(0.0)
     )
     return hdet.Engine(hdet.replicate(model, optimizer, n=2), [knob], window=5)
 

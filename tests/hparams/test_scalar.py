@@ -12,6 +12,7 @@ from torch import nn
 import hdet
 import hdet.nn
 from hdet import Engine, Knob, Scalar
+from hdet.controllers import Hold
 from hdet.errors import ConfigError, MatchError
 
 
@@ -153,7 +154,7 @@ def test_yaml(tmp_path: Any) -> None:
 def test_a_buffer_that_is_a_knob_is_explored_and_comes_home_to_its_base(problem: Any, train: Any) -> None:
     model = Net()
     replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.01), n=4)
-    knob = Scalar("scale", path="head.scale", bounds=(0.1, 10.0), controller=hdet.Hold())
+    knob = Scalar("scale", path="head.scale", bounds=(0.1, 10.0), controller=Hold())
     engine = Engine(replicas, [knob], window=3, gradients="local", signal=problem.probe(), total_steps=6)
     assert len({float(replica.model.head.scale) for replica in engine.replicas}) == 2
     train(engine, 4)

@@ -14,14 +14,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hdet.errors import ConfigError
-from hdet.hparams.schedule import WSD, Constant, Cosine, FromCallable, Linear, OneCycle, Replay, Schedule
+from hdet.hparams.schedule import WSD, Constant, Cosine, FromCallable, LinearDecay, OneCycle, Replay, Schedule
 
 SCHEDULES: list[Schedule] = [
     Constant(0.3),
     OneCycle(3e-4, total_steps=50),
     OneCycle(3e-4, 50, three_phase=True, anneal_strategy="linear", cycle_momentum=True),
     Cosine(1e-3, 50),
-    Linear(1e-3, 50, floor=1e-5),
+    LinearDecay(1e-3, 50, floor=1e-5),
     WSD(1e-3, 50),
     Replay((0.1, 0.2, 0.05)),
     FromCallable("math:sqrt", total_steps=9),
@@ -71,7 +71,7 @@ def test_one_cycle_without_momentum_has_none() -> None:
     assert OneCycle(1.0, total_steps=10).momentum(3) is None
 
 
-rising = st.sampled_from([Cosine, Linear, WSD])
+rising = st.sampled_from([Cosine, LinearDecay, WSD])
 
 
 @given(
@@ -83,7 +83,7 @@ rising = st.sampled_from([Cosine, Linear, WSD])
 )
 @settings(deadline=None)
 def test_warmed_up_schedules_rise_to_the_peak_and_fall_towards_the_floor(
-    kind: type[Cosine] | type[Linear] | type[WSD], peak: float, share: float, total: int, warmup: float
+    kind: type[Cosine] | type[LinearDecay] | type[WSD], peak: float, share: float, total: int, warmup: float
 ) -> None:
     floor = share * peak
     schedule = kind(peak, total, warmup=warmup, floor=floor)
@@ -110,7 +110,7 @@ def test_cosine_at_small_numbers() -> None:
 
 
 def test_linear_at_small_numbers() -> None:
-    schedule = Linear(2.0, total_steps=8, warmup=0.5, floor=1.0)
+    schedule = LinearDecay(2.0, total_steps=8, warmup=0.5, floor=1.0)
     assert [schedule(t) for t in range(8)] == [1.25, 1.5, 1.75, 2.0, 2.0, 1.75, 1.5, 1.25]
 
 
@@ -189,7 +189,7 @@ def test_a_call_is_cheap(schedule: Schedule) -> None:
         (OneCycle, {"max_lr": 1.0, "total_steps": 0}, "total_steps"),
         (OneCycle, {"max_lr": 1.0, "total_steps": 10, "anneal_strategy": "sine"}, "anneal_strategy"),
         (Cosine, {"peak": 1.0, "total_steps": 10, "floor": 2.0}, "floor must not exceed peak"),
-        (Linear, {"peak": 1.0, "total_steps": 10, "warmup": -0.1}, "warmup"),
+        (LinearDecay, {"peak": 1.0, "total_steps": 10, "warmup": -0.1}, "warmup"),
         (
             WSD,
             {"peak": 1.0, "total_steps": 10, "warmup": 0.6, "decay": 0.6},

@@ -16,13 +16,15 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import hdet
+from hdet.controllers import Hold
+from hdet.spreads import TwoLevel
 
 STEPS, PARTS = 24, 2
 
 HELD = [
-    hdet.LearningRate(controller=hdet.Hold()),
-    hdet.WeightDecay(controller=hdet.Hold()),
-    hdet.Dropout(controller=hdet.Hold(), spread=hdet.TwoLevel(0.0)),
+    hdet.LearningRate(controller=Hold()),
+    hdet.WeightDecay(controller=Hold()),
+    hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
 ]
 """Measured as ever and moved nowhere."""
 

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import hdet
+from hdet.controllers import Hold
+from hdet.spreads import TwoLevel
 
 EXAMPLES, BATCH = 96, 8
 PER_EPOCH = EXAMPLES // BATCH
@@ -76,9 +78,9 @@ class Classifier(LightningModule):
 
 
 HELD = [
-    hdet.LearningRate(controller=hdet.Hold()),
-    hdet.WeightDecay(controller=hdet.Hold()),
-    hdet.Dropout(controller=hdet.Hold(), spread=hdet.TwoLevel(0.0)),
+    hdet.LearningRate(controller=Hold()),
+    hdet.WeightDecay(controller=Hold()),
+    hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
 ]
 """Measured as ever and moved nowhere."""
 

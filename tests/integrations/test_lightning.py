@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hdet
+from hdet.errors import ConfigError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -210,12 +211,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused_and_says_the_way_out(name: str, tmp_path: Path) -> None:
     module, options, trainer, message = REFUSED[name]
-    with pytest.raises(hdet.ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         fit(tmp_path, module() if module is Two else module("none"), search(**options), **trainer)
 
 
 def test_options_are_checked_when_they_are_given() -> None:
-    with pytest.raises(hdet.ConfigError, match=r"no such option: \['knob'\]; there are \['anchor'"):
+    with pytest.raises(ConfigError, match=r"no such option: \['knob'\]; there are \['anchor'"):
         search(knob=[])
-    with pytest.raises(hdet.ConfigError, match=r"probe is an hdet.Probe or a DataLoader, got int"):
+    with pytest.raises(ConfigError, match=r"probe is an hdet.Probe or a DataLoader, got int"):
         search(probe=3)

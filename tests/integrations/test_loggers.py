@@ -14,6 +14,7 @@ from launch import launch
 from torch import nn
 
 import hdet
+from hdet.errors import MissingExtraError
 
 WINDOWS = 4
 
@@ -109,7 +110,7 @@ def test_one_that_fails_warns_once_at_the_users_line_and_stops_nothing() -> None
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(hdet.MissingExtraError, match=r"mlflow is not installed; run: pip install 'hdet\[loggers\]'"):
+    with pytest.raises(MissingExtraError, match=r"mlflow is not installed; run: pip install 'hdet\[loggers\]'"):
         hdet.loggers.MLflow()
 
 

@@ -12,6 +12,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import gpt2, trainer
 
 import hdet
+from hdet.controllers import Hold
+from hdet.spreads import TwoLevel
 
 
 def lora() -> PeftModel:
@@ -39,10 +41,10 @@ def test_dropouts_of_base_and_adapter_are_found_and_the_base_stays(tmp_path: Pat
 
 
 def test_held_it_is_the_run_without_it_bit_for_bit(tmp_path: Path, assert_same: Any) -> None:
-    still = {"controller": hdet.Hold(), "spread": hdet.TwoLevel(0.0)}
+    still = {"controller": Hold(), "spread": TwoLevel(0.0)}
     held = [
-        hdet.LearningRate(controller=hdet.Hold()),
-        hdet.WeightDecay(controller=hdet.Hold()),
+        hdet.LearningRate(controller=Hold()),
+        hdet.WeightDecay(controller=Hold()),
         hdet.Dropout(pattern="*.lora_dropout.*", **still),
     ]
     found = []

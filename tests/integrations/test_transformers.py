@@ -14,11 +14,14 @@ from torch import nn
 from transformers import Trainer
 
 import hdet
+from hdet.controllers import Hold
+from hdet.errors import CheckpointError, ConfigError
+from hdet.spreads import TwoLevel
 
 HELD = [
-    hdet.LearningRate(controller=hdet.Hold()),
-    hdet.WeightDecay(controller=hdet.Hold()),
-    hdet.Dropout(controller=hdet.Hold(), spread=hdet.TwoLevel(0.0)),
+    hdet.LearningRate(controller=Hold()),
+    hdet.WeightDecay(controller=Hold()),
+    hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
 ]
 """Measured as ever and moved nowhere."""
 
@@ -165,7 +168,7 @@ def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-5" / "hdet.pt").replace(tmp_path / "checkpoint-10" / "hdet.pt")
     again = trainer(gpt2(), tmp_path)
     search(again)
-    with pytest.raises(hdet.CheckpointError, match=r"after step 5, and the Trainer goes on from step 10"):
+    with pytest.raises(CheckpointError, match=r"after step 5, and the Trainer goes on from step 10"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
 
 
@@ -192,5 +195,5 @@ def test_nothing_stays_after_an_early_end(tmp_path: Path) -> None:
 def test_a_trainer_is_needed(tmp_path: Path) -> None:
     made = trainer(gpt2(), tmp_path)
     callback = hdet.transformers.Search(probe=Text("test", 16))
-    with pytest.raises(hdet.ConfigError, match=r"there is hdet\.attach"):
+    with pytest.raises(ConfigError, match=r"there is hdet\.attach"):
         callback.on_train_begin(made.args, made.state, made.control)

@@ -12,11 +12,13 @@ from tiny import gpt2, trainer
 from transformers import Trainer
 
 import hdet
+from hdet.controllers import Hold
+from hdet.spreads import TwoLevel
 
 HELD = [
-    hdet.LearningRate(controller=hdet.Hold()),
-    hdet.WeightDecay(controller=hdet.Hold()),
-    hdet.Dropout(controller=hdet.Hold(), spread=hdet.TwoLevel(0.0)),
+    hdet.LearningRate(controller=Hold()),
+    hdet.WeightDecay(controller=Hold()),
+    hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
 ]
 
 

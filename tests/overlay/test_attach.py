@@ -16,11 +16,15 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
 
 import hdet
+from hdet.controllers import Hold
+from hdet.errors import StepError
+from hdet.schedules import Replay
+from hdet.spreads import TwoLevel
 
 HELD = [
-    hdet.LearningRate(controller=hdet.Hold()),
-    hdet.WeightDecay(controller=hdet.Hold()),
-    hdet.Dropout(controller=hdet.Hold(), spread=hdet.TwoLevel(0.0)),
+    hdet.LearningRate(controller=Hold()),
+    hdet.WeightDecay(controller=Hold()),
+    hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
 ]
 """Measured as ever and moved nowhere."""
 
@@ -162,7 +166,7 @@ def test_beside_a_scheduler_it_is_the_engine_with_that_schedule(name: str, asser
     model = network()
     optimizer = plain_adamw(model)
     engine = hdet.recommended(
-        model, optimizer, total_steps=STEPS, probe=probe(), quiet=True, window=5, schedule=hdet.Replay(tuple(rates))
+        model, optimizer, total_steps=STEPS, probe=probe(), quiet=True, window=5, schedule=Replay(tuple(rates))
     )
     explicit(engine, model, optimizer)
 
@@ -305,7 +309,7 @@ def test_a_training_pass_is_one_pass_however_often_the_model_is_called(calls: in
                 loss = search.training_pass(run) if told_so else search.loss(run())
                 (loss / 2).backward()
             if calls == 0 and not told_so:
-                with pytest.raises(hdet.StepError, match="no training pass"):
+                with pytest.raises(StepError, match="no training pass"):
                     optimizer.step()
                 return
             optimizer.step()

@@ -17,13 +17,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import hdet
+from hdet.controllers import Hold
+from hdet.errors import ConfigError, StepError
+from hdet.spreads import TwoLevel
 
 Search = hdet.Search | None
 Train = Callable[[nn.Module, Any, Search], None]
 HELD: list[hdet.Knob] = [
-    hdet.LearningRate(controller=hdet.Hold()),
-    hdet.WeightDecay(controller=hdet.Hold()),
-    hdet.Dropout(controller=hdet.Hold(), spread=hdet.TwoLevel(0.0)),
+    hdet.LearningRate(controller=Hold()),
+    hdet.WeightDecay(controller=Hold()),
+    hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
 ]
 
 
@@ -290,7 +293,7 @@ def test_a_model_that_is_not_the_one_attached_to_is_an_error() -> None:
     model = network()
     optimizer = adamw(model)
     attached(nn.Sequential(model), optimizer)
-    with pytest.raises(hdet.StepError, match=r"call the Sequential that hdet\.attach was given, in train mode"):
+    with pytest.raises(StepError, match=r"call the Sequential that hdet\.attach was given, in train mode"):
         plain(model, optimizer, None)
 
 
@@ -302,10 +305,10 @@ def test_a_scheduler_nobody_spoke_of_is_an_error() -> None:
     told(search, loss_of(model, batch(0))).backward()
     optimizer.step()
     scheduler.step()
-    with pytest.raises(hdet.StepError, match=r"give hdet\.attach scheduler="):
+    with pytest.raises(StepError, match=r"give hdet\.attach scheduler="):
         model(batch(1)[0])
     search.detach()
-    with pytest.raises(hdet.ConfigError, match="'initial_lr'"):
+    with pytest.raises(ConfigError, match="'initial_lr'"):
         attached(model, optimizer)
 
 
@@ -315,7 +318,7 @@ def test_a_rate_moved_beside_the_scheduler_is_an_error() -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     search = attached(model, optimizer, scheduler=scheduler)
     optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(hdet.StepError, match="ExponentialLR would have put"):
+    with pytest.raises(StepError, match="ExponentialLR would have put"):
         told(search, loss_of(model, batch(0)))
 
 
@@ -343,18 +346,18 @@ def test_a_metric_scheduler_and_a_foreign_one_are_refused(shared: bool) -> None:
         scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(adamw(network()), 0.9)
     else:
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(hdet.ConfigError, match="another optimizer" if shared else "schedule=None"):
+    with pytest.raises(ConfigError, match="another optimizer" if shared else "schedule=None"):
         attached(model, optimizer, scheduler=scheduler)
 
 
 def test_several_optimizers_and_line_searches_are_refused() -> None:
     model = network()
-    with pytest.raises(hdet.ConfigError, match="one optimizer, got several"):
+    with pytest.raises(ConfigError, match="one optimizer, got several"):
         attached(model, [adamw(model)])
-    with pytest.raises(hdet.ConfigError, match="L-BFGS"):
+    with pytest.raises(ConfigError, match="L-BFGS"):
         attached(model, torch.optim.LBFGS(model.parameters()))
     first = attached(model, adamw(model))
-    with pytest.raises(hdet.ConfigError, match="another optimizer"):
+    with pytest.raises(ConfigError, match="another optimizer"):
         attached(model, torch.optim.SGD(model.parameters(), lr=0.1))
     first.detach()
 
@@ -377,7 +380,7 @@ def test_a_closure_called_twice_is_an_error() -> None:
         loss.backward()
         return loss
 
-    with pytest.raises(hdet.StepError, match="closure twice"):
+    with pytest.raises(StepError, match="closure twice"):
         optimizer.step(closure)
 
 
@@ -389,7 +392,7 @@ def test_a_dropout_that_something_else_writes_is_an_error() -> None:
     search.loss(plain_step).backward()
     optimizer.step()
     model[2].p = 0.5
-    with pytest.raises(hdet.StepError, match=r"exclude=\('dropout',\)"):
+    with pytest.raises(StepError, match=r"exclude=\('dropout',\)"):
         model(batch(1)[0])
 
 
@@ -448,7 +451,7 @@ def test_a_run_that_is_over_is_an_error_where_hdet_drives_the_rate() -> None:
     optimizer = adamw(model)
     search = attached(model, optimizer, total_steps=STEPS)
     plain(model, optimizer, search)
-    with pytest.raises(hdet.StepError, match="run is over"):
+    with pytest.raises(StepError, match="run is over"):
         plain(model, optimizer, search)
 
 

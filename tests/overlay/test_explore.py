@@ -22,7 +22,10 @@ from torch.optim.lr_scheduler import (
 )
 
 import hdet
+from hdet.controllers import Hold
 from hdet.errors import ConfigError, StepError
+from hdet.spaces import Relative
+from hdet.spreads import Symmetric
 
 pytestmark = QUIET
 
@@ -42,7 +45,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_scheduler_s_own_rates_are_the_bases(name: str) -> None:
     """Recursive schedulers must never see a replica's rate, or the levels would compound."""
-    hold = hdet.LearningRate(space=hdet.Relative(), spread=hdet.Symmetric(0.3), controller=hdet.Hold())
+    hold = hdet.LearningRate(space=Relative(), spread=Symmetric(0.3), controller=Hold())
     made = Job(lambda made, home: None).home.hosts[0][1]
     plain = SCHEDULERS[name](made)
     job = Job(lambda made, home: hdet.explore(SCHEDULERS[name](made), knob=hold, window=3, replicas=home))
@@ -57,7 +60,7 @@ def test_the_scheduler_s_own_rates_are_the_bases(name: str) -> None:
 
 
 def test_reduce_on_plateau_takes_its_metric_beside_the_loss() -> None:
-    hold = hdet.LearningRate(space=hdet.Relative(), spread=hdet.Symmetric(0.3), controller=hdet.Hold())
+    hold = hdet.LearningRate(space=Relative(), spread=Symmetric(0.3), controller=Hold())
     model = nn.Linear(2, 1)
     made = SGD(model.parameters(), lr=0.1)
     scheduler = hdet.explore(

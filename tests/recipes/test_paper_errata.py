@@ -17,7 +17,13 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from hdet.controllers import Comparison, NoState
+from hdet.controllers import NoState
+from hdet.controllers.estimators import Comparison
+from hdet.designs import Permutation
+from hdet.estimators import Softmax
+from hdet.merges import Mean
+from hdet.schedules import OneCycle
+from hdet.spreads import Symmetric
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 
@@ -29,9 +35,9 @@ def sgd() -> SGD:
 def displacement(losses: list[float], sigma: float, spread: float = 1 / 9) -> float:
     """The paper's Delta over the base."""
     n = len(losses)
-    levels = hdet.Symmetric(spread).levels(n)
+    levels = Symmetric(spread).levels(n)
     comparison = Comparison(levels[:, None], np.array(losses), np.zeros(1), np.ones(n))
-    (estimate,), _ = hdet.Softmax(sigma).estimate(NoState(), comparison)
+    (estimate,), _ = Softmax(sigma).estimate(NoState(), comparison)
     return -estimate.slope
 
 
@@ -57,7 +63,7 @@ class Released(OneCycleLR):
 
     def multiplier(self) -> float:
         n = len(self.everyone)
-        return float(1 + hdet.Symmetric(1 / 9).levels(n)[self.permutation[self.rank]])
+        return float(1 + Symmetric(1 / 9).levels(n)[self.permutation[self.rank]])
 
     def converge(self) -> None:
         with torch.no_grad():
@@ -200,7 +206,7 @@ def test_5_the_accumulator_is_reset_in_the_control_branch_only() -> None:
 
 
 def test_5_line_5_overwrites_the_controlled_rate() -> None:
-    cycle = hdet.OneCycle(0.1, total_steps=40)
+    cycle = OneCycle(0.1, total_steps=40)
     rate, rates = 0.5 * cycle(20), []  # as control leaves it
     for t in range(20, 24):
         rate = cycle(t)  # line 5, at every step
@@ -286,7 +292,7 @@ def test_6_draws_of_ranks_whose_generators_differ_are_no_permutation() -> None:
     assert collisions > 95
     for window in range(100):  # a function of seed and window: nothing to keep in step
         levels = [np.arange(8.0)]
-        design = hdet.Permutation().assign(levels, seed=0, window=window, names=["rate"], two_level=[False])
+        design = Permutation().assign(levels, seed=0, window=window, names=["rate"], two_level=[False])
         assert sorted(design[:, 0]) == list(range(8))
 
 
@@ -344,7 +350,7 @@ def test_7_momentum_freezes_where_control_starts() -> None:
 def test_8_the_displacement_carries_a_factor_of_spread_and_sigma() -> None:
     slope = 1e-3
     for n, spread, sigma in ((2, 0.1, 0.1), (8, 0.1, 0.1), (8, 0.2, 0.1), (8, 0.1, 0.05)):
-        losses = (2.0 + slope * hdet.Symmetric(spread).levels(n)).tolist()
+        losses = (2.0 + slope * Symmetric(spread).levels(n)).tolist()
         factor = spread**2 * (n + 1) / (3 * (n - 1)) / sigma
         assert displacement(losses, sigma, spread) == pytest.approx(-factor * slope, rel=1e-3)
 
@@ -365,7 +371,7 @@ def test_9_the_missing_control_is_data_parallel_training_under_shared_gradients(
                 optimizer.step()
                 optimizer.zero_grad()
             if average and step % 3 == 2:
-                hdet.Mean()(home, [True] * 4)
+                Mean()(home, [True] * 4)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     assert torch.equal(train(average=True), train(average=False))

@@ -11,10 +11,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 import hdet
-from hdet.controllers import Comparison, Context, Estimate, NoState
+from hdet.controllers import Context, Estimate, NoState, Paper
+from hdet.controllers.estimators import Comparison
+from hdet.designs import Permutation
 from hdet.errors import ConfigError
+from hdet.estimators import Softmax
 from hdet.hparams.bound import BoundKnob
+from hdet.schedules import HeldOneCycle, OneCycle, Schedule
+from hdet.spaces import Relative
 from hdet.spec import Spec
+from hdet.spreads import Symmetric
 
 E = math.e
 
@@ -32,14 +38,14 @@ E = math.e
     ],
 )
 def test_equation_1_the_fan_out(n: int, multipliers: list[float]) -> None:
-    space, levels = hdet.Relative(), hdet.Symmetric(1 / 9).levels(n)
+    space, levels = Relative(), Symmetric(1 / 9).levels(n)
     rates = [space.apply(9.0, level) for level in levels]
     assert rates == pytest.approx([9 * rho for rho in multipliers], rel=1e-15)
 
 
 def softmax(losses: list[float], levels: list[float], sigma: float) -> float:
     comparison = Comparison(np.array(levels)[:, None], np.array(losses), np.zeros(1), np.ones(len(levels)))
-    (estimate,), _ = hdet.Softmax(sigma).estimate(NoState(), comparison)
+    (estimate,), _ = Softmax(sigma).estimate(NoState(), comparison)
     return estimate.slope
 
 
@@ -59,14 +65,14 @@ def test_the_displacement_is_the_slope_up_to_a_factor() -> None:
     """Erratum 8: to first order Delta is -(a^2 c_N / sigma) dL/dz, c_N = (N + 1) / (3 (N - 1))."""
     a, sigma, slope = 0.1, 0.5, 1e-4
     for n in (2, 3, 4, 8):
-        levels = hdet.Symmetric(a).levels(n)
+        levels = Symmetric(a).levels(n)
         found = softmax((3 + slope * levels).tolist(), levels.tolist(), sigma)
         assert found == pytest.approx(a**2 * (n + 1) / (3 * (n - 1)) / sigma * slope, rel=1e-4)
 
 
 def test_two_steps_of_control() -> None:
     """base 1, floor 1/4, K = 2: gamma = 1/2; beta = 1/2, lambda = 1/2."""
-    paper, relative = hdet.Paper(0.25, beta=0.5, rate=0.5), hdet.Relative()
+    paper, relative = Paper(0.25, beta=0.5, rate=0.5), Relative()
     # Delta = .2 base = .2, v = .1, base = .5 + .05
     move, state = paper.step(paper.start(), Estimate(slope=-0.2), Context(windows_left=2))
     assert relative.apply(1.0, move) == pytest.approx(0.55)
@@ -82,14 +88,14 @@ def test_the_decay_as_printed_grows_the_rate_400_fold() -> None:
     printed = 1 - math.exp(-math.log(div / final_div) / k)
     assert printed < 0
     assert (1 - printed) ** k == pytest.approx(400.0)
-    paper = hdet.Paper(1.0 / (div * final_div))
+    paper = Paper(1.0 / (div * final_div))
     _, state = paper.step(paper.start(), Estimate(slope=1e-300), Context(windows_left=k))
     assert (1 - state.decay) ** k == pytest.approx(1 / (div * final_div))
 
 
 def test_the_velocity_cannot_take_the_rate_below_the_floor() -> None:
     """The printed recursion can: the velocity remembers displacements of a base that has decayed since."""
-    paper, relative = hdet.Paper(1e-4, beta=0.9, rate=0.5), hdet.Relative()
+    paper, relative = Paper(1e-4, beta=0.9, rate=0.5), Relative()
     state, shift, printed, velocity = paper.start(), 0.0, 1.0, 0.0
     bases, naive = [], []
     for left in range(4, 0, -1):
@@ -112,11 +118,11 @@ def test_the_noise_of_the_warm_start() -> None:
 
 
 def test_the_cycle_is_held_where_control_begins() -> None:
-    cycle = hdet.OneCycle(0.3, total_steps=50)
-    held = hdet.HeldOneCycle(0.3, total_steps=50, held_from=20)
+    cycle = OneCycle(0.3, total_steps=50)
+    held = HeldOneCycle(0.3, total_steps=50, held_from=20)
     assert [held(t) for t in range(60)] == [cycle(min(t, 20)) for t in range(60)]
     assert isinstance(held, Spec)
-    assert hdet.Schedule.from_dict(held.to_dict()) == held
+    assert Schedule.from_dict(held.to_dict()) == held
 
 
 # -- the whole cycle ------------------------------------------------------------------------------
@@ -250,7 +256,7 @@ def reassigned(n: int, seed: int) -> Callable[[int], NDArray[np.int64]]:
 
     def assign(window: int) -> NDArray[np.int64]:
         names = ["learning_rate[0]", "learning_rate[1]"]
-        drawn = hdet.Permutation().assign(
+        drawn = Permutation().assign(
             [indices, indices], seed=seed, window=window, names=names, two_level=[False, False]
         )
         return drawn.astype(np.int64)
@@ -350,10 +356,10 @@ def test_a_knob_for_each_group_and_a_default_warm_up() -> None:
     engine = hdet.paper_engine(replicas(4, START), max_lr=0.1, total_steps=1000, window=70)
     assert [knob.name for knob in engine.knobs] == ["learning_rate[0]", "learning_rate[1]"]
     controller = engine.knobs[0].spec.controller
-    assert isinstance(controller, hdet.Paper)
+    assert isinstance(controller, Paper)
     assert controller.warmup_steps == 300
     schedule = engine.knobs[0].schedule
-    assert isinstance(schedule, hdet.HeldOneCycle)
+    assert isinstance(schedule, HeldOneCycle)
     assert schedule.held_from == 350  # the first window end at or after the warm-up
     assert isinstance(engine.knobs[0], BoundKnob)
 

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 import hdet
 from hdet import Engine, Probe
+from hdet.controllers import Calibrate, Gated
+from hdet.errors import ConfigError
 from hdet.recipes.recommended import CAUTION, LEAST, choose, describe
+from hdet.schedules import Constant, Cosine, Replay, Schedule
 
 STEPS = 100
 
@@ -108,8 +111,8 @@ def test_nothing_it_chooses_diverges() -> None:
     kinds = [knob.evidence.kind for knob in knobs]
     assert kinds == ["line", "analytic", "contrast", "contrast"]
     assert not any(knob.evidence.diverges for knob in knobs)
-    assert isinstance(knobs[0].controller, hdet.Calibrate)
-    assert all(isinstance(knob.controller, hdet.Gated) for knob in knobs[1:])
+    assert isinstance(knobs[0].controller, Calibrate)
+    assert all(isinstance(knob.controller, Gated) for knob in knobs[1:])
 
 
 def test_one_group_that_decays_is_enough() -> None:
@@ -175,10 +178,8 @@ def test_the_rate_set_is_the_peak_and_entered_from_below() -> None:
     assert knob.initial_shift == pytest.approx(-math.log(CAUTION))
 
 
-@pytest.mark.parametrize(
-    "schedule", [hdet.Constant(0.02), hdet.Cosine(0.02, STEPS, warmup=0.0), hdet.Replay([0.02] * STEPS)]
-)
-def test_without_a_warm_up_it_begins_where_it_was_told(schedule: hdet.Schedule) -> None:
+@pytest.mark.parametrize("schedule", [Constant(0.02), Cosine(0.02, STEPS, warmup=0.0), Replay([0.02] * STEPS)])
+def test_without_a_warm_up_it_begins_where_it_was_told(schedule: Schedule) -> None:
     model = network()
     knob = chosen(model, adamw(model), schedule=schedule)["learning rate"]
     assert knob.initial_shift == 0.0
@@ -188,10 +189,10 @@ def test_without_a_warm_up_it_begins_where_it_was_told(schedule: hdet.Schedule) 
 
 
 def test_a_warm_up_that_starts_above_what_is_looked_ahead_to_counts_as_none() -> None:
-    high = hdet.Cosine(0.02, STEPS, warmup=0.3, floor=0.01)
+    high = Cosine(0.02, STEPS, warmup=0.3, floor=0.01)
     model = network()
     assert chosen(model, adamw(model), schedule=high)["learning rate"].initial_shift == 0.0
-    low = hdet.Cosine(0.02, STEPS, warmup=0.3)
+    low = Cosine(0.02, STEPS, warmup=0.3)
     assert chosen(model, adamw(model), schedule=low)["learning rate"].initial_shift < 0.0
 
 
@@ -223,7 +224,7 @@ def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_without_a_warm_up_it_does_not_speak_of_caution(capsys: pytest.CaptureFixture[str]) -> None:
     model = network()
-    hdet.recommended(model, adamw(model), total_steps=STEPS, probe=probe(), schedule=hdet.Constant(0.02))
+    hdet.recommended(model, adamw(model), total_steps=STEPS, probe=probe(), schedule=Constant(0.02))
     assert "times below" not in capsys.readouterr().out
 
 
@@ -233,7 +234,7 @@ def test_without_a_warm_up_it_does_not_speak_of_caution(capsys: pytest.CaptureFi
 @pytest.mark.parametrize("bad", [None, hdet.TrainingLoss(), lambda model: 0.0, [torch.ones(2)]])
 def test_what_is_no_probe_is_refused(bad: Any) -> None:
     model = network()
-    with pytest.raises(hdet.ConfigError, match=r"probe must be an hdet\.Probe"):
+    with pytest.raises(ConfigError, match=r"probe must be an hdet\.Probe"):
         hdet.recommended(model, adamw(model), total_steps=STEPS, probe=bad, quiet=True)
 
 
@@ -295,7 +296,7 @@ def trained(lr: float, *, explored: bool) -> tuple[float, float]:
     """The test loss, and the factor by which the rate was moved in the end."""
     model = network()
     optimizer = adamw(model, lr=lr)
-    course = hdet.Cosine(lr, LONG, warmup=0.3)
+    course = Cosine(lr, LONG, warmup=0.3)
     engine = None
     if explored:
         held_out = Probe(by_sub_batch, lambda window: [draw(1_000_000 + window, 64)])
@@ -355,9 +356,9 @@ def test_knobs_are_replaced_by_name_added_and_left_out() -> None:
 def test_what_is_left_out_is_there_and_not_declared_too() -> None:
     model = network()
     options: dict[str, Any] = {"total_steps": STEPS, "probe": probe(), "quiet": True}
-    with pytest.raises(hdet.ConfigError, match="exclude names 'momentum'"):
+    with pytest.raises(ConfigError, match="exclude names 'momentum'"):
         hdet.recommended(model, adamw(model), exclude=["momentum"], **options)
-    with pytest.raises(hdet.ConfigError, match="both in knobs= and in exclude="):
+    with pytest.raises(ConfigError, match="both in knobs= and in exclude="):
         hdet.recommended(model, adamw(model), knobs=[hdet.Dropout()], exclude=["dropout"], **options)
 
 

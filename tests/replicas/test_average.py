@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hdet
+from hdet.errors import ConfigError
 from hdet.replicas.average import Averages, RunningMean
+from hdet.schedules import Constant
 
 
 @settings(max_examples=40, deadline=None)
@@ -128,7 +130,7 @@ def test_of_weights_on_a_gpu_the_mean_lies_on_the_host() -> None:
 def test_an_engine_that_keeps_averages_on_the_host_runs_the_same(problem: Any, train: Any, assert_same: Any) -> None:
     def run(**options: Any) -> tuple[hdet.Engine, list[Any]]:
         model = problem.model()
-        knob = hdet.LearningRate(schedule=hdet.Constant(0.01), evidence=hdet.Line(stride=2, doubt=-1e9))
+        knob = hdet.LearningRate(schedule=Constant(0.01), evidence=hdet.Line(stride=2, doubt=-1e9))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         made = hdet.Engine(
             hdet.micro_batches(model, optimizer, 2), [knob], window=5, total_steps=15, signal=problem.probe(), **options
@@ -140,7 +142,7 @@ def test_an_engine_that_keeps_averages_on_the_host_runs_the_same(problem: Any, t
     assert host[1] == device[1]
     assert_same(host[0].hosts[0][0].state_dict(), device[0].hosts[0][0].state_dict())
     assert host[0].cycle.averages.follow(0, 2).values[0].device == torch.device("cpu")
-    with pytest.raises(hdet.ConfigError, match="averages must be 'device' or 'host', got 'disk'"):
+    with pytest.raises(ConfigError, match="averages must be 'device' or 'host', got 'disk'"):
         run(averages="disk")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, StepError
 from hdet.replicas import Replicas
 
 
@@ -107,7 +107,7 @@ def test_a_layer_that_is_frozen_in_some_replicas_is_named(problem: Any) -> None:
         model[0].weight.requires_grad_(number == 0)
         model[2].bias.requires_grad_(number != 0)
     backward(problem, replicas)
-    with pytest.raises(hdet.StepError, match=r"'0.weight', '2.bias' took gradients in some replicas and not in others"):
+    with pytest.raises(StepError, match=r"'0.weight', '2.bias' took gradients in some replicas and not in others"):
         replicas.share_gradients()
 
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import hdet
-from hdet import Engine, Mean, Merge
+from hdet import Engine
 from hdet.errors import ConfigError
+from hdet.merges import Mean, Merge
 from hdet.replicas import Replicas, tensors
+from hdet.spreads import TwoLevel
 
 
 def test_declared_in_every_way() -> None:
@@ -25,7 +27,7 @@ def test_declared_in_every_way() -> None:
 def build(problem: Any, merge: Merge) -> Engine:
     model = problem.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    knob = hdet.LearningRate(spread=hdet.TwoLevel(0.3))
+    knob = hdet.LearningRate(spread=TwoLevel(0.3))
     replicas = hdet.replicate(model, optimizer, n=4)
     return Engine(replicas, [knob], window=3, merge=merge, gradients="local", total_steps=6)
 

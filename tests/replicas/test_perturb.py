@@ -253,5 +253,5 @@ def test_a_damaged_checkpoint_is_not_set_out_from(tmp_path: Path) -> None:
     content[place + 3] ^= 1
     path.write_bytes(content)
     assert not torch.equal(torch.load(path, weights_only=True)["weight"], model.weight)
-    with pytest.raises(hdet.ConfigError, match="in it is not as it was written"):
+    with pytest.raises(ConfigError, match="in it is not as it was written"):
         hdet.perturb(model, replica=0, checkpoint=path)

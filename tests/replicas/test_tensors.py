@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hdet
+from hdet.errors import ConfigError
 from hdet.replicas import tensors
 
 numbers = st.floats(-1e3, 1e3, width=32)
@@ -163,5 +164,5 @@ def test_sparse_gradients_are_refused() -> None:
     replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
     for replica in replicas.local:
         replica.model(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(hdet.ConfigError, match="dense gradients only"):
+    with pytest.raises(ConfigError, match="dense gradients only"):
         replicas.share_gradients()

@@ -11,6 +11,7 @@ from torch import nn
 import hdet
 from hdet import Engine, Probe
 from hdet.errors import ConfigError, StepError
+from hdet.spreads import TwoLevel
 
 
 def test_it_measures_in_eval_mode_without_gradients_and_leaves_no_trace(problem: Any) -> None:
@@ -139,7 +140,7 @@ def test_a_probe_that_is_not_finite_for_one_replica_is_not_heard(problem: Any, t
         return own * float("nan") if len(calls) in (3, 4) else own
 
     signal = Probe(loss, [problem.batch(-1, j) for j in range(2)])
-    engine = Engine(replicas, [hdet.LearningRate(spread=hdet.TwoLevel(0.3))], window=3, signal=signal, total_steps=3)
+    engine = Engine(replicas, [hdet.LearningRate(spread=TwoLevel(0.3))], window=3, signal=signal, total_steps=3)
     (record,) = train(engine)
     assert record.faults == []
     estimate = record.estimates["learning_rate"]

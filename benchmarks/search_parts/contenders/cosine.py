@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hdet
+from hdet.schedules import Cosine, Schedule
 from search_parts.fixed import Fixed
 
 
@@ -13,8 +13,8 @@ class FixedCosine(Fixed):
     title = "fixed cosine"
     order = 10
 
-    def schedule(self, peak: float, steps: int) -> hdet.Schedule:
-        return hdet.Cosine(peak=peak, total_steps=steps, warmup=0.3)
+    def schedule(self, peak: float, steps: int) -> Schedule:
+        return Cosine(peak=peak, total_steps=steps, warmup=0.3)
 
 
 CONTENDER = FixedCosine()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hdet
-from hdet.hparams.schedule import Linear
+from hdet.hparams.schedule import LinearDecay
+from hdet.schedules import Schedule
 from search_parts.fixed import Fixed
 
 
@@ -14,8 +14,8 @@ class FixedLinear(Fixed):
     title = "fixed linear"
     order = 12
 
-    def schedule(self, peak: float, steps: int) -> hdet.Schedule:
-        return Linear(peak=peak, total_steps=steps, warmup=0.3)
+    def schedule(self, peak: float, steps: int) -> Schedule:
+        return LinearDecay(peak=peak, total_steps=steps, warmup=0.3)
 
 
 CONTENDER = FixedLinear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hdet
+from hdet.schedules import OneCycle, Schedule
 from search_parts.fixed import Fixed
 
 
@@ -13,8 +13,8 @@ class FixedOneCycle(Fixed):
     title = "fixed OneCycle"
     order = 11
 
-    def schedule(self, peak: float, steps: int) -> hdet.Schedule:
-        return hdet.OneCycle(peak, total_steps=steps)
+    def schedule(self, peak: float, steps: int) -> Schedule:
+        return OneCycle(peak, total_steps=steps)
 
 
 CONTENDER = FixedOneCycle()

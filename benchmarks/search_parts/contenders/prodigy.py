@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from prodigyopt import Prodigy
 
-import hdet
+from hdet.schedules import Cosine
 from search_parts.contender import Contender, Outcome, begin, train
 from search_parts.meter import Meter
 from search_parts.task import Setting, Task
@@ -38,7 +38,7 @@ class ProdigyContender(Contender):
                 decouple=True,
                 use_bias_correction=True,
             )
-        schedule = hdet.Cosine(peak=setting.lr, total_steps=task.steps, warmup=0.0)
+        schedule = Cosine(peak=setting.lr, total_steps=task.steps, warmup=0.0)
         trained = train(task, problem, model, optimizer, task.steps, schedule)
         return Outcome(model if trained else None, problem, {"d": float(optimizer.param_groups[0]["d"])})
 

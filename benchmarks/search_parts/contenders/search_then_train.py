@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hdet
+from hdet.schedules import Cosine
 from search_parts.contender import Contender, Outcome, begin, train
 from search_parts.meter import Meter
 from search_parts.task import Setting, Task
@@ -27,9 +27,7 @@ class SearchThenTrain(Contender):
         problem, model = begin(task, chosen, seed, meter)
         optimizer = task.optimizer(problem.groups(model), chosen)
         steps = (task.budget - meter.passes) // (3 * task.batch)
-        trained = train(
-            task, problem, model, optimizer, steps, hdet.Cosine(peak=chosen.lr, total_steps=steps, warmup=0.3)
-        )
+        trained = train(task, problem, model, optimizer, steps, Cosine(peak=chosen.lr, total_steps=steps, warmup=0.3))
         return Outcome(model if trained else None, problem, {"lr": chosen.lr})
 
 

@@ -12,14 +12,14 @@ from torch import nn
 
 from hdet.app.modules import imported
 from hdet.app.run.optimizer import AdamW, Optimizer
-from hdet.app.run.signal import Probe, Signal
+from hdet.app.run.signal import DeclaredProbe, Signal
 from hdet.app.tasks import Task
 from hdet.document import override, read
 from hdet.engine.guard import Guard, Rewind
 from hdet.errors import ConfigError
 from hdet.evidence import Divergent, Evidence
 from hdet.hparams import Knob, LearningRate, Schedule
-from hdet.hparams.schedule import Linear
+from hdet.hparams.schedule import LinearDecay
 from hdet.recipes.recommended import WARMUP, choose
 from hdet.replicas.merge import Mean, Merge
 from hdet.spec import Spec, lookup
@@ -72,7 +72,7 @@ class RunConfig(Spec):
     schedule: Schedule | None = None
     knobs: tuple[Knob, ...] | None = None
     window: Windows = GrowingWindow()
-    signal: Signal = Probe()
+    signal: Signal = DeclaredProbe()
     evidence: Evidence = Divergent()
     merge: Merge = Mean()
     guard: Guard | None = None
@@ -100,7 +100,7 @@ class RunConfig(Spec):
         if resolved.get("knobs") in (None, "recommended"):
             resolved["knobs"] = None
             resolved.setdefault("guard", Rewind.kind)
-            resolved["schedule"] = resolved.get("schedule") or {"kind": Linear.kind, "warmup": WARMUP}
+            resolved["schedule"] = resolved.get("schedule") or {"kind": LinearDecay.kind, "warmup": WARMUP}
         for name, field in cls.model_fields.items():
             value = resolved.get(name)
             if isinstance(field.default, Spec) and isinstance(value, Mapping) and "kind" not in value:

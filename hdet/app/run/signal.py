@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,28 +20,32 @@ class Signal(Spec, family="signal"):
 
 
 @register
-class TrainingLoss(Signal):
+class DeclaredTrainingLoss(Signal):
     """Each replica's mean training loss over the window.
 
-    >>> TrainingLoss().to_dict()
+    >>> DeclaredTrainingLoss().to_dict()
     {'kind': 'training_loss'}
     """
+
+    kind: ClassVar[str] = "training_loss"
 
     def build(self, workload: Workload) -> signals.Signal:
         return signals.TrainingLoss()
 
 
 @register
-class Probe(Signal):
+class DeclaredProbe(Signal):
     """The task's held-out probe batches, fresh each window and the same for all replicas.
 
     Attributes:
         at: judge the last weights of a window or their average over it.
         stride: with `average`, take every stride-th step's weights.
 
-    >>> Probe(at="average").stride
+    >>> DeclaredProbe(at="average").stride
     1
     """
+
+    kind: ClassVar[str] = "probe"
 
     at: Literal["last", "average"] = "last"
     stride: int = Field(default=1, ge=1)

@@ -16,13 +16,13 @@ from __future__ import annotations
 from hdet.app.study.cells import Cell, cells, shard
 from hdet.app.study.declaration import Budget, Quick, Study
 from hdet.app.study.folder import StudyFolder
-from hdet.app.study.statistics import Comparison, Contrast, Row, contrasts, holm, rows
+from hdet.app.study.statistics import NamedDifference, PairedDifference, Row, contrasts, holm, rows
 
 __all__ = [
     "Budget",
     "Cell",
-    "Comparison",
-    "Contrast",
+    "NamedDifference",
+    "PairedDifference",
     "Quick",
     "Row",
     "Study",

@@ -20,7 +20,7 @@ Levels = tuple[tuple[str, str], ...]
 # By seed; not finite where the run diverged, None where there is no result yet.
 Values = Mapping[int, float | None]
 
-C = TypeVar("C", bound="Comparison")
+C = TypeVar("C", bound="PairedDifference")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class PairedDifference:
     """Two groups of runs, paired by seed.
 
     Attributes:
@@ -81,11 +81,11 @@ class Row:
     stderr: float
     seconds: float = math.nan
     is_baseline: bool = False
-    versus: Comparison = field(default_factory=Comparison)
+    versus: PairedDifference = field(default_factory=PairedDifference)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contrast(Comparison):
+class NamedDifference(PairedDifference):
     """A comparison that the study names: `first` minus `second`, two levels of `factor`, within the other `levels`."""
 
     levels: Levels
@@ -159,7 +159,7 @@ def rows(
 
 def contrasts(
     groups: Mapping[Levels, Values], pairs: Sequence[tuple[str, str, str]], level: float = 0.05
-) -> list[Contrast]:
+) -> list[NamedDifference]:
     """Each pair within every combination of the other factors; all of them together are one family.
 
     Args:
@@ -179,7 +179,7 @@ def contrasts(
             other = tuple((name, second if name == factor else own) for name, own in levels)
             rest = tuple(item for item in levels if item[0] != factor)
             compared = _compared(values, groups.get(other, {}), level)
-            found.append(Contrast(**vars(compared), levels=rest, factor=factor, first=first, second=second))
+            found.append(NamedDifference(**vars(compared), levels=rest, factor=factor, first=first, second=second))
     return _adjusted(found)
 
 
@@ -206,13 +206,13 @@ def _adjusted(family: Sequence[C]) -> list[C]:
     ]
 
 
-def _compared(values: Values, reference: Values, level: float) -> Comparison:
+def _compared(values: Values, reference: Values, level: float) -> PairedDifference:
     seeds = values.keys() | reference.keys()
     pairs = [(values.get(seed), reference.get(seed)) for seed in sorted(seeds)]
     known = [(one, other) for one, other in pairs if one is not None and other is not None]
     differences = np.array([one - other for one, other in known])
     finite = differences[np.isfinite(differences)]
-    found = Comparison(
+    found = PairedDifference(
         difference=float(finite.mean()) if len(finite) else math.nan,
         pairs=len(finite),
         diverged=len(known) - len(finite),

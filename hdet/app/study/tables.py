@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from hdet.app.study.statistics import Comparison, Contrast, Levels, Row
+from hdet.app.study.statistics import Levels, NamedDifference, PairedDifference, Row
 
 LATEX = {
     **{character: "\\" + character for character in "&%$#_{}"},
@@ -36,7 +36,7 @@ class Table:
 
     metric: str
     rows: Sequence[Row]
-    contrasts: Sequence[Contrast] = ()
+    contrasts: Sequence[NamedDifference] = ()
     level: float = 0.05
     remarks: Sequence[str] = ()
 
@@ -53,7 +53,7 @@ class _Part:
 def rows_as_csv(rows: Sequence[Row]) -> str:
     """Every number of every row, in full precision."""
     names = [field.name for field in fields(Row) if field.name not in ("levels", "versus")]
-    compared = [field.name for field in fields(Comparison) if field.name != "seeds"]
+    compared = [field.name for field in fields(PairedDifference) if field.name != "seeds"]
     return _csv(
         [*_factors(rows[0].levels), *names, *compared],
         (
@@ -63,9 +63,9 @@ def rows_as_csv(rows: Sequence[Row]) -> str:
     )
 
 
-def contrasts_as_csv(contrasts: Sequence[Contrast]) -> str:
+def contrasts_as_csv(contrasts: Sequence[NamedDifference]) -> str:
     """Every number of every contrast, in full precision."""
-    names = [field.name for field in fields(Contrast) if field.name != "levels"]
+    names = [field.name for field in fields(NamedDifference) if field.name != "levels"]
     return _csv(
         [*_factors(contrasts[0].levels), *names],
         ([*_levels(one), *(getattr(one, name) for name in names)] for one in contrasts),
@@ -152,7 +152,7 @@ def _comparison(row: Row) -> list[str]:
     return _compared(row.versus) if row.versus.seeds else ["", "", "", ""]
 
 
-def _compared(one: Comparison) -> list[str]:
+def _compared(one: PairedDifference) -> list[str]:
     difference = "-" if math.isnan(one.difference) else f"{one.difference:+.4f}"
     if not math.isnan(one.interval):
         difference += f" ± {one.interval:.4f}"
@@ -182,7 +182,7 @@ def _p(value: float) -> str:
 
 def _note(table: Table) -> str:
     sentences = ["Mean and standard error over the seeds that did not diverge."]
-    compared: Sequence[Comparison] = table.contrasts or [row.versus for row in table.rows if row.versus.seeds]
+    compared: Sequence[PairedDifference] = table.contrasts or [row.versus for row in table.rows if row.versus.seeds]
     if compared:
         what = "named contrasts" if table.contrasts else "comparisons with the baseline"
         sentences.append(
@@ -217,7 +217,7 @@ def _factors(levels: Levels) -> list[str]:
     return [factor for factor, _ in levels]
 
 
-def _levels(shown: Row | Contrast) -> list[str]:
+def _levels(shown: Row | NamedDifference) -> list[str]:
     return [level for _, level in shown.levels]
 
 

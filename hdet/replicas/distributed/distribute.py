@@ -61,7 +61,7 @@ def distribute(
         overlap: let a merge travel beside the next so many steps and apply it as a correction then,
             theta_r <- theta_r + mean(theta at the window's end) - theta_r at the window's end. In these steps
             replicas are still as far apart as the window before had set them, which its successor's losses show.
-            Takes two more copies of the parameters, and `merge=hdet.Mean("keep")`. The last merge is waited for.
+            Takes two more copies of the parameters, and `merge=hdet.merges.Mean("keep")`. The last merge is waited for.
 
     Raises:
         ConfigError: no process group, a partitioned optimizer (ZeRO), ranks that share one replica where each is to

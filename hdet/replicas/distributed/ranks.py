@@ -145,7 +145,7 @@ class Ranks(Replicas):
         if self._overlap is not None and terms.merge != {"kind": "mean", "optimizer": "keep"}:
             raise ConfigError(
                 f"overlap= corrects parameters when their mean arrives; an optimizer's state, which has moved on, "
-                f"cannot be corrected so: give merge=hdet.Mean('keep'), not {dict(terms.merge)}"
+                f"cannot be corrected so: give merge=hdet.merges.Mean('keep'), not {dict(terms.merge)}"
             )
         self._anchor = terms.anchor
         self._shares = (own or self._reduces is None) and not self.left_to_loop

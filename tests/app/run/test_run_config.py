@@ -10,11 +10,16 @@ import torch
 
 import hdet
 from hdet.app.run import SGD, AdamW, RunConfig, TorchOptimizer
-from hdet.app.run.signal import Probe, TrainingLoss
+from hdet.app.run.signal import DeclaredProbe, DeclaredTrainingLoss
 from hdet.app.tasks import Digits, Text
+from hdet.controllers import Hold
 from hdet.document import dump, parse
 from hdet.errors import ConfigError
-from hdet.hparams.schedule import Linear
+from hdet.estimators import Kalman
+from hdet.hparams.schedule import LinearDecay
+from hdet.merges import Mean
+from hdet.schedules import Constant, Cosine, OneCycle
+from hdet.spreads import OneSided
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.yaml"
 SMALL: dict[str, Any] = {"task": "digits", "steps": 40, "knobs": []}
@@ -28,12 +33,12 @@ SMALL: dict[str, Any] = {"task": "digits", "steps": 40, "knobs": []}
             task=Digits(label_noise=0.2),
             steps=10,
             optimizer=SGD(0.1, nesterov=True),
-            schedule=hdet.OneCycle(0.1, total_steps=10),
-            knobs=(hdet.LearningRate(), hdet.Dropout(spread=hdet.OneSided(0.2), controller=hdet.Hold())),
+            schedule=OneCycle(0.1, total_steps=10),
+            knobs=(hdet.LearningRate(), hdet.Dropout(spread=OneSided(0.2), controller=Hold())),
             window=hdet.GrowingWindow(minimum=3),
-            signal=TrainingLoss(),
-            evidence=hdet.Divergent(estimator=hdet.Kalman()),
-            merge=hdet.Mean(optimizer="reset"),
+            signal=DeclaredTrainingLoss(),
+            evidence=hdet.Divergent(estimator=Kalman()),
+            merge=Mean(optimizer="reset"),
             gradients="local",
             clip=1.0,
         ),
@@ -65,7 +70,7 @@ def explored(config: RunConfig) -> list[hdet.Knob]:
 @pytest.mark.parametrize("knobs", [{}, {"knobs": None}, {"knobs": "recommended"}])
 def test_without_knobs_the_recipe_chooses(knobs: dict[str, Any]) -> None:
     config = RunConfig.from_dict({"task": "digits", "steps": 40, "optimizer": {"lr": 0.02}, **knobs})
-    assert config.schedule == Linear(peak=0.02, total_steps=40, warmup=0.3)
+    assert config.schedule == LinearDecay(peak=0.02, total_steps=40, warmup=0.3)
     assert [knob.label for knob in explored(config)] == ["learning_rate", "weight_decay"]
     assert not config.copies
 
@@ -80,13 +85,13 @@ def test_divergent_evidence_and_local_gradients_take_copies() -> None:
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        ("cosine", hdet.Cosine(0.02, total_steps=40)),
-        ({"kind": "cosine", "warmup": 0.1}, hdet.Cosine(0.02, total_steps=40, warmup=0.1)),
-        ({"kind": "cosine", "peak": 0.5}, hdet.Cosine(0.5, total_steps=40)),
-        ({"kind": "cosine", "total_steps": 80}, hdet.Cosine(0.02, total_steps=80)),
-        ("one_cycle", hdet.OneCycle(0.02, total_steps=40)),
-        ("constant", hdet.Constant(0.02)),
-        (hdet.Cosine(1.0, total_steps=50), hdet.Cosine(1.0, total_steps=50)),
+        ("cosine", Cosine(0.02, total_steps=40)),
+        ({"kind": "cosine", "warmup": 0.1}, Cosine(0.02, total_steps=40, warmup=0.1)),
+        ({"kind": "cosine", "peak": 0.5}, Cosine(0.5, total_steps=40)),
+        ({"kind": "cosine", "total_steps": 80}, Cosine(0.02, total_steps=80)),
+        ("one_cycle", OneCycle(0.02, total_steps=40)),
+        ("constant", Constant(0.02)),
+        (Cosine(1.0, total_steps=50), Cosine(1.0, total_steps=50)),
         (None, None),
     ],
 )
@@ -99,11 +104,11 @@ def test_a_kind_that_goes_without_saying_is_the_default() -> None:
     config = RunConfig.from_dict({**SMALL, "optimizer": {"lr": 0.5}, "window": 7, "signal": {"at": "average"}})
     assert config.optimizer == AdamW(0.5)
     assert config.window == hdet.FixedWindow(7)
-    assert config.signal == Probe(at="average")
+    assert config.signal == DeclaredProbe(at="average")
 
 
 def test_the_runs_schedule_moves_with_learning_rates_that_have_none() -> None:
-    own = hdet.Constant(0.1)
+    own = Constant(0.1)
     config = RunConfig(
         task="digits",
         steps=40,

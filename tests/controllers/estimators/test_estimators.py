@@ -8,17 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdet.controllers import (
-    Comparison,
-    Estimate,
-    Estimator,
-    Kalman,
-    LeastSquares,
-    Marginal,
-    Softmax,
-    from_plain,
-    to_plain,
-)
+from hdet.controllers import Estimate, from_plain, to_plain
+from hdet.controllers.estimators import Comparison, Estimator, Kalman, LeastSquares, Marginal, Softmax
 from hdet.spec import members
 
 ESTIMATORS = [

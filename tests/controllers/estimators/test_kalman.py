@@ -7,17 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hdet.controllers import (
-    Comparison,
-    Context,
-    Controller,
-    Estimator,
-    Kalman,
-    LeastSquares,
-    Marginal,
-    Momentum,
-    Newton,
-)
+from hdet.controllers import Context, Controller, HeavyBall, Newton
+from hdet.controllers.estimators import Comparison, Estimator, Kalman, LeastSquares, Marginal
 
 Array = NDArray[np.float64]
 HADAMARD = np.array([[1.0]])
@@ -180,7 +171,7 @@ def windows_to_arrive(estimator: Estimator, controller: Controller, seed: int) -
 def test_kalman_arrives_in_fewer_windows_than_marginal() -> None:
     kalman = np.median([windows_to_arrive(Kalman(), Newton(), seed) for seed in range(12)])
     for rate in (0.5, 1.5, 4.0):
-        marginal = np.median([windows_to_arrive(Marginal(), Momentum(0.9, rate), seed) for seed in range(12)])
+        marginal = np.median([windows_to_arrive(Marginal(), HeavyBall(0.9, rate), seed) for seed in range(12)])
         assert 2 * kalman < marginal
 
 

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdet.controllers import Comparison, Estimate, LeastSquares, Marginal, NoState
+from hdet.controllers import Estimate, NoState
+from hdet.controllers.estimators import Comparison, LeastSquares, Marginal
 
 LINE = 0.3 * np.array([-1.0, -0.4, 0.4, 1.0])
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdet.controllers import Comparison, Estimate, NoState, Softmax
+from hdet.controllers import Estimate, NoState
+from hdet.controllers.estimators import Comparison, Softmax
 
 
 def displaced(levels: object, losses: object, sigma: float) -> Estimate:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import hdet
-from hdet import Engine, Estimate, Probe
+from hdet import Engine, Probe
+from hdet.controllers import Estimate, Gated, Hold
 from hdet.controllers.gated import GatedState
 
 T, WINDOWS = 5, 4
@@ -69,7 +70,7 @@ def trained(
 @pytest.mark.parametrize(("make", "knob"), CASES, ids=IDS)
 def test_a_direction_of_zero_teaches_nothing(make: Any, knob: hdet.Knob) -> None:
     model = Two(start=1.0)
-    _, records = trained(model, make(model, lr=0.01), [knob.replace(controller=hdet.Hold())], still=range(1, 3))
+    _, records = trained(model, make(model, lr=0.01), [knob.replace(controller=Hold())], still=range(1, 3))
     told = [record.estimates[knob.label] for record in records]
     for number, estimate in enumerate(told):
         if number in (1, 2):
@@ -84,7 +85,7 @@ def test_at_the_origin_there_is_nothing_to_decay_and_other_knobs_are_heard() -> 
     model = Two(start=0.0)
     optimizer = AdamW([{"params": [model.w], "name": "w"}, {"params": [model.other], "name": "other"}], lr=0.01)
     knobs: list[hdet.Knob] = [
-        hdet.WeightDecay(groups=group, name=group, evidence=hdet.Analytic(), controller=hdet.Hold())
+        hdet.WeightDecay(groups=group, name=group, evidence=hdet.Analytic(), controller=Hold())
         for group in ("w", "other")
     ]
     _, records = trained(model, optimizer, knobs)
@@ -97,7 +98,7 @@ def test_at_the_origin_there_is_nothing_to_decay_and_other_knobs_are_heard() -> 
 def test_where_nothing_is_learnt_a_controller_that_remembers_stands_still(make: Any, knob: hdet.Knob) -> None:
     """A slope of 0 +- 0 would be one more window, and what earlier ones had gathered would move the base again."""
     model = Two(start=1.0)
-    gated = knob.replace(controller=hdet.Gated(0.1, gate=0.5, memory=0.9))
+    gated = knob.replace(controller=Gated(0.1, gate=0.5, memory=0.9))
     engine, records = trained(model, make(model, lr=0.01), [gated], still=range(1, WINDOWS))
     assert records[0].moves[knob.label] != 0.0
     assert all(record.moves[knob.label] == 0.0 for record in records[1:])

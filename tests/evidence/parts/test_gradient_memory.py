@@ -13,15 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-import hdet
-from hdet import Contrast, Engine, Probe, TwoLevel
-from hdet.controllers import Estimate
+from hdet import Contrast, Engine, Probe
+from hdet.controllers import Estimate, Hold
 from hdet.evidence.contrast import ContrastCollector
 from hdet.evidence.parts import gradient_memory as memory
 from hdet.evidence.parts.gradient_memory import Dots, Record, Traces
 from hdet.hparams.binding import Attribute
 from hdet.hparams.forward import ModuleKnob
 from hdet.replicas import Replicas, in_process
+from hdet.spreads import TwoLevel
 
 RATE, WIDTH, SIZE = 0.1, 0.2, 5
 AIM = np.array([2.0, 1.0, 3.0, -1.0, 0.5])
@@ -409,7 +409,7 @@ def run(
     """The estimates of each window, under SGD at RATE."""
     model = Vector()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    knob = Strength(spread=TwoLevel(width), evidence=Contrast(horizon=horizon), controller=hdet.Hold())
+    knob = Strength(spread=TwoLevel(width), evidence=Contrast(horizon=horizon), controller=Hold())
     engine = Engine(
         (in_process.replicate if copies else in_process.micro_batches)(model, optimizer, n),
         [knob],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -19,7 +20,7 @@ class MomentumState:
 
 
 @register
-class Momentum(Controller):
+class HeavyBall(Controller):
     """`v <- beta v + (1 - beta) (-slope)`, `move = rate v`: the paper's controller without its decay.
 
     Moves scale with the slope, so `rate` is in coordinates per unit of slope and wants choosing by the loss;
@@ -29,10 +30,12 @@ class Momentum(Controller):
         beta: share of the velocity kept from window to window.
         rate: step size.
 
-    >>> momentum = Momentum(beta=0.5, rate=0.5)
+    >>> momentum = HeavyBall(beta=0.5, rate=0.5)
     >>> momentum.step(momentum.start(), Estimate(slope=-2.0), Context())
     (0.5, MomentumState(velocity=1.0))
     """
+
+    kind: ClassVar[str] = "momentum"
 
     beta: float = Field(default=0.9, ge=0, lt=1, kw_only=False)
     rate: float = Field(default=0.5, gt=0, le=1000, kw_only=False)

@@ -1,0 +1,15 @@
+"""The planned value of a knob at each optimizer step."""
+
+from hdet.hparams.schedule import (
+    WSD,
+    Constant,
+    Cosine,
+    FromCallable,
+    HeldOneCycle,
+    LinearDecay,
+    OneCycle,
+    Replay,
+    Schedule,
+)
+
+__all__ = ["WSD", "Constant", "Cosine", "FromCallable", "HeldOneCycle", "LinearDecay", "OneCycle", "Replay", "Schedule"]
