@@ -231,8 +231,8 @@ def _follower(
     if schedule == OWN and any("initial_lr" in group for group in optimizer.param_groups):
         raise ConfigError(
             "a torch scheduler drives this optimizer (its groups hold 'initial_lr'), and hdet was not told of it; give "
-            "scheduler=, or schedule=None to follow what it writes, or schedule=hdet.schedules.Cosine(...) to have hdet "
-            "drive the rate instead"
+            "scheduler=, or schedule=None to follow what it writes, or schedule=hdet.schedules.Cosine(...) to have "
+            "hdet drive the rate instead"
         )
     return None
 

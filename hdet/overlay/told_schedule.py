@@ -148,8 +148,8 @@ class Follower:
         if not isinstance(self.scheduler, LRScheduler):
             raise ConfigError(
                 f"scheduler= takes a torch.optim.lr_scheduler.LRScheduler, got {type(scheduler).__name__}; give "
-                f"schedule=None to follow what something else writes, or schedule=hdet.schedules.Cosine(...) for one of "
-                f"hdet's"
+                f"schedule=None to follow what something else writes, or schedule=hdet.schedules.Cosine(...) for one "
+                f"of hdet's"
             )
         # A trainer may have given its scheduler the optimizer that it wraps torch's in.
         self._stepped = getattr(self.scheduler, "optimizer", optimizer)
