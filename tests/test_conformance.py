@@ -71,7 +71,7 @@ EXAMPLES: dict[type[Spec], list[Spec]] = {
     OneCycle: [OneCycle(1.0, total_steps=50), OneCycle(1.0, total_steps=50, three_phase=True)],
     HeldOneCycle: [HeldOneCycle(1.0, total_steps=50, held_from=20)],
     Cosine: [Cosine(1.0, total_steps=50)],
-    schedule.Linear: [schedule.LinearDecay(1.0, total_steps=50)],
+    schedule.LinearDecay: [schedule.LinearDecay(1.0, total_steps=50)],
     WSD: [WSD(1.0, total_steps=50)],
     Replay: [Replay((0.1, 0.3, 0.2))],
     FromCallable: [FromCallable("math:sqrt"), FromCallable("math:exp", total_steps=9)],
@@ -639,7 +639,7 @@ def test_the_suite_needs_neither_pytest_nor_yaml() -> None:
         "        if name.partition('.')[0] in ('pytest', '_pytest', 'hypothesis', 'yaml'):\n"
         "            raise ModuleNotFoundError(name, name=name)\n"
         "sys.meta_path.insert(0, Absent())\n"
-        "import hdet.testing\n"
-        "hdet.testing.check(TwoLevel(0.1))\n"
+        "import hdet, hdet.testing\n"
+        "hdet.testing.check(hdet.spreads.TwoLevel(0.1))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -102,5 +102,6 @@ def test_every_run_in_yaml_is_valid() -> None:
 
 
 def test_every_example_is_tested() -> None:
-    source = Path(__file__).read_text(encoding="utf-8")
+    tests = (Path(__file__), *Path(__file__).parent.glob("integrations/test_*.py"))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in tests)
     assert not [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in source]

@@ -180,6 +180,11 @@ def _inner(optimizer: Any) -> Optimizer:
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(getattr(optimizer, "base_optimizer", None), Optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} steps another optimizer, its base_optimizer, which is where learning rate and "
+            f"decay act: give that one to hdet.attach"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
             "L-BFGS looks at the loss many times in one step, along a line of its own, which no learning rate found in "

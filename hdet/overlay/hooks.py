@@ -40,12 +40,16 @@ class _Hook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _idle
 
-    def __reduce__(self) -> str:
-        return "_idle"
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _idle_hook, ()
 
 
 def _idle(*arguments: Any) -> None:
     """The hook of a copy: does nothing."""
+
+
+def _idle_hook() -> Callable[..., None]:
+    return _idle
 
 
 class Hooks:

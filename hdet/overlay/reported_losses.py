@@ -14,6 +14,9 @@ from hdet.user_warning import warn
 FAR = 5.0
 """A factor by which a first training loss and the held-out loss of the same weights do not differ by chance."""
 
+NEAR = 1.5
+"""Factor within which two losses at the same weights are on one scale for sure."""
+
 
 class ReportedLosses:
     """One loss a pass, detached; and, until the scale is known, what backward multiplied each by.
@@ -50,6 +53,11 @@ class ReportedLosses:
         return [loss * float(seats) for loss in losses] if self.divided else losses
 
     @property
+    def known(self) -> bool:
+        """Whether the scale of the losses has been found out."""
+        return self._known
+
+    @property
     def unsure(self) -> bool:
         """Whether the scale of the losses that were reported has still to be found out."""
         return bool(self._losses) and not self._known
@@ -69,14 +77,16 @@ class ReportedLosses:
         if not (0.0 < reported < math.inf and 0.0 < held_out < math.inf):
             return
         off = math.log(reported / held_out)
-        self.divided = passes > 1 and abs(off + math.log(passes)) < abs(off)
+        left = abs(off + math.log(passes))  # of the difference, if the loss was divided
+        self.divided = passes > 1 and left < min(abs(off), math.log(NEAR))
         if abs(off + (math.log(passes) if self.divided else 0.0)) > math.log(FAR):
             warn(
                 f"the first training loss is {reported:.4g} where the probe's loss at the same weights is "
                 f"{held_out:.4g}; rules that compare the two (weight decay, dropout at 0) are misled where they are on "
                 f"different scales: give search.loss(...) the mean over the micro-batch, of the same loss"
             )
-        self._judge_gradients(passes)
+        if min(left, abs(off)) < math.log(NEAR):
+            self._judge_gradients(passes)
 
     def _judge_gradients(self, passes: int) -> None:
         """Whether backward was told to divide by the number of micro-batches more than once."""

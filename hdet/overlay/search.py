@@ -22,6 +22,7 @@ from hdet.overlay.rates import Rates
 from hdet.overlay.reported_losses import ReportedLosses
 from hdet.replicas import Replica
 from hdet.replicas.distributed import fully_sharded
+from hdet.replicas.distributed.ranks import Ranks
 from hdet.user_warning import warn
 
 Callback = TypeVar("Callback", bound=Callable[[WindowRecord], object])
@@ -128,6 +129,7 @@ class Search(AbstractContextManager["Search"]):
         self._hooks = None
         if self._open is not None:
             self._leave(heard=False)
+        self._engine.home.observe_no_more()
         self._lending.take_out_update()
         self._lending.take_out_forward()
 
@@ -162,7 +164,8 @@ class Search(AbstractContextManager["Search"]):
         """Restore `state_dict`, before or after the model, the optimizer and the scheduler are restored.
 
         Raises:
-            CheckpointError: the state is another search's.
+            CheckpointError: the state is another search's, which is left as it was; or it is one rank's, taken in
+                mid-window, and this is another rank.
         """
         if state.get("format") != FORMAT:
             raise CheckpointError(f"format {state.get('format')!r} of a search's state; this version reads {FORMAT}")
@@ -173,8 +176,8 @@ class Search(AbstractContextManager["Search"]):
         seats = state["micro_batches"]
         if seats is not None and seats != len(self._engine.replicas):
             self._take_seats(seats)
-        self._counting = seats is None
-        before = self._rates.state_dict()
+        counting, self._counting = self._counting, seats is None
+        before, peaks = self._rates.state_dict(), [knob.peak for knob in self._engine.knobs]
         try:
             self._rates.load_state_dict(state["rates"])
             for knob in self._engine.knobs:
@@ -184,7 +187,28 @@ class Search(AbstractContextManager["Search"]):
             self._losses.load_state_dict(state["losses"])
         except Exception:
             self._rates.load_state_dict(before)
+            self._counting = counting
+            for knob, peak in zip(self._engine.knobs, peaks, strict=True):
+                knob.peak = peak
             raise
+        self._notice_return(state["engine"]["open"])
+
+    def _notice_return(self, under_way: dict[str, Any] | None) -> None:
+        """Say that the weights are those of the window's opening, where the window could not be taken up."""
+        engine = self._engine
+        if under_way is None or engine.step_count == under_way["step"]:
+            return
+        if engine.home.size > len(engine.replicas):
+            raise CheckpointError(
+                f"the search's state was taken at step {under_way['step']}, in mid-window, by one rank, and this run "
+                f"has several, each with a part of its own: save search.all_ranks.state_dict(), which all ranks call "
+                f"together, and load it by search.all_ranks.load_state_dict(). The model holds the weights of step "
+                f"{engine.step_count} now: restore it anew"
+            )
+        self._warn(
+            f"the search could not go on in the window that the state was taken in, at step {under_way['step']}: the "
+            f"model holds the weights of step {engine.step_count}, at which the window opened; go on from there"
+        )
 
     # -- what the hooks say -----------------------------------------------------------------------
 
@@ -228,10 +252,15 @@ class Search(AbstractContextManager["Search"]):
         self._refuse_unseen()
         if self._counting and self._engine.step_count == 0:
             self._counting = False
+            self._require_alike(
+                float(self._passes),
+                f"this rank made {self._passes} training passes in the first step, and another rank made another "
+                f"number; hdet counts them there: give hdet.attach micro_batches=",
+            )
             if self._passes > 1:
                 self._take_seats(self._passes)
                 self._entered = 0
-        if self._losses.unsure and not _skipped(self.optimizer):
+        if not _skipped(self.optimizer) and self._losses_can_be_judged():
             self._find_scale()
         self._lending.put_in_update()
         self._stepping = True
@@ -318,6 +347,33 @@ class Search(AbstractContextManager["Search"]):
         self._passes = self._entered = 0
         self._whole = True
         self._losses.clear()
+
+    def _losses_can_be_judged(self) -> bool:
+        """Whether the first losses are there. On several ranks they are asked for once, in the first step."""
+        unsure = self._losses.unsure
+        if isinstance(self._engine.home, Ranks):
+            if self._engine.step_count or self._losses.known:
+                return False
+            self._require_alike(
+                float(unsure),
+                "a training loss was reported on some ranks and not on others; call search.loss(...) on all of them, "
+                "or on none",
+            )
+        return unsure
+
+    def _require_alike(self, fact: float, message: str) -> None:
+        """Every rank of a run asks at the same time.
+
+        Raises:
+            StepError: with the message, where the ranks differ.
+        """
+        home = self._engine.home
+        if not isinstance(home, Ranks):
+            return
+        first = next(self.model.parameters())
+        found = home.gather(torch.full((len(home.local), 1), fact, device=first.device))
+        if (found != fact).any():
+            raise StepError(message)
 
     def _find_scale(self) -> None:
         """Compare the first losses with the probe's at the same weights, alike in all processes."""

@@ -360,7 +360,7 @@ def test_the_weights_are_left_as_they_were() -> None:
     ("given", "words"),
     [
         (hdet.LearningRate(evidence=Analytic(), controller=Hold()), "Line for learning rates"),
-        (hdet.WeightDecay(evidence=Analytic(), space=Linear(0.1)), r"space=hdet\.Log"),
+        (hdet.WeightDecay(evidence=Analytic(), space=Linear(0.1)), r"space=hdet\.spaces\.Log"),
         (hdet.WeightDecay(evidence=Analytic(), groups="none of them"), "none of them"),
     ],
 )

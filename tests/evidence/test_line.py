@@ -377,7 +377,7 @@ def test_other_knobs_are_refused() -> None:
 
 
 def test_spaces_that_are_not_factors_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"space=hdet\.Log"):
+    with pytest.raises(ConfigError, match=r"space=hdet\.spaces\.Log"):
         run([lr_knob(space=Linear(0.1))])
 
 
