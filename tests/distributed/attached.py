@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet.controllers import Hold
-from hdet.errors import ConfigError
+from hdet.errors import CheckpointError, ConfigError, StepError
 
 STEPS, WINDOW, WIDTH = 24, 4, 8
 Found = dict[str, Any]
@@ -201,3 +201,47 @@ def plain() -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def _attached() -> tuple[nn.Module, torch.optim.Optimizer, hdet.Search]:
+    model = ddp(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=WINDOW, quiet=True)
+    return model, optimizer, search
+
+
+def _refusal(error: type[Exception], run: Callable[[], None]) -> str:
+    try:
+        run()
+    except error as refused:
+        return str(refused)
+    return "nothing was refused"
+
+
+def unlike(what: str) -> str:
+    """One step in which the ranks differ in their passes, or in whether they report a loss."""
+    model, optimizer, search = _attached()
+    rank = dist.get_rank()
+
+    def step() -> None:
+        for part in range(1 + rank if what == "passes" else 1):
+            with model.no_sync() if part < rank and what == "passes" else nullcontext():  # type: ignore[operator]
+                loss = loss_of(model, batch(0, 10 * rank + part))
+                (search.loss(loss) if what == "passes" or rank == 0 else loss).backward()
+        optimizer.step()
+
+    return _refusal(StepError, step)
+
+
+def state_of_one_rank() -> str:
+    """Rank 0's state, taken in mid-window, loaded on every rank."""
+    model, optimizer, search = _attached()
+    for step in range(WINDOW + 2):
+        search.loss(loss_of(model, batch(step, dist.get_rank()))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    box = [search.state_dict() if dist.get_rank() == 0 else None]
+    if dist.get_rank() != 0:
+        search.engine.home.settle()  # as rank 0 does while it takes its state
+    dist.broadcast_object_list(box)
+    return _refusal(CheckpointError, lambda: search.load_state_dict(box[0]))

@@ -50,3 +50,14 @@ def test_it_is_the_explicit_loop_on_ranks_bit_for_bit(assert_same: Any) -> None:
 
 def test_ranks_whose_model_nothing_puts_together_are_refused() -> None:
     assert all("wrap it first" in message for message in launch(attached.plain, 2))
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("passes", "give hdet.attach micro_batches="), ("losses", "reported on some ranks")]
+)
+def test_ranks_that_differ_in_the_first_step_are_told_and_do_not_wait(what: str, said: str) -> None:
+    assert all(said in message for message in launch(attached.unlike, 2, what))
+
+
+def test_one_ranks_state_in_mid_window_is_refused_on_all() -> None:
+    assert all("save search.all_ranks.state_dict()" in message for message in launch(attached.state_of_one_rank, 2))

@@ -59,7 +59,9 @@ def test_a_rate_that_the_user_sets_in_between_counts(problem: Any, train: Any) -
 def test_a_point_of_a_schedulers_course_is_not_taken_for_its_peak(problem: Any) -> None:
     model, optimizer = pair(problem)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=STEPS)
-    message = r"scheduler.*'initial_lr'.*0\.0008.*schedule=hdet\.schedules\.OneCycle.*hdet\.attach\(\.\.\., scheduler=scheduler\)"
+    message = (
+        r"scheduler.*'initial_lr'.*0\.0008.*schedule=hdet\.schedules\.OneCycle.*hdet\.attach\(\.\.\., scheduler=sch"
+    )
     with pytest.raises(ConfigError, match=message):
         recipe(problem, model, optimizer)
     seats = hdet.micro_batches(model, optimizer, 1)

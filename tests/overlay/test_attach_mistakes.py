@@ -1,0 +1,48 @@
+"""What `hdet.attach` refuses, and leaves as it was."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from attach_parts import STEPS, adamw, batch, network, probe
+
+import hdet
+from hdet.errors import CheckpointError, ConfigError
+
+
+class Sharpness(torch.optim.Optimizer):
+    """An optimizer that steps another, as those who minimise sharpness do."""
+
+    def __init__(self, parameters: Any) -> None:
+        parameters = list(parameters)
+        self.base_optimizer = torch.optim.SGD(parameters, lr=0.1)
+        super().__init__(parameters, {"lr": 0.1})
+
+
+def test_an_optimizer_that_steps_another_is_refused() -> None:
+    model = network()
+    with pytest.raises(ConfigError, match="Sharpness steps another optimizer, its base_optimizer"):
+        hdet.attach(model, Sharpness(model.parameters()), probe=probe(), total_steps=STEPS, quiet=True)
+
+
+def test_a_refused_state_leaves_the_search_as_it_was() -> None:
+    searches = []
+    for rate in (0.01, 0.05):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        searches.append(hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True))
+    peak = searches[1].engine.knobs[0].peak
+    with pytest.raises(CheckpointError):
+        searches[1].load_state_dict(searches[0].state_dict())
+    assert searches[1].engine.knobs[0].peak == peak
+
+
+def test_an_attached_model_can_be_pickled() -> None:
+    model = network()
+    hdet.attach(model, adamw(model), probe=probe(), total_steps=STEPS, quiet=True)
+    again = pickle.loads(pickle.dumps(model))
+    again(batch(0)[0])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
