@@ -58,6 +58,8 @@ class Search(AbstractContextManager["Search"]):
         self._losses = ReportedLosses()
         self._odd_steps = 0  # on end, with another number of passes than was counted
         self._warned: set[str] = set()
+        self._missed = False  # something of this step's passes was left out
+        self._left_out = 0  # steps of this window of which nothing was learnt about the forward pass
         self._stepping = False  # update knobs are in force for an optimizer's step
         self._busy = False  # the engine is at work, and passes are its own
         self._take_seats(micro_batches or 1)
@@ -334,12 +336,28 @@ class Search(AbstractContextManager["Search"]):
                 record = self._engine.step(self._losses.of(seats), complete=complete)
         finally:
             self._busy = False
+        self._left_out += self._missed or not complete
+        self._missed = False
         if record is not None:
             self._rates.forget_before(self._engine.cycle.window.start)
+            self._notice_left_out(record)
         return record
+
+    def _notice_left_out(self, record: WindowRecord) -> None:
+        """Say it once where most of a window taught nothing about knobs of the forward pass."""
+        steps, left_out = record.stop - record.start, self._left_out
+        self._left_out = 0
+        if self._explores_forward and left_out > steps / 2:
+            self._warn(
+                "most steps of a window taught nothing about dropout and the like: their passes had several backward "
+                "passes, or gradients that were dropped (an adversary's turn), or were of another number than "
+                "expected; add up the losses of a pass and call backward() once, or give hdet.attach "
+                'exclude=["dropout", "label_smoothing"]'
+            )
 
     def _miss(self) -> None:
         """What the passes of this step would teach is left out."""
+        self._missed = self._missed or self._entered > 0
         for replica in self._engine.replicas[: self._entered]:
             self._engine.cycle.miss(replica)
 
@@ -435,9 +453,12 @@ class Search(AbstractContextManager["Search"]):
             self._warned.add(message)
             warn(message)
 
+    @property
+    def _explores_forward(self) -> bool:
+        return any(k.spec.acts_on == "forward" and k.spec.spread.width for k in self._engine.knobs)
+
     def _refuse_unseen(self) -> None:
-        explored = any(k.spec.acts_on == "forward" and k.spec.spread.width for k in self._engine.knobs)
-        if self._passes == 0 and explored and not self._engine.finished:
+        if self._passes == 0 and self._explores_forward and not self._engine.finished:
             raise StepError(
                 f"the optimizer is to step, and hdet has seen no training pass since its last step: the loop is to "
                 f"call the {type(self.model).__name__} that hdet.attach was given, in train mode and with gradients "

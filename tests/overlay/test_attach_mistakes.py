@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attach_parts import STEPS, adamw, batch, network, probe
+from torch.nn import functional as F
 
 import hdet
 from hdet.errors import CheckpointError, ConfigError
@@ -46,3 +47,22 @@ def test_an_attached_model_can_be_pickled() -> None:
     again = pickle.loads(pickle.dumps(model))
     again(batch(0)[0])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_passes_that_teach_nothing_are_told_once() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, micro_batches=1, quiet=True)
+
+    def train() -> None:
+        for step in range(12):
+            inputs, labels = batch(step)
+            output = model(inputs)
+            search.loss(F.cross_entropy(output, labels)).backward(retain_graph=True)
+            (1e-3 * output.square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match="taught nothing about dropout") as told:
+        train()
+    assert len([one for one in told if "taught nothing" in str(one.message)]) == 1
