@@ -12,6 +12,7 @@ from torch import Tensor
 from hdet.evidence.scene import Harvest
 from hdet.replicas import Replicas, tensors
 from hdet.signals import Probe
+from hdet.user_warning import warn
 
 
 def losses_at(
@@ -48,5 +49,17 @@ def losses_at(
         ]
     )
     # Each point was evaluated by one replica and is zero in the other rows.
-    losses: NDArray[np.float64] = replicas.gather(table).sum(axis=0)
-    return losses.reshape(len(points), -1)
+    losses: NDArray[np.float64] = replicas.gather(table).sum(axis=0).reshape(len(points), -1)
+    _notice_unusable(losses)
+    return losses
+
+
+def _notice_unusable(losses: NDArray[np.float64]) -> None:
+    """Say which sub-batches are finite at no point: they tell nothing of a point, and all else is lost with them."""
+    unusable = np.flatnonzero(~np.isfinite(losses).any(axis=0)).tolist()
+    if unusable:
+        warn(
+            f"the probe's loss is not finite on sub-batches {unusable} of {losses.shape[1]}, at any weights that "
+            f"it was evaluated at, so that nothing is learnt from any: look at these batches (an empty mask, a label that is "
+            f"missing) and at the loss"
+        )
