@@ -60,6 +60,6 @@ def _notice_unusable(losses: NDArray[np.float64]) -> None:
     if unusable:
         warn(
             f"the probe's loss is not finite on sub-batches {unusable} of {losses.shape[1]}, at any weights that "
-            f"it was evaluated at, so that nothing is learnt from any: look at these batches (an empty mask, a label that is "
-            f"missing) and at the loss"
+            f"it was evaluated at, so that nothing is learnt from any: look at these batches (an empty mask, a label "
+            f"that is missing) and at the loss"
         )
