@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +22,8 @@ class Rider(Protocol):
     def before_forward(self) -> None: ...
 
     def after_forward(self, output: Any) -> None: ...
+
+    def forward_failed(self) -> None: ...
 
     def before_step(self) -> None: ...
 
@@ -56,16 +59,17 @@ class Hooks:
     """Forward pre-hook and hook of the root module, step pre-hook and post-hook of the optimizer.
 
     A forward pass counts where the root module trains and gradients are enabled. What autograd runs again in backward
-    (activation checkpointing) does not, nor does evaluation.
+    (activation checkpointing) does not, nor does evaluation, nor a call that the model makes of itself.
     """
 
     def __init__(self, rider: Rider, root: nn.Module, optimizer: Optimizer) -> None:
         self._rider = rider
         self._in_pass = False
         self._within = False
+        self._handled: BaseException | None = None  # the exception that the loop was handling as the forward began
         self._handles = [
             root.register_forward_pre_hook(_Hook(self._before_forward)),
-            root.register_forward_hook(_Hook(self._after_forward)),
+            root.register_forward_hook(_Hook(self._after_forward), always_call=True),
             optimizer.register_step_pre_hook(_Hook(self._before_step)),
             optimizer.register_step_post_hook(_Hook(self._after_step)),
         ]
@@ -78,6 +82,9 @@ class Hooks:
         try:
             self._rider.before_forward()
             output = run()
+        except BaseException:
+            self._rider.forward_failed()
+            raise
         finally:
             self._within = False
         self._rider.after_forward(output)
@@ -89,14 +96,21 @@ class Hooks:
             handle.remove()
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
+        if _calls_itself(module):
+            return
         passing = module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         self._in_pass = passing and not self._within
+        self._handled = sys.exc_info()[1]
         if self._in_pass:
             self._rider.before_forward()
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self._in_pass:
-            self._in_pass = False
+        if not self._in_pass or _calls_itself(module):
+            return
+        self._in_pass = False
+        if sys.exc_info()[1] is not self._handled:
+            self._rider.forward_failed()
+        else:
             self._rider.after_forward(output)
 
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -134,6 +148,16 @@ class Hooks:
             return loss
 
         return closed
+
+
+def _calls_itself(module: nn.Module) -> bool:
+    """Whether the call of a module that is under way was made by another call of it."""
+    frame, calls = sys._getframe(1), 0
+    while frame is not None and calls < 2:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module:
+            calls += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls == 2
 
 
 def loss_in(output: Any) -> Tensor | None:

@@ -19,22 +19,23 @@ class Stated(Protocol):
 
 
 class AllRanks:
-    """A search's state of all ranks in one, which every rank can load.
+    """A search's state of all ranks that train together in one, which every one of them can load.
 
     What the window under way has been told of its micro-batches is each rank's own. It is gathered; what all ranks have
     alike, such as the weights that the window opened at, is stored once.
     """
 
-    def __init__(self, search: Stated) -> None:
+    def __init__(self, search: Stated, group: dist.ProcessGroup | None) -> None:
         self._search = search
+        self._group = group  # of the ranks that train together; None for one process
 
     def state_dict(self) -> State:
         """Every rank's state, plain numbers and tensors. All ranks call it together."""
         state = self._search.state_dict()
-        if not _ranks() > 1:
+        if self._group is None:
             return state
-        gathered: list[Any] = [None] * _ranks()
-        dist.all_gather_object(gathered, _cpu(_own(state)))
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, _cpu(_own(state)), group=self._group)
         return {**state, "ranks": gathered}
 
     def load_state_dict(self, state: State) -> None:
@@ -43,11 +44,13 @@ class AllRanks:
         Raises:
             CheckpointError: the state is another search's.
         """
-        self._search.load_state_dict(_of_this_rank(state))
+        self._search.load_state_dict(self._of_this_rank(state))
 
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    def _of_this_rank(self, state: State) -> State:
+        ranks = state.get("ranks", ())
+        if self._group is None or len(ranks) != dist.get_world_size(self._group):
+            return state
+        return _with(state, ranks[dist.get_rank(self._group)])
 
 
 def _own(state: State) -> State:
@@ -61,11 +64,8 @@ def _own(state: State) -> State:
     }
 
 
-def _of_this_rank(state: State) -> State:
-    ranks = state.get("ranks", ())
-    if len(ranks) != _ranks():
-        return state
-    own = ranks[dist.get_rank()]
+def _with(state: State, own: State) -> State:
+    """A state with what is one rank's own."""
     engine = {**state["engine"], "collectors": own["collectors"]}
     if engine["open"] is not None:
         held = engine["open"]["replicas"].values()

@@ -40,6 +40,11 @@ class ReportedLosses:
         if not self._known and loss.requires_grad:
             loss.register_hook(partial(self._weights.__setitem__, number))  # type: ignore[no-untyped-call]
 
+    def drop(self, number: int) -> None:
+        """There was no such pass."""
+        self._losses.pop(number, None)
+        self._weights.pop(number, None)
+
     def clear(self) -> None:
         """The step is over."""
         self._losses, self._weights = {}, {}
@@ -79,6 +84,8 @@ class ReportedLosses:
         off = math.log(reported / held_out)
         left = abs(off + math.log(passes))  # of the difference, if the loss was divided
         self.divided = passes > 1 and left < min(abs(off), math.log(NEAR))
+        if max(left, abs(off)) < math.log(NEAR) and self._backward_divides(passes):
+            self.divided = False  # of two passes either may be so; it was not divided before, if it is by backward
         if abs(off + (math.log(passes) if self.divided else 0.0)) > math.log(FAR):
             warn(
                 f"the first training loss is {reported:.4g} where the probe's loss at the same weights is "
@@ -87,6 +94,11 @@ class ReportedLosses:
             )
         if min(left, abs(off)) < math.log(NEAR):
             self._judge_gradients(passes)
+
+    def _backward_divides(self, passes: int) -> bool:
+        """Whether each loss was divided by the number of passes after it was reported."""
+        weights = [float(weight) for weight in self._weights.values()]
+        return len(weights) == passes and math.isclose(sum(weights), 1.0, rel_tol=0.02)
 
     def _judge_gradients(self, passes: int) -> None:
         """Whether backward was told to divide by the number of micro-batches more than once."""

@@ -105,7 +105,7 @@ def held() -> tuple[list[Any], list[Any], bool]:
     job = Job(knobs=HELD).train()
     assert job.search is not None
     assert job.search.finished
-    course = job.search._rates.courses["lr", None]
+    course = job.search._riding.rates.courses["lr", None]
     return plain, job.left(), course.foreseen(STEPS * course.steps_each)[0] < 1e-12
 
 

@@ -1,0 +1,203 @@
+"""The training passes between two optimizer steps, and which of them are a replica's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdet.engine.engine import Engine
+from hdet.errors import StepError
+from hdet.overlay.backward import accumulates, leaf_below
+from hdet.overlay.hooks import differentiable, loss_in
+from hdet.overlay.lent_bindings import Lending
+from hdet.overlay.reported_losses import ReportedLosses
+from hdet.replicas import Replica, tensors
+from hdet.replicas.distributed import fully_sharded
+
+
+@dataclass(eq=False)
+class Pass:
+    """A forward of the model in training, or several, and the backward that follows.
+
+    Attributes:
+        number: its place in the step.
+        replica: whose it is; None beyond the replicas, at the bases.
+        forwarded: it has run forward.
+        traced: backward through what it returned can be seen.
+        backward: autograd's number of the backward that it had.
+        differentiated: its gradients were asked for by `torch.autograd.grad`.
+    """
+
+    number: int
+    replica: Replica | None
+    forwarded: bool = False
+    traced: bool = False
+    backward: int | None = None
+    differentiated: bool = False
+
+
+class Passes:
+    """Follows the passes of a loop: enters a replica where one begins, and leaves it where its backward is through.
+
+    Attributes:
+        begun: passes since the optimizer's last step.
+        entered: how many of them were a replica's.
+        whole: each has had one backward at most.
+        missed: something that this step's passes would teach was left out.
+    """
+
+    def __init__(self, model: nn.Module, losses: ReportedLosses) -> None:
+        self.model = model
+        self.losses = losses
+        self.begun = self.entered = 0
+        self.whole = True
+        self.missed = False
+        self._current: Pass | None = None
+        self._seen: tuple[Tensor, int] | None = None  # a gradient, and its version, when a backward was last through
+
+    def ride(self, engine: Engine, lending: Lending) -> None:
+        """From now on passes are those of an engine's replicas."""
+        self._engine, self._lending = engine, lending
+        self.entered = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a pass waits for its backward, so that another forward is part of it."""
+        return self._current is not None and self._current.forwarded
+
+    @property
+    def number(self) -> int:
+        """Of the pass that was begun last."""
+        return max(0, self.begun - 1)
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.give_up()  # one whose forward failed
+        if self._were_dropped():
+            self.drop()
+        replicas = self._engine.replicas
+        if self._engine.finished or self.begun >= len(replicas):
+            self._current = Pass(self.begun, None)
+            self._lending.put_in_forward(at_base=True)
+        else:
+            self._current = Pass(self.begun, replicas[self.begun])
+            self._enter(replicas[self.begun])
+        self.begun += 1
+
+    def forwarded(self, output: Any) -> None:
+        """The pass has run forward."""
+        current = self._current
+        if current is None:
+            return  # the step was made within what was called one pass
+        current.forwarded = True
+        loss = loss_in(output)
+        if loss is not None:
+            self.losses.note(current.number, loss)
+        for tensor in differentiable(output):
+            current.traced = True
+            tensor.register_hook(partial(self._heard_backward, current, leaf_below(tensor)))  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """The optimizer is about to step: a pass that waits is over, or was none."""
+        current = self._current
+        if current is None:
+            return
+        # One without a backward, beside others that had theirs, was a look at the model, as for a metric.
+        if current.forwarded and (not current.traced or current.differentiated or self.begun == 1):
+            self._leave(heard=True)
+        else:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """The pass under way is none: its forward failed, or nothing came back through it."""
+        current = self._current
+        if current is None:
+            return
+        self._leave(heard=False)
+        self.begun -= 1
+        self.entered -= current.replica is not None
+        self.losses.drop(current.number)
+
+    def drop(self) -> None:
+        """The passes since the last step lead to none."""
+        if self._current is not None:
+            self._leave(heard=False)
+        self.miss()
+        self.begin_step()
+
+    def miss(self) -> None:
+        """What the passes of this step would teach is left out."""
+        self.missed = self.missed or self.entered > 0
+        for replica in self._engine.replicas[: self.entered]:
+            self._engine.cycle.miss(replica)
+
+    def begin_step(self) -> None:
+        """The step is over."""
+        self.begun = self.entered = 0
+        self.whole = True
+        self._seen = None
+        self.losses.clear()
+
+    def _enter(self, replica: Replica) -> None:
+        self.entered += 1
+        self._lending.put_in_update()
+        try:
+            replica.__enter__()
+            self._lending.put_in_forward()
+        except BaseException:
+            self._current = None
+            raise
+        finally:
+            self._lending.take_out_update()
+
+    def _leave(self, *, heard: bool) -> None:
+        """The pass is over; its gradient counts if it was heard."""
+        current, self._current = self._current, None
+        assert current is not None
+        self._lending.put_in_update()
+        try:
+            if current.replica is None:
+                pass
+            elif heard:
+                current.replica.__exit__(None, None, None)
+            else:
+                current.replica.__exit__(StepError, StepError("the pass was given up"), None)
+        finally:
+            self._lending.take_out_update()
+            self._lending.take_out_forward()
+
+    def _heard_backward(self, heard: Pass, leaf: Any, gradient: Tensor) -> None:
+        """Autograd has reached what the model returned. When it is through the pass is over, before anything clips."""
+        if not accumulates(leaf):
+            heard.differentiated = True  # a penalty on a gradient; the pass's own backward is still to come
+            return
+        task = torch._C._current_graph_task_id()
+        if heard.backward is None:
+            heard.backward = task
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._after_backward, heard))
+        elif heard.backward != task:
+            # A second one adds to gradients that were looked at: what the step would teach is left out.
+            self.whole = False
+
+    def _after_backward(self, heard: Pass) -> None:
+        if self._current is heard:
+            self._leave(heard=True)
+        first = next((p.grad for p in self.model.parameters() if p.grad is not None), None)
+        self._seen = (first, first._version) if first is not None else None
+
+    def _were_dropped(self) -> bool:
+        """Whether the gradients of the passes so far are gone, as where a GradScaler skipped their step."""
+        if not self.begun or fully_sharded.used(self.model):
+            return False  # fully sharded parameters gather theirs elsewhere until the last micro-batch
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if not gradients:
+            return True
+        if self._seen is None or (self._seen[0] is gradients[0] and self._seen[1] == gradients[0]._version):
+            return False
+        # Something has written them since: they may have been set to zero. Only here is a device waited for.
+        dense = all(tensors.local(g) is g and g.layout == torch.strided for g in gradients)
+        return dense and not any(bool(g.any()) for g in gradients)

@@ -1,0 +1,281 @@
+"""What the hooks of a search do: the engine's cycle under a training loop that knows nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet.engine.engine import Engine
+from hdet.errors import StepError
+from hdet.history import WindowRecord
+from hdet.overlay.lent_bindings import Lending
+from hdet.overlay.passes import Passes
+from hdet.overlay.rates import Rates
+from hdet.overlay.reported_losses import ReportedLosses
+from hdet.replicas.distributed.ranks import Ranks
+from hdet.user_warning import warn
+
+Build = Callable[[int, Lending], Engine]
+Callback = Callable[[WindowRecord], object]
+ODD_STEPS = 5
+"""Steps on end with another number of passes than was counted, after which this is said."""
+
+
+class Riding:
+    """Drives an engine by a loop's forward passes and optimizer steps.
+
+    Attributes:
+        engine: the one that is driven. Where micro-batches are counted, another one from the first step on.
+        counting: the first step's passes will tell how many micro-batches make a step.
+        passes: those since the optimizer's last step.
+        lending: what is in force for a pass or a step only.
+        losses: what the loop has told of its training loss.
+        callbacks: called with the record of each window that closes.
+    """
+
+    engine: Engine
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, build: Build, rates: Rates, micro_batches: int | None
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.rates = rates
+        self.counting = micro_batches is None
+        self.losses = ReportedLosses()
+        self.passes = Passes(model, self.losses)
+        self.callbacks: list[Callback] = []
+        self._build = build
+        self._warned: set[str] = set()
+        self._odd_steps = 0  # on end, with another number of passes than was counted
+        self._left_out = 0  # steps of this window of which nothing was learnt about the forward pass
+        self._stepping = False  # update knobs are in force for an optimizer's step
+        self._busy = False  # the engine is at work, and passes are its own
+        self.take_seats(micro_batches or 1)
+
+    def take_seats(self, micro_batches: int) -> None:
+        """Make an engine for that many micro-batches a step. No step may have been made."""
+        self.lending = Lending(lambda: self.engine.step_count if hasattr(self, "engine") else 0)
+        self._busy = True
+        try:
+            self.engine = self._build(micro_batches, self.lending)
+        finally:
+            self._busy = False
+        self.lending.rest_at_bases(self.engine.knobs)
+        self.passes.ride(self.engine, self.lending)
+
+    def dismount(self) -> None:
+        """Nothing of hdet stays in force."""
+        self.passes.give_up()
+        self.engine.home.observe_no_more()
+        self.lending.take_out_update()
+        self.lending.take_out_forward()
+
+    def finish(self) -> None:
+        """Close the window under way: the run is over."""
+        with self.lending.all_in_force():
+            record = self.engine.finish()
+        self._tell(record)
+
+    def warn(self, message: str) -> None:
+        """Once."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warn(message)
+
+    # -- what the hooks say -----------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """A training pass begins, or goes on: several forwards to one backward are one pass."""
+        if self._busy or self.passes.under_way:
+            return
+        self._follow()
+        self.passes.begin()
+
+    def after_forward(self, output: object) -> None:
+        """The model has returned."""
+        if not self._busy:
+            self.passes.forwarded(output)
+
+    def forward_failed(self) -> None:
+        """The model has raised."""
+        if not self._busy and not self.passes.under_way:
+            self.passes.give_up()
+
+    def before_step(self) -> None:
+        """The optimizer is about to step, its gradients complete."""
+        self.passes.end()
+        self.lending.take_out_forward()
+        self.lending.take_out_update()  # if the step before raised
+        self._follow()
+        self._refuse_if_over()
+        self._refuse_unseen()
+        if self.counting and self.engine.step_count == 0:
+            self._count()
+        if not skipped(self.optimizer) and self._losses_can_be_judged():
+            self._find_scale()
+        self.lending.put_in_update()
+        self._stepping = True
+
+    def after_step(self) -> None:
+        """The optimizer has stepped."""
+        if not self._stepping:
+            return  # it was given a closure, and did not call it
+        self._stepping = False
+        record = None
+        try:
+            if not self.engine.finished and not skipped(self.optimizer):
+                record = self._advance()
+        finally:
+            self.lending.take_out_forward()
+            self.lending.take_out_update()
+            self.passes.begin_step()
+        self._tell(record)
+
+    # -- how a step is made -----------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """The coming step is made with what the optimizer holds now."""
+        if self.rates.tell(self.engine.step_count):
+            self.engine.reapply()
+
+    def _count(self) -> None:
+        """The passes of the first step are the micro-batches of each."""
+        self.counting = False
+        passes = self.passes.begun
+        self._require_alike(
+            float(passes),
+            f"this rank made {passes} training passes in the first step, and another rank made another number; hdet "
+            f"counts them there: give hdet.attach micro_batches=",
+        )
+        if passes > 1:
+            self.take_seats(passes)
+
+    def _advance(self) -> WindowRecord | None:
+        passes, seats = self.passes, len(self.engine.replicas)
+        self._notice_count(seats)
+        if not passes.whole:
+            passes.miss()
+        self.engine.gradients_are_shared()
+        complete = passes.entered == passes.begun == seats
+        self._busy = True
+        try:
+            with self.lending.all_in_force():
+                record = self.engine.step(self.losses.of(seats), complete=complete)
+        finally:
+            self._busy = False
+        self._left_out += passes.missed or not complete
+        passes.missed = False
+        if record is not None:
+            self.rates.forget_before(self.engine.cycle.window.start)
+            self._notice_left_out(record)
+        return record
+
+    def _losses_can_be_judged(self) -> bool:
+        """Whether the first losses are there. On several ranks they are asked for once, in the first step."""
+        unsure = self.losses.unsure
+        if isinstance(self.engine.home, Ranks):
+            if self.engine.step_count or self.losses.known:
+                return False
+            self._require_alike(
+                float(unsure),
+                "a training loss was reported on some ranks and not on others; call search.loss(...) on all of them, "
+                "or on none",
+            )
+        return unsure
+
+    def _require_alike(self, fact: float, message: str) -> None:
+        """Every rank of a run asks at the same time.
+
+        Raises:
+            StepError: with the message, where the ranks differ.
+        """
+        home = self.engine.home
+        if not isinstance(home, Ranks):
+            return
+        first = next(self.model.parameters())
+        found = home.gather(torch.full((len(home.local), 1), fact, device=first.device))
+        if (found != fact).any():
+            raise StepError(message)
+
+    def _find_scale(self) -> None:
+        """Compare the first losses with the probe's at the same weights, alike in all processes."""
+        engine = self.engine
+        rows = self.losses.mean().expand(len(engine.replicas), 1)
+        self._busy = True
+        try:
+            with self.lending.all_in_force(), engine.at_base():
+                held_out = engine.plan.signal.measure(engine.hosts[0][0], 0, self.optimizer).mean()  # type: ignore[union-attr]
+        finally:
+            self._busy = False
+        table = engine.home.gather(torch.cat([rows, held_out.to(rows.device).expand(len(rows), 1)], dim=1))
+        self.losses.judge(float(table[:, 0].mean()), float(table[0, 1]), self.passes.begun)
+
+    # -- what is said, and refused ----------------------------------------------------------------
+
+    @property
+    def _explores_forward(self) -> bool:
+        return any(k.spec.acts_on == "forward" and k.spec.spread.width for k in self.engine.knobs)
+
+    def _notice_count(self, seats: int) -> None:
+        """Say it once where steps keep having another number of passes than they were expected to."""
+        passes = self.passes.begun
+        self._odd_steps = self._odd_steps + 1 if passes and passes != seats else 0
+        if self._odd_steps == ODD_STEPS:
+            self.warn(
+                f"the last {ODD_STEPS} optimizer steps had {passes} training passes each or so, and hdet expects "
+                f"{seats}; passes beyond that and steps with fewer teach nothing about dropout and the like: give "
+                f"hdet.attach micro_batches={passes}"
+            )
+
+    def _notice_left_out(self, record: WindowRecord) -> None:
+        """Say it once where most of a window taught nothing about knobs of the forward pass."""
+        steps, left_out = record.stop - record.start, self._left_out
+        self._left_out = 0
+        if self._explores_forward and left_out > steps / 2:
+            self.warn(
+                "most steps of a window taught nothing about dropout and the like: their passes had several backward "
+                "passes, or gradients that were dropped (an adversary's turn), or were of another number than "
+                "expected; add up the losses of a pass and call backward() once, or give hdet.attach "
+                'exclude=["dropout", "label_smoothing"]'
+            )
+
+    def _tell(self, record: WindowRecord | None) -> None:
+        if record is None:
+            return
+        if not self.losses.seen:
+            self.warn(
+                "hdet was told no training loss: the guard cannot see whether training stands still, nor can the rule "
+                "that lowers a learning rate there; return the loss from the model, or write "
+                "search.loss(loss).backward()"
+            )
+        for callback in self.callbacks:
+            callback(record)
+
+    def _refuse_unseen(self) -> None:
+        if self.passes.begun == 0 and self._explores_forward and not self.engine.finished:
+            raise StepError(
+                f"the optimizer is to step, and hdet has seen no training pass since its last step: the loop is to "
+                f"call the {type(self.model).__name__} that hdet.attach was given, in train mode and with gradients "
+                f"enabled. Attach to the model that the loop calls, wrapped or compiled as it is, before its first call"
+            )
+
+    def _refuse_if_over(self) -> None:
+        if self.engine.finished and self.rates.driven:
+            raise StepError(
+                f"the run is over after {self.engine.step_count} steps, and with it the schedule that hdet gave the "
+                f"learning rate; give hdet.attach more total_steps, or call search.detach() to train on at the "
+                f"optimizer's own rate"
+            )
+
+
+def skipped(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer was told that its gradients are not finite, and so changed nothing.
+
+    Asked only where no device is waited for.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found.item())
