@@ -86,6 +86,14 @@ class Rates:
         held = self.read(RATE)
         expected = course.foreseen(self.follower.position)
         if held != expected:
+            scheduler: Any = self.follower.scheduler
+            if getattr(scheduler, "T_cur", 0) % 1:
+                raise StepError(
+                    f"{type(scheduler).__name__} is stepped by fractions of an epoch (it stands at "
+                    f"{scheduler.last_epoch} and T_cur={scheduler.T_cur:g}), whose pace hdet cannot foresee; step it "
+                    f"once an optimizer step, its T_0 in optimizer steps, or give hdet.attach schedule=None, which "
+                    f"follows what it writes and never looks ahead"
+                )
             raise StepError(
                 f"the learning rates at step {step} are {held}, where {type(self.follower.scheduler).__name__} would "
                 f"have put {expected}: something else writes them too; give hdet.attach schedule=None, which follows "

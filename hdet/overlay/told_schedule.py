@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from hdet.errors import ConfigError
 from hdet.hparams import Schedule
 
 Row = Sequence[float]
+Function = Callable[[int], float]
 
 
 class Course:
@@ -173,8 +176,12 @@ class Follower:
     def forecast(self, total_steps: int, read: Callable[[Optimizer], list[float]]) -> list[list[float]]:
         """What `read` gives after 0, 1, 2, ... steps of the scheduler, until `total_steps` optimizer steps are over."""
         shadow = _shadow(self.optimizer)
+        functions = _functions(self.scheduler)
+        first = _answers(functions, self._count())
+        # What only a function of the step needs is not copied: the owner of a method may be a whole trainer.
+        memo: dict[int, Any] = {id(function): function for function in functions}
         try:
-            scheduler = copy.deepcopy(self.scheduler, {id(self.optimizer): shadow, id(self._stepped): shadow})
+            scheduler = copy.deepcopy(self.scheduler, {**memo, id(self.optimizer): shadow, id(self._stepped): shadow})
         except Exception as error:
             raise ConfigError(
                 f"{type(self.scheduler).__name__} cannot be copied, and so not be simulated ahead ({error}); give "
@@ -187,13 +194,43 @@ class Follower:
             except ValueError:  # OneCycleLR refuses to go beyond its end
                 break
             rows.append(read(shadow))
+        self._refuse_counting(functions, first)
         return rows
+
+    def _refuse_counting(self, functions: Sequence[Function], first: Sequence[float]) -> None:
+        """A function that gives another answer after the simulation than before it has a state, which is used up."""
+        step = self._count()
+        for function, then, now in zip(functions, first, _answers(functions, step), strict=True):
+            if then != now:
+                raise ConfigError(
+                    f"{_name(function)}, which {type(self.scheduler).__name__} asks for the rate, gave {then:g} for "
+                    f"step {step} and {now:g} when it was asked again, so it keeps a count of its own, which simulating "
+                    f"it has moved on: make it a function of the step alone, or an object with __call__ that holds the "
+                    f"count, which is copied; or make the scheduler anew and give hdet.attach schedule=None, which "
+                    f"never looks ahead"
+                )
 
     def _count(self) -> int:
         scheduler: Any = self.scheduler
         while isinstance(scheduler, ChainedScheduler):
             scheduler = scheduler._schedulers[-1]
         return int(scheduler.last_epoch)
+
+
+def _functions(scheduler: Any) -> list[Function]:
+    """The plain functions and methods that a scheduler, or a part of it, asks for its values."""
+    asked = list(getattr(scheduler, "lr_lambdas", ()))
+    for part in getattr(scheduler, "_schedulers", ()):
+        asked += _functions(part)
+    return [function for function in asked if isinstance(function, (FunctionType, MethodType, partial))]
+
+
+def _answers(functions: Sequence[Function], step: int) -> list[float]:
+    return [float(function(step)) for function in functions]
+
+
+def _name(function: Function) -> str:
+    return str(getattr(function, "__qualname__", function))
 
 
 def _steps_each(scheduler: Any) -> int:

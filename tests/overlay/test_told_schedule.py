@@ -1,0 +1,93 @@
+"""A user's scheduler, simulated on a copy: what cannot be foreseen is said, and nothing of the user's is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from attach_parts import STEPS, adamw, batch, loss_of, network, probe
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, SequentialLR
+
+import hdet
+from hdet.errors import ConfigError, StepError
+
+
+class Trainer:
+    """Owns a model, which is not to be copied, and says how far a warm-up has got."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __deepcopy__(self, memo: Any) -> Trainer:
+        raise AssertionError("a trainer was copied")
+
+    def warm_up(self, step: int) -> float:
+        return min(1.0, (step + 1) / 10)
+
+    def counted(self, step: int) -> float:
+        self.calls += 1
+        return min(1.0, self.calls / 1000)
+
+
+class Counting:
+    """An object may keep a count of its own: a copy of it is simulated."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return min(1.0, self.calls / 1000)
+
+
+def attached(make: Callable[[torch.optim.Optimizer], Any], steps: int = 4) -> hdet.Search:
+    model = network()
+    optimizer = adamw(model)
+    scheduler = make(optimizer)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, scheduler=scheduler, quiet=True, window=5)
+    for step in range(steps):
+        search.loss(loss_of(model, batch(step))).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return search
+
+
+def test_the_owner_of_a_method_is_not_copied() -> None:
+    search = attached(lambda optimizer: LambdaLR(optimizer, Trainer().warm_up))
+    assert search.engine.knobs[0].schedule(8) == pytest.approx(0.9 * 3e-3)
+    attached(lambda optimizer: LambdaLR(optimizer, partial(Trainer.warm_up, Trainer())))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_function_that_keeps_a_count_is_refused_by_name(nested: bool) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        scheduler = LambdaLR(optimizer, Trainer().counted)
+        return SequentialLR(optimizer, [scheduler, LambdaLR(optimizer, float)], [30]) if nested else scheduler
+
+    with pytest.raises(ConfigError, match=r"Trainer\.counted, which .* asks for the rate, gave .* a count of its own"):
+        attached(make)
+
+
+def test_an_object_that_keeps_a_count_is_simulated_on_a_copy() -> None:
+    counting = Counting()
+    search = attached(lambda optimizer: LambdaLR(optimizer, counting))
+    assert counting.calls == 2 * (1 + 4)  # for two groups, as it was made and at each step
+    assert search.engine.step_count == 4
+
+
+def test_steps_by_fractions_of_an_epoch_are_said() -> None:
+    model = network()
+    optimizer = adamw(model)
+    scheduler = CosineAnnealingWarmRestarts(optimizer, T_0=10)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, scheduler=scheduler, quiet=True)
+    with pytest.raises(StepError, match="stepped by fractions of an epoch"):
+        for step in range(4):
+            search.loss(loss_of(model, batch(step))).backward()
+            optimizer.step()
+            scheduler.step(step / 4 + 0.25)
+            optimizer.zero_grad()
+    attached(lambda optimizer: CosineAnnealingWarmRestarts(optimizer, T_0=10))
