@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 
 from hdet.controllers import Estimate
 from hdet.engine import recovery
@@ -15,7 +16,7 @@ from hdet.engine.guard import Watch
 from hdet.engine.plan import Plan
 from hdet.engine.probe_size import ProbeSize
 from hdet.engine.tally import Losses, Reading, Tally
-from hdet.errors import DivergedError
+from hdet.errors import DivergedError, HdetError
 from hdet.evidence import Collector, Harvest, Scene, Window
 from hdet.history import History, WindowRecord
 from hdet.hparams.bound import Moment
@@ -24,6 +25,7 @@ from hdet.replicas.alike import require_alike
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.average import Averages
 from hdet.replicas.distributed.lost_rank import translated
+from hdet.replicas.distributed.ranks import Ranks
 
 MAX_RESTORES = 3
 
@@ -241,9 +243,30 @@ class Cycle:
             self.end()
         else:
             self.open_window(window.index + 1)
-        self.history.append(record)  # last: where the disk is full, the engine can go on all the same
+        self._record(record)  # last: where the disk is full, the engine can go on all the same
         self._refuse_to_go_on(reading, bases)
         return record
+
+    def _record(self, record: WindowRecord) -> None:
+        """Append to the history. Where one rank cannot write it, none goes on to wait for that one.
+
+        Raises:
+            HdetError: a history could not be written, here or in another process.
+        """
+        failure: HdetError | None = None
+        try:
+            self.history.append(record)
+        except HdetError as error:
+            failure = error
+        if isinstance(self.home, Ranks):
+            row = torch.full((len(self.home.local), 1), float(failure is not None), device=self.tally.sums.device)
+            if self.home.gather(row).any() and failure is None:
+                failure = HdetError(
+                    "another process of this run could not write its history, and says why; the window is kept in "
+                    "memory there, and is written with the next"
+                )
+        if failure is not None:
+            raise failure
 
     def _moment(self, window: Window, loss: float | None) -> Moment:
         left = None if self._last_step is None else self.plan.windows.count(self.step_count, self._last_step)

@@ -16,9 +16,7 @@ from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.hparams.binding import Binding, GroupBinding
 from hdet.hparams.knob import Knob
 from hdet.hparams.learned import Learned
-from hdet.hparams.schedule import Constant
-
-PEAK_SAMPLES = 2000
+from hdet.hparams.schedule import Constant, sampled
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,7 @@ class BoundKnob:
         self.spread(np.zeros(n), 0.0)
         self._written: list[float | None] = [None] * len(self.bindings)
         total = self.schedule.total_steps
-        stride = 1 if total is None else max(1, total // PEAK_SAMPLES)
-        course = [self.schedule(t) for t in range(0, 1 if total is None else total, stride)]
+        course = sampled(self.schedule)
         self.peak = max(course)
         low, high = spec.bounds
         if min(course) < low or max(course) > high:

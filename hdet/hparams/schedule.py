@@ -18,6 +18,9 @@ from pydantic import Field, model_validator
 from hdet.errors import ConfigError
 from hdet.spec import Spec, register
 
+SAMPLES = 2000
+"""Steps at which a schedule's smallest and largest values are looked for; at every step of a run of so many."""
+
 
 class Schedule(Spec, family="schedule"):
     """t -> value. A new schedule gives `__call__`, and `total_steps` as a field or a property."""
@@ -35,6 +38,12 @@ class Schedule(Spec, family="schedule"):
         Raises:
             ConfigError: t is negative.
         """
+
+
+def sampled(schedule: Schedule) -> list[float]:
+    """The values at up to about `SAMPLES` steps, evenly spaced; of a schedule without an end, at its first."""
+    total = schedule.total_steps
+    return [schedule(t) for t in range(0, total or 1, max(1, (total or 1) // SAMPLES))]
 
 
 @register

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from hdet.checkpoints.leader import led
 from hdet.errors import CheckpointError, ConfigError, MissingExtraError
 from hdet.files import replaced
 from hdet.history import WindowRecord
@@ -71,7 +73,9 @@ class Search(TrainerCallback):
         self._end()
         trainer, folder = _calling()
         _refuse(trainer)
-        saved = self._saved(args, state, folder) if state.global_step else None
+        # Rank 0 wrote it, maybe to a disk of its own, and reads it for all: none begins anew beside others that go on.
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        saved = led(group, lambda: self._saved(args, state, folder)) if state.global_step else None
         self._begun_at = saved["begun_at"] if saved is not None else state.global_step
         self._trainer = trainer
         assert trainer.optimizer is not None  # made by now

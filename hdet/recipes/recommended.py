@@ -20,7 +20,7 @@ from hdet.history import History
 from hdet.hparams import Dropout, Knob, LabelSmoothing, LearningRate, Schedule, WeightDecay
 from hdet.hparams.binding import given
 from hdet.hparams.forward import ModuleKnob
-from hdet.hparams.schedule import LinearDecay
+from hdet.hparams.schedule import LinearDecay, sampled
 from hdet.hparams.update import Groups
 from hdet.recipes import dropouts
 from hdet.replicas import Replicas, in_process
@@ -106,7 +106,7 @@ def own_schedule(optimizer: Optimizer, total_steps: int | None, group: int = 0) 
 
 
 def _rate(groups: Groups, course: Schedule, stride: int) -> Choice:
-    peak = course_peak(course)
+    peak = max(sampled(course))
     subject = "learning rate" if groups is None else f"learning rate of group {groups}"
     if groups is not None and peak == 0.0:
         return Choice(subject, None, "is 0, which no factor moves")
@@ -255,11 +255,6 @@ def _name(choice: Choice) -> str:
 def _kind(name: str) -> str:
     """A name without what tells knobs of one kind apart."""
     return name.partition("[")[0]
-
-
-def course_peak(course: Schedule) -> float:
-    """The largest value of a schedule."""
-    return max(course(step) for step in range(course.total_steps or 1))
 
 
 def recommended(

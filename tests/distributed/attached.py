@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet.controllers import Hold
-from hdet.errors import CheckpointError, ConfigError, StepError
+from hdet.errors import CheckpointError, ConfigError, HdetError, StepError
 
 STEPS, WINDOW, WIDTH = 24, 4, 8
 Found = dict[str, Any]
@@ -245,3 +245,35 @@ def state_of_one_rank() -> str:
         search.engine.home.settle()  # as rank 0 does while it takes its state
     dist.broadcast_object_list(box)
     return _refusal(CheckpointError, lambda: search.load_state_dict(box[0]))
+
+
+def history_that_one_rank_cannot_write(folder: str) -> str:
+    """A file lies where rank 0 wants its folder; no other rank writes."""
+    model = ddp(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    search = hdet.attach(
+        model,
+        optimizer,
+        probe=probe(),
+        total_steps=STEPS,
+        window=WINDOW,
+        micro_batches=1,
+        quiet=True,
+        history=f"{folder}/taken/history.jsonl",
+    )
+    try:
+        loop(model, optimizer, search, 1, quiet=False, alike=False)
+    except HdetError as error:
+        return f"at step {search.engine.step_count}: {error}"
+    return "nothing was said"
+
+
+def states_of_a_group() -> int:
+    """Each rank trains a model of its own, in a group of its own; only the first gathers its state."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    model = DistributedDataParallel(network(), process_group=groups[dist.get_rank()])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=WINDOW, micro_batches=1, quiet=True)
+    if dist.get_rank() > 0:
+        return 0
+    return len(search.all_ranks.state_dict()["ranks"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import attached
@@ -61,3 +62,14 @@ def test_ranks_that_differ_in_the_first_step_are_told_and_do_not_wait(what: str,
 
 def test_one_ranks_state_in_mid_window_is_refused_on_all() -> None:
     assert all("save search.all_ranks.state_dict()" in message for message in launch(attached.state_of_one_rank, 2))
+
+
+def test_where_one_rank_cannot_write_the_history_none_waits_for_it(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    first, second = launch(attached.history_that_one_rank_cannot_write, 2, str(tmp_path))
+    assert first.startswith("at step 4: the history")
+    assert second.startswith("at step 4: another process of this run could not write its history")
+
+
+def test_a_state_is_gathered_over_the_ranks_that_train_together() -> None:
+    assert launch(attached.states_of_a_group, 2) == [1, 0]

@@ -43,15 +43,19 @@ class Counting:
         return min(1.0, self.calls / 1000)
 
 
-def attached(make: Callable[[torch.optim.Optimizer], Any], steps: int = 4) -> hdet.Search:
+def attached(make: Callable[[torch.optim.Optimizer], Any], per_epoch: int | None = None) -> hdet.Search:
+    """Four steps; `per_epoch` of them, where given, are one of the scheduler."""
     model = network()
     optimizer = adamw(model)
     scheduler = make(optimizer)
     search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, scheduler=scheduler, quiet=True, window=5)
-    for step in range(steps):
+    for step in range(4):
         search.loss(loss_of(model, batch(step))).backward()
         optimizer.step()
-        scheduler.step()
+        if per_epoch is None:
+            scheduler.step()
+        else:
+            scheduler.step((step + 1) / per_epoch)
         optimizer.zero_grad()
     return search
 
@@ -80,14 +84,6 @@ def test_an_object_that_keeps_a_count_is_simulated_on_a_copy() -> None:
 
 
 def test_steps_by_fractions_of_an_epoch_are_said() -> None:
-    model = network()
-    optimizer = adamw(model)
-    scheduler = CosineAnnealingWarmRestarts(optimizer, T_0=10)
-    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, scheduler=scheduler, quiet=True)
-    with pytest.raises(StepError, match="stepped by fractions of an epoch"):
-        for step in range(4):
-            search.loss(loss_of(model, batch(step))).backward()
-            optimizer.step()
-            scheduler.step(step / 4 + 0.25)
-            optimizer.zero_grad()
     attached(lambda optimizer: CosineAnnealingWarmRestarts(optimizer, T_0=10))
+    with pytest.raises(StepError, match="stepped by fractions of an epoch"):
+        attached(lambda optimizer: CosineAnnealingWarmRestarts(optimizer, T_0=10), per_epoch=4)
