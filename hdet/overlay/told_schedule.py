@@ -205,9 +205,9 @@ class Follower:
                 raise ConfigError(
                     f"{_name(function)}, which {type(self.scheduler).__name__} asks for the rate, gave {then:g} for "
                     f"step {step} and {now:g} when it was asked again, so it keeps a count of its own, which "
-                    f"simulating it has moved on: make it a function of the step alone, or an object with __call__ that holds the "
-                    f"count, which is copied; or make the scheduler anew and give hdet.attach schedule=None, which "
-                    f"never looks ahead"
+                    f"simulating it has moved on: make it a function of the step alone, or an object with __call__ "
+                    f"that holds the count, which is copied; or make the scheduler anew and give hdet.attach "
+                    f"schedule=None, which never looks ahead"
                 )
 
     def _count(self) -> int:
