@@ -15,16 +15,21 @@ INTEGRATED := $(VENV)/.integrated
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
+# Test files that run at a time. Many share processes between their tests, so none is divided; those that start the most
+# processes come first in the alphabet, and the end is short ones.
+WORKERS ?= 2
+TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 .PHONY: run test test-integrations lint docs install clean
 
 run: $(INSTALLED)
 	$(BIN)/hdet run examples/quickstart.yaml --compare --force
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TOGETHER)
 
 test-integrations: $(INTEGRATED)
-	$(BIN)/python -m pytest tests/integrations tests/test_docs.py::test_docstring_examples \
+	$(BIN)/python -m pytest $(TOGETHER) tests/integrations tests/test_docs.py::test_docstring_examples \
 		tests/test_docs.py::test_every_python_block_runs -k 'integrations'
 
 lint: $(INSTALLED)

@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import queue
+import random
 import socket
 import time
 import traceback
@@ -17,16 +18,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# What a rank imports in its first steps as well: imported by the server once, not by every rank. (torch.optim draws in
+# torch._dynamo, which alone takes most of a second.)
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel", "hdet"]
+    [
+        *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
+        *("torch.distributed.tensor.parallel", "numpy.random", "pytest", "hypothesis", "hdet"),
+    ]
 )
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below those that the kernel hands out itself: no other test's sockets take it before it is listened at."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def start(target: Callable[..., None], ranks: int, *arguments: Any) -> list[Any]:

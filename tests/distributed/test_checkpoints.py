@@ -374,6 +374,7 @@ def test_where_nothing_is_to_resume_the_run_and_its_history_begin(tmp_path: Path
     assert [record.window for record in hdet.History(path)] == [0, 1, 2]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_refused_resume_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
     saved = one_process(seed=1)
     train(saved, 6)

@@ -268,6 +268,7 @@ def until_it_began_anew(engine: Engine) -> list[hdet.WindowRecord]:
     return records
 
 
+@pytest.mark.filterwarnings("ignore:the probe is too small")
 @pytest.mark.parametrize(("copies", "n"), [(False, 1), (False, 2), (True, 2)])
 def test_where_looking_ahead_brought_the_rate_down_far_the_run_begins_anew(
     copies: bool, n: int, assert_same: Any

@@ -272,6 +272,7 @@ def test_a_placebo_has_no_slope() -> None:
             assert (estimate["slope"], estimate["t"]) == (0.0, 0.0)
 
 
+@pytest.mark.filterwarnings("ignore:the probe is too small")
 @pytest.mark.parametrize("kind", [hdet.Momentum, hdet.Beta1, hdet.Beta2])
 def test_a_probe_of_noise_proves_nothing(kind: type[hdet.Knob]) -> None:
     """Of 60 windows about one in a hundred passes |t| = 3.5, with the 7 degrees of freedom of 8 sub-batches."""

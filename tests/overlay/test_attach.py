@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -350,7 +351,8 @@ def test_a_second_backward_of_a_pass_leaves_the_step_out() -> None:
         loss = search.loss(loss_of(model, batch(step)))
         loss.backward(retain_graph=True)
         loss.backward()
-        optimizer.step()
+        with pytest.warns(match="most steps of a window taught nothing") if step == 19 else nullcontext():
+            optimizer.step()
         optimizer.zero_grad()
     [record] = search.history
     assert record.estimates["dropout"]["stderr"] == float("inf")

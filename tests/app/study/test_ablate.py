@@ -472,9 +472,9 @@ for window in range(3):
 (out / "result.json").write_text(json.dumps({"test_loss": 1.0}))
 """
     with pytest.raises(SystemExit):
-        scripted(body)
+        scripted(body, seeds=1)
     (tmp_path / "out" / "healed").touch()
-    assert "still to run" not in scripted(body)
+    assert "still to run" not in scripted(body, seeds=1)
     assert not list((tmp_path / "out" / "cells").glob("*/checkpoints"))
     assert {len(f.read_text().splitlines()) for f in (tmp_path / "out" / "cells").glob("*/history.jsonl")} == {3}
 
