@@ -47,6 +47,30 @@ class History:
             self.windows, self._torn = _read(self.path)
         self._written = len(self.windows)
 
+    @classmethod
+    def given(cls, history: History | str | os.PathLike[str] | None, *, writes: bool = True) -> History:
+        """What a run was given as its history: a `History` as it is, or a new one.
+
+        A path is that of a run which begins. One that goes on opens its history itself, `hdet.History(path)`, so a
+        forgotten path is told of before anything trains.
+
+        Args:
+            writes: this process writes it. Another's is in memory alone from here on: every rank opens the same file.
+
+        Raises:
+            HdetError: the file at the path holds windows already, or cannot be read.
+        """
+        if not isinstance(history, History):
+            history = cls(history)
+            if history.windows:
+                raise HdetError(
+                    f"the history {history.path} already holds windows up to {history.windows[-1].window}: a run that "
+                    f"goes on there is given history=hdet.History({str(history.path)!r}); one that begins, another path"
+                )
+        if not writes and history.path is not None:
+            history.path, history.windows, history._torn, history._written = None, [], False, 0
+        return history
+
     def __repr__(self) -> str:
         knobs = ", ".join(dict.fromkeys(name for record in self.windows for name in record.bases))
         where = f" in {self.path}" if self.path is not None else ""

@@ -248,12 +248,17 @@ def test_a_line_that_a_full_disk_cut_is_written_with_the_next(bytes_left: int, t
 
 
 def test_a_new_run_over_an_old_file_is_refused_before_it_trains(problem: Any, tmp_path: Path) -> None:
-    """At its first pass; when the engine is made, nobody knows yet whether a checkpoint will be loaded."""
+    """When the engine is made; at the first pass where a checkpoint might have been loaded in between."""
     path = tmp_path / "history.jsonl"
     write(path, 2)
     model = problem.model()
-    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
-    engine = hdet.Engine(replicas, [hdet.LearningRate()], window=3, history=path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replicas = hdet.replicate(model, optimizer, n=2)
+    with pytest.raises(HdetError, match=r"windows up to 1: a run that goes on there is given history=hdet\.History"):
+        hdet.Engine(replicas, [hdet.LearningRate()], window=3, history=path)
+    with pytest.raises(HdetError, match=r"windows up to 1: a run that goes on there is given history=hdet\.History"):
+        hdet.attach(model, optimizer, probe=problem.probe(), total_steps=9, history=str(path), quiet=True)
+    engine = hdet.Engine(replicas, [hdet.LearningRate()], window=3, history=History(path))
     with pytest.raises(HdetError, match="already holds windows up to 1, and window 0 is to be run"), engine.replicas[0]:
         raise AssertionError("it must not come so far")
     engine.history.truncate(0)

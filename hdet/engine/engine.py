@@ -50,7 +50,7 @@ class Engine:
         seed: of the designs. The global RNG is never touched. (`Contrast(paired=True)` lends passes one of its own.)
         total_steps: the run's length; by default its schedules'. Without one the run is open-ended and
             `finish` must be called.
-        history: a path for one JSON line a window, or a `History`.
+        history: a path for one JSON line a window; `hdet.History(path)` for a run that may go on with an old file.
         anchor: where the last converged point is kept: beside the model, or on the host.
         averages: where window-averaged weights are kept; see `hdet.replicas.average`.
         guard: goes back where training went wrong, such as `hdet.Rewind()`; needs a probe.
@@ -100,6 +100,7 @@ class Engine:
         objective: Objective | None = None,
         bind: Bind | None = None,
     ) -> None:
+        held = History.given(history, writes=replicas.is_leader)
         self.plan = Plan.of(
             replicas,
             knobs,
@@ -116,7 +117,6 @@ class Engine:
             objective=objective,
             bind=bind,
         )
-        held = history if isinstance(history, History) else History(history if replicas.is_leader else None)
         self.cycle = Cycle(self.plan, held)
         self._checks = LoopChecks(replicas)
         self._driver = Driver(replicas)

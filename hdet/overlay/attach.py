@@ -85,7 +85,7 @@ def attach(
         guard: goes back where training went wrong; `None` goes on whatever happens.
         anchor, averages: where the window's first weights, and its averaged weights, are kept.
         stride: of averaged weights, take every stride-th step's.
-        history: a path for one JSON line a window, or a `History`.
+        history: a path for one JSON line a window; `hdet.History(path)` for a run that may go on with an old file.
         seed: of the designs.
         quiet: do not print what was chosen.
 
@@ -139,13 +139,12 @@ def attach(
     if not quiet:
         print(describe(choices, guarded=guard is not None))
 
-    kept: list[History] = []  # whichever engine is made, one record
+    # Whichever engine is made, one record.
+    kept = History.given(history)
 
     def build(seats: int, lending: Lending) -> Engine:
         place = replicas if replicas is not None else home(model, optimizer, seats)
         place.leave_to_loop()
-        if not kept:
-            kept.append(history if isinstance(history, History) else History(history if place.is_leader else None))
         return Engine(
             place,
             explored,
@@ -154,7 +153,7 @@ def attach(
             objective=objective,
             seed=seed,
             total_steps=total_steps,
-            history=kept[0],
+            history=kept,
             guard=guard,
             anchor=anchor,
             averages=averages,

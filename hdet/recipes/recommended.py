@@ -297,7 +297,7 @@ def recommended(
         replicas: instead, replicas made by `hdet.replicate` or `hdet.distribute`.
         schedule: of the learning rate, instead of 30 % warm-up and a straight line to 0.
         seed: of the designs.
-        history: a path for one JSON line a window, or a `History`.
+        history: a path for one JSON line a window; `hdet.History(path)` for a run that may go on with an old file.
         quiet: print nothing.
         knobs: in place of the recipe's knob of the same name, or beside them.
         exclude: names of the recipe's knobs that are left as they are: "learning_rate", "weight_decay", "dropout",

@@ -16,7 +16,7 @@ import hdet
 STEPS = 12
 
 
-def engine_of(replicas: hdet.replicas.Replicas, history: Path | None = None) -> hdet.Engine:
+def engine_of(replicas: hdet.replicas.Replicas, history: hdet.History | None = None) -> hdet.Engine:
     return hdet.Engine(replicas, knobs(), window=4, total_steps=STEPS, history=history)
 
 
@@ -26,7 +26,9 @@ def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     with hdet.process_group("gloo", timeout=60):
         model = DistributedDataParallel(network())
-        engine = engine_of(hdet.distribute(model, optimizer_of(model), exact=True), folder / "history.jsonl")
+        engine = engine_of(
+            hdet.distribute(model, optimizer_of(model), exact=True), hdet.History(folder / "history.jsonl")
+        )
         checkpoints = hdet.CheckpointFolder(folder / "checkpoints")
         start = checkpoints.resume(engine)
         if rank == 0:

@@ -367,7 +367,7 @@ def one_process(seed: int = 0, **options: Any) -> hdet.Engine:
 def test_where_nothing_is_to_resume_the_run_and_its_history_begin(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     train(one_process(history=path), 5)  # killed after a window, before its first checkpoint
-    engine = one_process(history=path)
+    engine = one_process(history=hdet.History(path))
     assert hdet.CheckpointFolder(tmp_path / "none").resume(engine) is None
     assert engine.step_count == 0
     train(engine, cases.STEPS)

@@ -187,7 +187,7 @@ def test_a_history_that_is_not_the_checkpoints_is_refused(
     path.write_text("\n".join(harm(path.read_text().splitlines())) + "\n")
     harmed = path.read_bytes()
     with pytest.raises(HdetError, match=message):
-        start(history=path).load_state_dict(state)
+        start(history=hdet.History(path)).load_state_dict(state)
     assert path.read_bytes() == harmed
 
 
@@ -199,7 +199,7 @@ def test_a_resumed_run_may_write_to_another_file(
     engine.load_state_dict(state)
     train(engine)
     assert [record.window for record in hdet.History(tmp_path / "second.jsonl")] == [2]
-    again = start(history=tmp_path / "second.jsonl")  # and from the same checkpoint once more
+    again = start(history=hdet.History(tmp_path / "second.jsonl"))  # and from the same checkpoint once more
     again.load_state_dict(state)
     train(again)
     assert [record.window for record in hdet.History(tmp_path / "second.jsonl")] == [2]

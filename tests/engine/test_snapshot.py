@@ -99,7 +99,7 @@ def test_stop_at_any_step_and_resume_is_the_same_run(
     path.write_text("".join(line + "\n" for line in done) + '{"window": 9, "sta')
     if states[step]["finished"]:
         path.write_text(whole_path.read_text())
-    engine = build(problem, path=path)
+    engine = build(problem, path=hdet.History(path))
     engine.load_state_dict(states[step])
     assert engine.step_count == step
     train(engine, TOTAL)
