@@ -20,12 +20,14 @@ from hdet.hparams import (
     LabelSmoothing,
     LearningRate,
     Momentum,
+    Replay,
     Scalar,
     WeightDecay,
 )
 from hdet.overlay.attach import attach
 from hdet.overlay.explore import explore
 from hdet.overlay.one_cycle import OneCycleHDET
+from hdet.overlay.replay import ReplayLR
 from hdet.overlay.search import Search
 from hdet.recipes.paper import paper_engine
 from hdet.recipes.recommended import recommended
@@ -77,6 +79,8 @@ __all__ = [
     "OneCycleHDET",
     "Probe",
     "Recursion",
+    "Replay",
+    "ReplayLR",
     "Rewind",
     "Scalar",
     "Search",

@@ -33,6 +33,8 @@ class WindowRecord:
         hints: advice that concerns no fault, such as a probe that is too small; each with `kind` and `knob`.
         learned: by knob, its value at the peak of its schedule: as set (`start`), in force in this window (`opened`),
             and after the moves made at its end (`closed`). Empty in a history written without it.
+        course: by knob, its base at each step of the window; one number alone where that did not change. Empty in a
+            history written without it.
     """
 
     __pydantic_config__ = ConfigDict(allow_inf_nan=False)
@@ -51,6 +53,7 @@ class WindowRecord:
     closing: float = 0.0
     hints: list[dict[str, Any]] = field(default_factory=list)
     learned: dict[str, dict[str, float]] = field(default_factory=dict)
+    course: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -64,7 +67,7 @@ class WindowRecord:
 
     @classmethod
     def from_json(cls, line: str) -> WindowRecord:
-        """The inverse of `to_json`; a record without `hints` and `learned` reads too.
+        """The inverse of `to_json`; a record without `hints`, `learned` and `course` reads too.
 
         Raises:
             ValueError: the line is not JSON.
@@ -87,6 +90,12 @@ class WindowRecord:
         _require_numbers("estimates", record.estimates)
         if record.window < 0 or not 0 <= record.start < record.stop:
             raise HdetError(f"window {record.window} from step {record.start} to {record.stop} cannot be")
+        for knob, bases in record.course.items():
+            if len(bases) not in (1, record.stop - record.start):
+                raise HdetError(
+                    f"course.{knob}: {len(bases)} bases for {record.stop - record.start} steps; one each is expected, "
+                    f"or one for all"
+                )
         if "hints" not in given:  # they stood among the faults
             record.hints.extend(fault for fault in record.faults if fault.get("kind") == "small_probe")
             record.faults[:] = [fault for fault in record.faults if fault.get("kind") != "small_probe"]

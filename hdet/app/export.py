@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -13,32 +14,33 @@ import typer
 from hdet.app.report import reported_run
 from hdet.errors import ConfigError, HdetError
 from hdet.files import replace
+from hdet.hparams.recorded import recorded_course
 from hdet.record import WindowRecord
 from hdet.spec import meant
 
-LAMBDA = '''"""{knob} as {run} had it: {count} steps at which a window ended, straight lines between them."""
-
-from bisect import bisect_right
+LAMBDA = '''"""{knob} as {run} had it at each of its {count} steps."""
 
 from torch.optim.lr_scheduler import LambdaLR
 
-STEPS = {steps}
-VALUES = {values}
+VALUES = [
+{values}
+]
 
 
 def value(step, total_steps=None):
-    """The value at an optimizer step; over another length where `total_steps` is given."""
-    at = step if total_steps is None else step * (STEPS[-1] + 1) / total_steps
-    after = bisect_right(STEPS, at)
-    if after in (0, len(STEPS)):
-        return VALUES[min(after, len(STEPS) - 1)]
-    before = after - 1
-    share = (at - STEPS[before]) / (STEPS[after] - STEPS[before])
-    return VALUES[before] + share * (VALUES[after] - VALUES[before])
+    """The value at an optimizer step; stretched or shrunk to another length where `total_steps` is given."""
+    if total_steps is None:
+        return VALUES[min(step, len(VALUES) - 1)]
+    gaps = max(total_steps - 1, 1)
+    before, rest = divmod(min(step, total_steps - 1) * (len(VALUES) - 1), gaps)
+    low = VALUES[before]
+    return low + (VALUES[before + 1] - low) * (rest / gaps) if rest else low
 
 
 def scheduler(optimizer, total_steps=None):
-    """For an optimizer made with lr=1.0: LambdaLR multiplies by that."""
+    """All groups of the optimizer take these values: LambdaLR multiplies them by 1.0."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = 1.0
     return LambdaLR(optimizer, lambda step: value(step, total_steps))
 '''
 
@@ -58,8 +60,8 @@ def export(
 ) -> None:
     """Write the course that a run's knobs took, to train by it again without hdet.
 
-    A history holds each base at the last step of every window. These numbers are kept to the last bit; between
-    them are straight lines.
+    A history holds each base at every step, and each is written to the last bit. In Python, hdet.ReplayLR trains by
+    the history itself.
 
     Example: hdet export runs/quickstart --as lambda-lr --out schedule.py
     """
@@ -85,32 +87,42 @@ def export(
 
 
 def as_yaml(windows: Sequence[WindowRecord]) -> str:
-    """By knob, the steps at which windows ended and the bases there.
+    """By knob, from the step that each piece begins at: a base for each step, or one that holds until the next piece.
 
-    >>> record = WindowRecord(0, 0, 5, {"learning_rate": 0.1}, {}, [1.0], {}, {}, False)
-    >>> print(as_yaml([record]), end="")
-    "learning_rate":
-      steps: [4]
-      values: [0.1]
+    >>> records = [
+    ...     WindowRecord(0, 0, 2, {"lr": 0.2}, {}, [1.0], {}, {}, False, course={"lr": [0.1, 0.2]}),
+    ...     WindowRecord(1, 2, 5, {"lr": 0.2}, {}, [1.0], {}, {}, False, course={"lr": [0.2]}),
+    ... ]
+    >>> print(as_yaml(records), end="")
+    "lr":
+      total_steps: 5
+      bases:
+        0: [0.1, 0.2]
+        2: 0.2
     """
     lines = []
     for knob in dict.fromkeys(name for record in windows for name in record.bases):
-        steps, values = _course(windows, knob)
-        lines += [f"{json.dumps(knob)}:", f"  steps: {steps}", f"  values: [{', '.join(map(_written, values))}]"]
+        course = recorded_course(windows, knob)
+        lines += [f"{json.dumps(knob)}:", f"  total_steps: {len(course)}", "  bases:"]
+        held: float | None = None
+        for record in windows:
+            bases = record.course[knob]
+            if len(bases) > 1:
+                lines.append(f"    {record.start}: [{', '.join(map(_written, bases))}]")
+                held = None
+            elif bases[0] != held:
+                held = bases[0]
+                lines.append(f"    {record.start}: {_written(held)}")
     return "\n".join(lines) + "\n"
 
 
 def as_lambda_lr(windows: Sequence[WindowRecord], knob: str, *, run: str) -> str:
     """A module with one knob's course and torch's LambdaLR around it."""
-    steps, values = _course(windows, knob)
+    course = recorded_course(windows, knob)
     named = {"knob": ascii(knob)[1:-1], "run": ascii(run)[1:-1]}
     plain = {name: text.replace('"', "'").replace("\\", "/") for name, text in named.items()}
-    return LAMBDA.format(**plain, count=len(steps), steps=steps, values=values)
-
-
-def _course(windows: Sequence[WindowRecord], knob: str) -> tuple[list[int], list[float]]:
-    there = [record for record in windows if knob in record.bases]
-    return [record.stop - 1 for record in there], [record.bases[knob] for record in there]
+    values = textwrap.fill(", ".join(map(repr, course)) + ",", 116, initial_indent="    ", subsequent_indent="    ")
+    return LAMBDA.format(**plain, count=len(course), values=values)
 
 
 def _written(value: float) -> str:

@@ -193,6 +193,7 @@ class Cycle:
         last = window.stop - 1
         bases = {knob.name: knob.base(last) for knob in self.knobs}
         values = {knob.name: knob.values(last, range(self.home.size)) for knob in self.knobs}
+        courses = {knob.name: knob.course(window.start, window.stop) for knob in self.knobs}
         opened = {knob.name: knob.learned for knob in self.knobs}
         estimates: dict[str, Estimate] = {}
         moves = {knob.name: 0.0 for knob in self.knobs}
@@ -237,6 +238,7 @@ class Cycle:
                 }
                 for knob in self.knobs
             },
+            course=courses,
         )
         record.hints.extend(self._probe_size.look(self.history.windows, record))
         if self.step_count == self._last_step:

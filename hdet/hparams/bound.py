@@ -100,6 +100,13 @@ class BoundKnob:
             value = self.spec.space.apply(value, self.shift)
         return min(max(value, low), high)
 
+    def course(self, start: int, stop: int) -> list[float]:
+        """The base at each step from `start` to `stop`, without `stop`; one number alone where it stays the same."""
+        if isinstance(self.schedule, Constant):
+            return [self.base(start)]
+        bases = [self.base(step) for step in range(start, stop)]
+        return bases[:1] if all(base == bases[0] for base in bases) else bases
+
     @property
     def learned(self) -> Learned:
         """What the knob was set to and what it has been moved to, both at the peak of its schedule."""

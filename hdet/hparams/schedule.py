@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hdet.errors import ConfigError
+from hdet.hparams.recorded import recorded_course, stretched
+from hdet.record import WindowRecord
 from hdet.spec import Spec, register
 
 SAMPLES = 2000
@@ -256,12 +258,39 @@ class WSD(WarmedUp):
 class Replay(Schedule):
     """A value for each step, as another run recorded them; the last is held.
 
+    `Replay.of` reads them off a run's history. An optimizer that is made with lr=1.0 trains by it without hdet:
+    `torch.optim.lr_scheduler.LambdaLR(optimizer, hdet.Replay.of(history, "learning_rate"))`. `hdet.ReplayLR` replays
+    several knobs.
+
     >>> from hdet.hparams.schedule import Replay
     >>> [Replay((0.1, 0.3, 0.2))(t) for t in (0, 1, 2, 3)]
     [0.1, 0.3, 0.2, 0.2]
     """
 
     values: tuple[float, ...] = Field(min_length=1, kw_only=False)
+
+    @classmethod
+    def of(cls, windows: Iterable[WindowRecord], knob: str, total_steps: int | None = None) -> Replay:
+        """The course that a knob took in a run, to the last bit.
+
+        Args:
+            windows: the run's, from the first: a `hdet.History`.
+            knob: as the history names it.
+            total_steps: stretch or shrink the course to this many steps; by default it has the run's.
+
+        Raises:
+            ConfigError: the history does not hold the knob's base at every step from the first.
+
+        >>> import hdet
+        >>> rates = [0.1, 0.3, 0.2]
+        >>> window = hdet.WindowRecord(0, 0, 3, {"lr": 0.2}, {}, [1.0], {}, {"lr": 0.0}, False, course={"lr": rates})
+        >>> hdet.Replay.of([window], "lr").values
+        (0.1, 0.3, 0.2)
+        >>> [round(value, 2) for value in hdet.Replay.of([window], "lr", total_steps=5).values]
+        [0.1, 0.2, 0.3, 0.25, 0.2]
+        """
+        course = recorded_course(windows, knob)
+        return cls(course if total_steps is None else stretched(course, total_steps))
 
     @property
     def total_steps(self) -> int:

@@ -110,35 +110,37 @@ def test_a_terminal_obeys_no_name_of_a_history(over: Path, tmp_path: Path, capsy
 # -- export -----------------------------------------------------------------------------------------
 
 
-def test_exported_yaml_is_the_recorded_bases_to_the_last_bit(over: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exported_yaml_is_the_base_of_every_step_to_the_last_bit(
+    over: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call("export", str(over)) == 0
     found = parse(capsys.readouterr().out, name="export")
     history = hdet.History(over / "history.jsonl")
     for knob in ("learning_rate", "dropout"):
-        assert found[knob]["steps"] == [record.stop - 1 for record in history]
-        assert found[knob]["values"] == [record.bases[knob] for record in history]
+        course: list[float] = []
+        pieces = sorted(found[knob]["bases"].items())
+        for (start, bases), (stop, _) in itertools.pairwise([*pieces, (found[knob]["total_steps"], None)]):
+            course += bases if isinstance(bases, list) else [bases] * (stop - start)
+        assert tuple(course) == hdet.Replay.of(history, knob).values
 
 
-def test_an_exported_scheduler_gives_a_plain_optimizer_the_runs_rates(over: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("total_steps", [None, 24, 60, 7])
+def test_an_exported_scheduler_gives_a_plain_optimizer_the_runs_rates(
+    over: Path, tmp_path: Path, total_steps: int | None
+) -> None:
     assert call("export", str(over), "--as", "lambda-lr", "--out", str(tmp_path / "schedule.py")) == 0
     module = runpy.run_path(str(tmp_path / "schedule.py"))
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = module["scheduler"](optimizer)
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.3)
+    scheduler = module["scheduler"](optimizer, total_steps)
     rates = []
-    for _ in range(24):
+    for _ in range(total_steps or 24):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    history = hdet.History(over / "history.jsonl").windows
-    for record in history:
-        assert rates[record.stop - 1] == record.bases["learning_rate"]
-    for first, second in itertools.pairwise(history):
-        between = rates[first.stop : second.stop]
-        low, high = sorted((first.bases["learning_rate"], second.bases["learning_rate"]))
-        assert all(low <= rate <= high for rate in between)
-    assert module["value"](47, total_steps=48) == pytest.approx(rates[-1], rel=0.2)
-    assert module["value"](11, total_steps=48) == pytest.approx(module["value"](5.5))
+    assert optimizer.param_groups[0]["lr"] == rates[-1]  # held past the end
+    recorded = hdet.Replay.of(hdet.History(over / "history.jsonl"), "learning_rate", total_steps).values
+    assert tuple(rates) == recorded
+    assert len(set(recorded)) > 5
 
 
 def test_what_cannot_be_exported_is_named(over: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

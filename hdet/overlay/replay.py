@@ -1,0 +1,83 @@
+"""A plain training run under the course that a search has found: no replicas, no evidence, no probe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hdet.errors import ConfigError
+from hdet.hparams import Knob, LearningRate, Replay
+from hdet.record import WindowRecord
+
+
+class ReplayLR(LRScheduler):
+    """A torch scheduler that puts every knob where a search had it, step by step, to the last bit.
+
+    It is used as any scheduler is: `scheduler.step()` after `optimizer.step()`. Past its end it holds the last values.
+    What the search explored and is not named in `knobs` stays as the user sets it.
+
+    Args:
+        optimizer: with the groups that the search's had; their rates keep their ratios.
+        history: the search's windows: `hdet.History("history.jsonl")`.
+        knobs: which to replay, as they were declared; by default the learning rate. A knob's label is its name in the
+            history.
+        model: needed for knobs that live in the model, such as `hdet.Dropout()`.
+        total_steps: stretch or shrink the courses to this many steps; by default they have the run's.
+
+    Raises:
+        ConfigError: the history does not hold a knob's base at every step, or a knob needs the model.
+        MatchError: the model or optimizer has nothing that a knob selects.
+
+    >>> import hdet, torch
+    >>> rates = [0.1, 0.3, 0.2]
+    >>> window = hdet.WindowRecord(
+    ...     0, 0, 3, {"learning_rate": 0.2}, {}, [1.0], {}, {}, False, course={"learning_rate": rates}
+    ... )
+    >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=1.0)
+    >>> scheduler = hdet.ReplayLR(optimizer, [window])
+    >>> for _ in range(4):
+    ...     print(optimizer.param_groups[0]["lr"])
+    ...     optimizer.step()
+    ...     scheduler.step()
+    0.1
+    0.3
+    0.2
+    0.2
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        history: Iterable[WindowRecord],
+        knobs: Sequence[Knob] = (LearningRate(),),
+        *,
+        model: nn.Module | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        homeless = [knob.label for knob in knobs if model is None and knob.acts_on == "forward"]
+        if homeless:
+            raise ConfigError(f"{', '.join(homeless)}: such knobs live in the model; give model= too")
+        windows = list(history)
+        self.courses = {knob.label: Replay.of(windows, knob.label, total_steps) for knob in knobs}
+        place = model if model is not None else nn.Module()
+        self._bindings = {knob.label: knob.bind(place, optimizer) for knob in knobs}
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rates of the groups at the step that `last_epoch` counts to; puts the other knobs in force too."""
+        for label, binding in self._bindings.items():
+            binding.write(self.courses[label](self.last_epoch))
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands. The courses are the history's, and are not kept here."""
+        return {"last_epoch": self.last_epoch, "_step_count": self._step_count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore `state_dict`, and put every knob where it was."""
+        super().load_state_dict(state_dict)
+        self._last_lr = [float(rate) for rate in self.get_lr()]

@@ -1,0 +1,156 @@
+"""`hdet.Replay` and `hdet.ReplayLR`: a plain run under the course that a search took."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from attach_parts import STEPS, batch, loss_of, network, probe
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import hdet
+from hdet.controllers import Gated
+from hdet.errors import ConfigError
+from hdet.record import WindowRecord
+
+Held = tuple[float, float, float]
+KNOBS = (hdet.LearningRate(), hdet.WeightDecay(), hdet.Dropout())
+
+
+def in_force(model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
+    dropout = next(module for module in model.modules() if isinstance(module, nn.Dropout))
+    group = optimizer.param_groups[0]
+    return group["lr"], group["weight_decay"], dropout.p
+
+
+def optimizer_of(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Held]]:
+    """A search in which every knob changes: its history's file, and the bases of every step as they were in force."""
+    path = tmp_path_factory.mktemp("search") / "history.jsonl"
+    torch.manual_seed(0)
+    model = network()
+    optimizer = optimizer_of(model)
+    bases: list[Held] = []
+    knobs = [
+        hdet.LearningRate(),
+        hdet.WeightDecay(controller=Gated(gate=0.0)),
+        hdet.Dropout(schedule=hdet.schedules.LinearDecay(0.3, total_steps=STEPS)),
+    ]
+    with hdet.attach(
+        model, optimizer, knobs=knobs, total_steps=STEPS, probe=probe(), quiet=True, window=5, history=path
+    ) as search:
+        bound = {knob.name: knob for knob in search.engine.knobs}
+
+        def note(*_: object) -> None:
+            step = search.engine.step_count
+            bases.append(tuple(bound[knob.label].base(step) for knob in KNOBS))  # type: ignore[arg-type]
+            assert optimizer.param_groups[0]["lr"] == bases[-1][0]
+
+        optimizer.register_step_pre_hook(note)
+        for step in range(STEPS):
+            search.loss(loss_of(model, batch(step, 0))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(len(set(values)) > 1 for values in zip(*bases, strict=True)), "every knob changes"
+    return path, bases
+
+
+def test_a_plain_run_has_the_searchs_bases_at_every_step_to_the_last_bit(searched: tuple[Path, list[Held]]) -> None:
+    path, bases = searched
+    model = network()
+    optimizer = optimizer_of(model, lr=1.0)
+    scheduler = hdet.ReplayLR(optimizer, hdet.History(path), KNOBS, model=model)
+    held = []
+    for step in range(STEPS):
+        held.append(in_force(model, optimizer))
+        assert scheduler.get_last_lr() == [held[-1][0]]
+        loss_of(model, batch(step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    assert held == bases
+    assert in_force(model, optimizer) == bases[-1]  # held past the end
+
+
+def test_torchs_own_scheduler_has_them_too(searched: tuple[Path, list[Held]]) -> None:
+    path, bases = searched
+    optimizer = optimizer_of(network(), lr=1.0)
+    scheduler = LambdaLR(optimizer, hdet.Replay.of(hdet.History(path), "learning_rate"))
+    for rate, _, _ in bases:
+        assert optimizer.param_groups[0]["lr"] == rate
+        optimizer.step()
+        scheduler.step()
+
+
+def test_over_another_length_the_course_keeps_its_ends_and_its_shape(searched: tuple[Path, list[Held]]) -> None:
+    path, bases = searched
+    rates = [rate for rate, _, _ in bases]
+    twice = hdet.Replay.of(hdet.History(path), "learning_rate", 2 * STEPS - 1)
+    assert list(twice.values[::2]) == rates
+    half = hdet.Replay.of(hdet.History(path), "learning_rate", STEPS // 2)
+    assert (half.values[0], half.values[-1]) == (rates[0], rates[-1])
+    assert min(rates) <= min(half.values) <= max(half.values) <= max(rates)
+
+
+def test_it_is_resumed_as_any_scheduler_is(searched: tuple[Path, list[Held]]) -> None:
+    path, bases = searched
+    model = network()
+    first = hdet.ReplayLR(optimizer_of(model), hdet.History(path), KNOBS, model=model)
+    for _ in range(7):
+        first.optimizer.step()
+        first.step()
+    other = network()
+    optimizer = optimizer_of(other, lr=1.0)
+    again = hdet.ReplayLR(optimizer, hdet.History(path), KNOBS, model=other)
+    again.load_state_dict(first.state_dict())
+    assert in_force(other, optimizer) == bases[7]
+    assert again.get_last_lr() == [bases[7][0]]
+
+
+def test_groups_keep_their_ratios(searched: tuple[Path, list[Held]]) -> None:
+    path, bases = searched
+    rates = {1.0: nn.Linear(2, 2), 0.5: nn.Linear(2, 1)}
+    optimizer = torch.optim.SGD([{"params": layer.parameters(), "lr": rate} for rate, layer in rates.items()])
+    scheduler = hdet.ReplayLR(optimizer, hdet.History(path))
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [bases[1][0], 0.5 * bases[1][0]]
+
+
+def records() -> list[WindowRecord]:
+    return [
+        WindowRecord(0, 0, 2, {"rate": 0.2}, {}, [1.0], {}, {"rate": 0.0}, False, course={"rate": [0.1, 0.2]}),
+        WindowRecord(1, 2, 5, {"rate": 0.2}, {}, [1.0], {}, {"rate": 0.0}, False, course={"rate": [0.2]}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("windows", "knob", "said"),
+    [
+        (records(), "rat", "did you mean 'rate'"),
+        (records()[1:], "rate", "begins at step 2"),
+        ([dataclasses.replace(one, course={}) for one in records()], "rate", "at windows' ends only"),
+        ([], "rate", "no window yet"),
+    ],
+)
+def test_what_cannot_be_replayed_is_named(windows: list[WindowRecord], knob: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        hdet.Replay.of(windows, knob)
+
+
+def test_a_model_is_asked_for_where_a_knob_lives_in_it() -> None:
+    with pytest.raises(ConfigError, match="give model="):
+        hdet.ReplayLR(optimizer_of(network()), records(), [hdet.Dropout()])
+
+
+def test_a_length_of_no_steps_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1; got 0"):
+        hdet.Replay.of(records(), "rate", 0)
+    assert hdet.Replay.of(records(), "rate", 1).values == (0.1,)
