@@ -14,6 +14,7 @@ DEBUG = "--debug"
 
 REFUSED = 2
 FAILED = 1
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,15 +28,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a user's own tasks and knobs lie in the working directory
     try:
-        try:
-            from hdet.app.commands import application
-        except ModuleNotFoundError as error:
-            if error.name in ("typer", "rich"):
-                raise MissingExtraError(error.name, "cli") from None
-            raise
-        application(args=rest)
+        code = _run(rest)
     except HdetError as error:
         if rest != given:
             traceback.print_exc()
         print(f"error: {one_line(str(error))}", file=sys.stderr)
-        sys.exit(REFUSED if isinstance(error, (ConfigError, MissingExtraError)) else FAILED)
+        code = REFUSED if isinstance(error, (ConfigError, MissingExtraError)) else FAILED
+    if code:
+        sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    """The exit code of a command line.
+
+    Raises:
+        HdetError: it cannot be carried out, or not be understood.
+    """
+    try:
+        from typer import Abort
+        from typer.exceptions import TyperException
+
+        from hdet.app.commands import application
+    except ModuleNotFoundError as error:
+        if error.name in ("typer", "rich"):
+            raise MissingExtraError(error.name, "cli") from None
+        raise
+    try:
+        code = application(args=arguments, prog_name="hdet", standalone_mode=False)
+    except TyperException as error:
+        place = getattr(getattr(error, "ctx", None), "command_path", "hdet")
+        raise ConfigError(f"{error.format_message()} See {place} --help") from None
+    except Abort:
+        return INTERRUPTED
+    return code if isinstance(code, int) else 0

@@ -142,9 +142,36 @@ def test_a_module_that_fails_when_it_is_imported_is_named_and_debug_shows_where(
     assert said.splitlines()[-1].startswith("error: digits.yaml: imports: importing")
 
 
-def test_unknown_options_exit_2(declared: Path) -> None:
-    assert run("digits.yaml", "--frobnicate") == 2
-    assert run() == 2
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "digits.yaml", "--sed", "1"], "--seed"),
+        (["run"], "Missing argument 'config'. See hdet run --help"),
+        (["reprot"], "Did you mean 'report'"),
+        (["watch", "here", "--every", "often"], "--every"),
+        ([], "Missing command. See hdet --help"),
+    ],
+)
+def test_a_line_that_is_not_understood_is_one_line_and_exit_2(
+    declared: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert told.count("\n") == 1
+    assert said in told
+
+
+def test_every_command_teaches_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    listed = capsys.readouterr().out
+    for command in ("run", "plan", "report", "watch", "export", "knobs", "doctor", "ablate"):
+        assert command in listed
+        main([command, "--help"])
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"Example: hdet {command}" in said
 
 
 def test_a_used_folder_needs_force(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
