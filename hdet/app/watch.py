@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import time
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from hdet.app.report import reported_run
+from hdet.app.serving import PageServer
 from hdet.app.text import one_line
 from hdet.errors import ConfigError
 from hdet.record import WindowRecord
-from hdet.report import ReportedRun, verdicts
+from hdet.report import ReportedRun, page, verdicts
 
 LATEST_FAULTS = 3
 
@@ -26,15 +28,24 @@ def watch(
     run: Annotated[Path, typer.Argument(help="Run folder, or the history file of a loop of your own.")],
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once; so it is, too, where there is no terminal.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve the report's page, refreshing itself.")] = False,
+    host: Annotated[str, typer.Option(help="With --serve: the address; any but this machine's own needs a token.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve: the port; 0 takes a free one.")] = 0,
 ) -> None:
     """Show a run while it trains: progress, loss, what its knobs have learned, faults. It may run elsewhere.
 
-    Ends with the run; Ctrl-C ends the view alone.
+    Ends with the run; Ctrl-C ends the view alone. With --serve, browsers see the page of hdet report instead, until
+    Ctrl-C.
 
-    Example: hdet watch runs/quickstart
+    Example: hdet watch runs/quickstart --serve
     """
     if not run.exists():
         raise ConfigError(f"there is nothing at {run}; give the folder of a run (--out of hdet run), or a history file")
+    if serve:
+        _serve(run, host, port, every)
+        return
     console = Console(highlight=False)
     seen = _look(run)
     if once or not console.is_terminal:
@@ -48,6 +59,39 @@ def watch(
                 live.update(shown(seen), refresh=True)
         except KeyboardInterrupt:
             return
+
+
+def _serve(run: Path, host: str, port: int, every: float) -> None:
+    with PageServer(_Drawn(run), host=host, port=port, every=every) as server:
+        print(f"{server.url} shows the run; Ctrl-C ends it", flush=True)
+        if not server.local:
+            print("others see it who have this address; over plain HTTP it can be read on the way", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
+
+
+class _Drawn:
+    """A run's page, drawn anew when its files have changed."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self._of: tuple[int, ...] = ()
+        self._page = ("", True)
+
+    def __call__(self) -> tuple[str, bool]:
+        """The page, and whether it may still change."""
+        files = (self.run / "history.jsonl", self.run / "result.json") if self.run.is_dir() else (self.run,)
+        state = tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
+        if state != self._of or not self._page[0]:
+            seen = _look(self.run)
+            if not seen.windows:
+                name = html.escape(one_line(seen.name))
+                return f"<!DOCTYPE html><title>{name}</title><p>{name}: no window has closed yet", True
+            self._page = page(seen), not seen.result
+            self._of = state
+        return self._page
 
 
 def _look(run: Path) -> ReportedRun:

@@ -16,9 +16,19 @@
       .finally(() => { linking = false; });
   };
 
+  // A page that is served refreshes itself: what was zoomed in on is kept for as long as its tab is open.
+  const served = window.location.protocol.startsWith("http");
+  const zoomed = served ? JSON.parse(sessionStorage.getItem("hdet zoom")) : null;
+  const keep = (change) => {
+    const range = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
+    if (range[0] !== undefined) sessionStorage.setItem("hdet zoom", JSON.stringify(range));
+    else if (change["xaxis.autorange"]) sessionStorage.removeItem("hdet zoom");
+  };
+
   for (const chart of charts) {
     const { data, layout } = read(chart.dataset.chart);
     layout.template = theme();
+    if (zoomed) layout.xaxis.range = zoomed;
     Plotly.newPlot(chart, data, layout, {
       responsive: true,
       displaylogo: false,
@@ -26,6 +36,7 @@
       modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],  // none that sends the chart away
     });
     chart.on("plotly_relayout", (change) => link(chart, change));
+    if (served) chart.on("plotly_relayout", keep);
   }
   dark.addEventListener("change", () => charts.forEach((chart) => Plotly.relayout(chart, { template: theme() })));
 })();

@@ -6,6 +6,7 @@ Needs playwright and a Chromium (on Debian: `apt-get install chromium`); skipped
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from reported_runs import HOSTILE, run, windows
 
+from hdet.app.serving import PageServer
 from hdet.report import ReportedRun, page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -57,14 +59,14 @@ def browser() -> Iterator[Any]:
 class Opened:
     """A page in the browser, with what it said and asked for."""
 
-    def __init__(self, browser: Any, path: Path, width: int = 1440, scheme: str = "light") -> None:
+    def __init__(self, browser: Any, path: Path | str, width: int = 1440, scheme: str = "light") -> None:
         self.said: list[str] = []
         self.asked: list[str] = []
         self.view = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.view.on("console", lambda message: self.said.append(message.text))
         self.view.on("pageerror", lambda error: self.said.append(str(error)))
         self.view.on("request", lambda request: self.asked.append(request.url))
-        self.view.goto(path.as_uri())
+        self.view.goto(path.as_uri() if isinstance(path, Path) else path)
         self.view.wait_for_function(DRAWN)
 
     def __enter__(self) -> Opened:
@@ -131,7 +133,7 @@ def test_a_click_on_the_legend_hides_a_line_and_shows_it_again(opened: Opened) -
     opened.view.wait_for_function(f"() => {visible} === true")
 
 
-def test_zooming_one_time_axis_zooms_all(opened: Opened) -> None:
+def zoom(opened: Opened) -> None:
     area = opened.view.locator("[data-chart] .nsewdrag").first
     area.scroll_into_view_if_needed()
     box = area.bounding_box()
@@ -140,6 +142,10 @@ def test_zooming_one_time_axis_zooms_all(opened: Opened) -> None:
     opened.view.mouse.down()
     opened.view.mouse.move(box["x"] + 0.6 * box["width"], height, steps=5)
     opened.view.mouse.up()
+
+
+def test_zooming_one_time_axis_zooms_all(opened: Opened) -> None:
+    zoom(opened)
     opened.view.wait_for_function(
         """() => {
           const charts = [...document.querySelectorAll('[data-chart]')];
@@ -148,6 +154,25 @@ def test_zooming_one_time_axis_zooms_all(opened: Opened) -> None:
         }"""
     )
     assert opened.said == []
+
+
+def test_a_page_that_is_served_stays_zoomed_in_when_it_refreshes_itself(browser: Any) -> None:
+    range_of = "document.querySelector('[data-chart]').layout.xaxis.range"
+    with PageServer(lambda: (page(run()), True), host="127.0.0.1", port=0, every=60.0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with Opened(browser, server.url) as opened:
+                zoom(opened)
+                opened.view.wait_for_function(f"() => {range_of}[0] > 20")
+                zoomed = opened.view.evaluate(range_of)
+                opened.view.reload()
+                opened.view.wait_for_function(DRAWN)
+                assert opened.view.evaluate(range_of) == zoomed
+                assert opened.said == []
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_everything_is_reached_by_the_keyboard(browser: Any, written: Path) -> None:
