@@ -20,7 +20,7 @@ export OMP_NUM_THREADS
 WORKERS ?= 2
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-integrations lint docs install clean
+.PHONY: run test test-integrations lint docs diagrams install clean
 
 run: $(INSTALLED)
 	$(BIN)/hdet run examples/quickstart.yaml --compare --force
@@ -40,6 +40,10 @@ lint: $(INSTALLED)
 # The site into site/; a broken link fails. The notice that is turned off advertises another program.
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# The drawings of docs/architecture.md; needs npm and a Chromium.
+diagrams: $(INSTALLED)
+	$(BIN)/python docs/pictures/diagrams.py
 
 install: $(INSTALLED)
 

@@ -11,6 +11,7 @@ the rendered page does not show, steer this; each begins a line:
 from __future__ import annotations
 
 import doctest
+import hashlib
 import importlib
 import importlib.util
 import pkgutil
@@ -386,3 +387,16 @@ def test_the_value_of_a_replica_is_as_the_page_says() -> None:
     """`BoundKnob` is where docs/knobs.md takes its formula from."""
     assert "clip(apply(base(t), centre + levels[r]))" in (BoundKnob.__doc__ or "")
     assert "clip(apply(base(t), centre + levels[r]))" in KNOBS
+
+
+@pytest.mark.parametrize("source", sorted((ROOT / "docs" / "pictures").glob("*.mmd")), ids=lambda path: path.stem)
+def test_a_drawing_is_of_its_source(source: Path) -> None:
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    assert digest in source.with_suffix(".svg").read_text(encoding="utf-8"), "make diagrams"
+
+
+def test_the_site_asks_no_other_server_for_anything() -> None:
+    """Material loads mermaid from a server of others where a page holds such a block."""
+    for name in NAMES:
+        assert "```mermaid" not in (ROOT / name).read_text(encoding="utf-8"), f"{name}: draw it by make diagrams"
+    assert "font: false" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
