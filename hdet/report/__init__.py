@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from hdet.report.figures import course, evidence, losses, overview, save_figures
 from hdet.report.html_page import page
+from hdet.report.importance import Importance, Interaction, importances, interactions
 from hdet.report.reported import ReportedRun
 from hdet.report.verdict import Course, Verdict, verdicts
 
 __all__ = [
     "Course",
+    "Importance",
+    "Interaction",
     "ReportedRun",
     "Verdict",
     "course",
     "evidence",
+    "importances",
+    "interactions",
     "losses",
     "overview",
     "page",

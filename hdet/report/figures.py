@@ -45,7 +45,7 @@ def overview(history: Iterable[WindowRecord], *, title: str = "") -> Figure:
     """
     windows = list(history)
     knobs = knobs_of(windows)
-    figure = _figure(11.0, 2.6 + 2.2 * len(knobs))
+    figure = blank_figure(11.0, 2.6 + 2.2 * len(knobs))
     grid = figure.add_gridspec(1 + len(knobs), 2, height_ratios=[1.0] + [1.1] * len(knobs))
     top = figure.add_subplot(grid[0, :])
     _draw_losses(top, windows)
@@ -70,7 +70,7 @@ def overview(history: Iterable[WindowRecord], *, title: str = "") -> Figure:
 
 def losses(history: Iterable[WindowRecord]) -> Figure:
     """Mean training loss by window, the held-out loss where evidence tells it, faults and returns to earlier points."""
-    figure = _figure(6.0, 3.2)
+    figure = blank_figure(6.0, 3.2)
     axis = figure.add_subplot()
     _draw_losses(axis, list(history))
     axis.set_xlabel("step")
@@ -80,7 +80,7 @@ def losses(history: Iterable[WindowRecord]) -> Figure:
 def course(history: Iterable[WindowRecord], knob: str) -> Figure:
     """A knob's learned value, the value in force, the replicas' levels as a band, and every move."""
     windows = _of(history, knob)
-    figure = _figure(6.0, 3.2)
+    figure = blank_figure(6.0, 3.2)
     axis = figure.add_subplot()
     _draw_course(axis, windows, knob)
     axis.set_xlabel("step")
@@ -90,7 +90,7 @@ def course(history: Iterable[WindowRecord], knob: str) -> Figure:
 def evidence(history: Iterable[WindowRecord], knob: str) -> Figure:
     """A knob's evidence by window, as t with its sign turned: up asks for more."""
     windows = _of(history, knob)
-    figure = _figure(6.0, 3.2)
+    figure = blank_figure(6.0, 3.2)
     axis = figure.add_subplot()
     _draw_evidence(axis, windows, knob)
     axis.set_xlabel("step")
@@ -162,7 +162,12 @@ def _of(history: Iterable[WindowRecord], knob: str) -> list[WindowRecord]:
     return windows
 
 
-def _figure(width: float, height: float) -> Figure:
+def blank_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches, that a notebook shows without pyplot.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed (the extra `report`).
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as Drawn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +67,17 @@ def looks_ahead(record: WindowRecord, knob: str) -> bool:
     return offset is not None and offset > 0 and learned is not None and base is not None and base < learned
 
 
-def decided(record: WindowRecord, knob: str) -> tuple[str, float | None]:
-    """What a window's move rests on: the source, and its t where this window has one that calls for the move."""
+def decided(record: WindowRecord, knob: str, told: Sequence[Reading] | None = None) -> tuple[str, float | None]:
+    """What a window's move rests on: the source, and its t where this window has one that calls for the move.
+
+    Args:
+        told: the window's `readings`, where they have been read already.
+    """
     if any(fault.get("kind") in TURNS for fault in record.faults):
         return GUARD, None
     move = record.moves[knob]
-    agreeing = [one for one in readings(record, knob) if one.t * move < 0 and abs(one.t) >= 1.0]
+    told = told if told is not None else readings(record, knob)
+    agreeing = [one for one in told if one.t * move < 0 and abs(one.t) >= 1.0]
     if not agreeing:
         return EARLIER, None
     chosen = next((one for one in agreeing if abs(one.t) >= SURE), max(agreeing, key=lambda one: abs(one.t)))
@@ -92,5 +98,7 @@ def _reading(estimate: Any, source: str) -> Reading | None:
 
 def _number(value: Any) -> float | None:
     """A finite number, or None: histories hold null for those that are not finite."""
+    if type(value) is float:  # nearly always, and asked of every estimate several times
+        return value if math.isfinite(value) else None
     usable = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if usable else None

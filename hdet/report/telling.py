@@ -9,6 +9,7 @@ from typing import Any
 from hdet.report import series
 from hdet.report.advice import as_python, as_yaml
 from hdet.report.charts import colour_of, reason
+from hdet.report.importance import importances, interactions
 from hdet.report.reported import ReportedRun
 from hdet.report.verdict import verdicts
 
@@ -35,6 +36,8 @@ def of_run(number: int, run: ReportedRun) -> dict[str, Any]:
         "steps": run.windows[-1].stop,
         "windows": len(run.windows),
         "verdicts": found,
+        "importances": importances(run.windows),
+        "interactions": interactions(run.windows),
         "declared": {field: str(value) for field, value in _flat(run.declared).items()},
         "held_out_loss": "" if run.held_out_loss is None else f"{run.held_out_loss:.4f}",
         "cost": _cost(run),

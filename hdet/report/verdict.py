@@ -138,10 +138,10 @@ def _verdict(history: list[WindowRecord], knob: str) -> Verdict:
     windows = [record for record in history if knob in record.bases]
     moved = [record for record in windows if record.moves.get(knob)]
     total = math.fsum(abs(record.moves[knob]) for record in moved)
-    resting = {record.window: decided(record, knob) for record in moved}
+    found = {record.window: readings(record, knob) for record in windows}
+    resting = {record.window: decided(record, knob, found[record.window]) for record in moved}
     clear = [record for record in moved if supported(*resting[record.window])]
     last_move = moved[-1].window if moved else -1
-    found = {record.window: readings(record, knob) for record in windows}
     measured = [record for record in windows if found[record.window]]
     since = [found[record.window][0].t for record in measured if record.window > last_move]
     return Verdict(
