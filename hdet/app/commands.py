@@ -13,6 +13,7 @@ import hdet
 from hdet.app.doctor import doctor
 from hdet.app.export import export
 from hdet.app.knobs import knobs
+from hdet.app.planning.command import plan
 from hdet.app.report import report
 from hdet.app.run.config import RunConfig
 from hdet.app.run.display import Display, show_result
@@ -106,6 +107,7 @@ def _run(declared: RunConfig, folder: Path, *, compare: bool, force: bool, resum
     show_result(console, result, prepared.folder)
 
 
+application.command()(plan)
 application.command()(report)
 application.command()(watch)
 application.command()(export)

@@ -67,7 +67,7 @@ class ProbeSize:
         latest = [record, *islice(reversed(earlier), REACH)]
         for name in self._names:
             given = (one.estimates.get(name, {}) for one in latest)
-            recent = list(islice((estimate for estimate in given if _testable(estimate)), WINDOWS))
+            recent = list(islice((estimate for estimate in given if testable(estimate)), WINDOWS))
             if name in self._told or len(recent) < WINDOWS:
                 continue
             t, factor, proven = growth(recent)
@@ -128,7 +128,7 @@ def _column(estimates: Sequence[Mapping[str, Any]], key: str) -> np.ndarray[Any,
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def _testable(estimate: Mapping[str, Any]) -> bool:
+def testable(estimate: Mapping[str, Any]) -> bool:
     """Whether there is a slope with an error: finite ones, as a history's file gives back too."""
     slope, stderr = estimate.get("slope"), estimate.get("stderr")
     return slope is not None and stderr is not None and math.isfinite(slope) and 0.0 < stderr < math.inf

@@ -1,0 +1,137 @@
+"""`hdet plan`: what a declared run would do, before it is paid for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hdet.app.planning.identifiable import Need, by_noise, by_pilot
+from hdet.app.planning.picture import line, plan_figure, ruler
+from hdet.app.planning.pilot import Pilot, pilot
+from hdet.app.run.config import RunConfig
+from hdet.app.run.loop import Training
+from hdet.app.text import one_line
+from hdet.engine.preview import Preview, preview
+from hdet.errors import ConfigError
+from hdet.spec import meant
+
+WIDE = 110
+
+
+def plan(
+    config: Annotated[Path, typer.Argument(help="YAML file that declares the run.")],
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a field, as hdet run does.")
+    ] = None,
+    windows: Annotated[
+        int, typer.Option("--pilot", min=0, help="Train this many windows, for noise, time and memory.")
+    ] = 0,
+    noise: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KNOB=STDERR", help="Instead of a pilot: the standard error of a window's slope."),
+    ] = None,
+    effect: Annotated[
+        float, typer.Option(min=1e-12, help="With --noise: the slope that is to show, in loss per coordinate unit.")
+    ] = 0.01,
+    figure: Annotated[Path | None, typer.Option(help="Draw the plan there: a .pdf, .svg or .png file.")] = None,
+) -> None:
+    """Show what a run would do before it is run: schedules, levels, windows, cost, and what it could tell.
+
+    Nothing is trained unless --pilot asks for it, and nothing is written but --figure.
+
+    Example: hdet plan examples/quickstart.yaml --pilot 3 --figure plan.png
+    """
+    declared = RunConfig.load(config, assignments or ())
+    workload = declared.task.build(seed=declared.seed, batch_size=declared.batch_size, device=declared.device)
+    engine = Training(declared, workload).engine
+    seen = preview(engine)
+    told = _noise(noise or (), list(seen.knobs))
+    if windows and told:
+        raise ConfigError("--pilot measures the noise and --noise gives it; say one of them")
+    if windows > len(seen.windows):
+        raise ConfigError(f"--pilot {windows}: the run has {len(seen.windows)} windows; give fewer")
+    _show(config, seen, engine.home.size)
+    if figure is not None:
+        _draw(figure, seen, title=config.stem)
+        print(f"{figure} written")
+    parameters = sum(p.numel() * p.element_size() for p in engine.replicas[0].model.parameters())
+    copies = len(engine.home.hosts)
+    print(f"weights: {_bytes(parameters)} in each of {copies} model{'s' * (copies > 1)}")
+    needs = [by_noise(knob, stderr, effect, len(seen.windows)) for knob, stderr in told.items()]
+    if windows:
+        measured = pilot(declared, windows)
+        _show_cost(measured, declared.steps, seen)
+        needs = [by_pilot(knob, measured.windows, len(seen.windows)) for knob in seen.knobs]
+    if needs:
+        _show_needs(needs)
+    else:
+        print("cost, memory and noise: not measured; --pilot 3 trains three windows to tell")
+
+
+def _noise(given: list[str] | tuple[()], knobs: list[str]) -> dict[str, float]:
+    told = {}
+    for one in given:
+        knob, equals, number = one.rpartition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = -1.0
+        if not equals or not 0.0 < value < float("inf"):
+            raise ConfigError(f"--noise takes KNOB=STDERR with a positive number, such as dropout=0.02; got {one!r}")
+        if knob not in knobs:
+            raise ConfigError(f"--noise: the run explores no knob {knob!r}; it explores {knobs}{meant(knob, knobs)}")
+        told[knob] = value
+    return told
+
+
+def _show(config: Path, seen: Preview, replicas: int) -> None:
+    lengths = [stop - start for start, stop in seen.windows]
+    print(
+        f"{config}: {seen.windows[-1][1]} steps in {len(lengths)} windows of {min(lengths)} to {max(lengths)} "
+        f"steps, {replicas} replica{'s' * (replicas > 1)}"
+    )
+    for knob in seen.knobs.values():
+        print(
+            f"\n{one_line(knob.name)}: base {min(knob.bases):.4g} to {max(knob.bases):.4g}, compared between "
+            f"{min(knob.low):.4g} and {max(knob.high):.4g}; {knob.evidence} evidence, moved by {knob.controller}"
+        )
+        print(f"  {line(knob)}")
+    print(f"  {ruler(seen)} windows\n")
+
+
+def _draw(path: Path, seen: Preview, *, title: str) -> None:
+    if path.suffix not in (".pdf", ".svg", ".png"):
+        raise ConfigError(f"--figure {path}: figures are written as .pdf, .svg or .png; give such a name")
+    try:
+        plan_figure(seen, title=title).savefig(path, dpi=200)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}; choose another --figure") from None
+
+
+def _show_cost(measured: Pilot, steps: int, seen: Preview) -> None:
+    whole, closing = measured.seconds(steps, len(seen.windows))
+    print(
+        f"time, by a pilot of {len(measured.windows)} windows: about {whole:.3g} s, {100 * closing / whole:.1f} % "
+        f"of it at windows' ends ({1e3 * measured.step_seconds:.3g} ms a step, "
+        f"{1e3 * measured.closing_seconds:.3g} ms an end)\n"
+        f"memory: {_bytes(measured.peak_bytes)} at most, of {measured.on}"
+    )
+
+
+def _show_needs(needs: list[Need]) -> None:
+    table = Table("knob", "|t| of a window", "can be moved with confidence after")
+    for need in needs:
+        t = "-" if need.t != need.t else f"{need.t:.2g}"
+        table.add_row(*(Text(cell) for cell in (one_line(need.knob), t, need.words)))
+    Console(highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table)
+    print("Windows on one fixed probe err alike, so these numbers are the least that is needed.")
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.3g} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB"

@@ -1,0 +1,96 @@
+"""A run as it would go if no base were ever moved: its windows, schedules and levels, before a step is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from hdet.engine.engine import Engine
+from hdet.errors import ConfigError, StepError
+from hdet.hparams.bound import BoundKnob
+
+
+@dataclass
+class PlannedKnob:
+    """One knob's way through the run.
+
+    Attributes:
+        name: as histories call it.
+        evidence, controller: the kinds that judge and move it.
+        steps: at which the values below are in force.
+        bases: the schedule's value at each of these steps.
+        low, high: the lowest and the highest value that is in force, or looked at, at each.
+    """
+
+    name: str
+    evidence: str
+    controller: str
+    steps: list[int] = field(default_factory=list)
+    bases: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What an engine is about to do.
+
+    Attributes:
+        windows: first step and end of each window.
+        knobs: by name, in the engine's order.
+    """
+
+    windows: list[tuple[int, int]]
+    knobs: dict[str, PlannedKnob]
+
+
+def preview(engine: Engine, *, points: int = 400) -> Preview:
+    """Open every window of a run that has not begun, with the levels that its designs draw, and train none.
+
+    The engine is afterwards as it was before.
+
+    Args:
+        engine: before its first step.
+        points: about how many steps to look at.
+
+    Raises:
+        StepError: the run has begun.
+        ConfigError: it has no end.
+    """
+    cycle, total = engine.cycle, engine.plan.total_steps
+    if cycle.step_count or cycle.tally.steps:
+        raise StepError(f"a preview is of a run that has not begun; this one has made {cycle.step_count} steps")
+    if total is None:
+        raise ConfigError("a run without an end cannot be previewed; give the engine total_steps=, or a schedule")
+    stride = max(1, total // points)
+    seen = Preview([], {knob.name: _planned(knob) for knob in engine.knobs})
+    try:
+        while cycle.step_count < total:
+            window = cycle.open_window(len(seen.windows))
+            seen.windows.append((window.start, window.stop))
+            for step in sorted({*range(window.start, window.stop, stride), window.stop - 1}):
+                for knob in engine.knobs:
+                    _look(knob, step, engine.home.size, seen.knobs[knob.name])
+            cycle.step_count = window.stop
+    finally:
+        cycle.step_count = 0
+        cycle.open_window(0)
+    return seen
+
+
+def _planned(knob: BoundKnob) -> PlannedKnob:
+    return PlannedKnob(knob.name, getattr(knob.evidence, "kind", ""), getattr(knob.controller, "kind", ""))
+
+
+def _look(knob: BoundKnob, step: int, replicas: int, into: PlannedKnob) -> None:
+    values = knob.values(step, range(replicas)) if knob.evidence.diverges else _compared(knob, step)
+    into.steps.append(step)
+    into.bases.append(knob.base(step))
+    into.low.append(min(values))
+    into.high.append(max(values))
+
+
+def _compared(knob: BoundKnob, step: int) -> list[float]:
+    """The values that evidence without diverging replicas compares: as far from the base as it looks."""
+    width = float(getattr(knob.evidence, "width", knob.spec.spread.width))
+    return [knob.displaced(step, offset) for offset in (-width, width)] if math.isfinite(width) else [knob.base(step)]

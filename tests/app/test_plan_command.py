@@ -1,0 +1,147 @@
+"""`hdet plan`: what a run would do, told before it is run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hdet.app.main import main
+from hdet.app.planning.identifiable import by_noise, by_pilot
+from hdet.app.run import Run, RunConfig
+from hdet.app.run.loop import Training
+from hdet.document import dump
+from hdet.engine.preview import preview
+from hdet.errors import StepError
+from hdet.record import WindowRecord
+
+DIGITS: dict[str, Any] = {
+    "task": {"kind": "digits", "width": 16, "dropout": 0.3, "probe_examples": 8},
+    "steps": 24,
+    "batch_size": 8,
+    "replicas": 4,
+    "gradients": "local",
+    "schedule": "cosine",
+    "window": 6,
+    "knobs": ["learning_rate", {"kind": "dropout", "controller": "hold"}],
+}
+
+
+@pytest.fixture
+def declared(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(dump(RunConfig.from_dict(DIGITS)))
+    return path
+
+
+def call(*arguments: object) -> int:
+    try:
+        main(["plan", *map(str, arguments)])
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+    return 0
+
+
+def training(**changes: Any) -> Training:
+    config = RunConfig.from_dict({**DIGITS, **changes})
+    return Training(config, config.task.build(seed=config.seed, batch_size=config.batch_size, device="cpu"))
+
+
+def test_the_preview_is_what_the_run_then_does(tmp_path: Path) -> None:
+    """Windows, and of a knob that is not moved bases and levels, to the last bit."""
+    seen = preview(training().engine)
+    run = Run(RunConfig.from_dict(DIGITS), tmp_path / "run")
+    run()
+    history = run.training.engine.history
+    assert seen.windows == [(record.start, record.stop) for record in history]
+    dropout = seen.knobs["dropout"]
+    at = {step: (low, base, high) for step, low, base, high in zip(*vars_of(dropout), strict=True)}
+    for record in history:
+        values = record.values["dropout"]
+        assert at[record.stop - 1] == (min(values), record.bases["dropout"], max(values))
+    assert len(set(dropout.low)) == 1 < len(set(seen.knobs["learning_rate"].bases))
+
+
+def vars_of(knob: Any) -> tuple[list[Any], ...]:
+    return knob.steps, knob.low, knob.bases, knob.high
+
+
+def test_a_preview_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+    looked_at, other = (
+        Run(RunConfig.from_dict(DIGITS), tmp_path / "a"),
+        Run(RunConfig.from_dict(DIGITS), tmp_path / "b"),
+    )
+    preview(looked_at.training.engine)
+    assert looked_at().test_loss == other().test_loss
+    with pytest.raises(StepError, match="has made 24 steps"):
+        preview(other.training.engine)
+
+
+def test_what_evidence_without_replicas_compares_is_drawn_too() -> None:
+    knobs = [{"kind": "learning_rate", "evidence": {"kind": "line", "width": 0.5}}]
+    rate = preview(training(knobs=knobs, gradients="shared").engine).knobs["learning_rate"]
+    for base, low, high in zip(rate.bases, rate.low, rate.high, strict=True):
+        assert (low, high) == pytest.approx((base * math.exp(-0.5), base * math.exp(0.5)))
+
+
+def test_the_command_draws_it_without_training(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = declared.with_name("plan.png")
+    assert call(declared, "--figure", picture) == 0
+    said = capsys.readouterr().out
+    assert "24 steps in 4 windows of 6 to 6 steps, 4 replicas" in said
+    assert "not measured" in said
+    assert "▁" in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in declared.parent.iterdir()) == ["plan.png", "run.yaml"]
+
+
+def test_a_pilot_measures_cost_and_noise(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(declared, "--pilot", 2) == 0
+    said = capsys.readouterr().out
+    assert "time, by a pilot of 2 windows: about" in said
+    assert "memory: " in said
+    assert all(knob in said.split("can be moved")[1] for knob in ("learning_rate", "dropout"))
+
+
+def test_given_noise_tells_how_many_windows_a_knob_needs(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(declared, "--noise", "dropout=0.005", "--noise", "learning_rate=1", "--effect", 0.01) == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "1 window of 4" in said
+    assert "cannot be identified" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--noise", "drop=0.1"], "did you mean 'dropout'?"),
+        (["--noise", "dropout"], "such as dropout=0.02"),
+        (["--noise", "dropout=-1"], "such as dropout=0.02"),
+        (["--pilot", 9], "the run has 4 windows"),
+        (["--pilot", 2, "--noise", "dropout=0.1"], "say one of them"),
+        (["--figure", "plan.gif"], ".pdf, .svg or .png"),
+        (["--set", "batch_sise=8"], "did you mean 'batch_size'?"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    declared: Path, capsys: pytest.CaptureFixture[str], arguments: list[object], said: str
+) -> None:
+    assert call(declared, *arguments) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert said in told
+
+
+def windows(slope: float, stderr: float) -> list[WindowRecord]:
+    told = {"slope": slope, "stderr": stderr, "level": None}
+    return [WindowRecord(w, w, w + 1, {"rate": 1.0}, {}, [1.0], {"rate": told}, {}, False) for w in range(4)]
+
+
+def test_needs_follow_from_noise() -> None:
+    """Twice the noise takes four times the windows; a pilot and its noise given by hand agree."""
+    assert by_noise("rate", 0.04, 0.01, 10).windows == 4 * by_noise("rate", 0.02, 0.01, 10).windows
+    assert by_pilot("rate", windows(0.01, 0.04), 10).windows == pytest.approx(by_noise("rate", 0.04, 0.01, 10).windows)
+    assert by_pilot("rate", windows(-0.5, 0.1), 10).words == "1 window of 10"
+    assert by_pilot("rate", windows(0.0, 0.1), 10).words.startswith("cannot be identified: its slope is 0")
+    assert "not measured" in by_pilot("rate", windows(0.1, math.nan), 10).words
