@@ -1,0 +1,97 @@
+"""Does the recipe hold with size? Byte GPTs of 0.06, 0.4 and 2.7 million parameters, from three learning rates.
+
+    python benchmarks/sizes.py                                            # one seed; 2.7 million take most of the time
+    python benchmarks/sizes.py --tasks tabular teacher ratings --seeds 5  # the same starts on other tasks
+    python benchmarks/sizes.py --report                                   # the table of the runs there are
+
+Runs start at a tenth of, at and ten times the best fixed rate that was found. Regret is the test loss above that of
+the fixed cosine schedule at that rate, of the same seed and for the same compute. One JSON file a run lies under --out;
+a run that has its file is not made again. --csv writes every run's loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from held import BEST
+from search_parts import cell as cells
+from search_parts import runner
+from search_parts.cell import Cell
+from search_parts.found import all_contenders, all_tasks
+from search_parts.sweep import judged
+from search_parts.task import SIZES, Start, Task
+
+ROOT = Path(__file__).parents[1]
+GPTS = ("text_small", "gpt_400k", "gpt_3m")
+RIGHT = Start("lr x1")
+Row = tuple[str, str, str, int, float]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=sorted(BEST), default=list(GPTS))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "sizes", help="folder of the runs' files")
+    parser.add_argument("--csv", type=Path, help="where to write every run's test loss")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore", "the probe is too small")
+    tasks, contenders = all_tasks(), all_contenders()
+    wanted = [cell for name in given.tasks for cell, *_ in planned(tasks[name], given.seeds)]
+    errors = [] if given.report else runner.run(wanted, tasks, contenders, given.out, jobs=given.jobs, label="sizes")
+    rows = [row for name in given.tasks for row in finished(tasks[name], given.seeds, given.out)]
+    show(rows, given.tasks)
+    if given.csv is not None:
+        with given.csv.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["task", "start", "contender", "seed", "test_loss"])
+            writer.writerows((*row[:4], f"{row[4]:.6g}") for row in rows)
+    for error in errors:
+        print(f"broke: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def planned(task: Task, seeds: int) -> Iterator[tuple[Cell, str, str]]:
+    """Each cell with the names of its start and its contender."""
+    known = all_contenders()
+    for seed in range(seeds):
+        for contender, starts in (("cosine", [RIGHT]), ("linear", [RIGHT]), ("hdet", SIZES)):
+            for start in starts:
+                yield Cell.of(task, known[contender], start.setting(BEST[task.name]), seed), start.name, contender
+
+
+def finished(task: Task, seeds: int, folder: Path) -> Iterator[Row]:
+    """The runs that have their file."""
+    for cell, start, contender in planned(task, seeds):
+        result = cells.load(folder, cell)
+        if result is not None:
+            yield task.name, start, contender, cell.seed, judged(task, result.test)
+
+
+def show(rows: list[Row], names: list[str]) -> None:
+    """Mean regret, and the worst seed's in brackets."""
+    fixed = {(task, seed): loss for task, _, contender, seed, loss in rows if contender == "cosine"}
+    columns = [("linear", RIGHT.name), *(("hdet", start.name) for start in SIZES)]
+    print("task".ljust(14) + "fixed cosine".rjust(14) + "".join(f"{who}, {start}".rjust(20) for who, start in columns))
+    for name in names:
+        own = [loss for (task, _), loss in fixed.items() if task == name]
+        line = name.ljust(14) + (f"{np.mean(own):.3f} ({len(own)})".rjust(14) if own else "-".rjust(14))
+        for who, start in columns:
+            regrets = [
+                loss - fixed[task, seed]
+                for task, begun, contender, seed, loss in rows
+                if (task, begun, contender) == (name, start, who) and (task, seed) in fixed
+            ]
+            line += (f"{np.mean(regrets):+.3f} ({max(regrets):+.3f})" if regrets else "-").rjust(20)
+        print(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
