@@ -173,7 +173,10 @@ class Stateful:
         )
         if not live:
             anchor = engine.cycle.anchor
-            return [Start(indices[0], *engine.hosts[0], anchor.held, anchor.optimizer_state)]
+            fresh = engine.cycle.tally.steps == 0
+            if not fresh:
+                engine.cycle.keep_optimizer_state()  # who saves within windows will do so again
+            return [Start(indices[0], *engine.hosts[0], anchor.held, anchor.optimizer_state(fresh=fresh))]
         found = []
         for index, (model, optimizer) in zip(indices, engine.hosts, strict=True):
             tensors.reshard(model)

@@ -26,6 +26,8 @@ from hdet.replicas.anchor import Anchor
 from hdet.replicas.average import Averages
 from hdet.replicas.distributed.lost_rank import translated
 from hdet.replicas.distributed.ranks import Ranks
+from hdet.replicas.held_optimizer import OF_GRADIENTS
+from hdet.replicas.moving import Moving
 
 MAX_RESTORES = 3
 
@@ -48,13 +50,15 @@ class Cycle:
         self.knobs = plan.knobs
         self.history = history
         self.anchor = Anchor(*self.hosts[0], device="cpu" if plan.anchor == "host" else None)
-        self.averages = Averages(self.hosts, device="cpu" if plan.averages == "host" else None)
+        self.moving = Moving(self.hosts)
+        self.averages = Averages(self.moving, device="cpu" if plan.averages == "host" else None)
         scene = Scene(
             self.home,
             plan.signal,
             plan.gradients,
             plan.seed,
             self.anchor,
+            self.moving,
             self.averages,
             self.at_base,
             plan.apart,
@@ -81,6 +85,7 @@ class Cycle:
         self.restores = 0
         self._last_step = plan.total_steps
         self._begun = False
+        self._whole = False
         self._met = False  # a warm noisy start (`hdet.perturb`) may have set the replicas apart
         self._seats_share_models = len(self.home.local) > len(self.hosts)
         self._places = _first_indices(self.home.local, len(self.hosts))
@@ -167,7 +172,8 @@ class Cycle:
         for knob in self.knobs:
             knob.rest()
         self.apply()  # so that the anchored optimizer holds the bases, not the first replica's levels
-        self.anchor.take(start)
+        self.moving.open()
+        self.anchor.take(start, self._lent())
         self.tally.reset()
         if not self._met:
             self.tally.open_apart()
@@ -177,6 +183,21 @@ class Cycle:
         self.apply()
         self._clock = time.perf_counter()
         return self.window
+
+    def keep_optimizer_state(self) -> None:
+        """Anchor the optimizer's state at every window's opening from now on, whatever else is held."""
+        self._whole = True
+        if self.tally.steps == 0:
+            self.anchor.keep_optimizer_state()
+
+    def _lent(self) -> Anchor | None:
+        """The point whose optimizer state the anchor does without, where all replicas stay alike.
+
+        Then the state is wanted only if all became non-finite, to go on from the weights of the window's opening: that
+        of the point which the guard keeps will do, which is mostly the same.
+        """
+        light = not (self._whole or self.plan.apart) and type(self.hosts[0][1]) in OF_GRADIENTS
+        return self.watch.point if light and self.watch is not None else None
 
     def close_window(self) -> WindowRecord:
         """Gather, judge, merge, move; then open the next window, or end the run.

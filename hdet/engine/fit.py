@@ -258,7 +258,7 @@ def _made(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Paramete
 
 
 def _require_averages(cycle: Cycle, saved: Mapping[str, Any]) -> None:
-    shapes = [tuple(parameter.shape) for parameter in tensors.parameters(cycle.hosts[0][0])]
+    shapes = [tuple(parameter.shape) for parameter in tensors.moving(*cycle.hosts[0])]
     for key, mean in saved.items():
         values = mean.get("values") if isinstance(mean, dict) else None
         if not isinstance(values, list) or (values and [_shape(value) for value in values] != shapes):

@@ -128,7 +128,7 @@ class Watch:
         model, optimizer = scene.replicas.hosts[0]
         batches = scene.probe.draw(harvest.window.index)
         with scene.at_base():
-            with tensors.substituted(tensors.parameters(model), scene.steady(harvest.valid)):
+            with tensors.substituted(scene.moving.values(), scene.steady(harvest.valid)):
                 now = scene.probe.measure(model, harvest.window.index, optimizer, batches)
             with self.held.substituted():
                 then = scene.probe.measure(model, harvest.window.index, optimizer, batches)
@@ -153,6 +153,11 @@ class Watch:
             point.restore(model, optimizer)
         self.since = step
         return point.step
+
+    @property
+    def point(self) -> Anchor | None:
+        """The point it would go back to; None while there is none."""
+        return self.held if self.bases else self.first
 
     def state_dict(self) -> dict[str, Any]:
         """The best point and what is known of it; the first one while it is kept."""

@@ -43,7 +43,7 @@ def state_dict(cycle: Cycle) -> dict[str, Any]:
         "window": cycle.window.index,
         "finished": cycle.finished,
         "restores": cycle.restores,
-        "converged": _finished_point(cycle) if cycle.finished else cycle.anchor.state_dict(),
+        "converged": _finished_point(cycle) if cycle.finished else cycle.anchor.state_dict(fresh=fresh),
         "opening": _replicas(cycle) if apart else None,
         "watch": cycle.watch.state_dict() if cycle.watch is not None else None,
         "knobs": {knob.name: knob.state_dict() for knob in cycle.knobs},

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdet.errors import ConfigError
-from hdet.evidence.parts.directional import Directional, DirectionalCollector, lengths
+from hdet.evidence.parts.directional import Direction, Directional, DirectionalCollector
 from hdet.evidence.parts.preconditioner import decoupled, preconditioner
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
@@ -75,31 +75,31 @@ class AnalyticCollector(DirectionalCollector):
     def centre(self, harvest: Harvest) -> list[Tensor]:
         return self.scene.averaged(harvest.valid, self.stride)
 
-    @torch.no_grad()
-    def direction(self, k: int, centre: Sequence[Tensor], harvest: Harvest) -> list[Tensor | None]:
+    def direction(self, k: int, harvest: Harvest) -> Direction:
         binding, pulls = self.bindings[k], [float(pull) for pull in self.pulls[k]]
-        model = self.scene.replicas.hosts[0][0]
-        place = {id(p): number for number, p in enumerate(q for q in model.parameters() if q.numel())}
-        direction: list[Tensor | None] = [None] * len(place)
-        for index, pull in zip(binding.indices, pulls, strict=True):
-            group = binding.optimizer.param_groups[index]
-            for parameter in group["params"]:
-                number = place.get(id(parameter))
-                if number is None or pull == 0.0 or not parameter.requires_grad:
-                    continue
-                if decoupled(binding.optimizer, group):
-                    direction[number] = centre[number] * -pull
-                    continue
-                scale = preconditioner(binding.optimizer, group, parameter)
-                lr = float(group["lr"])
-                if scale is not None and lr > 0.0:
-                    direction[number] = centre[number] * scale * (-pull / lr)
-        return direction
+        weights = self.scene.moving.parameters[0]
+        group_of = {
+            id(parameter): (binding.optimizer.param_groups[index], pull)
+            for index, pull in zip(binding.indices, pulls, strict=True)
+            for parameter in binding.optimizer.param_groups[index]["params"]
+            if pull != 0.0 and parameter.requires_grad
+        }
 
-    def norms(self, weights: list[Tensor], direction: list[Tensor]) -> tuple[float, float]:
+        def of(parameter: nn.Parameter, centre: Tensor) -> Tensor | None:
+            if id(parameter) not in group_of:
+                return None
+            group, pull = group_of[id(parameter)]
+            if decoupled(binding.optimizer, group):
+                return centre * -pull
+            scale, lr = preconditioner(binding.optimizer, group, parameter), float(group["lr"])
+            return centre * scale * (-pull / lr) if scale is not None and lr > 0.0 else None
+
+        return lambda part, centre: [of(*pair) for pair in zip(weights[part], centre, strict=True)]
+
+    def norms(self, weights: Tensor, direction: Tensor) -> tuple[float, float]:
         # Of sharded weights each process sees a part; a replica's number is the mean over its parts.
         replicas = self.scene.replicas
-        squares = torch.stack([lengths(own).square().sum() for own in (weights, direction)])
+        squares = torch.stack([own.square().sum() for own in (weights, direction)])
         of_weights, of_direction = replicas.gather(squares.expand(len(replicas.local), -1))[0]
         return math.sqrt(of_weights), math.sqrt(of_direction)
 

@@ -120,7 +120,7 @@ class DivergentCollector(Collector):
         batches = probe.draw(window)  # once: the comparison is paired
         rows = []
         for replica in replicas.local:
-            weights = tensors.parameters(replicas.hosts[replica.host][0]) if self.averages else []
+            weights = self.scene.moving.values(replica.host) if self.averages else []
             means = self.averages[replica.host].mean() if self.averages else []
             with tensors.substituted(weights, means):
                 rows.append(probe.measure(replicas.hosts[replica.host][0], window, replica.optimizer, batches))
@@ -143,9 +143,8 @@ class DivergentCollector(Collector):
         points = [partial(self._tilt, step_made, mean, 0, 0.0)]
         for k, step in enumerate(steps):
             points += [partial(self._tilt, step_made, mean + x * contrasts[k], k, x) for x in (-step, step)]
-        replicas = self.scene.replicas
         with self.scene.at_base():
-            losses = losses_at(replicas, self.scene.probe, harvest, points)
+            losses = losses_at(self.scene, harvest, points)
         found = {}
         for k, (knob, step) in enumerate(zip(self.knobs, steps, strict=True)):
             if step == 0.0 or not told_apart[k]:
@@ -158,13 +157,13 @@ class DivergentCollector(Collector):
         return found
 
     def _tilt(self, step: int, weights: NDArray[np.float64], k: int, offset: float) -> list[Tensor]:
-        """The combined parameters; as a side effect knobs of the forward pass are set, the k-th off its base."""
+        """The combined weights; as a side effect knobs of the forward pass are set, the k-th off its base."""
         for number, knob in enumerate(self.knobs):
             if knob.spec.acts_on == "forward":
                 value = knob.displaced(step, offset if number == k else 0.0)
                 for host in range(len(self.scene.replicas.hosts)):
                     knob.write(host, value)
-        return self.scene.replicas.combine(weights)
+        return self.scene.moving.of(self.scene.replicas.combine(weights))
 
     def state_dict(self) -> dict[str, Any]:
         return {

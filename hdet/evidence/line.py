@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -19,12 +19,11 @@ from hdet.controllers import Estimate
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.line_fit import along
-from hdet.evidence.parts.losses_at import losses_at
+from hdet.evidence.parts.losses_at import Point, losses_at
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.space import Log, Relative, Space
-from hdet.replicas import tensors
 from hdet.spec import register
 
 
@@ -81,7 +80,8 @@ class LineCollector(Collector):
         super().__init__(scene, knobs)
         self.spec = spec
         scene.follow(spec.stride)
-        self.moved = [_moved(knob, scene) for knob in knobs]
+        for knob in knobs:
+            _moved(knob, scene)  # which refuses what is no learning rate
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         window, nothing = harvest.window, replace(Estimate.nothing(), averaged=Estimate.nothing())
@@ -90,22 +90,21 @@ class LineCollector(Collector):
         if not any(heard):
             return found
         knobs = list(compress(self.knobs, heard))
-        model = self.scene.replicas.hosts[0][0]
-        start = [
-            held.to(live.device)
-            for held, live in zip(self.scene.anchor.parameters(), tensors.parameters(model), strict=True)
-        ]
+        start = self.scene.opening()
         last = self.scene.weights(harvest.valid)
+        kept = None if self.scene.apart else last
         ends, between = self._points()
         centres = [self._centre(knob, window) for knob in knobs]
-        moves = list(compress(self.moved, heard))
+        moves = [_moved(knob, self.scene) for knob in knobs]
 
         def measure(end: Sequence[Tensor], chosen: Sequence[int], offsets: Sequence[float]) -> NDArray[np.float64]:
-            points: list[Callable[[], list[Tensor]]] = [
-                partial(_stretched, start, end, math.exp(centres[k] + x), moves[k]) for k in chosen for x in offsets
+            points: list[Point] = [
+                partial(self._stretched, start, end, math.exp(centres[k] + x), moves[k])
+                for k in chosen
+                for x in offsets
             ]
             with self.scene.at_base():
-                losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
+                losses = losses_at(self.scene, harvest, points, kept)
             return losses.reshape(len(chosen), len(offsets), -1)
 
         def read(end: Sequence[Tensor], chosen: Sequence[int], averaged: bool) -> dict[int, Estimate]:
@@ -128,6 +127,13 @@ class LineCollector(Collector):
             found[knob.name] = replace(at_last[k], averaged=at_average[k])
         return found
 
+    def _stretched(
+        self, start: Sequence[Tensor], end: Sequence[Tensor], factor: float, moved: Sequence[bool]
+    ) -> Iterator[Tensor]:
+        """start + factor (end - start) where `moved`, else `end`; one by one, beside the weights."""
+        for own, a, b, moves in zip(self.scene.moving.values(), start, end, moved, strict=True):
+            yield torch.lerp(a.to(own.device), b.to(own.device, a.dtype), factor) if moves else b
+
     def _points(self) -> tuple[list[float], list[float]]:
         """The two ends in coordinate units, and what lies between."""
         x = sorted(self.spec.width * point for point in set(self.spec.points))
@@ -142,14 +148,8 @@ class LineCollector(Collector):
         return math.log(self.spec.preview / share)
 
 
-@torch.no_grad()
-def _stretched(start: Sequence[Tensor], end: Sequence[Tensor], factor: float, moved: Sequence[bool]) -> list[Tensor]:
-    """start + factor (end - start) where `moved`, else `end`."""
-    return [torch.lerp(a, b.to(a.dtype), factor) if moves else b for a, b, moves in zip(start, end, moved, strict=True)]
-
-
 def _moved(knob: BoundKnob, scene: Scene) -> list[bool]:
-    """Which of the model's parameters this learning rate moves."""
+    """Which of the weights this learning rate moves."""
     binding = knob.bindings[0]
     if not isinstance(binding, GroupBinding) or binding.key != "lr":
         raise ConfigError(
@@ -157,4 +157,4 @@ def _moved(knob: BoundKnob, scene: Scene) -> list[bool]:
             f"momentum and betas, Contrast for knobs of the forward pass"
         )
     own = {id(parameter) for parameter in binding.parameters()}
-    return [id(p) in own for p in scene.replicas.hosts[0][0].parameters() if p.numel()]
+    return [id(parameter) in own for parameter in scene.moving.parameters[0]]

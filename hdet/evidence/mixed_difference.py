@@ -16,7 +16,7 @@ from torch import Tensor
 from hdet.controllers import Estimate
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
-from hdet.evidence.parts.probe_gradient import Aim, aim
+from hdet.evidence.parts.probe_gradient import aim
 from hdet.evidence.parts.two_levels import Levels
 from hdet.evidence.scene import Harvest, Scene
 from hdet.hparams.bound import BoundKnob
@@ -97,7 +97,7 @@ class MixedDifferenceCollector(Collector):
             return self.levels.told({}, harvest)
         replicas = self.scene.replicas
         replicas.mean_buffers(harvest.valid.tolist())
-        live = tensors.parameters(replicas.hosts[0][0])
+        live = self.scene.moving.values()
         apart = tensors.substituted(live, self.scene.weights(harvest.valid)) if self.scene.apart else nullcontext()
         with apart:
             self.levels.place(window, window.stop - 1, float(harvest.losses[harvest.valid].mean()))
@@ -109,12 +109,13 @@ class MixedDifferenceCollector(Collector):
         found = aim(self.scene, harvest.window.index)
         if found is None:
             return {}
-        self._leave_out_unfelt(found)
-        distance = self._distance(found)
+        gradient = [found.gradient(number) for number in range(len(found.sums))]
+        step = [found.step(number) for number in range(len(found.sums))]
+        self._leave_out_unfelt(gradient, step)
+        distance = self._distance(gradient, step, found.loss)
         if distance == 0.0:
             return {}
-        step = found.step
-        del found  # the gradient's memory, before the weights are copied
+        del found, gradient  # their memory, before the weights are copied
         torch._foreach_mul_(step, distance)
         losses = self._losses(heard, step, harvest)
         change = (losses[..., 0, :] - losses[..., 1, :]) / (2.0 * distance)  # [heard, J, 2]: <v, g> at both levels
@@ -132,12 +133,12 @@ class MixedDifferenceCollector(Collector):
         for knob in self.knobs:
             knob.forget()  # the buffer that it is may hold its base again
 
-    def _leave_out_unfelt(self, found: Aim) -> None:
+    def _leave_out_unfelt(self, gradient: Sequence[Tensor], step: Sequence[Tensor]) -> None:
         """Set v to 0 where the training loss, by the optimizer's own account, does not depend on a weight."""
-        inverse = [(g / v).abs().nan_to_num_(0.0, 0.0) for g, v in zip(found.gradient, found.step, strict=True)]
+        inverse = [(g / v).abs().nan_to_num_(0.0, 0.0) for g, v in zip(gradient, step, strict=True)]
         scale, known = self._sums([inverse, ((part > 0.0).to(part.dtype) for part in inverse)])
-        for part, step in zip(inverse, found.step, strict=True):
-            step.masked_fill_(part < LEAST_FELT * scale / max(known, 1.0), 0.0)
+        for part, own in zip(inverse, step, strict=True):
+            own.masked_fill_(part < LEAST_FELT * scale / max(known, 1.0), 0.0)
 
     def _sums(self, lists: Sequence[Iterable[Tensor]], *numbers: Tensor) -> list[float]:
         """The sum of each list's elements, over the ranks of a replica too, and further numbers, alike everywhere."""
@@ -149,17 +150,17 @@ class MixedDifferenceCollector(Collector):
         told: list[float] = replicas.gather(row.expand(len(replicas.local), -1))[0].tolist()
         return told
 
-    def _distance(self, found: Aim) -> float:
+    def _distance(self, gradient: Sequence[Tensor], step: Sequence[Tensor], loss: Tensor) -> float:
         """e, the same on every process; 0 where the probe's gradient says nothing."""
         own = tensors.trained(self.scene.replicas.hosts[0][0])
         held = [tensors.wide(tensors.local(parameter.detach())) for parameter in own]
-        pairs = ((found.step, found.gradient), (found.step, found.step), (held, held))
+        pairs = ((step, gradient), (step, step), (held, held))
         products = [(a * b for a, b in zip(*pair, strict=True)) for pair in pairs]
-        rise, step, weights, loss = self._sums(products, found.loss)
-        if not (math.isfinite(rise) and rise != 0.0 and step > 0.0):
+        rise, length, weights, level = self._sums(products, loss)
+        if not (math.isfinite(rise) and rise != 0.0 and length > 0.0):
             return 0.0
-        furthest = self.spec.reach * math.sqrt(weights / step) if weights > 0.0 else math.inf
-        return min(self.spec.change * abs(loss / rise), furthest)
+        furthest = self.spec.reach * math.sqrt(weights / length) if weights > 0.0 else math.inf
+        return min(self.spec.change * abs(level / rise), furthest)
 
     @torch.no_grad()
     def _losses(self, heard: Sequence[int], step: Sequence[Tensor], harvest: Harvest) -> NDArray[np.float64]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
 from hdet.errors import ConfigError
-from hdet.evidence.parts.directional import Directional, DirectionalCollector
+from hdet.evidence.parts.directional import Direction, Directional, DirectionalCollector
 from hdet.evidence.parts.weight_derivative import FirstTrace, MomentumTrace, SecondTrace, Trace, Value
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
@@ -65,6 +65,7 @@ class RecursionCollector(DirectionalCollector):
 
     def __init__(self, spec: Recursion, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         super().__init__(spec, scene, knobs)
+        self.keeps_weights = not scene.apart
         # Replicas that stay alike have one D.
         self.hosts = list(scene.replicas.hosts if scene.apart else scene.replicas.hosts[:1])
         self.traces = [
@@ -87,21 +88,23 @@ class RecursionCollector(DirectionalCollector):
     def centre(self, harvest: Harvest) -> list[Tensor]:
         return self.scene.weights(harvest.valid)
 
-    def direction(self, k: int, centre: Sequence[Tensor], harvest: Harvest) -> list[Tensor | None]:
+    def direction(self, k: int, harvest: Harvest) -> Direction:
         """The mean over valid replicas where these have come apart."""
-        rows = []
-        for (model, _), traces in zip(self.hosts, self.traces[k], strict=True):
+        moving = self.scene.moving
+        rows: list[list[Tensor | None]] = []
+        for parameters, traces in zip(moving.parameters, self.traces[k], strict=False):
             own = {id(p): d for trace in traces for p, d in zip(trace.parameters, trace.direction, strict=True)}
-            rows.append([own.get(id(p)) for p in model.parameters() if p.numel()])
-        if not self.scene.apart:
-            return rows[0]
-        with ExitStack() as stack:
-            for (model, _), row in zip(self.hosts, rows, strict=True):
-                live = tensors.parameters(model)
-                values = [torch.zeros_like(p) if d is None else d for p, d in zip(live, row, strict=True)]
-                stack.enter_context(tensors.substituted(live, values))
-            mean = self.scene.replicas.combine(harvest.valid / harvest.valid.sum())
-        return [None if d is None else m for m, d in zip(mean, rows[0], strict=True)]
+            rows.append([own.get(id(p)) for p in parameters])
+        found = rows[0]
+        if self.scene.apart:
+            with ExitStack() as stack:
+                for host, row in enumerate(rows):
+                    live = moving.values(host)
+                    values = [torch.zeros_like(p) if d is None else d for p, d in zip(live, row, strict=True)]
+                    stack.enter_context(tensors.substituted(live, values))
+                mean = moving.of(self.scene.replicas.combine(harvest.valid / harvest.valid.sum()))
+            found = [None if d is None else m for m, d in zip(mean, rows[0], strict=True)]
+        return lambda part, _: found[part]
 
     def state_dict(self) -> dict[str, Any]:
         return {"traces": [[[trace.state_dict() for trace in host] for host in hosts] for hosts in self.traces]}

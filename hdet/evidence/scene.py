@@ -15,6 +15,7 @@ from torch import Tensor
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.average import Averages
+from hdet.replicas.moving import Moving
 from hdet.signals import Objective, Probe, Signal
 
 Gradients = Literal["shared", "local"]
@@ -30,6 +31,7 @@ class Scene:
         gradients: whether they share gradients.
         seed: of the designs.
         anchor: the weights at the window's opening.
+        moving: the parameters that training can change; "the weights" are these.
         averages: weights averaged over the window, for who asks; the engine feeds them.
         at_base: a context manager inside which every knob is at its base, for probes of the shared weights.
         apart: whether replicas come apart in a window, so that "the weights" are their mean.
@@ -41,16 +43,21 @@ class Scene:
     gradients: Gradients
     seed: int
     anchor: Anchor
+    moving: Moving
     averages: Averages
     at_base: Callable[[], AbstractContextManager[None]]
     apart: bool
     objective: Objective | None = None
 
+    def opening(self) -> list[Tensor]:
+        """The weights at the window's opening, where the anchor lies."""
+        return self.anchor.values(self.moving.parameters[0])
+
     def weights(self, valid: NDArray[np.bool_]) -> list[Tensor]:
-        """The parameters now; the mean over valid replicas where these have come apart (a collective then)."""
+        """A copy of the weights now; the mean over valid replicas where these have come apart (a collective then)."""
         if self.apart:
-            return self.replicas.combine(valid / valid.sum())
-        return tensors.clones(tensors.parameters(self.replicas.hosts[0][0]))
+            return self.moving.of(self.replicas.combine(valid / valid.sum()))
+        return tensors.clones(self.moving.values())
 
     def follow(self, stride: int) -> None:
         """Average the weights from now on: of one model, or of all this process hosts where they come apart."""
@@ -58,14 +65,15 @@ class Scene:
             self.averages.follow(host, stride)
 
     def averaged(self, valid: NDArray[np.bool_], stride: int) -> list[Tensor]:
-        """The window-averaged parameters; the mean over valid replicas where these have come apart (a collective)."""
+        """The window-averaged weights, where averages lie; the mean over valid replicas where these have come apart (a
+        collective)."""
         if not self.apart:
             return self.averages.follow(0, stride).mean()
         with ExitStack() as stack:
-            for host, (model, _) in enumerate(self.replicas.hosts):
+            for host in range(len(self.replicas.hosts)):
                 means = self.averages.follow(host, stride).mean()
-                stack.enter_context(tensors.substituted(tensors.parameters(model), means))
-            return self.replicas.combine(valid / valid.sum())
+                stack.enter_context(tensors.substituted(self.moving.values(host), means))
+            return self.moving.of(self.replicas.combine(valid / valid.sum()))
 
     def steady(self, valid: NDArray[np.bool_]) -> list[Tensor]:
         """The window-averaged parameters, by the finest stride that evidence follows; without any, as they are now."""

@@ -60,11 +60,13 @@ def require_alike(replicas: Replicas, valid: NDArray[np.bool_], anchor: Anchor, 
     Raises:
         StepError: they are apart by more, in every process.
     """
-    names = [name for name, p in replicas.hosts[0][0].named_parameters() if p.numel()]
-    starts = anchor.parameters()
+    moving = tensors.moving_parameters(*replicas.hosts[0])
+    chosen = {id(parameter) for parameter in moving}
+    names = [name for name, parameter in replicas.hosts[0][0].named_parameters() if id(parameter) in chosen]
+    starts = anchor.values(moving)
     rows = [
-        torch.stack([_sketch(own, start) for own, start in zip(tensors.parameters(host), starts, strict=True)])
-        for host, _ in replicas.hosts
+        torch.stack([_sketch(own, start) for own, start in zip(tensors.moving(*host), starts, strict=True)])
+        for host in replicas.hosts
     ]
     table = replicas.gather(torch.stack([rows[replica.host].flatten() for replica in replicas.local]))[valid]
     sketches = table.reshape(len(table), len(names), FOLDS + 2)  # [valid, tensors, ...]

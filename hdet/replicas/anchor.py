@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ class Anchor:
 
     Copies lie in memory that persists from one window to the next. Frozen parameters are not copied, unless the
     optimizer holds them or somebody writes them all the same (a teacher that follows by moving averages; noticed when
-    it has been written for the first time).
+    it has been written for the first time). The optimizer's state may be that of an earlier anchor.
 
     Args:
         model, optimizer: the pair it is taken from.
@@ -38,13 +38,22 @@ class Anchor:
         self.step = 0
 
     @torch.no_grad()
-    def take(self, step: int) -> None:
-        """Copy the point as it is now; `step` is the number of updates it has had."""
+    def take(self, step: int, lent: Anchor | None = None) -> None:
+        """Copy the point as it is now.
+
+        Args:
+            step: the number of updates it has had.
+            lent: an earlier point, whose optimizer state will do; memory for that is not taken.
+        """
         self.step = step
         live = self._moving()
         self._parameters = self._refilled(self._parameters, live)
         self._buffers = self._refilled(self._buffers, _buffers(self._model))
-        self._state.take()
+        self._state.take(None if lent is None else lent._state)
+
+    def keep_optimizer_state(self) -> None:
+        """Hold the optimizer's state itself, and no earlier anchor's; no step has been made since `take`."""
+        self._state.keep()
 
     def _refilled(self, held: dict[Any, Tensor], live: dict[Any, Tensor]) -> dict[Any, Tensor]:
         fits = {key for key in live if key in held and held[key].shape == live[key].shape}
@@ -66,11 +75,11 @@ class Anchor:
                 self._versions[number] = version
         return moving
 
-    def parameters(self) -> list[Tensor]:
-        """The anchored values of `hdet.replicas.tensors.parameters(model)`, in its order."""
-        return [
-            held for held, whole in zip(self._all_parameters(), self._model.parameters(), strict=True) if whole.numel()
-        ]
+    def values(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """The anchored values of some of the model's parameters; those that nothing changes are the model's own."""
+        place = {id(parameter): number for number, parameter in enumerate(self._model.parameters())}
+        every = self._all_parameters()
+        return [every[place[id(parameter)]] for parameter in parameters]
 
     @property
     def held(self) -> list[Tensor]:
@@ -85,14 +94,17 @@ class Anchor:
         live = (tensors.local(parameter.detach()) for parameter in self._model.parameters())
         return [self._parameters.get(number, own) for number, own in enumerate(live)]
 
-    @property
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state dict as it was; held tensors, not copies."""
-        return self._state.state_dict()
+    def optimizer_state(self, *, fresh: bool = False) -> dict[str, Any]:
+        """The optimizer's state dict as it was; held tensors, not copies.
+
+        Args:
+            fresh: no step has been made since, so what is not held is the optimizer's own.
+        """
+        return self._state.state_dict(live=fresh and self._state.lends)
 
     def is_finite(self) -> bool:
         """Whether all that is held has finite values, buffers aside. Waits for the device."""
-        moments = [value for state in self.optimizer_state["state"].values() for value in finite.with_mean(state)]
+        moments = [value for state in self.optimizer_state()["state"].values() for value in finite.with_mean(state)]
         return bool(tensors.all_finite([*self._parameters.values(), *moments]))
 
     def restore(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -121,11 +133,11 @@ class Anchor:
         with tensors.substituted([live for live, _ in pairs], [held for _, held in pairs]):
             yield
 
-    def state_dict(self) -> dict[str, Any]:
-        """The point as a model's and an optimizer's state dict."""
+    def state_dict(self, *, fresh: bool = False) -> dict[str, Any]:
+        """The point as a model's and an optimizer's state dict; `fresh` as of `optimizer_state`."""
         with self.substituted():
             model = copy.deepcopy(self._model.state_dict())
-        return {"step": self.step, "model": model, "optimizer": copy.deepcopy(self.optimizer_state)}
+        return {"step": self.step, "model": model, "optimizer": copy.deepcopy(self.optimizer_state(fresh=fresh))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold the point of a `state_dict`. Buffers that it does not name (not persistent) are held as they are now."""

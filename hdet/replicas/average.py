@@ -1,8 +1,8 @@
 """Weights averaged over a window: judged by these, a step's progress counts and its noise does not.
 
-Memory: 4 bytes a parameter (8 in float64) for each model and stride that evidence asks for, frozen parameters included;
-of sharded ones a rank holds its part. On the host that is host memory, and the device holds a copy only while a window
-is judged. Time: a pass over the weights every stride-th step; to the host a copy, for which the step waits.
+Memory: 4 bytes a parameter that training can change (8 in float64) for each model and stride that evidence asks for; of
+sharded ones a rank holds its part. On the host that is host memory, and the device holds a piece at a time while a
+window is judged. Time: a pass over the weights every stride-th step; to the host a copy, for which the step waits.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from hdet.replicas import tensors
+from hdet.replicas.moving import Moving
+
+SMALL = 2**13
+"""Elements up to which tensors are joined: one alone costs an operator's call, which is more than its arithmetic."""
 
 
 class RunningMean:
@@ -24,13 +27,14 @@ class RunningMean:
     mean_k = mean_{k-1} + (theta_k - mean_{k-1}) / k, held in float32 at least.
 
     Args:
-        current: gives the tensors to follow, as they are now; an optimizer may put new memory in their place.
+        current: gives the tensors to follow, as they are now; an optimizer may put new memory in their place. As long
+            as it gives the same list, nothing is looked up anew.
         stride: take every stride-th call only; the others cost nothing.
         device: where the mean lies; `None` beside the tensors, "cpu" to spare device memory.
     """
 
     def __init__(
-        self, current: Callable[[], Sequence[Tensor]], stride: int = 1, device: torch.device | str | None = None
+        self, current: Callable[[], list[Tensor]], stride: int = 1, device: torch.device | str | None = None
     ) -> None:
         self._current = current
         self._stride = stride
@@ -38,6 +42,11 @@ class RunningMean:
         self._calls = 0
         self.count = 0
         self.values: list[Tensor] = []
+        self._layout: list[tuple[object, ...]] = []
+        self._joined: list[tuple[Tensor, list[int]]] = []  # a mean in one piece, and whose it is
+        self._alone: list[int] = []
+        self._followed: list[Tensor] = []
+        self._flat: list[list[Tensor]] = []
 
     def reset(self) -> None:
         """Forget what was added."""
@@ -51,23 +60,49 @@ class RunningMean:
         if self._calls % self._stride:
             return
         self.count += 1
-        current = list(self._current())
-        if not self.values:
-            self.values = [
-                torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32), device=self.device)
-                for t in current
-            ]
-        if self.count == 1:
-            tensors.copy_(self.values, current)
-        else:
-            # Moved before they are widened: half precision is half the traffic.
-            wide = [t.to(v.device).to(v.dtype) for t, v in zip(current, self.values, strict=True)]
-            torch._foreach_lerp_(self.values, wide, 1.0 / self.count)
+        current = self._current()
+        self._follow(current)
+        weight = 1.0 / self.count
+        for (mean, _), own in zip(self._joined, self._flat, strict=True):
+            _average_(mean, torch.cat(own), weight)
+        for number in self._alone:
+            _average_(self.values[number], current[number], weight)
+
+    def _follow(self, current: list[Tensor]) -> None:
+        """Have memory for the mean of such tensors, and know where they lie."""
+        if current is self._followed:
+            return
+        layout: list[tuple[object, ...]] = [(t.shape, t.dtype, t.device, t.is_contiguous()) for t in current]
+        if layout != self._layout:
+            self._layout = layout
+            self._allocate(current)
+        self._followed = current
+        self._flat = [[current[number].view(-1) for number in numbers] for _, numbers in self._joined]
+
+    def _allocate(self, current: Sequence[Tensor]) -> None:
+        together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        self._alone = []
+        for number, tensor in enumerate(current):
+            if tensor.numel() <= SMALL and tensor.is_contiguous():
+                together.setdefault((tensor.dtype, tensor.device), []).append(number)
+            else:
+                self._alone.append(number)
+        held: dict[int, Tensor] = {
+            number: torch.zeros_like(current[number], dtype=_wide(current[number].dtype), device=self.device)
+            for number in self._alone
+        }
+        self._joined = []
+        for (dtype, device), numbers in together.items():
+            counts = [current[number].numel() for number in numbers]
+            mean = torch.zeros(sum(counts), dtype=_wide(dtype), device=self.device or device)
+            self._joined.append((mean, numbers))
+            for number, piece in zip(numbers, torch.split(mean, counts), strict=True):
+                held[number] = piece.view(current[number].shape)
+        self.values = [held[number] for number in range(len(current))]
 
     def mean(self) -> list[Tensor]:
-        """The mean so far, on the device of the current tensors; these themselves where nothing was added."""
-        current = list(self._current())
-        return [v.to(t.device) for v, t in zip(self.values, current, strict=True)] if self.count else current
+        """The mean so far, where it lies; the current tensors themselves where nothing was added."""
+        return self.values if self.count else self._current()
 
     def state_dict(self) -> dict[str, object]:
         values = tensors.clones(self.values) if self.count else []
@@ -78,29 +113,40 @@ class RunningMean:
         self.count = int(state["count"])  # type: ignore[call-overload]
         values = state["values"]
         assert isinstance(values, list)
-        self.values = [
-            value.to(t.device if self.device is None else self.device, copy=True)
-            for value, t in zip(values, self._current(), strict=False)
-        ]
+        if values:
+            self._follow(self._current())
+            tensors.copy_(self.values, values)
+
+
+def _average_(mean: Tensor, own: Tensor, weight: float) -> None:
+    if weight == 1.0:
+        mean.copy_(own)
+    else:
+        # Moved before it is widened: half precision is half the traffic.
+        mean.lerp_(own.to(mean.device).to(mean.dtype), weight)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 class Averages:
     """The running means that evidence asked for, one for each model and stride, however many ask.
 
     Args:
-        hosts: the models and their optimizers.
+        moving: the parameters that are followed.
         device: where the means lie; `None` beside the models, "cpu" to spare device memory.
     """
 
-    def __init__(self, hosts: Sequence[tuple[nn.Module, Optimizer]], device: torch.device | str | None = None) -> None:
-        self._hosts = hosts
+    def __init__(self, moving: Moving, device: torch.device | str | None = None) -> None:
+        self._moving = moving
         self.device = device
         self._means: dict[tuple[int, int], RunningMean] = {}
 
     def follow(self, host: int, stride: int) -> RunningMean:
         """The mean of a host's parameters over the window under way."""
         if (host, stride) not in self._means:
-            current = partial(tensors.parameters, self._hosts[host][0])
+            current = partial(self._moving.values, host)
             self._means[host, stride] = RunningMean(current, stride, self.device)
         return self._means[host, stride]
 

@@ -32,7 +32,11 @@ def summed(model: nn.Module, losses: Iterable[Tensor]) -> list[Tensor]:
     else:
         for loss in losses:
             found = torch.autograd.grad(loss, own, allow_unused=True)
-            total = [_sum(old, new) for old, new in zip(total, found, strict=True)]
+            new: list[Tensor | None] = list(found)
+            del found
+            for number, part in enumerate(new):
+                # One by one, so that no third set of gradients is alive. (Two of them may share memory: not in place.)
+                total[number], new[number] = _sum(total[number], part), None
     return [_part(parameter, gradient) for parameter, gradient in zip(own, total, strict=True)]
 
 

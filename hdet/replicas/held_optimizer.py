@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from hdet.replicas import tensors
 
@@ -23,6 +23,10 @@ SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_
 
 SETTINGS = frozenset({"params", "lr", "betas", "momentum", "weight_decay", "eps"}) | SCHEDULERS
 """Entries that are nobody's state, even of an optimizer whose constructor does not name them (a wrapper's)."""
+
+
+OF_GRADIENTS = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Adafactor)
+"""Optimizers whose state is of gradients alone, and so goes with weights of a somewhat later step too."""
 
 
 @cache
@@ -59,28 +63,44 @@ class HeldOptimizer:
     def __init__(self, optimizer: Optimizer, device: str | None = None) -> None:
         self._optimizer = optimizer
         self._device = device
-        self._states: list[State] = []
+        self._own: list[State] = []
+        self._lent: HeldOptimizer | None = None
         self._others: dict[Hashable, Any] = {}
         self._groups: list[State] = []
 
+    @property
+    def lends(self) -> bool:
+        """Whether the parameters' state is another copy's."""
+        return self._lent is not None
+
+    @property
+    def _states(self) -> list[State]:
+        return self._own if self._lent is None else self._lent._states
+
     @torch.no_grad()
-    def take(self) -> None:
-        """Copy the state as it is now."""
+    def take(self, lent: HeldOptimizer | None = None) -> None:
+        """Copy the state as it is now.
+
+        Args:
+            lent: a copy whose state of the parameters will do; it is referred to as it is whenever it is asked for.
+        """
         live = self._optimizer.state
         parameters = _parameters(self._optimizer)
         known = {id(parameter) for parameter in parameters}
-        self._take([live.get(parameter, {}) for parameter in parameters])
+        self._lent = lent
+        self._take([live.get(parameter, {}) for parameter in parameters] if lent is None else [])
         self._others = {key: self._copied(value) for key, value in live.items() if id(key) not in known}
         self._groups = [
             {key: self._copied(value) for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
         ]
 
+    @torch.no_grad()
     def _take(self, states: list[State]) -> None:
-        before = self._states if len(self._states) == len(states) else [{} for _ in states]
+        before = self._own if len(self._own) == len(states) else [{} for _ in states]
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        self._states = []
+        self._own = []
         for held, live in zip(before, states, strict=True):
             own: State = {}
             for key, value in live.items():
@@ -90,8 +110,14 @@ class HeldOptimizer:
                     sources.append(tensors.local(value.detach()))
                 else:
                     own[key] = self._copied(value)
-            self._states.append(own)
+            self._own.append(own)
         tensors.copy_(targets, sources)
+
+    def keep(self) -> None:
+        """Hold the parameters' state itself from now on; no step has been made since `take`."""
+        if self._lent is not None:
+            self._lent = None
+            self._take([self._optimizer.state.get(parameter, {}) for parameter in _parameters(self._optimizer)])
 
     @torch.no_grad()
     def put_back(self, optimizer: Optimizer) -> None:
@@ -121,14 +147,18 @@ class HeldOptimizer:
             if key in self._groups[index]:
                 _write(optimizer.param_groups[index], key, self._groups[index][key])
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state as the optimizer's `state_dict` would have given it, groups included; held tensors, not copies."""
-        with self._substituted():
+    def state_dict(self, *, live: bool = False) -> dict[str, Any]:
+        """The state as the optimizer's `state_dict` would have given it, groups included; held tensors, not copies.
+
+        Args:
+            live: with the parameters' state that the optimizer itself has.
+        """
+        with self._substituted(live):
             return self._optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold what an optimizer's `state_dict` gave."""
-        packed = state["state"]
+        packed, self._lent = state["state"], None
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         self._take([packed.get(number, {}) for number in numbers])
         self._others = {key: self._copied(packed[key]) for key in packed if key not in set(numbers)}
@@ -138,7 +168,7 @@ class HeldOptimizer:
         ]
 
     @contextmanager
-    def _substituted(self) -> Iterator[None]:
+    def _substituted(self, live: bool) -> Iterator[None]:
         """The held state in place of the optimizer's own inside the block; nothing is copied."""
         state, groups = self._optimizer.state, self._optimizer.param_groups
         states_before, groups_before = dict(state), [dict(group) for group in groups]
@@ -146,8 +176,9 @@ class HeldOptimizer:
             parameter: own for parameter, own in zip(_parameters(self._optimizer), self._states, strict=True) if own
         }
         try:
-            state.clear()
-            state.update(held)
+            if not live:
+                state.clear()
+                state.update(held)
             state.update(self._others)  # type: ignore[arg-type]
             for group, own in zip(groups, self._groups, strict=True):
                 group.update(own)

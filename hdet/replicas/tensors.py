@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
 
+PASSING = 2**22
+"""Elements of the part of a model's weights that is worked on at a time where all of it need not be in memory."""
+
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor sharded over ranks, sharing its memory; any other tensor as it is."""
@@ -43,10 +46,15 @@ def can_move(model: nn.Module, optimizer: Optimizer) -> list[bool]:
     return [parameter.requires_grad or id(parameter) in held for parameter in model.parameters()]
 
 
+def moving_parameters(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters that training can change."""
+    flags = can_move(model, optimizer)
+    return [p for p, moves in zip(model.parameters(), flags, strict=True) if moves and p.numel()]
+
+
 def moving(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Of `parameters(model)` those that training can change."""
-    chosen = [p for p, moves in zip(model.parameters(), can_move(model, optimizer), strict=True) if moves and p.numel()]
-    return [local(parameter.detach()) for parameter in chosen]
+    return [local(parameter.detach()) for parameter in moving_parameters(model, optimizer)]
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -136,6 +144,18 @@ def mean_(members: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor
         merged = torch._foreach_sub(first, total)
     for target in targets:
         copy_(target, merged)
+
+
+def slices(of: Sequence[Tensor], elements: int = PASSING) -> Iterator[slice]:
+    """Consecutive parts of a list, each of no more elements, or of one tensor: what is made of a part is small."""
+    first = total = 0
+    for number, tensor in enumerate(of):
+        if total and total + tensor.numel() > elements:
+            yield slice(first, number)
+            first, total = number, 0
+        total += tensor.numel()
+    if first < len(of):
+        yield slice(first, len(of))
 
 
 def wide(tensor: Tensor) -> Tensor:

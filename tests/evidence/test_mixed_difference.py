@@ -202,7 +202,8 @@ def by_gradients(engine: Engine) -> np.ndarray[Any, np.dtype[np.float64]]:
                 levels.write(window.stop - 1, 0, sign * levels.half[0])
                 with seeded([], f"{scene.seed}:{window.index}:{engine.knobs[0].name}:{j}"):
                     own.append(torch.autograd.grad(scene.objective.loss(model, batch), tensors.trained(model)))
-            dots = [((up - down) * v).sum().double() for up, down, v in zip(*own, found.step, strict=True)]
+            steps = map(found.step, range(len(found.sums)))
+            dots = [((up - down) * v).sum().double() for up, down, v in zip(*own, steps, strict=True)]
             slopes.append(-float(torch.stack(dots).sum()) / (2 * levels.half[0]))
     return np.array(slopes)
 
@@ -240,7 +241,7 @@ def test_batch_by_batch_it_is_the_gradients_own_contrast(
         held["losses"], held["expected"] = measured(self, heard, step, harvest)[0], by_gradients(engine)
         found = aim(self.scene, 0)
         assert found is not None
-        held["distance"] = float(step[0].norm() / found.step[0].norm())
+        held["distance"] = float(step[0].norm() / found.step(0).norm())
         return held["losses"][None]
 
     monkeypatch.setattr(MixedDifferenceCollector, "_losses", spied)

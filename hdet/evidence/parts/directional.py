@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -17,6 +17,10 @@ from hdet.evidence.parts.line_fit import along
 from hdet.evidence.parts.losses_at import losses_at
 from hdet.evidence.scene import Harvest, Scene
 from hdet.hparams.bound import BoundKnob
+from hdet.replicas import tensors
+
+Direction = Callable[[slice, Sequence[Tensor]], Sequence[Tensor | None]]
+"""D of a slice of the weights, by the centre's values there; `None` for weights that the knob does not move."""
 
 
 class Directional(Evidence):
@@ -42,23 +46,29 @@ class Directional(Evidence):
 
 
 class DirectionalCollector(Collector):
-    """Evaluates the probe along each knob's direction at a window's end."""
+    """Evaluates the probe along each knob's direction at a window's end.
+
+    Attributes:
+        keeps_weights: whether the centre is a copy of the first model's weights as they are.
+    """
+
+    keeps_weights = False
 
     def __init__(self, spec: Directional, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         super().__init__(scene, knobs)
         self.spec = spec
 
     def centre(self, harvest: Harvest) -> list[Tensor]:
-        """The weights about which the probe is read, in the order of `hdet.replicas.tensors.parameters`."""
+        """The weights about which the probe is read, in the order of `Scene.moving`."""
         raise NotImplementedError
 
-    def direction(self, k: int, centre: Sequence[Tensor], harvest: Harvest) -> list[Tensor | None]:
-        """D of the knob `self.knobs[k]`, one for each of `centre`; `None` for weights that the knob does not move."""
+    def direction(self, k: int, harvest: Harvest) -> Direction:
+        """D of the knob `self.knobs[k]`."""
         raise NotImplementedError
 
-    def norms(self, weights: list[Tensor], direction: list[Tensor]) -> tuple[float, float]:
-        """Of the weights that D moves, and of D."""
-        return float(torch.linalg.vector_norm(lengths(weights))), float(torch.linalg.vector_norm(lengths(direction)))
+    def norms(self, weights: Tensor, direction: Tensor) -> tuple[float, float]:
+        """Of the weights that D moves, and of D, from those of each tensor."""
+        return float(torch.linalg.vector_norm(weights)), float(torch.linalg.vector_norm(direction))
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         window = harvest.window
@@ -71,33 +81,42 @@ class DirectionalCollector(Collector):
         points: list[Any] = []
         offsets: list[list[float]] = []
         for k in heard:
-            direction = self.direction(k, centre, harvest)
+            direction = self.direction(k, harvest)
             width = self._width(centre, direction)
             offsets.append([width * point for point in self.spec.points])
-            points += [partial(_moved, centre, direction, x) for x in offsets[-1]]
+            points += [partial(self._moved, centre, direction, x) for x in offsets[-1]]
         with self.scene.at_base():
-            losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
+            losses = losses_at(self.scene, harvest, points, centre if self.keeps_weights else None)
         lines = losses.reshape(len(offsets), len(self.spec.points), -1)
         for k, x, line in zip(heard, offsets, lines, strict=True):
             if any(x):
                 found[self.knobs[k].name] = replace(along(x, line), level=float(line.mean()), span=max(map(abs, x)))
         return found
 
-    def _width(self, centre: Sequence[Tensor], direction: Sequence[Tensor | None]) -> float:
+    @torch.no_grad()
+    def _width(self, centre: Sequence[Tensor], direction: Direction) -> float:
         """The width, or as much of it as moves the weights by no more than `reach` of their norm; 0 without any D."""
-        moved = [(c, d) for c, d in zip(centre, direction, strict=True) if d is not None]
-        if not moved:
+        weights: list[Tensor] = []
+        moves: list[Tensor] = []
+        for part, own in self._parts(centre):
+            pairs = [(c, d) for c, d in zip(own, direction(part, own), strict=True) if d is not None]
+            weights += torch._foreach_norm([c for c, _ in pairs]) if pairs else ()
+            moves += torch._foreach_norm([d for _, d in pairs]) if pairs else ()
+        if not moves:
             return 0.0
-        weights, change = self.norms([c for c, _ in moved], [d for _, d in moved])
+        length, change = self.norms(torch.stack(weights).double(), torch.stack(moves).double())
         furthest = max(map(abs, self.spec.points)) * change
-        return min(self.spec.width, self.spec.reach * weights / furthest) if furthest > 0.0 else 0.0
+        return min(self.spec.width, self.spec.reach * length / furthest) if furthest > 0.0 else 0.0
 
+    @torch.no_grad()
+    def _moved(self, centre: Sequence[Tensor], direction: Direction, factor: float) -> Iterator[Tensor]:
+        """centre + factor D, part by part."""
+        for part, own in self._parts(centre):
+            found = direction(part, own) if factor else [None] * len(own)
+            yield from (c if d is None else c + d * factor for c, d in zip(own, found, strict=True))
 
-def lengths(tensors: list[Tensor]) -> Tensor:
-    """The norm of each tensor, in float64."""
-    return torch.stack(torch._foreach_norm(tensors)).double()
-
-
-@torch.no_grad()
-def _moved(centre: Sequence[Tensor], direction: Sequence[Tensor | None], factor: float) -> list[Tensor]:
-    return [c if d is None or factor == 0.0 else c + d * factor for c, d in zip(centre, direction, strict=True)]
+    def _parts(self, centre: Sequence[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
+        """The centre a part at a time, beside the weights."""
+        live = self.scene.moving.values()
+        for part in tensors.slices(live):
+            yield part, [c.to(own.device) for c, own in zip(centre[part], live[part], strict=True)]

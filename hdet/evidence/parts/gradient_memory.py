@@ -285,7 +285,8 @@ class Traces(Record):
         local = len(self.replicas.local)
         rows = torch.zeros(local, 2, self.groups * len(sure), dtype=self.weights.dtype, device=direction.device)
         # The sum over this process's replicas stands in its first row.
-        rows[0, 0] = -(self.traces[:, sure].to(direction.device) @ direction).flatten()
+        read = self.traces if len(sure) == self.knobs else self.traces[:, sure]  # a copy only where it has to be
+        rows[0, 0] = -(read.to(direction.device) @ direction).flatten()
         rows[:, 1] = self.weights[:, sure].to(direction.device).flatten() / self.replicas.size
         table = self.replicas.gather(rows.flatten(start_dim=1)).sum(axis=0).reshape(2, self.groups, len(sure))
         found = {}

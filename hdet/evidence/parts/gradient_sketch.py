@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -93,9 +93,12 @@ class GradientSketch:
             self._fold(target, run, gradients[run.first : run.stop], 1.0 if rates is None else rates[run.group])
         return target
 
-    def folded_trained(self, values: Sequence[Tensor]) -> Tensor:
-        """[sketch.size] The sketch of values that stand in the order of `tensors.trained`."""
-        return self.folded([values[place] for place in self._places])
+    def folded_trained(self, value: Callable[[int], Tensor]) -> Tensor:
+        """[sketch.size] The sketch of values, each given by its place among `tensors.trained` when it is needed."""
+        target = self.sketch.zeros()
+        for run in self._runs:
+            self._fold(target, run, [value(place) for place in self._places[run.first : run.stop]], 1.0)
+        return target
 
     def _fold(self, target: Tensor, run: _Run, gradients: Sequence[Tensor | None], rate: Rate) -> None:
         present = [gradient for gradient in gradients if gradient is not None]

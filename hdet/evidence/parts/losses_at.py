@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet.evidence.scene import Harvest
-from hdet.replicas import Replicas, tensors
-from hdet.signals import Probe
+from hdet.evidence.scene import Harvest, Scene
+from hdet.replicas import tensors
 from hdet.user_warning import warn
+
+Point = Callable[[], Iterable[Tensor]]
 
 
 def losses_at(
-    replicas: Replicas, probe: Probe, harvest: Harvest, points: Sequence[Callable[[], Sequence[Tensor]]]
+    scene: Scene, harvest: Harvest, points: Sequence[Point], kept: Sequence[Tensor] | None = None
 ) -> NDArray[np.float64]:
     """[P, J] probe losses at P points, the same on every process.
 
-    Each point is a function that gives the model's parameters there (in the order of
-    `hdet.replicas.tensors.parameters`). Every process computes every point's weights, because that may take a
-    collective, but evaluates only those that fall to its own replicas.
+    Each point is a function that gives the weights there (those of `Scene.moving`, in its order). Every process calls
+    every point, because that may take a collective, but evaluates only those that fall to its own replicas: a point
+    that gives its weights one by one is never in memory as a whole.
 
     Buffers are merged first, as they would be at the window's end: else BatchNorm's statistics, which follow each
     replica's own data, would differ between points that are compared.
+
+    Args:
+        kept: a copy of the first model's weights as they are, where there is one already.
     """
-    window = harvest.window.index
+    window, replicas, probe = harvest.window.index, scene.replicas, scene.probe
     replicas.mean_buffers(harvest.valid.tolist())
     batches = probe.draw(window)
     rows: dict[tuple[int, int], Tensor] = {}
+    saved: dict[int, Sequence[Tensor]] = {} if kept is None else {0: kept}
     # A process that no point falls to evaluates one all the same, to learn J; its result is not counted.
     idle = all(replica.index >= len(points) for replica in replicas.local)
     for number, point in enumerate(points):
@@ -38,7 +44,7 @@ def losses_at(
         for row, replica in enumerate(replicas.local):
             if replica.index != number % replicas.size and not (idle and row == number == 0):
                 continue
-            with tensors.substituted(tensors.parameters(replicas.hosts[replica.host][0]), weights):
+            with _at(scene, replica.host, weights, saved):
                 measured = probe.measure(replicas.hosts[replica.host][0], window, replica.optimizer, batches)
             rows[row, number] = torch.zeros_like(measured) if idle else measured
     missing = torch.zeros_like(next(iter(rows.values())))
@@ -52,6 +58,23 @@ def losses_at(
     losses: NDArray[np.float64] = replicas.gather(table).sum(axis=0).reshape(len(points), -1)
     _notice_unusable(losses)
     return losses
+
+
+@contextmanager
+def _at(scene: Scene, host: int, weights: Iterable[Tensor], saved: dict[int, Sequence[Tensor]]) -> Iterator[None]:
+    """Weights in place of a model's own inside the block; `saved` keeps copies of these from one point to the next."""
+    tensors.reshard(scene.replicas.hosts[host][0])
+    live = scene.moving.values(host)
+    if host not in saved:
+        saved[host] = tensors.clones(live)
+    try:
+        with torch.no_grad():
+            for own, value in zip(live, weights, strict=True):
+                own.copy_(value)
+        yield
+    finally:
+        tensors.reshard(scene.replicas.hosts[host][0])
+        tensors.copy_(live, saved[host])
 
 
 def _notice_unusable(losses: NDArray[np.float64]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import SGD
 
 from hdet.evidence.parts.preconditioner import preconditioner
 from hdet.evidence.scene import Scene
@@ -17,16 +18,28 @@ from hdet.signals.probe import checked, flat
 
 @dataclass(frozen=True)
 class Aim:
-    """The gradient g_p of the mean probe loss at the weights as they are, and v = P g_p.
+    """The gradient g_p of the mean probe loss at the weights as they are, and how the optimizer scales it, P.
 
     Attributes:
-        gradient, step: g_p and v for each of `tensors.trained`, in float32 at least; of sharded ones this rank's part.
+        sums: of the gradients over the probe's losses, for each of `tensors.trained`, in float32 at least; of sharded
+            ones this rank's part.
+        losses: how many there are.
+        scale: of one of them, by its place, P.
         loss: the mean probe loss, 0-dim.
     """
 
-    gradient: list[Tensor]
-    step: list[Tensor]
+    sums: list[Tensor]
+    losses: int
+    scale: Callable[[int], Tensor | float]
     loss: Tensor
+
+    def gradient(self, number: int) -> Tensor:
+        """g_p of one of `tensors.trained`."""
+        return self.sums[number] / float(self.losses)
+
+    def step(self, number: int) -> Tensor:
+        """v = P g_p of one of `tensors.trained`."""
+        return self.gradient(number) * self.scale(number)
 
 
 def aim(scene: Scene, window: int, rate: float | None = None) -> Aim | None:
@@ -36,15 +49,8 @@ def aim(scene: Scene, window: int, rate: float | None = None) -> Aim | None:
         rate: in place of each group's learning rate in P.
     """
     model, optimizer = scene.replicas.hosts[0]
-    scales: dict[int, Tensor | float] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            scale = preconditioner(optimizer, group, parameter, rate)
-            if scale is not None:
-                scales[id(parameter)] = scale
-            elif not optimizer.state:
-                return None
-            # Else it has never had a gradient, as the rest of the optimizer has: nothing moves it.
+    if not optimizer.state and not isinstance(optimizer, SGD):
+        return None
     losses: list[Tensor] = []
 
     def each() -> Iterator[Tensor]:
@@ -54,9 +60,17 @@ def aim(scene: Scene, window: int, rate: float | None = None) -> Aim | None:
             yield loss.sum()
 
     with scene.at_base(), evaluating(model, optimizer), torch.enable_grad():
-        gradient = gradients.summed(model, each())
+        sums = gradients.summed(model, each())
     known = torch.cat(checked(losses))
-    gradient = list(torch._foreach_div(gradient, float(known.numel())))
     own = tensors.trained(model)
-    step = [part * scales.get(id(parameter), 0.0) for parameter, part in zip(own, gradient, strict=True)]
-    return Aim(gradient, step, known.double().mean())
+    group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+
+    def scale(number: int) -> Tensor | float:
+        parameter = own[number]
+        if id(parameter) not in group_of:
+            return 0.0
+        found = preconditioner(optimizer, group_of[id(parameter)], parameter, rate)
+        # Without a state it has never had a gradient, as the rest of the optimizer has: nothing moves it.
+        return 0.0 if found is None else found
+
+    return Aim(sums, known.numel(), scale, known.double().mean())

@@ -47,11 +47,10 @@ class Sketch:
 
     def __init__(self, length: int, size: int, device: torch.device) -> None:
         self.length = length
-        size = max(size, math.isqrt(length))  # there are as many offsets as elements in a chunk
-        self.size = min(length, size)
+        self.size, signs = sizes(length, size)
         self.device = device
-        self._period = 1 << max(6, (self.size - 1).bit_length())
-        self._signs = _signs(self._period, self._period + self.size).to(device) if length > size else None
+        self._period = signs - self.size
+        self._signs = _signs(self._period, signs).to(device) if signs else None
 
     def zeros(self) -> Tensor:
         """[size] The sketch of nothing, in float32."""
@@ -70,6 +69,12 @@ class Sketch:
             piece = values[done : done + count].to(target.device, torch.float32)
             target[place : place + count].addcmul_(piece, self._signs[turned : turned + count], value=scale)
             done += count
+
+
+def sizes(length: int, size: int) -> tuple[int, int]:
+    """How many numbers a sketch of a vector keeps, and how many signs it reads."""
+    size = max(size, math.isqrt(length))  # there are as many offsets as elements in a chunk
+    return (length, 0) if length <= size else (size, size + (1 << max(6, (size - 1).bit_length())))
 
 
 def _signs(period: int, length: int) -> Tensor:

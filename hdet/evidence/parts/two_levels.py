@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from hdet.controllers import Estimate
 from hdet.evidence.parts.line_fit import along
-from hdet.evidence.parts.losses_at import losses_at
+from hdet.evidence.parts.losses_at import Point, losses_at
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound import BoundKnob
-from hdet.replicas import tensors
 
 MARGIN = 0.02
 
@@ -88,21 +87,21 @@ class Levels:
 
     def _direct(self, numbers: Sequence[int], harvest: Harvest) -> dict[int, Estimate]:
         """What some knobs do to the probe itself, between their two levels at the weights as they are."""
-        points: list[Callable[[], list[Tensor]]] = []
+        points: list[Point] = []
         for k in numbers:
             ends = (self.centre[k] - self.half[k], self.centre[k] + self.half[k])
             points += [partial(self._displaced, k, float(end), harvest.window.stop - 1) for end in ends]
         if not points:
             return {}
         with self.scene.at_base():
-            losses = losses_at(self.scene.replicas, self.scene.probe, harvest, points)
+            losses = losses_at(self.scene, harvest, points)
         pairs = losses.reshape(len(numbers), 2, -1)
         return {k: along((-self.half[k], self.half[k]), pair) for k, pair in zip(numbers, pairs, strict=True)}
 
     def _displaced(self, number: int, offset: float, step: int) -> list[Tensor]:
-        """The parameters as they are; as a side effect one knob is off its base and the others at theirs."""
+        """The weights as they are; as a side effect one knob is off its base and the others at theirs."""
         self.write(step, number, offset)
-        return tensors.clones(tensors.parameters(self.scene.replicas.hosts[0][0]))
+        return self.scene.moving.values()
 
     def write(self, step: int, number: int, offset: float) -> None:
         """Put one knob off its base at a step, and the others at theirs, in all models of this process."""

@@ -286,10 +286,7 @@ class Ranks(Replicas):
     def _anchored(self) -> list[Tensor]:
         """The anchor's values of the parameters that are merged."""
         assert self._anchor is not None
-        model, optimizer = self.hosts[0]
-        moves = tensors.can_move(model, optimizer)
-        chosen = [yes for yes, parameter in zip(moves, model.parameters(), strict=True) if parameter.numel()]
-        return list(compress(self._anchor.parameters(), chosen))
+        return self._anchor.values(tensors.moving_parameters(*self.hosts[0]))
 
     @property
     def needs_passes(self) -> str | None:

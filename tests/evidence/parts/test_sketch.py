@@ -137,7 +137,7 @@ def test_values_in_the_models_order_are_put_in_the_groups() -> None:
     folding = GradientSketch([(model, optimizer)], 1024)
     trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
     values = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-    assert torch.equal(folding.folded_trained(values), folding.folded(folding.gradients(0)))
+    assert torch.equal(folding.folded_trained(values.__getitem__), folding.folded(folding.gradients(0)))
 
 
 def test_half_precision_is_added_up_in_full() -> None:

@@ -1,0 +1,89 @@
+"""What a search is foretold to hold, and what it holds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+from hdet.errors import ConfigError
+from hdet.recipes.footprint import footprint
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import footprint as benchmark
+
+ACTIVATIONS = 32 * 256 * 4
+"""Bytes of the probe's own forward pass, which any evaluation takes."""
+
+
+@pytest.mark.parametrize("row", benchmark.ROWS)
+def test_it_is_what_a_real_run_holds(row: str) -> None:
+    """Within 10 %, on the device and on the host; and nothing of parameters that are frozen."""
+    frozen, options = benchmark.ROWS[row]
+    counted, told = benchmark.searched(256, frozen, options), benchmark.foretold(256, frozen, options)
+    assert counted.held - counted.guard == pytest.approx(told.bytes("device"), rel=0.1, abs=4096)
+    assert counted.guard == pytest.approx(told.bytes("host"), rel=0.1, abs=4096)
+    assert counted.momentary <= 1.1 * told.momentary + ACTIVATIONS
+
+
+def test_70_billion_parameters_take_no_memory() -> None:
+    told = benchmark.large(80, 8192)
+    sketches = 64 * 2**20
+    assert told.parameters > 2 * 60e9
+    assert told.bytes("device") < 3.0 * told.parameters + sketches  # of which the average is in float32
+    assert told.momentary < 4.1 * told.parameters
+    assert "the best point" in str(told)
+
+
+def pair(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    with torch.device("meta"):
+        model = nn.Linear(64, 64, bias=False)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+
+
+@pytest.mark.parametrize(("options", "moments"), [({}, 2), ({"amsgrad": True}, 3), ({"fused": True}, 2)])
+def test_the_optimizers_state_is_known_before_its_first_step(options: Any, moments: int) -> None:
+    model, optimizer = pair(**options)
+    told = footprint(model, optimizer, [hdet.LearningRate()])
+    assert told.bytes("host") == pytest.approx((1 + moments) * told.parameters, abs=64)
+    assert not optimizer.state
+
+
+def test_averages_and_anchor_on_the_host_leave_the_device_nothing() -> None:
+    told = footprint(*pair(), [hdet.LearningRate(), hdet.WeightDecay()], anchor="host", averages="host")
+    assert told.bytes("device") == 0
+    # The weights of the opening, their average, the best point.
+    assert told.bytes("host") == pytest.approx(5 * told.parameters, abs=64)
+    assert told.bytes("host", early=True) == pytest.approx(6 * told.parameters, abs=64)
+
+
+def test_without_a_guard_the_anchor_holds_the_optimizers_state() -> None:
+    told = footprint(*pair(), [hdet.LearningRate()], guard=None)
+    assert told.bytes("device") == pytest.approx(4 * told.parameters, abs=64)
+    assert told.bytes("host") == 0
+
+
+def test_traffic_takes_the_time_that_bandwidths_say() -> None:
+    told = footprint(*pair(), [hdet.LearningRate()])
+    p = told.parameters
+    assert told.seconds({"memory": p, "host link": p}, "step") == pytest.approx(3.0)
+    assert told.seconds({"memory": p, "host link": p}, "window") == pytest.approx(5.0, rel=1e-2)
+    with pytest.raises(ConfigError, match="travels over the host link, whose bandwidth was not given"):
+        told.seconds({"memory": p}, "window")
+
+
+def test_what_comes_apart_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compares replicas that come apart"):
+        footprint(*pair(), [hdet.LearningRate(evidence=hdet.Divergent())])
+
+
+def test_an_optimizer_that_cannot_be_tried_is_named() -> None:
+    model, _ = pair()
+    with pytest.raises(ConfigError, match="what LBFGS holds cannot be known before its first step"):
+        footprint(model, torch.optim.LBFGS(model.parameters()), [hdet.LearningRate()])
