@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attach_parts import STEPS, adamw, batch, network, probe
+from torch import nn
 from torch.nn import functional as F
 
 import hdet
@@ -66,3 +67,39 @@ def test_passes_that_teach_nothing_are_told_once() -> None:
     with pytest.warns(UserWarning, match="taught nothing about dropout") as told:
         train()
     assert len([one for one in told if "taught nothing" in str(one.message)]) == 1
+
+
+def test_of_two_adversaries_the_one_that_is_looked_through_is_told() -> None:
+    """Its gradients of the other's turn are dropped. The other's loop is an ordinary one."""
+    torch.manual_seed(0)
+    maker, judge = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 4)), network()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (maker, judge)]
+    batches = [batch(-1, part)[0] for part in range(8)]
+    probes = [
+        hdet.Probe(lambda model, inputs: judge(model(inputs)).square().mean(1), batches),
+        hdet.Probe(lambda model, inputs: model(inputs).square().mean(1), batches),
+    ]
+    options: dict[str, Any] = {"total_steps": 20, "window": 10, "micro_batches": 1, "quiet": True}
+    searches = [
+        hdet.attach(model, optimizer, probe=held_out, **options)
+        for model, optimizer, held_out in zip((maker, judge), optimizers, probes, strict=True)
+    ]
+
+    def train() -> None:
+        for step in range(20):
+            real, made = batch(step)[0], maker(batch(step, 1)[0])
+            optimizers[1].zero_grad()
+            searches[1].loss(judge(real).square().mean() + judge(made.detach()).exp().mean()).backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            searches[0].loss(judge(made).square().mean()).backward()
+            optimizers[0].step()
+
+    with pytest.warns(UserWarning, match="adversary") as told:
+        train()
+    assert [one.filename for one in told if "an adversary's turn" in str(one.message)] == [__file__]
+    maker_window, judge_window = (search.history.windows[0] for search in searches)
+    assert judge_window.estimates["dropout"]["stderr"] == float("inf")
+    assert all(search.finished for search in searches)
+    for record in (maker_window, judge_window):
+        assert 0.0 < record.estimates["learning_rate"]["stderr"] < float("inf")
