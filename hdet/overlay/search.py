@@ -16,6 +16,7 @@ from hdet.history import History, WindowRecord
 from hdet.hparams.learned import Learned
 from hdet.overlay.hooks import Hooks, Output
 from hdet.overlay.lent_bindings import kept, put_back
+from hdet.overlay.model_weights import with_frozen, without_frozen, written_since
 from hdet.overlay.rank_states import AllRanks
 from hdet.overlay.rates import Rates
 from hdet.overlay.riding import Build, Riding
@@ -111,12 +112,18 @@ class Search(AbstractContextManager["Search"]):
     # -- what is saved ----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resume needs, as plain numbers and tensors. Take it between two optimizer steps."""
+        """Everything a resume needs, as plain numbers and tensors. Take it between two optimizer steps.
+
+        Of the weights that the window opened at, and of others to go back to, it holds what is trained: frozen
+        parameters are in the model's own state.
+        """
         riding = self._riding
+        engine, model = riding.engine.state_dict(), riding.engine.hosts[0][0]
         return {
             "format": FORMAT,
             "micro_batches": None if riding.counting else len(riding.engine.replicas),
-            "engine": riding.engine.state_dict(),
+            "engine": without_frozen(engine, model, self.optimizer),
+            "written": written_since(engine, model),
             "peaks": {knob.name: knob.peak for knob in riding.engine.knobs},
             "rates": riding.rates.state_dict(),
             "losses": riding.losses.state_dict(),
@@ -144,13 +151,15 @@ class Search(AbstractContextManager["Search"]):
         if seats is not None and seats != len(riding.engine.replicas):
             riding.take_seats(seats)
         counting, riding.counting = riding.counting, seats is None
+        model = riding.engine.hosts[0][0]
         before, peaks = riding.rates.state_dict(), [knob.peak for knob in riding.engine.knobs]
         try:
             riding.rates.load_state_dict(state["rates"])
             for knob in riding.engine.knobs:
                 knob.peak = state["peaks"].get(knob.name, knob.peak)
             with _groups_kept(self.optimizer):
-                riding.engine.load_state_dict(state["engine"])
+                riding.engine.load_state_dict(with_frozen(state["engine"], model))
+            model.load_state_dict(state["written"], strict=False)
             riding.losses.load_state_dict(state["losses"])
         except Exception:
             riding.rates.load_state_dict(before)

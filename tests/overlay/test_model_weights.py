@@ -1,0 +1,116 @@
+"""A search's state is small where little is trained, and still the same run."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from attach_parts import STEPS, batch, loss_of, probe
+from torch import Tensor, nn
+
+import hdet
+from hdet.errors import CheckpointError
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained one of low rank beside it, and a teacher of the trained one that follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.frozen = nn.Linear(4, 3000).requires_grad_(False)
+            self.head = nn.Linear(3000, 3).requires_grad_(False)
+            self.adapter = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.2), nn.Linear(2, 3))
+            self.teacher = nn.Linear(2, 3).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.frozen(inputs)) + self.adapter(inputs)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for own, trained in zip(self.teacher.parameters(), self.adapter[2].parameters(), strict=True):
+            own.lerp_(trained, 0.1)
+
+
+class Run:
+    def __init__(self) -> None:
+        self.model = Adapted()
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=3e-3)
+        self.search = hdet.attach(
+            self.model, self.optimizer, probe=probe(), total_steps=STEPS, window=5, micro_batches=1, quiet=True
+        )
+
+    def train(self, start: int, stop: int, *, late: bool = False) -> None:
+        """The teacher follows before the optimizer's step, or `late`, after it."""
+        for step in range(start, stop):
+            torch.manual_seed(step)
+            self.search.loss(loss_of(self.model, batch(step))).backward()
+            if not late:
+                self.model.follow()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if late:
+                self.model.follow()
+
+    def states(self) -> dict[str, Any]:
+        parts = {"search": self.search, "model": self.model, "optimizer": self.optimizer}
+        return copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+
+    def load(self, states: dict[str, Any], order: tuple[str, ...]) -> None:
+        parts = {"search": self.search, "model": self.model, "optimizer": self.optimizer}
+        for name in order:
+            parts[name].load_state_dict(copy.deepcopy(states[name]))
+
+
+def numbers(state: Any) -> int:
+    """In all tensors of a state."""
+    if isinstance(state, Tensor):
+        return state.numel()
+    entries = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return sum(numbers(entry) for entry in entries)
+
+
+@pytest.mark.parametrize("order", [("search", "model", "optimizer"), ("model", "optimizer", "search")])
+@pytest.mark.parametrize("at", [10, 13])
+@pytest.mark.parametrize("late", [False, True])
+def test_without_frozen_weights_it_is_the_same_run(
+    at: int, late: bool, order: tuple[str, ...], assert_same: Any
+) -> None:
+    straight = Run()
+    straight.train(0, at, late=late)
+    states = straight.states()
+    straight.train(at, STEPS, late=late)
+    resumed = Run()
+    resumed.train(0, 2, late=late)
+    resumed.load(states, order)
+    resumed.train(at, STEPS, late=late)
+    assert_same(straight.model.state_dict(), resumed.model.state_dict())
+    assert straight.search.shifts == resumed.search.shifts
+
+
+@pytest.mark.parametrize("at", [10, 13])
+def test_a_state_holds_no_frozen_weights(at: int) -> None:
+    run = Run()
+    run.train(0, at)
+    state = run.search.state_dict()["engine"]
+    points = [
+        state["converged"],
+        state["watch"]["held"],
+        *(state["open"]["replicas"].values() if state["open"] else ()),
+    ]
+    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    for point in points:
+        assert numbers(point) < 5 * trained < numbers(run.model.state_dict()) / 100
+        assert ("teacher.weight" in point["model"]) == (at == 13)  # it has changed since the window opened
+
+
+def test_a_state_of_another_model_is_still_refused() -> None:
+    run, other = Run(), Run()
+    state = run.search.state_dict()
+    del state["engine"]["converged"]["model"]["adapter.0.weight"]
+    with pytest.raises(CheckpointError, match=r"adapter\.0\.weight"):
+        other.search.load_state_dict(state)
