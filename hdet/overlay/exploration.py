@@ -1,14 +1,14 @@
-"""The engine at work underneath a torch learning rate scheduler, which goes on writing the base rates."""
+"""The engine at work underneath a torch learning rate scheduler, which goes on writing the rates."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed
-from pydantic import PrivateAttr
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,57 +16,25 @@ from hdet.controllers import Paper
 from hdet.engine.engine import Engine
 from hdet.engine.tally import Losses
 from hdet.errors import CheckpointError, ConfigError
-from hdet.history import WindowRecord
-from hdet.hparams import LearningRate, Schedule
+from hdet.hparams import LearningRate
+from hdet.overlay.hooks import Hook
+from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.sharing import Sharing, extremes
+from hdet.overlay.told_schedule import Course, Told
 from hdet.replicas import Replicas, replicate
 
 KEY = "hdet"
 """Under which key of a scheduler's state the exploration's lies."""
 
-
-class Course(Schedule):
-    """A schedule decided by somebody else as training goes: it knows the steps it was told, and no others."""
-
-    kind = "course"
-    _values: dict[int, float] = PrivateAttr(default_factory=dict)
-
-    @property
-    def total_steps(self) -> None:
-        """None: its end is not known."""
-        return None
-
-    def __call__(self, t: int) -> float:
-        """The value at step t; past the last step told, the last value."""
-        if t in self._values:
-            return self._values[t]
-        last = max(self._values, default=-1)
-        if t > last >= 0:
-            return self._values[last]
-        raise ConfigError(f"the scheduler's value at step {t} is not remembered (only {sorted(self._values)})")
-
-    def tell(self, t: int, value: float) -> None:
-        """The value at step t is this."""
-        self._values[t] = value
-
-    def forget_before(self, t: int) -> None:
-        """Keep steps from t on."""
-        self._values = {step: value for step, value in self._values.items() if step >= t}
-
-    def to_plain(self) -> dict[str, list[Any]]:
-        """Steps and their values."""
-        return {"steps": list(self._values), "values": list(self._values.values())}
-
-    def restore(self, plain: dict[str, list[Any]]) -> None:
-        """What `to_plain` gave."""
-        self._values = dict(zip(plain["steps"], plain["values"], strict=True))
+_explorations: WeakKeyDictionary[Optimizer, ref[Exploration]] = WeakKeyDictionary()
 
 
 class Exploration:
     """Lets an engine vary the rates that a scheduler writes, one knob for each parameter group.
 
-    Before the scheduler steps it gets its own values back, so that rules which read the rate they wrote last
-    (most of torch's do) never see a replica's. What it writes then is the base of the coming step.
+    What the scheduler writes is the base. A replica's own rates are in force while its optimizer steps; the rest of
+    the time the scheduler's are there, so that rules which read the rate they wrote last (most of torch's do) never see
+    a replica's.
 
     Args:
         optimizer: the scheduler's.
@@ -91,17 +59,16 @@ class Exploration:
         self.optimizer = optimizer
         self.replicas = replicas
         self._scheduler_state = scheduler_state
-        self._own = self._read()
-        self.courses = [Course() for _ in knobs]
-        for course, group in zip(self.courses, optimizer.param_groups, strict=True):
-            # A warm-up may start at 0, from which nothing can be read; the engine is shown the peak first.
-            course.tell(0, peak(group))
+        # A warm-up may start at 0, from which nothing can be read; the engine is shown the peaks first.
+        self._course = Course([peak(group) for group in optimizer.param_groups])
+        self._lending = Lending()
         self.engine = Engine(
             replicas,
             [
-                knob.replace(schedule=course, groups=index)
-                for index, (knob, course) in enumerate(zip(knobs, self.courses, strict=True))
+                knob.replace(schedule=Told(self._course, index, None, relative=False), groups=index)
+                for index, knob in enumerate(knobs)
             ],
+            bind=self._lending.bind,
             **options,
         )
         self._follow(0)
@@ -109,8 +76,9 @@ class Exploration:
         self._opening = self._point()
         alike = replicas.diverge and replicas.size > 1 and self.engine.plan.gradients == "shared"
         self._sharing = Sharing(replicas) if alike else None
+        self._put_on()
 
-    def advance(self, step_scheduler: Callable[[], None], losses: Losses | None) -> WindowRecord | None:
+    def advance(self, step_scheduler: Callable[[], None], losses: Losses | None) -> None:
         """After the optimizer's step: step the scheduler, take its rates as bases, let the engine go on.
 
         Raises:
@@ -120,25 +88,26 @@ class Exploration:
             self._sharing.check(self.engine.step_count)
         if not self.replicas.shares_on_call:
             self.engine.gradients_are_shared()
-        self._write(self._own)
         step_scheduler()
-        self._own = self._read()
         self._follow(self.engine.step_count + 1)
-        record = self.engine.step(losses)
-        if record is not None:
-            for course in self.courses:
-                course.forget_before(self.engine.step_count - 1)
+        with self._lending.all_in_force():
+            closed = self.engine.step(losses) is not None
+        if closed:
+            self._course.forget_before(self.engine.step_count - 1)
             self._opening = self._point()
-        return record
+
+    def finish(self) -> None:
+        """End the run: merges the window under way."""
+        with self._lending.all_in_force():
+            self.engine.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resume needs besides the scheduler's own state: plain numbers and tensors."""
         return {
             "engine": self.engine.state_dict(),
             "step": self.engine.step_count,
-            "own": [float(rate) for rate in self._own],
-            "courses": [course.to_plain() for course in self.courses],
-            "peaks": [knob.peak for knob in self.engine.knobs],
+            "rates": rates(self.optimizer),
+            "course": self._course.state_dict(),
             "opening": copy.deepcopy(self._opening),
         }
 
@@ -153,31 +122,43 @@ class Exploration:
             CheckpointError: the state is another exploration's, or of another moment than other processes'.
                 Nothing has changed then.
         """
+        if "course" not in state:
+            raise CheckpointError(
+                "the state is of another version of hdet, which held the scheduler's rates in another way; go on with "
+                "that version, or load the scheduler's own state alone (without 'hdet'), which starts exploration anew"
+            )
         together = self._agreed(state)
-        before = [course.to_plain() for course in self.courses], [knob.peak for knob in self.engine.knobs]
+        before, held = self._course.state_dict(), rates(self.optimizer)
+        written = held
         try:
-            self._restore(state["courses"], state["peaks"])
+            self._course.load_state_dict(state["course"])
             self.engine.load_state_dict(state["engine"] if together else {**state["engine"], "open": None})
+            self._opening = copy.deepcopy(state["opening"])
+            back = self.engine.step_count != state["step"]
+            written = (self._opening if back else state)["rates"]
         except Exception:
-            self._restore(*before)
+            self._course.load_state_dict(before)
             raise
-        self._opening = copy.deepcopy(state["opening"])
-        back = self.engine.step_count != state["step"]
-        self._own = list(self._opening["own"] if back else state["own"])
+        finally:
+            for _, optimizer in self.replicas.hosts:
+                write_rates(optimizer, written)
         return copy.deepcopy(self._opening["scheduler"]) if back else None
 
-    def alike(self, own: Sequence[float | Tensor]) -> None:
-        """Give all replicas of this process the first one's model and optimizer, and the scheduler's own rates."""
-        self._write(own)
+    def alike(self, written: Sequence[float | Tensor]) -> None:
+        """Give all replicas of this process the first one's model and optimizer, and the rates the scheduler wrote."""
+        write_rates(self.optimizer, written)
         (model, optimizer), *others = self.replicas.hosts
         for other_model, other_optimizer in others:
             other_model.load_state_dict(model.state_dict())
             other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     def close(self) -> None:
-        """Another takes this one's place."""
+        """Another takes this one's place: nothing of it stays in force."""
         if self._sharing is not None:
             self._sharing.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._lending.take_out_update()
 
     def __getstate__(self) -> dict[str, Any]:
         if len(self.replicas.local) < self.replicas.size:
@@ -185,7 +166,33 @@ class Exploration:
                 "a scheduler that explores over the ranks of a process group cannot be pickled or copied; save its "
                 "state_dict()"
             )
-        return self.__dict__
+        return {key: value for key, value in self.__dict__.items() if key != "_hooks"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._put_on()  # a copy of an optimizer has no hooks
+
+    def _put_on(self) -> None:
+        """From now on the rates of a replica are in force in its optimizer's steps."""
+        earlier = _explorations.get(self.optimizer)
+        if earlier is not None and (other := earlier()) is not None:
+            other.close()  # a notebook's cell may run twice
+        _explorations[self.optimizer] = ref(self)
+        self._hooks = []
+        for _, optimizer in self.replicas.hosts:
+            self._hooks.append(optimizer.register_step_pre_hook(Hook(self._before_step)))
+            self._hooks.append(optimizer.register_step_post_hook(Hook(self._after_step)))
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._after_step(optimizer)  # if the step before raised
+        for lent in self._lending.groups:
+            if lent.optimizer is optimizer:
+                lent.put_in()
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        for lent in self._lending.groups:
+            if lent.optimizer is optimizer:
+                lent.take_out()
 
     def _agreed(self, state: dict[str, Any]) -> bool:
         """Whether all processes load one moment's state; if not, only the converged point they share will do.
@@ -208,41 +215,28 @@ class Exploration:
             )
         return bool((table[:, 0] == table[0, 0]).all())
 
-    def _restore(self, courses: list[dict[str, list[Any]]], peaks: list[float]) -> None:
-        for course, plain in zip(self.courses, courses, strict=True):
-            course.restore(plain)
-        for knob, peak in zip(self.engine.knobs, peaks, strict=True):
-            knob.peak = peak
-
     def _point(self) -> dict[str, Any]:
-        return {
-            "own": [float(rate) for rate in self._own],
-            "scheduler": copy.deepcopy(self._scheduler_state()),
-        }
+        return {"rates": rates(self.optimizer), "scheduler": copy.deepcopy(self._scheduler_state())}
 
     def _follow(self, step: int) -> None:
-        """Tell the knobs the scheduler's rates at a step, and the other replicas what else it wrote."""
-        for knob, course, rate in zip(self.engine.knobs, self.courses, self._own, strict=True):
+        """Tell the knobs the scheduler's rates at a step, and the other replicas all that it wrote."""
+        written = rates(self.optimizer)
+        before = self._course.at(step - 1) if step else written
+        held = []
+        for knob, own, last in zip(self.engine.knobs, written, before, strict=True):
             # The paper's controller takes the base over: what it moves is the rate at which it began.
-            taken_over = isinstance(knob.spec.controller, Paper) and knob.state.started
-            course.tell(step, course(step - 1) if taken_over else float(rate))
-            knob.peak = max(knob.peak, float(rate))
+            held.append(last if isinstance(knob.spec.controller, Paper) and knob.state.started else own)
+            knob.peak = max(knob.peak, own)
+        self._course.tell(step, held)
         for _, other in self.engine.hosts[1:]:
             for group, source in zip(other.param_groups, self.optimizer.param_groups, strict=True):
                 group.update({key: value for key, value in source.items() if key not in ("params", "lr")})
-
-    def _read(self) -> list[float | Tensor]:
-        return rates(self.optimizer)
-
-    def _write(self, values: Sequence[float | Tensor]) -> None:
-        write_rates(self.optimizer, values)
-        for knob in self.engine.knobs:
-            knob.forget()
+            write_rates(other, written)
 
 
-def rates(optimizer: Optimizer) -> list[float | Tensor]:
-    """The learning rate of each parameter group; tensors are copied."""
-    return [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in optimizer.param_groups]
+def rates(optimizer: Optimizer) -> list[float]:
+    """The learning rate of each parameter group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def write_rates(optimizer: Optimizer, values: Sequence[float | Tensor]) -> None:
@@ -252,7 +246,7 @@ def write_rates(optimizer: Optimizer, values: Sequence[float | Tensor]) -> None:
             with torch.no_grad():
                 group["lr"].fill_(rate)
         else:
-            group["lr"] = rate
+            group["lr"] = float(rate)
 
 
 def peak(group: dict[str, Any]) -> float:

@@ -6,7 +6,7 @@ import copy
 import os
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from hdet.controllers import HeavyBall
@@ -15,7 +15,7 @@ from hdet.errors import ConfigError
 from hdet.evidence import Evidence
 from hdet.history import History
 from hdet.hparams import LearningRate, Relative, Symmetric
-from hdet.overlay.exploration import KEY, Exploration, how_many, peak, rates, surroundings
+from hdet.overlay.exploration import KEY, Exploration, how_many, peak, surroundings
 from hdet.overlay.exploring import Exploring
 from hdet.recipes import paper
 from hdet.replicas import Replicas
@@ -23,7 +23,6 @@ from hdet.replicas.merge import Merge
 from hdet.signals import Signal
 from hdet.windows import Windows
 
-Rate = float | Tensor
 HistoryPath = str | os.PathLike[str] | History | None
 
 
@@ -67,9 +66,9 @@ class Explored(Exploring):
         self._advance(lambda: self.scheduler.step(*arguments, **keywords), loss, may_warn=not self._stepped)
         self._stepped = True
 
-    def get_last_lr(self) -> list[Rate]:
-        """The rates in force in this process."""
-        return rates(self.optimizer)
+    def get_last_lr(self) -> list[Any]:
+        """The scheduler's own rates, which the optimizer holds between steps; `bases` says what was learned."""
+        return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's state, and under `"hdet"` everything a resume needs, the model included.
@@ -98,9 +97,6 @@ class Explored(Exploring):
 
     def _load_own(self, state: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state)
-
-    def _own_rates(self) -> list[Rate]:
-        return self.scheduler.get_last_lr()
 
     def _begin(self, began: int) -> Exploration:
         declared = self._declared
@@ -147,8 +143,9 @@ def explore(
         loss.backward(); optimizer.step(); scheduler.step(loss)
 
     Unlike `OneCycleHDET`, whose controller takes the base over, the scheduler stays in charge here and what
-    is learned is a factor on top of it. With one process it only steps the scheduler. Where gradients are not
-    shared by DistributedDataParallel, call `scheduler.engine.share_gradients()` after the last backward of a step.
+    is learned is a factor on top of it, in force while an optimizer steps. With one process it only steps the
+    scheduler. Where gradients are not shared by DistributedDataParallel, call `scheduler.engine.share_gradients()`
+    after the last backward of a step.
 
     Args:
         scheduler: any of torch's, chains and ReduceLROnPlateau included; already made for its optimizer.
@@ -168,8 +165,12 @@ def explore(
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
     >>> scheduler = hdet.explore(cosine, window=10, replicas=hdet.replicate(model, optimizer, n=3))
-    >>> [round(other.param_groups[0]["lr"], 4) for other in scheduler.engine.optimizers]
-    [0.1, 0.1111, 0.0889]
+    >>> seen = []
+    >>> for other in scheduler.engine.optimizers:
+    ...     _ = other.register_step_pre_hook(lambda stepped, *_: seen.append(round(stepped.param_groups[0]["lr"], 4)))
+    ...     other.step()
+    >>> seen, optimizer.param_groups[0]["lr"]
+    ([0.1, 0.1111, 0.0889], 0.1)
     """
     if not isinstance(scheduler, LRScheduler):
         raise ConfigError(f"explore takes a torch LR scheduler, got {type(scheduler).__name__}")

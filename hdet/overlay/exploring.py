@@ -7,13 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from hdet.engine.engine import Engine
 from hdet.engine.tally import Losses
 from hdet.errors import StepError
-from hdet.overlay.exploration import KEY, Exploration, rates, write_rates
+from hdet.overlay.exploration import KEY, Exploration
 from hdet.user_warning import relayed, warn
 
 
@@ -36,10 +35,6 @@ class Exploring(LRScheduler):
     def _load_own(self, state: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def _own_rates(self) -> list[float | Tensor]:
-        """The rates that the scheduler itself wrote last."""
-        raise NotImplementedError
-
     @property
     def engine(self) -> Engine:
         """The engine at work.
@@ -60,12 +55,12 @@ class Exploring(LRScheduler):
         return self.engine.bases
 
     def finish(self) -> None:
-        """End the run: merges the window under way; every replica then holds the result at the bases.
+        """End the run: merges the window under way; every replica then holds the result.
 
         At the run's last step, where `total_steps` is known, it has happened.
         """
         if self._exploration is not None:
-            self._exploration.engine.finish()
+            self._exploration.finish()
 
     def _start(self, began: int) -> None:
         self._exploration = self._begin(began)
@@ -84,7 +79,7 @@ class Exploring(LRScheduler):
 
     def _resume(self, own: dict[str, Any], explored: dict[str, Any] | None) -> None:
         """Load the scheduler's own state and what was explored. Where that is refused nothing has changed."""
-        before, rates_before = copy.deepcopy(self._own_state()), rates(self.optimizer)
+        before = copy.deepcopy(self._own_state())
         exploration, began = self._exploration, self._began
         anew = exploration is not None if explored is None else exploration is None or began != explored["began"]
         kept = exploration.state_dict() if exploration is not None and anew else None
@@ -103,8 +98,9 @@ class Exploring(LRScheduler):
                 self._exploration.load_state_dict(kept)
                 self._exploration.engine.cycle.history = exploration.engine.history
             elif exploration is None:
+                if self._exploration is not None:
+                    self._exploration.close()
                 self._exploration = None
-                write_rates(self.optimizer, rates_before)
             raise
         if back is not None:
             written = self.last_epoch
@@ -123,7 +119,7 @@ class Exploring(LRScheduler):
         if explored is not None:
             self._start(explored["began"])
         elif self._exploration is not None and self._exploration.replicas.size > 1:
-            self._exploration.alike(self._own_rates())
+            self._exploration.alike(self.get_last_lr())
             self._start(self.last_epoch)
         else:
             self._exploration = None

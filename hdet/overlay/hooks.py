@@ -30,7 +30,7 @@ class Rider(Protocol):
     def after_step(self) -> None: ...
 
 
-class _Hook:
+class Hook:
     """One hook. A copy of the model or of the optimizer, as for weights averaged over time, has an idle one."""
 
     def __init__(self, act: Callable[..., Any]) -> None:
@@ -68,10 +68,10 @@ class Hooks:
         self._within = False
         self._handled: BaseException | None = None  # the exception that the loop was handling as the forward began
         self._handles = [
-            root.register_forward_pre_hook(_Hook(self._before_forward)),
-            root.register_forward_hook(_Hook(self._after_forward), always_call=True),
-            optimizer.register_step_pre_hook(_Hook(self._before_step)),
-            optimizer.register_step_post_hook(_Hook(self._after_step)),
+            root.register_forward_pre_hook(Hook(self._before_forward)),
+            root.register_forward_hook(Hook(self._after_forward), always_call=True),
+            optimizer.register_step_pre_hook(Hook(self._before_step)),
+            optimizer.register_step_post_hook(Hook(self._after_step)),
         ]
 
     def within(self, run: Callable[[], Output]) -> Output:

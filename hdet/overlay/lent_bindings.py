@@ -33,14 +33,14 @@ class LentGroups(GroupBinding):
     """Entries of parameter groups: `write` says what is to be there, `put_in` puts it there, `take_out` takes it back.
 
     With a `course` the value is relative to what the user or a scheduler writes: each group's own value is moved as far
-    as that of the group at index `reference`. Without one hdet's own schedule drives the entry, and groups keep their
-    first ratios.
+    as that of the group at index `reference`. Without one the value is written as it is, and groups keep their first
+    ratios.
     """
 
     course: Course | None
     reference: int
     space: Space
-    step: Callable[[], int]
+    step: Callable[[], int] | None
     hand: Hand = field(default_factory=Hand, compare=False)
 
     def read(self) -> float:
@@ -75,6 +75,7 @@ class LentGroups(GroupBinding):
         if self.course is None:
             super().write(value)
             return
+        assert self.step is not None
         row = self.course.at(self.step())
         reference = row[self.reference]
         for index, theirs in zip(self.indices, self.hand.theirs, strict=True):
@@ -168,9 +169,13 @@ class LentScalar:
 
 
 class Lending:
-    """All that hdet lends a model and its optimizer: update knobs for a step, forward knobs for a pass."""
+    """All that hdet lends a model and its optimizer: update knobs for a step, forward knobs for a pass.
 
-    def __init__(self, step: Callable[[], int]) -> None:
+    Args:
+        step: the coming step; needed where a knob is relative to what the optimizer holds, or acts in evaluation too.
+    """
+
+    def __init__(self, step: Callable[[], int] | None = None) -> None:
         self._step = step
         self.groups: list[LentGroups] = []
         self.scalars: list[LentScalar] = []
@@ -179,7 +184,7 @@ class Lending:
         """The knob's own binding, lent."""
         inner = knob.bind(model, optimizer)
         if isinstance(inner, GroupBinding):
-            told = knob.schedule if isinstance(knob.schedule, Told) else None
+            told = knob.schedule if isinstance(knob.schedule, Told) and knob.schedule.relative else None
             lent = LentGroups(
                 inner.optimizer,
                 inner.indices,
@@ -200,6 +205,7 @@ class Lending:
 
     def rest_at_bases(self, knobs: Sequence[BoundKnob]) -> None:
         """Let scalars that evaluation depends on rest at their knobs' bases."""
+        assert self._step is not None
         for knob in knobs:
             binding = knob.bindings[0]
             if isinstance(binding, LentScalar):

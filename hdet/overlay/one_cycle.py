@@ -6,7 +6,7 @@ import os
 from numbers import Integral
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -14,7 +14,7 @@ from hdet.engine.tally import Losses
 from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.history import History
 from hdet.hparams import LearningRate
-from hdet.overlay.exploration import KEY, Exploration, how_many, rates, surroundings
+from hdet.overlay.exploration import KEY, Exploration, how_many, surroundings
 from hdet.overlay.exploring import Exploring
 from hdet.recipes import paper
 from hdet.replicas import Replicas
@@ -32,7 +32,9 @@ class OneCycleHDET(Exploring, OneCycleLR):
     attributes, state and rates, bit for bit. Otherwise every parameter group's rate is fanned out over the
     replicas from the first step, the replicas are averaged every `window` steps, and from the first window
     that ends `auto_lr_warmup` steps into the run the paper's controller takes the base over from the cycle,
-    holds it within a window and moves it between windows. Momentum goes on cycling.
+    holds it within a window and moves it between windows. Momentum goes on cycling. A replica's rates are in force
+    while its optimizer steps; between steps the optimizer and `get_last_lr()` hold the cycle's own, and `bases` says
+    what was learned.
 
         loss.backward(); optimizer.step(); scheduler.step(loss)
 
@@ -67,8 +69,12 @@ class OneCycleHDET(Exploring, OneCycleLR):
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     >>> replicas = hdet.replicate(model, optimizer, n=3)
     >>> scheduler = hdet.OneCycleHDET(optimizer, 0.5, total_steps=100, spread=0.1, replicas=replicas)
-    >>> [round(other.param_groups[0]["lr"], 4) for other in scheduler.engine.optimizers]
-    [0.02, 0.022, 0.018]
+    >>> seen = []
+    >>> for other in scheduler.engine.optimizers:
+    ...     _ = other.register_step_pre_hook(lambda stepped, *_: seen.append(round(stepped.param_groups[0]["lr"], 4)))
+    ...     other.step()
+    >>> seen, round(optimizer.param_groups[0]["lr"], 4)
+    ([0.02, 0.022, 0.018], 0.02)
     """
 
     _declared: dict[str, Any] | None = None
@@ -139,7 +145,6 @@ class OneCycleHDET(Exploring, OneCycleLR):
         self._check()
         if size > 1:
             self._start(self.last_epoch)
-            self._last_lr = rates(self.optimizer)
 
     def step(self, loss: Losses | None = None, epoch: int | None = None) -> None:  # type: ignore[override]
         """Call after the optimizer's step.
@@ -162,8 +167,6 @@ class OneCycleHDET(Exploring, OneCycleLR):
             )
         step = super().step
         self._advance(lambda: step(epoch), loss, may_warn=self._step_count == 1 or epoch is not None)
-        if self._exploration is not None:
-            self._last_lr = rates(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state, and while exploring under `"hdet"` everything a resume needs, the model included.
@@ -191,17 +194,12 @@ class OneCycleHDET(Exploring, OneCycleLR):
                 "written with to take its bases over"
             )
         self._resume(own, explored)
-        if self._exploration is not None:
-            self._last_lr = rates(self.optimizer)
 
     def _own_state(self) -> dict[str, Any]:
         return {key: value for key, value in super().state_dict().items() if key not in OWN}
 
     def _load_own(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-
-    def _own_rates(self) -> list[float | Tensor]:
-        return self._last_lr
 
     def _check(self) -> None:
         """Refuse a declaration that cannot be even where this process is alone and will not use it."""

@@ -62,16 +62,18 @@ def train(
 ) -> tuple[list[list[float]], dict[int, Any]]:
     """The user's loop on one rank; the rates in force and, as it goes, the scheduler's state before each step."""
     model, made, scheduler = built
-    rates, states = [], {}
+    rates: list[list[float]] = []
+    states = {}
+    hook = made.register_step_pre_hook(lambda *_: rates.append([group["lr"] for group in made.param_groups]))
     for step in range(first, until):
         states[step] = copy.deepcopy(scheduler.state_dict())
-        rates.append([group["lr"] for group in made.param_groups])
         loss = loss_of(model, step, dist.get_rank())
         loss.backward()
         share()
         made.step()
         made.zero_grad()
         scheduler.step(loss)
+    hook.remove()
     return rates, states
 
 
@@ -154,9 +156,10 @@ def in_process(n: int) -> dict[str, Any]:
     made = optimizer(model)
     home = hdet.replicate(model, made, n=n)
     scheduler = hdet.OneCycleHDET(made, [0.1, 0.05], replicas=home, **OPTIONS)
-    rates = []
+    rates: list[list[float]] = []
+    for _, other in home.hosts:
+        other.register_step_pre_hook(lambda other, *_: rates.append([group["lr"] for group in other.param_groups]))
     for step in range(TOTAL):
-        rates.append([[group["lr"] for group in other.param_groups] for _, other in home.hosts])
         losses = [loss_of(replica.model, step, replica.index) for replica in home.local]
         for loss in losses:
             loss.backward()
@@ -165,7 +168,8 @@ def in_process(n: int) -> dict[str, Any]:
             other.step()
             other.zero_grad()
         scheduler.step(losses)
-    return {"rates": rates, "weights": list(model.parameters()), "bases": scheduler.bases}
+    by_step = [rates[row : row + n] for row in range(0, TOTAL * n, n)]
+    return {"rates": by_step, "weights": list(model.parameters()), "bases": scheduler.bases}
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

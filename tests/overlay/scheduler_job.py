@@ -1,6 +1,7 @@
 """What the tests of the schedulers share: a user's script with replicas in one process, and its schedulers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -33,6 +34,29 @@ def optimizer(kind: str = "sgd", groups: int = 2, lr: float | Tensor = 0.05) -> 
     if kind == "adamw":
         return AdamW(parameters, lr=lr)
     return SGD(parameters, lr=lr, momentum=0.5)
+
+
+@contextmanager
+def rates_in_force(optimizers: Sequence[Optimizer]) -> Iterator[list[list[float]]]:
+    """A row for each step of an optimizer: the rates of its groups inside that step."""
+    seen: list[list[float]] = []
+    hooks = [
+        made.register_step_pre_hook(lambda made, *_: seen.append([float(group["lr"]) for group in made.param_groups]))
+        for made in optimizers
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def first_rates(optimizers: Sequence[Optimizer]) -> list[float]:
+    """The rate of the first group in a step of each optimizer, which no gradient makes a step of."""
+    with rates_in_force(optimizers) as seen:
+        for made in optimizers:
+            made.step()
+    return [row[0] for row in seen]
 
 
 def course(scheduler: LRScheduler, steps: int) -> list[list[Any]]:
@@ -74,9 +98,13 @@ class Job:
 
     def train(self, until: int, told: bool = True) -> list[list[list[float]]]:
         """Runs to a step; the rates in force at each step, [step][replica][group]."""
-        seen = []
+        optimizers = [made for _, made in self.home.hosts]
+        with rates_in_force(optimizers) as seen:
+            self._train(until, told)
+        return [seen[row : row + len(optimizers)] for row in range(0, len(seen), len(optimizers))]
+
+    def _train(self, until: int, told: bool) -> None:
         while self.step_count < until:
-            seen.append([[float(g["lr"]) for g in made.param_groups] for _, made in self.home.hosts])
             losses = []
             for replica in self.home.local:
                 generator = torch.Generator().manual_seed(1000 * self.step_count + replica.index)
@@ -90,7 +118,6 @@ class Job:
                 made.zero_grad()
             self.scheduler.step(losses if told else None)
             self.step_count += 1
-        return seen
 
     def weights(self) -> list[Tensor]:
         return [t.clone() for model, _ in self.home.hosts for t in model.state_dict().values()]

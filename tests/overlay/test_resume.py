@@ -123,6 +123,13 @@ def test_an_exploring_state_needs_an_exploring_scheduler() -> None:
         hdet.OneCycleHDET(optimizer(), 0.1, total_steps=TOTAL).load_state_dict(job.scheduler.state_dict())
 
 
+def test_a_state_of_another_version_is_refused_by_name() -> None:
+    state = Job(one_cycle).scheduler.state_dict()
+    del state["hdet"]["course"]
+    with pytest.raises(CheckpointError, match="of another version of hdet"):
+        Job(one_cycle).scheduler.load_state_dict(state)
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("wrap", ["one_cycle", "cosine"])
 def test_a_state_that_is_refused_changes_nothing(wrap: str, late: bool) -> None:

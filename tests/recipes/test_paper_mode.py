@@ -232,9 +232,10 @@ def replicas(n: int, start: tuple[Array, Array]) -> hdet.replicas.Copies:
 
 def train(home: hdet.replicas.Copies, step: Callable[[list[torch.Tensor]], Any], gradients: str) -> Array:
     """The user's loop; returns the rates in force, [steps, N, 2]."""
-    rates = []
+    rates: list[list[float]] = []
+    for _, made in home.hosts:
+        made.register_step_pre_hook(lambda made, *_: rates.append([group["lr"] for group in made.param_groups]))
     for t in range(STEPS):
-        rates.append([[group["lr"] for group in made.param_groups] for _, made in home.hosts])
         losses = []
         for replica in home.local:
             x, y = (torch.tensor(array) for array in data(t, replica.index))
@@ -247,7 +248,7 @@ def train(home: hdet.replicas.Copies, step: Callable[[list[torch.Tensor]], Any],
             made.step()
             made.zero_grad()
         step(losses)
-    return np.array(rates)
+    return np.array(rates).reshape(STEPS, len(home.hosts), 2)
 
 
 def reassigned(n: int, seed: int) -> Callable[[int], NDArray[np.int64]]:
