@@ -2,7 +2,9 @@
 
     python examples/rates_by_group.py --steps 300
 
-The head of a network often wants another rate than its body. Each group keeps the rate that it was given as its start.
+The head of a network often wants another rate than its body. Patterns on parameter names say which parameters have a
+rate together; an optimizer that has such groups already is given `rates="groups"`. Each group sets out from the rate it
+holds.
 """
 
 import argparse
@@ -24,14 +26,17 @@ def examples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 def train(steps: int) -> hdet.Search:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
-    groups = [
-        {"params": model[0].parameters(), "lr": 1e-4, "name": "body"},
-        {"params": model[2].parameters(), "lr": 1e-3, "name": "head"},
-    ]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
     held_out = [examples(64) for _ in range(8)]
     probe = hdet.Probe(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), held_out)
-    search = hdet.attach(model, optimizer, probe=probe, total_steps=steps, rates="groups", exclude=["weight_decay"])
+    search = hdet.attach(
+        model,
+        optimizer,
+        probe=probe,
+        total_steps=steps,
+        rates={"head": "2.*", "biases": "*bias"},  # what neither matches is called "others"
+        exclude=["weight_decay"],
+    )
 
     for _ in range(steps):
         inputs, labels = examples(32)

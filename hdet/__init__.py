@@ -9,7 +9,7 @@ from hdet.checkpoints.stateful import Stateful
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Rewind
 from hdet.errors import HdetError
-from hdet.evidence import Analytic, Contrast, Divergent, Evidence, Line, MixedDifference, Recursion
+from hdet.evidence import Analytic, Contrast, Divergent, Evidence, GroupLines, Line, MixedDifference, Recursion
 from hdet.history import History, WindowRecord
 from hdet.hparams import (
     AttentionTemperature,
@@ -66,6 +66,7 @@ __all__ = [
     "Engine",
     "Evidence",
     "FixedWindow",
+    "GroupLines",
     "GrowingWindow",
     "HdetError",
     "History",

@@ -3,7 +3,7 @@
 | what | where |
 |---|---|
 | `Comparison` -> `Estimate` | an `Estimator`: `Marginal`, `LeastSquares`, `Kalman`, `Softmax` |
-| `Estimate` -> a move | a `Controller`: `Hold`, `Gated`, `HeavyBall`, `Paper`, `Newton`, `Calibrate`, `Regularize` |
+| `Estimate` -> a move | a `Controller`: one a file |
 | state <-> plain numbers | `to_plain`, `from_plain` |
 """
 
@@ -15,6 +15,7 @@ from hdet.controllers.heavy_ball import HeavyBall, MomentumState
 from hdet.controllers.hold import Hold
 from hdet.controllers.newton import Newton
 from hdet.controllers.paper import Paper, PaperState
+from hdet.controllers.pooled import Pooled
 from hdet.controllers.regularize import Regularize
 from hdet.controllers.state import NoState, from_plain, to_plain
 
@@ -33,6 +34,7 @@ __all__ = [
     "NoState",
     "Paper",
     "PaperState",
+    "Pooled",
     "Regularize",
     "from_plain",
     "to_plain",

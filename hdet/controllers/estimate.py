@@ -19,6 +19,8 @@ class Estimate:
         averaged: the same comparison judged at window-averaged weights, where the evidence has it. The last
             iterate flatters small steps (short-horizon bias, Wu et al. 2018, arXiv:1803.02021); averaged
             weights do not, so the two bracket the truth.
+        relative: how one of several knobs that share this estimate stands among them: the part of its slope that is not
+            shared, where the evidence has it.
         level: the signal itself, where the evidence tells; what a slope is large or small against.
         span: how far from the base it was measured, in coordinate units, where the evidence tells.
         offset: where it was taken, relative to the base in coordinate units; 0 is at the base.
@@ -35,6 +37,7 @@ class Estimate:
     stderr: float = math.inf
     curvature_stderr: float | None = None
     averaged: Estimate | None = None
+    relative: Estimate | None = None
     level: float | None = None
     span: float | None = None
     offset: float = 0.0
@@ -53,7 +56,7 @@ class Estimate:
         return self.slope / self.stderr if self.stderr > 0 else math.copysign(math.inf, self.slope)
 
     def to_dict(self) -> dict[str, Any]:
-        """Its numbers and `t`, for a history; `averaged` nested where there is one."""
+        """Its numbers and `t`, for a history; `averaged` and `relative` nested where there are such."""
         numbers = {
             "slope": self.slope,
             "stderr": self.stderr,
@@ -65,7 +68,8 @@ class Estimate:
             "offset": self.offset,
             "slopes": list(self.slopes),
         }
-        return numbers if self.averaged is None else {**numbers, "averaged": self.averaged.to_dict()}
+        nested = {"averaged": self.averaged, "relative": self.relative}
+        return {**numbers, **{name: one.to_dict() for name, one in nested.items() if one is not None}}
 
     @property
     def known(self) -> bool:

@@ -1,12 +1,12 @@
 """Controller and estimator state as plain numbers, so that a checkpoint holds nothing else.
 
-A state is a frozen dataclass whose fields are `float`, `int`, `bool`, tuples of floats or float64 arrays. It never
-depends on the number of replicas, so a run may resume with another N.
+A state is a frozen dataclass whose fields are `float`, `int`, `bool`, tuples of floats, float64 arrays or mappings from
+names to other states. It never depends on the number of replicas, so a run may resume with another N.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, get_origin, get_type_hints
 
@@ -31,28 +31,42 @@ def to_plain(state: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for field in fields(state):
         value = getattr(state, field.name)
-        plain[field.name] = np.asarray(value).tolist() if isinstance(value, (np.ndarray, tuple)) else value
+        if isinstance(value, Mapping):
+            plain[field.name] = {name: to_plain(part) for name, part in value.items()}
+        else:
+            plain[field.name] = np.asarray(value).tolist() if isinstance(value, (np.ndarray, tuple)) else value
     return plain
 
 
-def from_plain(cls: type[T], plain: Mapping[str, Any]) -> T:
+def from_plain(like: T, plain: Mapping[str, Any]) -> T:
     """The state that `to_plain` wrote: equal in every bit.
 
+    Args:
+        like: a state of the same controller or estimator, such as its first.
+
     Raises:
-        CheckpointError: the fields are not those of `cls`.
+        CheckpointError: the fields are not those of `like`.
     """
+    cls = type(like)
     hints = get_type_hints(cls)
-    if set(plain) != set(hints):
+    _require_same_names(cls.__name__, hints, plain)
+    return cls(**{name: _typed(hint, plain[name], getattr(like, name)) for name, hint in hints.items()})
+
+
+def _require_same_names(owner: str, wanted: Iterable[str], plain: Iterable[str]) -> None:
+    if set(plain) != set(wanted):
         raise CheckpointError(
-            f"{cls.__name__} has the fields {sorted(hints)}, the checkpoint {sorted(plain)}; "
+            f"{owner} has the fields {sorted(wanted)}, the checkpoint {sorted(plain)}; "
             "resume with the controller or estimator (and the version of hdet) that wrote it, or start it anew"
         )
-    return cls(**{name: _typed(hint, plain[name]) for name, hint in hints.items()})
 
 
-def _typed(hint: Any, value: Any) -> Any:
+def _typed(hint: Any, value: Any, like: Any) -> Any:
     if get_origin(hint) is np.ndarray:
         return np.array(value, dtype=np.float64)
     if get_origin(hint) is tuple:
         return tuple(map(float, value))
+    if isinstance(like, Mapping):
+        _require_same_names("the controller", like, value)
+        return {name: from_plain(part, value[name]) for name, part in like.items()}
     return hint(value)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from hdet.controllers import Calibrate, Controller, Gated, Regularize
+from hdet.controllers import Calibrate, Controller, Gated, Pooled, Regularize
 from hdet.evidence.analytic import Analytic
 from hdet.evidence.collector import Evidence
 from hdet.evidence.contrast import Contrast
 from hdet.evidence.divergent import Divergent
+from hdet.evidence.group_lines import GroupLines
 from hdet.evidence.line import Line
 from hdet.evidence.mixed_difference import MixedDifference
 from hdet.evidence.recursion import Recursion
@@ -47,6 +48,8 @@ def controller(knob: Knob, evidence: EvidenceNeeds) -> Controller:
     """The rule that suits a knob and its evidence."""
     if isinstance(evidence, Line):
         return Calibrate()
+    if isinstance(evidence, GroupLines):
+        return Pooled()
     if isinstance(evidence, Analytic) and isinstance(knob.space, Log):
         return Regularize(0.4, memory=0.8, full=30, most=4.0, raise_after=0.3, until=0.85)
     if isinstance(knob, WeightDecay):

@@ -4,6 +4,7 @@ from hdet.evidence.analytic import Analytic
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.contrast import Contrast
 from hdet.evidence.divergent import Divergent
+from hdet.evidence.group_lines import GroupLines
 from hdet.evidence.line import Line
 from hdet.evidence.mixed_difference import MixedDifference
 from hdet.evidence.recursion import Recursion
@@ -15,6 +16,7 @@ __all__ = [
     "Contrast",
     "Divergent",
     "Evidence",
+    "GroupLines",
     "Harvest",
     "Line",
     "MixedDifference",

@@ -173,7 +173,7 @@ class DivergentCollector(Collector):
         }
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
-        self.state = from_plain(type(self.state), state["estimator"])
+        self.state = from_plain(self.state, state["estimator"])
         if window is None:
             return
         self.shrink = [float(factor) for factor in state["shrink"]]

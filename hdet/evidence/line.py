@@ -81,7 +81,7 @@ class LineCollector(Collector):
         self.spec = spec
         scene.follow(spec.stride)
         for knob in knobs:
-            _moved(knob, scene)  # which refuses what is no learning rate
+            self.moved(knob)  # which refuses what is no learning rate
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         window, nothing = harvest.window, replace(Estimate.nothing(), averaged=Estimate.nothing())
@@ -95,7 +95,7 @@ class LineCollector(Collector):
         kept = None if self.scene.apart else last
         ends, between = self._points()
         centres = [self._centre(knob, window) for knob in knobs]
-        moves = [_moved(knob, self.scene) for knob in knobs]
+        moves = [self.moved(knob) for knob in knobs]
 
         def measure(end: Sequence[Tensor], chosen: Sequence[int], offsets: Sequence[float]) -> NDArray[np.float64]:
             points: list[Point] = [
@@ -127,6 +127,10 @@ class LineCollector(Collector):
             found[knob.name] = replace(at_last[k], averaged=at_average[k])
         return found
 
+    def moved(self, knob: BoundKnob) -> list[bool]:
+        """Which of the weights lie on a knob's line."""
+        return moved_by(knob, self.scene)
+
     def _stretched(
         self, start: Sequence[Tensor], end: Sequence[Tensor], factor: float, moved: Sequence[bool]
     ) -> Iterator[Tensor]:
@@ -148,7 +152,7 @@ class LineCollector(Collector):
         return math.log(self.spec.preview / share)
 
 
-def _moved(knob: BoundKnob, scene: Scene) -> list[bool]:
+def moved_by(knob: BoundKnob, scene: Scene) -> list[bool]:
     """Which of the weights this learning rate moves."""
     binding = knob.bindings[0]
     if not isinstance(binding, GroupBinding) or binding.key != "lr":

@@ -261,7 +261,7 @@ class BoundKnob:
         if self.spec.schedule is None:
             # What was read this time may be an optimizer loaded in the middle of the run, already shifted.
             self.schedule = Constant(self.peak)
-        self.state = from_plain(type(self.state), state["controller"])
+        self.state = from_plain(self.state, state["controller"])
         self.forget()
 
 

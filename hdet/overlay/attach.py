@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from hdet.hparams.update import GroupKnob, Groups
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.rates import RATE, Rates
 from hdet.overlay.search import Search
+from hdet.overlay.split_groups import Patterns, SplitGroups
 from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
 from hdet.recipes.recommended import DEFAULT_GUARD, choose, describe, own_schedule
@@ -40,7 +42,7 @@ def attach(
     scheduler: Any = None,
     scheduler_every: int = 1,
     schedule: Schedule | Literal["own"] | None = OWN,
-    rates: Literal["together", "groups"] = "together",
+    rates: Literal["together", "groups"] | Patterns = "together",
     knobs: Sequence[Knob] = (),
     exclude: Sequence[str] = (),
     micro_batches: int | None = None,
@@ -73,7 +75,10 @@ def attach(
         schedule: without a scheduler, hdet's own: 30 % warm-up and a straight line to 0 around the rate found ("own"),
             or one of `hdet.schedules`; it drives the rate inside the step. `None` follows whatever is written into the
             optimizer, and never looks ahead.
-        rates: "together", one factor for the rates of all parameter groups, or "groups", one for each.
+        rates: "together", one factor for the rates of all parameter groups; "groups", one for each, all judged by two
+            gradients of the probe; or names with patterns on parameter names, as `{"head": "head.*", "norms":
+            ("*norm*", "*bias")}`, by which the optimizer's groups are cut where they have to be. Parameters that no
+            pattern matches are called "others".
         knobs: in place of the recipe's knob of the same name, or beside them.
         exclude: names of the recipe's knobs that are left as they are: "learning_rate", "weight_decay", "dropout",
             "label_smoothing".
@@ -111,56 +116,59 @@ def attach(
     optimizer = _inner(optimizer)
     _end_earlier(model, optimizer)
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
-    found = Rates(optimizer, follower, driven=follower is None and schedule is not None)
-    length = total_steps if follower is not None else None
+    with ExitStack() as undo:
+        split = SplitGroups(model, optimizer, rates) if isinstance(rates, Mapping) else None
+        if split is not None:
+            undo.callback(split.undo)
+        found = Rates(optimizer, follower, driven=follower is None and schedule is not None)
+        length = total_steps if follower is not None else None
 
-    def course_of(group: int) -> Schedule:
-        if found.driven:
-            return schedule if isinstance(schedule, Schedule) else own_schedule(optimizer, total_steps, group)
-        return Told(found.course(RATE, length), group, length)
+        def course_of(group: int) -> Schedule:
+            if found.driven:
+                return schedule if isinstance(schedule, Schedule) else own_schedule(optimizer, total_steps, group)
+            return Told(found.course(RATE, length), group, length)
 
-    everything: dict[Groups, Schedule]
-    if rates == "groups":
-        everything = {index: course_of(index) for index in range(len(optimizer.param_groups))}
-    else:
-        everything = {None: course_of(_leading(found, length))}
-    choices = choose(
-        model,
-        optimizer,
-        total_steps,
-        objective=objective,
-        rates=everything,
-        knobs=knobs,
-        exclude=exclude,
-        stride=stride,
-    )
-    explored = [_relative(choice.knob, found, optimizer, model, course_of) for choice in choices if choice.knob]
-    found.driven = found.driven and any(isinstance(knob, LearningRate) for knob in explored)
-    if not quiet:
-        print(describe(choices, guarded=guard is not None))
-
-    # Whichever engine is made, one record.
-    kept = History.given(history)
-
-    def build(seats: int, lending: Lending) -> Engine:
-        place = replicas if replicas is not None else home(model, optimizer, seats)
-        place.leave_to_loop()
-        return Engine(
-            place,
-            explored,
-            window=window if window is not None else GrowingWindow(),
-            signal=probe,
+        named = _groups(optimizer, rates, split)
+        everything = {groups: course_of(_leading(found, length, groups)) for groups in named}
+        choices = choose(
+            model,
+            optimizer,
+            total_steps,
             objective=objective,
-            seed=seed,
-            total_steps=total_steps,
-            history=kept,
-            guard=guard,
-            anchor=anchor,
-            averages=averages,
-            bind=lending.bind,
+            rates=everything,
+            rate_names=named,
+            knobs=knobs,
+            exclude=exclude,
+            stride=stride,
         )
+        explored = [_relative(choice.knob, found, optimizer, model, course_of) for choice in choices if choice.knob]
+        found.driven = found.driven and any(isinstance(knob, LearningRate) for knob in explored)
+        if not quiet:
+            print(describe(choices, guarded=guard is not None))
 
-    search = Search(model, optimizer, build, found, micro_batches if replicas is None else len(replicas.local))
+        # Whichever engine is made, one record.
+        kept = History.given(history)
+
+        def build(seats: int, lending: Lending) -> Engine:
+            place = replicas if replicas is not None else home(model, optimizer, seats)
+            place.leave_to_loop()
+            return Engine(
+                place,
+                explored,
+                window=window if window is not None else GrowingWindow(),
+                signal=probe,
+                objective=objective,
+                seed=seed,
+                total_steps=total_steps,
+                history=kept,
+                guard=guard,
+                anchor=anchor,
+                averages=averages,
+                bind=lending.bind,
+            )
+
+        search = Search(model, optimizer, build, found, micro_batches if replicas is None else len(replicas.local))
+        search.undo_when_detached(undo.pop_all().close)
     _searches[optimizer] = weakref.ref(search)
     return search
 
@@ -241,13 +249,35 @@ def _follower(
     return None
 
 
-def _leading(found: Rates, total_steps: int | None) -> int:
-    """The group that a common factor is measured at: the first with a rate above 0 at some time."""
+def _groups(optimizer: Optimizer, rates: Any, split: SplitGroups | None) -> dict[Groups, str]:
+    """The groups that have a learning rate together, and what they are called.
+
+    Raises:
+        ConfigError: `rates` is none of what it can be.
+    """
+    if split is not None:
+        return {tuple(indices): name for name, indices in split.indices.items()}
+    if rates == "together":
+        return {None: ""}
+    if rates != "groups":
+        raise ConfigError(
+            f'rates is "together", "groups" or a mapping of names to patterns on parameter names, got {rates!r}'
+        )
+    groups = optimizer.param_groups
+    names = [group.get("name") for group in groups]
+    told = all(isinstance(name, str) and name.isprintable() for name in names) and len(set(names)) == len(names)
+    return {index: str(name) if told else str(index) for index, name in enumerate(names)}
+
+
+def _leading(found: Rates, total_steps: int | None, groups: Groups) -> int:
+    """The group that a factor of several is measured at: the first of them with a rate above 0 at some time."""
     peaks = found.read(RATE)
     if found.follower is not None and total_steps is not None:
         course = found.course(RATE, total_steps)
         peaks = [max(column) for column in zip(*course.forecast, strict=True)]
-    return next((index for index, peak in enumerate(peaks) if peak > 0.0), 0)
+    chosen = range(len(peaks)) if groups is None else (groups,) if isinstance(groups, int) else groups
+    indices = [index for index in chosen if isinstance(index, int)]
+    return next((index for index in indices if peaks[index] > 0.0), indices[0])
 
 
 def _relative(knob: Knob, found: Rates, optimizer: Optimizer, model: nn.Module, course_of: Any) -> Knob:

@@ -37,6 +37,7 @@ class Search(AbstractContextManager["Search"]):
     ) -> None:
         self.model = model
         self.optimizer = optimizer
+        self._undo: list[Callable[[], object]] = []
         self._riding = Riding(model, optimizer, build, rates, micro_batches)
         self._hooks: Hooks | None = Hooks(self._riding, model, optimizer)
 
@@ -101,6 +102,12 @@ class Search(AbstractContextManager["Search"]):
             self._hooks.remove()
             self._hooks = None
             self._riding.dismount()
+            while self._undo:
+                self._undo.pop()()
+
+    def undo_when_detached(self, undo: Callable[[], object]) -> None:
+        """Something was done to the optimizer for this search, and `undo` takes it back."""
+        self._undo.append(undo)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

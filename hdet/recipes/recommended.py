@@ -15,7 +15,7 @@ from hdet.engine.defaults import complete
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard, Rewind
 from hdet.errors import ConfigError, MatchError
-from hdet.evidence import Analytic, Line, MixedDifference
+from hdet.evidence import Analytic, GroupLines, Line, MixedDifference
 from hdet.history import History
 from hdet.hparams import Dropout, Knob, LabelSmoothing, LearningRate, Schedule, WeightDecay
 from hdet.hparams.binding import given
@@ -57,6 +57,7 @@ def choose(
     objective: Objective | None = None,
     *,
     rates: Mapping[Groups, Schedule] | None = None,
+    rate_names: Mapping[Groups, str] | None = None,
     knobs: Sequence[Knob] = (),
     exclude: Sequence[str] = (),
     stride: int = 1,
@@ -69,7 +70,8 @@ def choose(
         objective: the training loss and training batches, by which knobs of the forward pass are judged where the
             model is sharded over ranks.
         rates: instead of `schedule`, the schedule of each learning rate that is explored on its own, by its groups
-            (`None` for one rate of all groups).
+            (`None` for one rate of all groups). Several are judged together, by `GroupLines`.
+        rate_names: what these groups are called; by default what they are given as.
         knobs: in place of the recipe's knob of the same name, or beside them.
         exclude: names of knobs of the recipe that are left out.
         stride: of averaged weights, take every stride-th step's.
@@ -78,7 +80,9 @@ def choose(
         ConfigError: `exclude` names a knob that the recipe does not have, or one that `knobs` declares.
     """
     rates = rates if rates is not None else {None: schedule or own_schedule(optimizer, total_steps)}
-    choices = [_rate(groups, course, stride) for groups, course in rates.items()]
+    pooled = len(rates) > 1
+    names = rate_names or {}
+    choices = [_rate(groups, names.get(groups), course, stride, pooled) for groups, course in rates.items()]
     choices.append(_decay(optimizer, stride))
     sharded = refusals.sharded(model)
     choices += _dropouts(model, optimizer, sharded, objective)
@@ -105,17 +109,19 @@ def own_schedule(optimizer: Optimizer, total_steps: int | None, group: int = 0) 
     return LinearDecay(peak=peak, total_steps=total_steps, warmup=WARMUP)
 
 
-def _rate(groups: Groups, course: Schedule, stride: int) -> Choice:
+def _rate(groups: Groups, name: str | None, course: Schedule, stride: int, pooled: bool) -> Choice:
     peak = max(sampled(course))
-    subject = "learning rate" if groups is None else f"learning rate of group {groups}"
+    subject = "learning rate" if groups is None else f"learning rate of group {name or groups}"
     if groups is not None and peak == 0.0:
         return Choice(subject, None, "is 0, which no factor moves")
     # Only a warm-up that is looked ahead of can be entered from below: nothing else makes up for it in time.
     cautious = course(0) < Line().preview * peak
     shift = -math.log(CAUTION) if cautious else 0.0
     # Where the peak is not known, nothing can be looked ahead at.
-    evidence = Line(stride=stride) if course.total_steps is not None else Line(stride=stride, preview=0.0)
-    knob = LearningRate(groups=groups, schedule=course, initial_shift=shift, evidence=evidence)
+    line = Line(stride=stride) if course.total_steps is not None else Line(stride=stride, preview=0.0)
+    evidence = GroupLines(line=line) if pooled else line
+    label = f"learning_rate[{name}]" if name and groups is not None else None
+    knob = LearningRate(name=label, groups=groups, schedule=course, initial_shift=shift, evidence=evidence)
     heads = f"heads for a peak of {peak:g}" if course.total_steps is not None else "follows what the optimizer is given"
     return Choice(
         subject,
@@ -123,7 +129,7 @@ def _rate(groups: Groups, course: Schedule, stride: int) -> Choice:
         heads
         + (f", from {CAUTION:g} times below while it looks ahead" if cautious else "")
         + "; read off the window's own update, raised on what the last weights prove, lowered on what averaged "
-        "weights prove",
+        "weights prove" + ("; and among the groups by two gradients of the probe" if pooled else ""),
     )
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hdet.errors import ConfigError
 from hdet.replicas import tensors
 from hdet.replicas.distributed import fully_sharded
 
@@ -38,6 +39,27 @@ def summed(model: nn.Module, losses: Iterable[Tensor]) -> list[Tensor]:
                 # One by one, so that no third set of gradients is alive. (Two of them may share memory: not in place.)
                 total[number], new[number] = _sum(total[number], part), None
     return [_part(parameter, gradient) for parameter, gradient in zip(own, total, strict=True)]
+
+
+def of_each(model: nn.Module, losses: Tensor) -> Iterator[list[Tensor]]:
+    """The gradients of [J] losses one by one, each as `summed` gives it: J backward passes through their one graph.
+
+    Raises:
+        ConfigError: J > 1 under `fully_shard`, which frees what a second backward pass would need.
+    """
+    if losses.numel() == 1:
+        yield summed(model, [losses.sum()])
+        return
+    if fully_sharded.used(model):
+        raise ConfigError(
+            f"the probe's loss gave {losses.numel()} losses of one forward pass, and a model under fully_shard runs "
+            f"backward through each only once; give hdet.Probe one batch for each sub-batch, and a loss that returns "
+            f"one number"
+        )
+    own = tensors.trained(model)
+    for number, loss in enumerate(losses):
+        found = torch.autograd.grad(loss, own, allow_unused=True, retain_graph=number + 1 < losses.numel())
+        yield [_part(parameter, gradient) for parameter, gradient in zip(own, found, strict=True)]
 
 
 def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:

@@ -15,6 +15,7 @@ SURE = 2.0
 AHEAD = "looking ahead"
 AVERAGED = "averaged weights"
 LAST = "last weights"
+RELATIVE = "its own group"
 ONLY = "its evidence"
 EARLIER = "earlier windows"
 GUARD = "the guard"
@@ -77,7 +78,8 @@ def decided(record: WindowRecord, knob: str, told: Sequence[Reading] | None = No
         return GUARD, None
     move = record.moves[knob]
     told = told if told is not None else readings(record, knob)
-    agreeing = [one for one in told if one.t * move < 0 and abs(one.t) >= 1.0]
+    alone = _reading(record.estimates.get(knob, {}).get("relative"), RELATIVE)
+    agreeing = [one for one in (*told, *filter(None, [alone])) if one.t * move < 0 and abs(one.t) >= 1.0]
     if not agreeing:
         return EARLIER, None
     chosen = next((one for one in agreeing if abs(one.t) >= SURE), max(agreeing, key=lambda one: abs(one.t)))

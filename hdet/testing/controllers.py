@@ -125,7 +125,7 @@ def steps_depend_on_arguments_alone(controller: Controller) -> None:
 def state_is_plain_numbers(controller: Controller) -> None:
     """A state written as plain numbers and read back goes on as the state itself would."""
     for (state, context), estimate in zip(_states(controller), _lessons(), strict=False):
-        again = from_plain(type(state), json.loads(json.dumps(to_plain(state))))
+        again = from_plain(state, json.loads(json.dumps(to_plain(state))))
         one, two = _step(controller, state, estimate, context), _step(controller, again, estimate, context)
         same = one[0] == two[0] and to_plain(one[1]) == to_plain(two[1])
         require(same, f"from {state} it answers {one}, and {two} once that was written and read")

@@ -199,7 +199,7 @@ def state_is_plain_numbers(estimator: Estimator) -> None:
     for comparisons in _both():
         state = estimator.start(KNOBS)
         for c in comparisons:
-            again = from_plain(type(state), json.loads(json.dumps(to_plain(state))))
+            again = from_plain(state, json.loads(json.dumps(to_plain(state))))
             one, state = estimator.estimate(state, c)
             two, again = estimator.estimate(again, c)
             _require_same([list(one)], [list(two)], "from a state that was written and read", 0.0)

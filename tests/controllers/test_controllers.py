@@ -121,7 +121,7 @@ def test_moves_and_states_stay_finite(
 @every_controller
 def test_state_round_trips_and_steps_are_pure(controller: Controller) -> None:
     _, state = controller.step(controller.start(), sure(0.2, 1.0), CONTEXT)
-    back = from_plain(type(state), to_plain(state))
+    back = from_plain(state, to_plain(state))
     assert back == state
     assert controller.step(back, sure(-0.1), CONTEXT) == controller.step(state, sure(-0.1), CONTEXT)
 
@@ -134,7 +134,7 @@ def test_after_a_rewind_it_goes_on_with_a_state_of_its_own(controller: Controlle
     move, back = controller.retreat(state, CONTEXT, worked)
     assert math.isfinite(move)
     assert move <= 0.0
-    assert from_plain(type(back), to_plain(back)) == back
+    assert from_plain(back, to_plain(back)) == back
     if isinstance(controller, Regularize):
         back = replace(back, compared=False)  # on which scale the losses are it knows for good
     if not isinstance(controller, Calibrate):
@@ -150,7 +150,7 @@ def test_after_a_new_start_it_goes_on_with_a_state_of_its_own(controller: Contro
     """What was gathered is forgotten, and the base is kept; only a rate is approached from below."""
     _, state = controller.step(controller.start(), sure(0.2, 1.0), CONTEXT)
     move, back = controller.restart(state, CONTEXT)
-    assert from_plain(type(back), to_plain(back)) == back
+    assert from_plain(back, to_plain(back)) == back
     if isinstance(controller, Calibrate):
         assert move == -math.log(controller.slower)
     else:

@@ -200,7 +200,7 @@ def test_state_round_trips_and_is_never_changed_in_place(estimator: Estimator) -
     before = to_plain(state)
     straight = estimator.estimate(state, second)[0]
     assert to_plain(state) == before
-    assert estimator.estimate(from_plain(type(state), before), second)[0] == straight
+    assert estimator.estimate(from_plain(state, before), second)[0] == straight
 
 
 @pytest.mark.parametrize("estimator", SLOPES, ids=repr)

@@ -1,0 +1,246 @@
+"""Learning rates of parameter groups found at the price of one: starts whose ratios between groups are wrong by ten.
+
+    python benchmarks/group_rates.py                              # every task, one seed
+    python benchmarks/group_rates.py --tasks tabular --seeds 3
+
+Each task's parameters are in up to five groups. Their rates start sqrt(10) times above or below the best common rate,
+in every pattern of an orthogonal array of eight rows, and once with the right ratios. The oracle is the best run of a
+sweep of the common rate at right ratios. Regret is the test loss above the oracle's; every contender is given the
+compute of one plain run, probes included, so it trains for fewer steps. Only learning rates are explored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from search_parts.contender import update
+from search_parts.found import all_tasks
+from search_parts.task import Problem, Setting, Task
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import hdet
+from hdet.recipes.recommended import choose, own_schedule
+from hdet.schedules import Schedule
+
+ROOT = 10**0.5
+RIGHT = (0, 0, 0, 0, 0)
+PATTERNS = (
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, -1, -1),
+    (1, -1, -1, 1, 1),
+    (1, -1, -1, -1, -1),
+    (-1, 1, -1, 1, -1),
+    (-1, 1, -1, -1, 1),
+    (-1, -1, 1, 1, -1),
+    (-1, -1, 1, -1, 1),
+)
+"""Five columns of the orthogonal array L8: each pair of groups is in every combination equally often."""
+
+Sort = Callable[[str, nn.Parameter], str]
+
+
+def of_gpt(name: str, parameter: nn.Parameter) -> str:
+    """Embeddings, attention, MLP, head, and what is one-dimensional."""
+    if parameter.dim() < 2:
+        return "one-dimensional"
+    if name.startswith("head"):
+        return "head"
+    return "attention" if "attention" in name else "mlp" if "mlp" in name else "embeddings"
+
+
+def of_layers(name: str, parameter: nn.Parameter) -> str:
+    """A group for the matrix of each layer, and one for what is one-dimensional."""
+    return "one-dimensional" if parameter.dim() < 2 else name
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task of the search benchmark, how its parameters are grouped, and the best setting they have in common."""
+
+    name: str
+    sort: Sort
+    best: Setting
+
+    @property
+    def task(self) -> Task:
+        return all_tasks()[self.name]
+
+    def groups(self, model: nn.Module, decay: float) -> dict[str, dict[str, Any]]:
+        """Parameter groups by name; what is one-dimensional does not decay."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, parameter in model.named_parameters():
+            own = self.sort(name, parameter)
+            group = found.setdefault(own, {"name": own, "params": [], "weight_decay": decay})
+            group["params"].append(parameter)
+            if own == "one-dimensional":
+                group["weight_decay"] = 0.0
+        return found
+
+    def begin(self, seed: int, lr: float, factors: Sequence[float]) -> tuple[Problem, nn.Module, Optimizer]:
+        problem = self.task.problem(seed, self.best.dropout)
+        model = problem.model()
+        if self.sort is of_gpt:  # untied, so that the head is a group of its own
+            model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        groups = list(self.groups(model, self.best.decay).values())
+        for group, factor in zip(groups, factors, strict=False):
+            group["lr"] = lr * factor
+        torch.manual_seed(seed)
+        return problem, model, self.task.optimizer(groups, self.best)
+
+
+CASES = (
+    Case("tabular", of_layers, Setting(0.064, 3.0)),
+    Case("digits_noise", of_layers, Setting(0.4, 3e-3, 0.3)),
+    Case("text_small", of_gpt, Setting(0.016, 0.1)),
+    Case("text_momentum", of_gpt, Setting(0.32, 1e-4)),
+)
+
+
+def fixed(case: Case, seed: int, lr: float, factors: Sequence[float]) -> float:
+    """The test loss of a plain run: warm-up and a straight line to 0."""
+    task = case.task
+    problem, model, optimizer = case.begin(seed, lr, factors)
+    courses = [own_schedule(optimizer, task.steps, index) for index in range(len(optimizer.param_groups))]
+    for step in range(task.steps):
+        for group, course in zip(optimizer.param_groups, courses, strict=True):
+            group["lr"] = course(step)
+        problem.loss(model, problem.batch(step)).backward()  # type: ignore[no-untyped-call]
+        update(task, optimizer)
+    return problem.test_loss(model)
+
+
+@dataclass(frozen=True)
+class Explored:
+    """What a run with hdet came to.
+
+    Attributes:
+        probed: example-passes of probes, as a share of those of training.
+        factors: what each knob was moved by.
+    """
+
+    loss: float
+    probed: float
+    factors: dict[str, float]
+
+
+def explored(case: Case, seed: int, factors: Sequence[float], grouped: bool, steps: int) -> Explored:
+    """A run in which one common factor, or one for each group, is searched."""
+    task = case.task
+    problem, model, optimizer = case.begin(seed, case.best.lr, factors)
+    passes = 0
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal passes
+        losses = problem.example_losses(model, batch)
+        passes += len(losses) * (3 if torch.is_grad_enabled() else 1)
+        return losses.mean()
+
+    def batches(window: int) -> list[Any]:
+        return parts(problem.probe(window), task.sub_batches)
+
+    courses: dict[Any, Schedule] = {None: own_schedule(optimizer, steps)}
+    if grouped:
+        names = [group["name"] for group in optimizer.param_groups]
+        courses = {name: own_schedule(optimizer, steps, index) for index, name in enumerate(names)}
+    choices = choose(model, optimizer, steps, rates=courses, exclude=EXCLUDED)
+    engine = hdet.Engine(
+        hdet.micro_batches(model, optimizer, 1),
+        [choice.knob for choice in choices if choice.knob is not None],
+        window=hdet.GrowingWindow(),
+        signal=hdet.Probe(loss, batches),
+        seed=seed,
+        total_steps=steps,
+        guard=hdet.Rewind(),
+    )
+    for step in range(steps):
+        (replica,) = engine.replicas
+        with replica:
+            own = problem.loss(model, problem.batch(step))
+            own.backward()  # type: ignore[no-untyped-call]
+        engine.share_gradients()
+        update(task, optimizer)
+        engine.step(own.detach())
+    learned = {name: one.factor or 1.0 for name, one in engine.learned.items()}
+    return Explored(problem.test_loss(model), passes / (3 * task.batch * steps), learned)
+
+
+EXCLUDED = ("weight_decay", "dropout", "label_smoothing")
+
+
+def parts(batch: Any, count: int) -> list[Any]:
+    """A probe batch in sub-batches."""
+    if isinstance(batch, tuple):
+        return list(zip(*(torch.chunk(item, count) for item in batch), strict=True))
+    return list(torch.chunk(batch, count))
+
+
+@cache
+def affordable(case: Case, grouped: bool) -> tuple[int, float]:
+    """Steps that, with their probes, cost what a plain run does; and the probes' share of training."""
+    steps = case.task.steps
+    probed = explored(case, 0, [1.0] * 5, grouped, steps).probed
+    return round(steps / (1.0 + probed)), probed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--tasks", nargs="+", choices=[case.name for case in CASES], default=[case.name for case in CASES]
+    )
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--patterns", type=int, nargs="+", default=list(range(-1, 8)), help="-1 is the right ratios")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore", "the probe is too small")
+    torch.set_num_threads(1)
+    for case in CASES:
+        if case.name in given.tasks:
+            measure(case, given.seeds, given.patterns)
+
+
+def measure(case: Case, seeds: int, patterns: Sequence[int]) -> None:
+    """Print one task's table."""
+
+    def mean(run: Callable[[int], float]) -> float:
+        return float(np.mean([run(seed) for seed in range(seeds)]))
+
+    sweep = {
+        factor: mean(lambda seed: fixed(case, seed, case.best.lr * factor, [1.0] * 5))  # noqa: B023
+        for factor in (0.25, 0.5, 1.0, 2.0, 4.0)
+    }
+    oracle = min(sweep.values())
+    print(
+        f"\n{case.name}, {seeds} seeds; oracle {oracle:.4f} of {', '.join(f'x{f:g} {v:.4f}' for f, v in sweep.items())}"
+    )
+    shares = [affordable(case, grouped)[1] for grouped in (False, True)]
+    print(f"probes' share of training: one rate {shares[0]:.1%}, rates of groups {shares[1]:.1%}")
+    print(f"{'pattern':20s} {'fixed':>8s} {'one':>8s} {'groups':>8s}   factors found (first seed)")
+    for number in patterns:
+        row = RIGHT if number < 0 else PATTERNS[number]
+        factors = [ROOT**level for level in row]
+        began = time.process_time()
+        plain = sweep[1.0] if number < 0 else mean(lambda seed: fixed(case, seed, case.best.lr, factors))  # noqa: B023
+        runs = {
+            grouped: [explored(case, seed, factors, grouped, affordable(case, grouped)[0]) for seed in range(seeds)]
+            for grouped in (False, True)
+        }
+        one, groups = (float(np.mean([run.loss for run in runs[grouped]])) for grouped in (False, True))
+        found = " ".join(f"{value:.2g}" for value in runs[True][0].factors.values())
+        common = next(iter(runs[False][0].factors.values()))
+        print(
+            f"{' '.join(f'{level:+d}' for level in row):20s} {plain - oracle:+8.4f} {one - oracle:+8.4f} "
+            f"{groups - oracle:+8.4f}   one {common:.2g}; groups {found}   ({time.process_time() - began:.0f} s)",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

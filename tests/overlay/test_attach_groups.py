@@ -1,0 +1,189 @@
+"""hdet.attach with a learning rate for each group: by the optimizer's groups, and by patterns on names."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hdet
+from hdet.errors import ConfigError, MatchError
+
+STEPS = 60
+PATTERNS = {"head": "2.*", "biases": "*bias"}
+
+
+def build(optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> tuple[nn.Sequential, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    return model, optimizer(model.parameters(), **{"lr": 3e-3, **options})
+
+
+def examples(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(32, 4, generator=generator)
+    return inputs, inputs[:, :3].argmax(1)
+
+
+PROBE = hdet.Probe(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), [examples(-j) for j in range(1, 9)])
+
+
+def attach(model: nn.Module, optimizer: Any, **options: Any) -> hdet.Search:
+    options = {"probe": PROBE, "total_steps": STEPS, "rates": PATTERNS, "window": 5, "quiet": True, **options}
+    return hdet.attach(model, optimizer, exclude=["weight_decay"], **options)
+
+
+def train(model: nn.Module, optimizer: Any, search: hdet.Search | None, start: int = 0, stop: int = STEPS) -> None:
+    for step in range(start, stop):
+        inputs, labels = examples(step)
+        loss = F.cross_entropy(model(inputs), labels)
+        (loss if search is None else search.loss(loss)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def names_by_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def test_groups_are_cut_by_name_and_whole_again_afterwards() -> None:
+    """The first name that matches has a parameter; settings are those of the group that was cut."""
+    model, optimizer = build(weight_decay=0.3)
+    group, parameters = optimizer.param_groups[0], list(optimizer.param_groups[0]["params"])
+    search = attach(model, optimizer)
+    assert sorted(map(sorted, names_by_group(model, optimizer))) == [["0.bias"], ["0.weight"], ["2.bias", "2.weight"]]
+    assert [own["weight_decay"] for own in optimizer.param_groups] == [0.3] * 3
+    assert sorted(search.shifts) == ["learning_rate[biases]", "learning_rate[head]", "learning_rate[others]"]
+    train(model, optimizer, search, stop=20)
+    search.detach()
+    assert optimizer.param_groups == [group]
+    assert all(one is other for one, other in zip(group["params"], parameters, strict=True))
+    train(model, optimizer, None, start=20)
+
+
+def test_a_second_search_ends_the_first_one_and_its_groups() -> None:
+    model, optimizer = build()
+    attach(model, optimizer)
+    attach(model, optimizer, rates={"head": "2.*"})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_a_search_that_cannot_be_leaves_the_groups_whole() -> None:
+    model, optimizer = build()
+    with pytest.raises(ConfigError, match="exclude names 'nothing'"):
+        hdet.attach(model, optimizer, probe=PROBE, total_steps=STEPS, rates=PATTERNS, exclude=["nothing"], quiet=True)
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"), [({}, torch.optim.AdamW), ({"lr": 0.1, "momentum": 0.9}, torch.optim.SGD)], ids=str
+)
+def test_held_it_is_training_in_one_group(options: dict[str, Any], kind: Any) -> None:
+    """Cut and factor 1: the same weights, bit for bit."""
+    one, plain = build(kind, **options)
+    train(one, plain, None)
+    other, cut = build(kind, **options)
+    held = [
+        hdet.LearningRate(name=f"learning_rate[{name}]", groups=index, controller=hdet.controllers.Hold())
+        for index, name in enumerate(("others", "biases", "head"))
+    ]
+    train(other, cut, attach(other, cut, schedule=None, knobs=held))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_each_groups_rate_is_in_force_while_the_optimizer_steps() -> None:
+    model, optimizer = build()
+    search = attach(model, optimizer, schedule=None)
+    seen: list[list[float]] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append([group["lr"] for group in optimizer.param_groups]))
+    for step in range(STEPS):
+        shifts = {knob.name: knob.shift for knob in search.engine.knobs}
+        train(model, optimizer, search, start=step, stop=step + 1)
+        names = ["others", "biases", "head"] if len(seen[-1]) == 3 else []
+        assert seen[-1] == pytest.approx([3e-3 * math.exp(shifts[f"learning_rate[{name}]"]) for name in names])
+    assert len({round(knob.shift, 6) for knob in search.engine.knobs}) == 3
+
+
+def test_named_groups_go_by_their_names_and_others_by_their_number() -> None:
+    model, _ = build()
+    for named, expected in ((True, ["body", "head"]), (False, ["0", "1"])):
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+        if named:
+            groups = [{**group, "name": name} for group, name in zip(groups, expected, strict=True)]
+        search = attach(model, torch.optim.SGD(groups, lr=0.1), rates="groups")
+        assert list(search.shifts) == [f"learning_rate[{name}]" for name in expected]
+        search.detach()
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been() -> None:
+    whole, optimizer = build()
+    search = attach(whole, optimizer)
+    train(whole, optimizer, search)
+
+    first, other = build()
+    begun = attach(first, other)
+    train(first, other, begun, stop=33)
+    saved = copy.deepcopy({"model": first.state_dict(), "optimizer": other.state_dict(), "search": begun.state_dict()})
+    second, again = build()
+    resumed = attach(second, again)
+    second.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    resumed.load_state_dict(saved["search"])
+    train(second, again, resumed, start=33)
+    assert resumed.shifts == search.shifts
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+    assert [record.estimates for record in resumed.history] == [record.estimates for record in search.history][-6:]
+    resumed.detach()
+    assert len(again.param_groups) == 1
+
+
+def test_with_a_scheduler_groups_that_fit_are_taken_and_others_refused() -> None:
+    model, optimizer = build()
+    torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    with pytest.raises(
+        ConfigError,
+        match=r"holds parameters of 'others', 'biases', 'head', .*give the optimizer one group for each name",
+    ):
+        attach(model, optimizer, schedule=None)
+    assert len(optimizer.param_groups) == 1
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+    fitting = torch.optim.AdamW(groups, lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(fitting, STEPS)
+    search = attach(model, fitting, rates={"body": "0.*", "head": "2.*"}, scheduler=scheduler)
+    for step in range(STEPS):
+        train(model, fitting, search, start=step, stop=step + 1)
+        scheduler.step()
+    assert sorted(search.shifts) == ["learning_rate[body]", "learning_rate[head]"]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    model, optimizer = build()
+    with pytest.raises(
+        MatchError, match=r"no parameter that the optimizer holds matches 'body\.\*'; there are 0\.weight"
+    ):
+        attach(model, optimizer, rates={"body": "body.*"})
+    with pytest.raises(ConfigError, match="names each group by a printable string, got 3"):
+        attach(model, optimizer, rates={3: "2.*"})
+    with pytest.raises(ConfigError, match='rates is "together", "groups" or a mapping'):
+        attach(model, optimizer, rates="group")
+
+
+def test_names_are_those_of_the_model_under_its_wrappers() -> None:
+    model, optimizer = build()
+    attach(torch.compile(model, backend="eager"), optimizer)
+    assert len(optimizer.param_groups) == 3
+
+
+def test_tied_parameters_go_by_any_of_their_names() -> None:
+    model, _ = build()
+    model.append(nn.Linear(8, 3, bias=False))
+    model[3].weight = model[2].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach(model, optimizer, rates={"tied": "3.weight"})
+    assert [parameter is model[2].weight for parameter in optimizer.param_groups[1]["params"]] == [True]
