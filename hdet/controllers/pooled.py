@@ -61,7 +61,7 @@ class Pooled(Controller):
     >>> slower = Estimate(slope=0.1, stderr=0.01, curvature=0.5, slopes=(0.09, 0.1, 0.11, 0.1))
     >>> held = Estimate(slope=0.0, stderr=1.0, averaged=Estimate.nothing(), relative=slower)
     >>> round(pooled.step(pooled.start(), held, Context())[0], 3)
-    -0.131
+    -0.141
     """
 
     common: Controller = Calibrate()

@@ -34,6 +34,7 @@ class Riding:
         lending: what is in force for a pass or a step only.
         losses: what the loop has told of its training loss.
         callbacks: called with the record of each window that closes.
+        held_by: the search that rides, which so lives as long as its hooks do, whether or not somebody keeps it.
     """
 
     engine: Engine
@@ -48,6 +49,7 @@ class Riding:
         self.losses = ReportedLosses()
         self.passes = Passes(model, self.losses)
         self.callbacks: list[Callback] = []
+        self.held_by: object = None
         self._build = build
         self._warned: set[str] = set()
         self._odd_steps = 0  # on end, with another number of passes than was counted

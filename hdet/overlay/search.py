@@ -39,6 +39,7 @@ class Search(AbstractContextManager["Search"]):
         self.optimizer = optimizer
         self._undo: list[Callable[[], object]] = []
         self._riding = Riding(model, optimizer, build, rates, micro_batches)
+        self._riding.held_by = self
         self._hooks: Hooks | None = Hooks(self._riding, model, optimizer)
 
     # -- what a person asks -----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from typing import Any
 
@@ -68,10 +69,13 @@ def test_groups_are_cut_by_name_and_whole_again_afterwards() -> None:
 
 
 def test_a_second_search_ends_the_first_one_and_its_groups() -> None:
+    """Whether or not somebody keeps the first, as a notebook's cell may not."""
     model, optimizer = build()
     attach(model, optimizer)
+    gc.collect()
     attach(model, optimizer, rates={"head": "2.*"})
     assert len(optimizer.param_groups) == 2
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
 
 
 def test_a_search_that_cannot_be_leaves_the_groups_whole() -> None:
