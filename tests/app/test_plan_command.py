@@ -97,6 +97,18 @@ def test_the_command_draws_it_without_training(declared: Path, capsys: pytest.Ca
     assert sorted(path.name for path in declared.parent.iterdir()) == ["plan.png", "run.yaml"]
 
 
+def test_of_a_search_in_which_nothing_diverges_every_byte_is_told(
+    declared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alike = {**DIGITS, "gradients": "shared", "knobs": [{"kind": "learning_rate", "evidence": "line"}]}
+    declared.write_text(dump(RunConfig.from_dict(alike)))
+    assert call(declared) == 0
+    said = capsys.readouterr().out
+    assert "P, the parameters that are trained" in said
+    assert "the weights a window opened with" in said
+    assert "moved:" in said
+
+
 def test_a_pilot_measures_cost_and_noise(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(declared, "--pilot", 2) == 0
     said = capsys.readouterr().out

@@ -17,8 +17,10 @@ from hdet.app.planning.pilot import Pilot, pilot
 from hdet.app.run.config import RunConfig
 from hdet.app.run.loop import Training
 from hdet.app.text import one_line
+from hdet.engine.engine import Engine
 from hdet.engine.preview import Preview, preview
 from hdet.errors import ConfigError
+from hdet.recipes.footprint import footprint
 from hdet.spec import meant
 
 WIDE = 110
@@ -60,9 +62,7 @@ def plan(
     if figure is not None:
         _draw(figure, seen, title=config.stem)
         print(f"{figure} written")
-    parameters = sum(p.numel() * p.element_size() for p in engine.replicas[0].model.parameters())
-    copies = len(engine.home.hosts)
-    print(f"weights: {_bytes(parameters)} in each of {copies} model{'s' * (copies > 1)}")
+    print(_held(declared, engine))
     needs = [by_noise(knob, stderr, effect, len(seen.windows)) for knob, stderr in told.items()]
     if windows:
         measured = pilot(declared, windows)
@@ -103,6 +103,17 @@ def _show(config: Path, seen: Preview, replicas: int) -> None:
         )
         print(f"  {line(knob)}")
     print(f"  {ruler(seen)} windows\n")
+
+
+def _held(declared: RunConfig, engine: Engine) -> str:
+    """What the search holds and moves beside plain training, in lines."""
+    model, optimizer = engine.home.hosts[0]
+    if declared.copies:
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        return f"weights: {_bytes(size)} in each of {len(engine.home.hosts)} models that come apart"
+    knobs = [knob.spec for knob in engine.knobs]
+    found = footprint(model, optimizer, knobs, guard=declared.guard, replicas=engine.home.size)
+    return f"{found}\n"
 
 
 def _draw(path: Path, seen: Preview, *, title: str) -> None:
