@@ -15,7 +15,7 @@ from hdet.errors import ConfigError
 from hdet.evidence import Evidence
 from hdet.history import History
 from hdet.hparams import LearningRate, Relative, Symmetric
-from hdet.overlay.exploration import KEY, Exploration, how_many, peak, surroundings
+from hdet.overlay.exploration import KEY, how_many, peak
 from hdet.overlay.exploring import Exploring
 from hdet.recipes import paper
 from hdet.replicas import Replicas
@@ -98,27 +98,20 @@ class Explored(Exploring):
     def _load_own(self, state: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state)
 
-    def _begin(self, began: int) -> Exploration:
-        declared = self._declared
-        home = surroundings(self.optimizer, declared["model"], declared["replicas"])
-        total = declared["total_steps"]
-        return Exploration(
-            self.optimizer,
-            home,
-            [self._knob(group, home.size == 1) for group in self.optimizer.param_groups],
-            self.scheduler.state_dict,
-            total_steps=None if total is None else total - began,
-            **declared["engine"],
-        )
+    def _length(self) -> int | None:
+        assert self._declared is not None
+        steps: int | None = self._declared["total_steps"]
+        return steps
 
-    def _knob(self, group: dict[str, Any], single: bool) -> LearningRate:
+    def _knobs(self, began: int, alone: bool) -> list[LearningRate]:
+        assert self._declared is not None
         knob: LearningRate = self._declared["knob"]
-        fields: dict[str, Any] = {}
-        if knob.bounds == LearningRate.model_fields["bounds"].default:
-            fields["bounds"] = (0.0, max(knob.bounds[1], 10 * peak(group)))
-        if single:  # nothing to spread, but what was learned goes on
-            fields["spread"] = knob.spread.replace(width=0.0)
-        return knob.replace(**fields)
+        if alone:
+            knob = knob.replace(spread=knob.spread.replace(width=0.0))
+        if knob.bounds != LearningRate.model_fields["bounds"].default:
+            return [knob] * len(self.optimizer.param_groups)
+        low, high = knob.bounds
+        return [knob.replace(bounds=(low, max(high, 10 * peak(group)))) for group in self.optimizer.param_groups]
 
 
 def explore(

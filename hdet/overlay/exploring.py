@@ -12,21 +12,30 @@ from torch.optim.lr_scheduler import LRScheduler
 from hdet.engine.engine import Engine
 from hdet.engine.tally import Losses
 from hdet.errors import StepError
-from hdet.overlay.exploration import KEY, Exploration
+from hdet.hparams import LearningRate
+from hdet.overlay.exploration import KEY, Exploration, surroundings
 from hdet.user_warning import relayed, warn
 
 
 class Exploring(LRScheduler):
     """A scheduler with an engine underneath, if there is something to explore.
 
-    A subclass says what begins (`_begin`) and what its state is without an exploration.
+    A subclass says what is explored, for how long, and what its state is without an exploration.
     """
 
     _exploration: Exploration | None = None
     _began: int = 0
+    _declared: dict[str, Any] | None = None
 
-    def _begin(self, began: int) -> Exploration:
-        """An exploration whose first step is the scheduler's step `began`."""
+    def _knobs(self, began: int, alone: bool) -> list[LearningRate]:
+        """The knob of each parameter group, where exploration begins at the scheduler's step `began`.
+
+        Alone, with one replica, there is nothing to spread, but what was learned goes on.
+        """
+        raise NotImplementedError
+
+    def _length(self) -> int | None:
+        """The run's length in steps of the scheduler; None for an open end."""
         raise NotImplementedError
 
     def _own_state(self) -> dict[str, Any]:
@@ -63,7 +72,18 @@ class Exploring(LRScheduler):
             self._exploration.finish()
 
     def _start(self, began: int) -> None:
-        self._exploration = self._begin(began)
+        """Begin to explore, at the scheduler's step `began`."""
+        declared, length = self._declared, self._length()
+        assert declared is not None
+        home = surroundings(self.optimizer, declared["model"], declared["replicas"])
+        self._exploration = Exploration(
+            self.optimizer,
+            home,
+            self._knobs(began, home.size == 1),
+            self._own_state,
+            total_steps=None if length is None else length - began,
+            **declared["engine"],
+        )
         self._began = began
 
     def _advance(self, step_scheduler: Callable[[], None], losses: Losses | None, may_warn: bool) -> None:

@@ -14,7 +14,7 @@ from hdet.engine.tally import Losses
 from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.history import History
 from hdet.hparams import LearningRate
-from hdet.overlay.exploration import KEY, Exploration, how_many, surroundings
+from hdet.overlay.exploration import KEY, how_many
 from hdet.overlay.exploring import Exploring
 from hdet.recipes import paper
 from hdet.replicas import Replicas
@@ -76,8 +76,6 @@ class OneCycleHDET(Exploring, OneCycleLR):
     >>> seen, round(optimizer.param_groups[0]["lr"], 4)
     ([0.02, 0.022, 0.018], 0.02)
     """
-
-    _declared: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -209,13 +207,21 @@ class OneCycleHDET(Exploring, OneCycleLR):
             raise ConfigError(f"auto_lr_warmup must be a number of steps, 0 or more; got {warmup!r}")
         paper.knob(0, floor=1.0, highest=1.0, warmup=warmup, **self._declared["knob"])
 
-    def _knob(self, index: int, warmup: int, single: bool) -> LearningRate:
+    def _length(self) -> int:
+        return self.total_steps
+
+    def _knobs(self, began: int, alone: bool) -> list[LearningRate]:
+        assert self._declared is not None
+        warmup = max(0, self._declared["warmup"] - began)
+        return [self._knob(index, warmup, alone) for index in range(len(self.optimizer.param_groups))]
+
+    def _knob(self, index: int, warmup: int, alone: bool) -> LearningRate:
         assert self._declared is not None
         group, declared = self.optimizer.param_groups[index], self._declared["knob"]
         highest, floor = float(group["max_lr"]), float(group["min_lr"])
         if highest == 0.0:  # a group at rest: no factor moves it
             declared = {**declared, "spread": 0.0, "auto_lr": False}
-        elif single:
+        elif alone:
             declared = {**declared, "spread": 0.0}
         if declared["auto_lr"] and floor == 0.0:
             raise ConfigError(
@@ -223,17 +229,3 @@ class OneCycleHDET(Exploring, OneCycleLR):
                 "final_div_factor, or auto_lr=False"
             )
         return paper.knob(index, floor=floor, highest=highest, warmup=warmup, **declared)
-
-    def _begin(self, began: int) -> Exploration:
-        assert self._declared is not None
-        home = surroundings(self.optimizer, self._declared["model"], self._declared["replicas"])
-        warmup = max(0, self._declared["warmup"] - began)
-        return Exploration(
-            self.optimizer,
-            home,
-            # With one replica there is nothing to spread, but what was learned goes on.
-            [self._knob(index, warmup, home.size == 1) for index in range(len(self.optimizer.param_groups))],
-            self._own_state,
-            total_steps=self.total_steps - began,
-            **self._declared["engine"],
-        )
