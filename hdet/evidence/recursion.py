@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hdet.errors import ConfigError
 from hdet.evidence.parts.directional import Direction, Directional, DirectionalCollector
@@ -68,11 +68,26 @@ class RecursionCollector(DirectionalCollector):
         self.keeps_weights = not scene.apart
         # Replicas that stay alike have one D.
         self.hosts = list(scene.replicas.hosts if scene.apart else scene.replicas.hosts[:1])
+        self._follow()
+
+    def _follow(self) -> None:
+        """Follow what is trained now, from here on."""
         self.traces = [
             [_traces(knob, host, model) for host, (model, _) in enumerate(self.hosts)] for knob in self.knobs
         ]
 
+    def _is_outdated(self) -> bool:
+        """Whether other parameters are trained than are followed."""
+        return any(
+            [id(p) for p in trace.parameters] != [id(p) for p in _trained(trace.optimizer, trace.index, model)]
+            for hosts in self.traces
+            for (model, _), traces in zip(self.hosts, hosts, strict=True)
+            for trace in traces
+        )
+
     def open(self, window: Window) -> None:
+        if self._is_outdated():
+            self._follow()  # nothing is lost: every window begins with a derivative of 0
         for knob, hosts in zip(self.knobs, self.traces, strict=True):
             first = _value(knob, window.start)
             for trace in _flat(hosts):
@@ -141,14 +156,18 @@ def _traces(knob: BoundKnob, host: int, model: nn.Module) -> list[Trace]:
             f"{knob.spec.bounds} allow it; give bounds=(0.1, {knob.spec.bounds[1]:g})"
         )
     kind = MomentumTrace if binding.key == "momentum" else (FirstTrace, SecondTrace)[binding.item or 0]
-    own = {id(p) for p in model.parameters() if p.numel() and p.requires_grad}
     traces: list[Trace] = []
     for index in binding.indices:
-        group = binding.optimizer.param_groups[index]
-        parameters = [p for p in group["params"] if id(p) in own]
-        _check(knob, group, parameters)
+        parameters = _trained(binding.optimizer, index, model)
+        _check(knob, binding.optimizer.param_groups[index], parameters)
         traces.append(kind(binding, index, parameters))
     return traces
+
+
+def _trained(optimizer: Optimizer, index: int, model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a group that are trained in a model."""
+    own = {id(p) for p in model.parameters() if p.numel() and p.requires_grad}
+    return [p for p in optimizer.param_groups[index]["params"] if id(p) in own]
 
 
 def _check(knob: BoundKnob, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> None:

@@ -48,6 +48,7 @@ class Passes:
         entered: how many of them were a replica's.
         whole: each has had one backward at most.
         missed: something that this step's passes would teach was left out.
+        dropped: how often passes have led to no step since the optimizer's last.
     """
 
     def __init__(self, model: nn.Module, losses: ReportedLosses) -> None:
@@ -56,6 +57,7 @@ class Passes:
         self.begun = self.entered = 0
         self.whole = True
         self.missed = False
+        self.dropped = 0
         self._current: Pass | None = None
         self._seen: tuple[Tensor, int] | None = None  # a gradient, and its version, when a backward was last through
 
@@ -128,6 +130,7 @@ class Passes:
             self._leave(heard=False)
         self.miss()
         self.begin_step()
+        self.dropped += 1
 
     def miss(self) -> None:
         """What the passes of this step would teach is left out."""

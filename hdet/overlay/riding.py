@@ -22,6 +22,8 @@ Build = Callable[[int, Lending], Engine]
 Callback = Callable[[WindowRecord], object]
 ODD_STEPS = 5
 """Steps on end with another number of passes than was counted, after which this is said."""
+STEPLESS = 100
+"""Times on end that gradients were dropped without a step; a GradScaler's search for its scale is over long before."""
 
 
 class Riding:
@@ -96,6 +98,12 @@ class Riding:
             return
         self._follow()
         self.passes.begin()
+        if self.passes.dropped == STEPLESS:
+            self.warn(
+                f"{STEPLESS} times on end the loop has dropped its gradients without a step of the "
+                f"{type(self.optimizer).__name__} that hdet.attach was given, so nothing is explored: if the loop "
+                f"steps another optimizer, attach to that one, after it is made"
+            )
 
     def after_forward(self, output: object) -> None:
         """The model has returned."""
@@ -135,6 +143,7 @@ class Riding:
             self.lending.take_out_forward()
             self.lending.take_out_update()
             self.passes.begin_step()
+            self.passes.dropped = 0
         self._tell(record)
 
     # -- how a step is made -----------------------------------------------------------------------

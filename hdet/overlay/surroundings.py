@@ -33,6 +33,7 @@ def home(model: nn.Module, optimizer: Optimizer, seats: int) -> Replicas:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         found = micro_batches(unwrapped(model)[0], optimizer, seats)
     else:
+        refusals.pipelined(model, None)
         bare, wrapper = unwrapped(model)
         meshes = [mesh for p in bare.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None]
         if meshes:

@@ -288,8 +288,12 @@ def recommended(
 
     Learning rate, weight decay, dropout and label smoothing are explored where the model and optimizer have
     them, all by counterfactual evidence. A guard (`hdet.Rewind`) goes back to the best point where training went
-    wrong; it keeps one copy of model and optimizer state in host memory, early in the warm-up two. What was chosen,
-    and why, is printed.
+    wrong. What was chosen, and why, is printed.
+
+    Held beyond plain training: the window's first weights (`anchor`), the mean of its weights (`averages`), for each
+    knob of the forward pass the sketches of `hdet.Contrast`, and in host memory the guard's copy of model and optimizer
+    state, early in the warm-up two; docs/overhead.md has the sizes. Every window evaluates the probe several times, and
+    short runs have short windows: there a probe larger than a training batch can take longer than training does.
 
     Args:
         model, optimizer: the rates set in the optimizer are the starting point; the first group's is the peak of

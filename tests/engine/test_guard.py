@@ -301,6 +301,25 @@ def test_the_first_weights_are_those_of_the_first_step(assert_same: Any) -> None
     assert_same(model.state_dict(), loaded)
 
 
+@pytest.mark.parametrize(
+    "evidence", [hdet.Contrast(bound_from=0.0), hdet.MixedDifference(bound_from=0.0)], ids=["contrast", "mixed"]
+)
+def test_levels_near_a_bound_are_no_look_ahead(evidence: hdet.Evidence) -> None:
+    """They lie off their base too, to the end of the run: the first weights would be kept as long, and come back."""
+    engine = make(
+        guard=Rewind(),
+        model=network(hdet.nn.Dropout(1e-4)),
+        knobs=[rate(0.01), hdet.Dropout(evidence=evidence, controller=Hold())],
+        n=4,
+        objective=hdet.Objective(loss_of, lambda window: [draw(500 + 8 * window + j) for j in range(8)]),
+    )
+    looked, later = train(engine, 6 * WINDOW)[1::4]
+    assert looked.estimates["learning_rate"]["offset"] > 0.0 == later.estimates["learning_rate"]["offset"]
+    assert later.estimates["dropout"]["offset"] > 0.0
+    assert engine.cycle.watch is not None
+    assert engine.cycle.watch.first is None
+
+
 def test_nothing_is_left_of_the_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its best point nor evidence that was saved up."""
     engine = looking_ahead(10.0, Rewind(overshoot=1.3))

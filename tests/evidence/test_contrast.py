@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import hdet
 import hdet.testing
 from hdet import Contrast, Engine, Probe
-from hdet.controllers import Estimate, Gated, Hold
+from hdet.controllers import Context, Estimate, Gated, Hold
 from hdet.designs import Design, Fixed
 from hdet.errors import IdentifiabilityError, StepError
 from hdet.evidence.contrast import ContrastCollector
@@ -821,10 +821,14 @@ class Flat(nn.Module):
 
 
 def placebo_ts(n: int, windows: int, shards: float = 0.0, design: Design | None = None, horizon: int = 0) -> np.ndarray:
-    """The t of a scalar nobody reads; replica r's gradients have a mean of their own, `shards` times their noise.
+    """The t of each window; with a horizon the evidence begins anew in each, or one would be nearly the next."""
+    return np.array([estimate["t"] for estimate in placebo(n, windows, shards, design, horizon, anew=horizon > 0)])
 
-    With a horizon the evidence begins anew in each window, or successive t would be nearly the same.
-    """
+
+def placebo(
+    n: int, windows: int, shards: float = 0.0, design: Design | None = None, horizon: int = 0, anew: bool = False
+) -> list[dict[str, Any]]:
+    """Of a scalar nobody reads. Replica r's gradients have a mean of their own, `shards` times their noise."""
     blocks = 16 if horizon else 12
     window = blocks * max(1, 4 // n)
     model = Flat()
@@ -850,7 +854,7 @@ def placebo_ts(n: int, windows: int, shards: float = 0.0, design: Design | None 
     own = torch.randn(n, 16, generator=generator) * shards
     noise = torch.randn(windows * window, n, 16, generator=generator)
     zeros = [0.0] * n
-    ts = []
+    found = []
     for step in range(windows * window):
         model.w.grad = torch.zeros(16)
         for replica in engine.replicas:
@@ -859,10 +863,10 @@ def placebo_ts(n: int, windows: int, shards: float = 0.0, design: Design | None 
         engine.share_gradients()
         record = engine.step(zeros)
         if record is not None:
-            ts.append(record.estimates["idle"]["t"])
-            if horizon:
+            found.append(record.estimates["idle"])
+            if anew:
                 collector.forget()
-    return np.array(ts)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -886,6 +890,24 @@ def test_traces_of_a_knob_without_effect_have_students_spread(n: int, shards: fl
     assert 0.9 < ts.std() < 1.5
     assert abs(ts.mean()) < 0.3
     assert 0.01 < (np.abs(ts) > 2.365).mean() < 0.11
+
+
+def test_windows_that_share_their_traces_are_not_taken_for_independent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over 25 windows each remembers nearly all of the one before; kept apart by group, sums tell their own error."""
+    monkeypatch.setattr(hdet.Scalar, "acts_in_eval", False)  # nothing of the probe's own is added
+    rule = Gated(memory=0.8)
+    taus: dict[str, list[float]] = {"by group": [], "independent": []}
+    for windows in (placebo(n, 40, horizon=400) for n in (2, 4, 8)):
+        for name, found in taus.items():
+            state = rule.start()
+            for told in windows:
+                slopes = tuple(told["slopes"]) if name == "by group" else ()
+                estimate = Estimate(told["slope"], stderr=told["stderr"], slopes=slopes)
+                state, tau = rule.gather(state, estimate, Context())
+                found.append(tau)
+    sizes = {name: math.sqrt(np.mean(np.square(found))) for name, found in taus.items()}
+    assert sizes["by group"] < 1.4
+    assert sizes["independent"] > 1.5 * sizes["by group"]
 
 
 def test_signs_that_stay_the_same_would_take_shards_for_an_effect() -> None:

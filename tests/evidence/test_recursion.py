@@ -257,6 +257,30 @@ def test_several_knobs_share_a_window() -> None:
         assert record.estimates[knob.label] == alone.estimates[knob.label]
 
 
+@pytest.mark.parametrize("kind", [hdet.Momentum, hdet.Beta1, hdet.Beta2])
+@pytest.mark.parametrize("thawed", [False, True])
+def test_what_is_frozen_or_thawed_later_is_followed_as_it_is_trained(kind: type[hdet.Knob], thawed: bool) -> None:
+    """In mid-window where a layer is frozen; from the next window on where it is thawed."""
+    make = SGDS["momentum"] if kind is hdet.Momentum else ADAMS["adamw"]
+    changes_at = T - 1 if thawed else T + T // 2
+
+    def loss(model: Any, step: int) -> Tensor:
+        model.other.requires_grad_((step >= changes_at) == thawed)
+        return noisy(model, step)
+
+    def first(model: nn.Module) -> Optimizer:
+        model.other.requires_grad_(not thawed)  # type: ignore[union-attr]
+        return make(model)
+
+    knob = held(kind)
+    model = Vector()
+    base = knob.bind(model, make(model)).read()
+    want = difference(first, knob, lambda step: base, T, loss)
+    _, records = run(first, [knob], windows=2, loss=loss)
+    assert abs(want) > 1e-4
+    assert slope(records[1]) == pytest.approx(want, rel=1e-5)
+
+
 def test_a_placebo_has_no_slope() -> None:
     """The probe does not read `other`, which alone is followed."""
 

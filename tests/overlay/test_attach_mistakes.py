@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attach_parts import STEPS, adamw, batch, network, probe
+from attach_parts import STEPS, adamw, batch, loss_of, network, probe
 from torch import nn
 from torch.nn import functional as F
 
@@ -103,3 +103,22 @@ def test_of_two_adversaries_the_one_that_is_looked_through_is_told() -> None:
     assert all(search.finished for search in searches)
     for record in (maker_window, judge_window):
         assert 0.0 < record.estimates["learning_rate"]["stderr"] < float("inf")
+
+
+def test_an_optimizer_that_the_loop_does_not_step_is_noticed() -> None:
+    """As where a trainer makes its optimizer anew after the search was attached."""
+    model = network()
+    attached = torch.optim.AdamW(model.parameters(), lr=0.01)
+    search = hdet.attach(model, attached, probe=probe(), total_steps=STEPS, quiet=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for step in range(150):
+            search.loss(loss_of(model, batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match="without a step of the AdamW that hdet.attach was given") as told:
+        loop()
+    assert len(told) == 1
+    assert search.engine.step_count == 0

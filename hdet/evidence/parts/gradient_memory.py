@@ -294,7 +294,9 @@ class Traces(Record):
             products, weights = table[:, :, place]
             if weights.min() > 0.0 and products.any() and np.isfinite(products).all():
                 own = products / weights
-                found[k] = Estimate(slope=float(own.mean()), stderr=float(own.std(ddof=1) / math.sqrt(self.groups)))
+                stderr = float(own.std(ddof=1) / math.sqrt(self.groups))
+                # A group's sum goes on from window to window: what adds up over windows is kept apart by group.
+                found[k] = Estimate(slope=float(own.mean()), stderr=stderr, slopes=tuple(own.tolist()))
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class Trace:
         A count on an accelerator is not read, which would wait for it, but assumed to have risen by one.
         """
         state = self.optimizer.state.get(parameter, {})
-        if state.get(self.running) is None:
+        if state.get(self.running) is None or not parameter.requires_grad:  # frozen since the window opened
             return False
         step = state.get("step")
         before = self.counts[number]
@@ -115,15 +115,20 @@ class Trace:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
+        own = {id(parameter) for parameter in self.parameters}
         return {
+            "places": [n for n, p in enumerate(self.optimizer.param_groups[self.index]["params"]) if id(p) in own],
             "ahead": tensors.clones(self.ahead),
             "direction": tensors.clones(self.direction),
             "counts": list(self.counts),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        tensors.copy_(self.ahead, state["ahead"])
-        tensors.copy_(self.direction, state["direction"])
+        every = self.optimizer.param_groups[self.index]["params"]
+        self.parameters = [every[place] for place in state["places"]]
+        for name in ("ahead", "direction"):
+            held = [h.to(p.device, copy=True) for h, p in zip(state[name], self.parameters, strict=True)]
+            setattr(self, name, held)
         self.counts = list(state["counts"])
 
 

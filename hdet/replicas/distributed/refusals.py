@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -52,17 +55,39 @@ PIPELINE_DIMENSIONS = {"pp", "pipe", "pipeline"}
 
 def pipelined(model: object, mesh: DeviceMesh | None) -> None:
     """The stages of a pipeline hold different parameters, and the last one alone has a loss."""
-    stage = any(kind.__name__ in PIPELINES for kind in type(model).__mro__)
     dimensions = (
         [name for name in (mesh.mesh_dim_names or ()) if name in PIPELINE_DIMENSIONS] if mesh is not None else []
     )
-    if stage or dimensions:
-        what = f"the mesh has a dimension {dimensions[0]!r}" if dimensions else f"{type(model).__name__} is one"
+    what = f"the mesh has a dimension {dimensions[0]!r}" if dimensions else ""
+    if any(kind.__name__ in PIPELINES for kind in type(model).__mro__):
+        what = f"{type(model).__name__} is one"
+    elif not dimensions and (stage := _stage_of(model)) is not None:
+        what = f"the model is stage {stage.stage_index} of {stage.num_stages}"
+    if what:
         raise ConfigError(
             f"hdet does not explore pipelines of stages on several ranks ({what}): a stage holds other parameters than "
             f"its replica's other stages, and the last one alone has a loss to judge by; shard by fully_shard or "
             f"tensor parallelism instead, beside a replicate dimension"
         )
+
+
+def _stage_of(model: object) -> Any:
+    """The `PipelineStage` of this process that runs a module, wrapped or not; None where there is none.
+
+    A stage holds its module and not the other way round, so it is looked for among all that lives.
+    """
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    if stages is None:
+        return None
+    held = [own for own in gc.get_objects() if issubclass(type(own), stages._PipelineStageBase)]
+    return next((stage for stage in held if _bare(getattr(stage, "submod", None)) is _bare(model)), None)
+
+
+def _bare(model: Any) -> Any:
+    """The user's own module below torch.compile and DistributedDataParallel."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+    return model
 
 
 def outside(group: object) -> None:
