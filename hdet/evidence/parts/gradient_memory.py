@@ -278,9 +278,13 @@ class Traces(Record):
 
     def close(self, heard: Sequence[int], widths: Widths, aim: Callable[[], Tensor | None]) -> dict[int, Estimate]:
         sure = [k for k in heard if self.blocks[:, k].sum() >= FEWEST_BLOCKS and self.blocks[:, k].min() >= 1.0]
-        direction = aim() if sure and self.traces is not None else None
-        if direction is None or self.traces is None or self.weights is None:
+        direction = aim() if sure else None
+        if direction is None:
             return {}
+        # A process whose passes were all left out has nothing to add, and is waited for all the same.
+        self._take(direction.numel(), direction.device)
+        assert self.traces is not None
+        assert self.weights is not None
         self._fade()
         local = len(self.replicas.local)
         rows = torch.zeros(local, 2, self.groups * len(sure), dtype=self.weights.dtype, device=direction.device)
