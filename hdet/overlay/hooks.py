@@ -68,7 +68,8 @@ class Hooks:
         self._within = False
         self._handled: BaseException | None = None  # the exception that the loop was handling as the forward began
         self._handles = [
-            root.register_forward_pre_hook(Hook(self._before_forward)),
+            # Before fully_shard's own, which gathers the parameters: what is copied here are the shards.
+            root.register_forward_pre_hook(Hook(self._before_forward), prepend=True),
             root.register_forward_hook(Hook(self._after_forward), always_call=True),
             optimizer.register_step_pre_hook(Hook(self._before_step)),
             optimizer.register_step_post_hook(Hook(self._after_step)),

@@ -15,6 +15,7 @@ from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.passes import Passes
 from hdet.overlay.rates import Rates
 from hdet.overlay.reported_losses import ReportedLosses
+from hdet.replicas import tensors
 from hdet.replicas.distributed.ranks import Ranks
 from hdet.user_warning import warn
 
@@ -117,6 +118,8 @@ class Riding:
 
     def before_step(self) -> None:
         """The optimizer is about to step, its gradients complete."""
+        if self.passes.begun == 0 and makes_state(self.optimizer):
+            return
         self.passes.end()
         self.lending.take_out_forward()
         self.lending.take_out_update()  # if the step before raised
@@ -133,7 +136,7 @@ class Riding:
     def after_step(self) -> None:
         """The optimizer has stepped."""
         if not self._stepping:
-            return  # it was given a closure, and did not call it
+            return  # it was given a closure, and did not call it; or no step of training was made
         self._stepping = False
         record = None
         try:
@@ -290,3 +293,14 @@ def skipped(optimizer: Optimizer) -> bool:
     """
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found.item())
+
+
+def makes_state(optimizer: Optimizer) -> bool:
+    """Whether a step changes no weight, and is made for an optimizer to have its state.
+
+    `torch.distributed.checkpoint.state_dict` does so before it saves or loads one that has none yet.
+    """
+    if optimizer.state or any(float(group["lr"]) != 0.0 for group in optimizer.param_groups):
+        return False
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return not any(bool(tensors.local(gradient).any()) for gradient in gradients)

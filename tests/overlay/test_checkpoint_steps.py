@@ -1,0 +1,30 @@
+"""Steps that torch.distributed.checkpoint makes for an optimizer to have its state are none of training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import hdet
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_state_asked_for_before_the_first_step_is_no_step(scheduled: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20) if scheduled else None
+    probe = hdet.Probe(lambda model, x: model(x).square().mean(), [torch.randn(4, 2) for _ in range(8)])
+    search = hdet.attach(model, optimizer, probe=probe, total_steps=20, scheduler=scheduler, window=5, quiet=True)
+    get_state_dict(model, optimizer)
+    assert search.engine.step_count == 0
+    for _ in range(20):
+        search.loss(model(torch.randn(4, 2)).square().mean()).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+    assert search.finished
+    assert len(search.history) == 4
