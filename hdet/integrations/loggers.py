@@ -138,6 +138,22 @@ class MLflow(WindowLogger):
         mlflow.log_metrics(named, step=step, run_id=self._run_id)
 
 
+class Trackio(WindowLogger):
+    """Curves of a trackio run, over optimizer steps.
+
+    Args:
+        run: what `trackio.init` returned; on ranks other than 0 it may be None.
+    """
+
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self._run = run
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log a row."""
+        self._run.log(dict(metrics), step=step)
+
+
 def _require(package: str) -> None:
     try:
         __import__(package)

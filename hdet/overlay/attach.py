@@ -179,6 +179,11 @@ def _inner(optimizer: Any) -> Optimizer:
     Raises:
         ConfigError: it is none, or several.
     """
+    if type(optimizer).__module__.startswith("deepspeed."):
+        raise ConfigError(
+            f"DeepSpeed's {type(optimizer).__name__} keeps master weights apart from the model, in parts on each rank; "
+            f"give the engine to hdet.deepspeed.attach(engine, probe=...)"
+        )
     optimizer = bare_optimizer(optimizer)
     if isinstance(optimizer, (list, tuple, dict)):
         raise ConfigError(

@@ -194,7 +194,8 @@ class Passes:
 
     def _were_dropped(self) -> bool:
         """Whether the gradients of the passes so far are gone, as where a GradScaler skipped their step."""
-        if not self.begun or fully_sharded.used(self.model):
+        elsewhere = getattr(self._engine.hosts[0][1], "gradients_elsewhere", False)
+        if not self.begun or elsewhere or fully_sharded.used(self.model):
             return False  # fully sharded parameters gather theirs elsewhere until the last micro-batch
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if not gradients:

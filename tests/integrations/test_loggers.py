@@ -89,6 +89,19 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run.finish()
 
 
+def test_trackio_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    trackio = pytest.importorskip("trackio")
+    run = trackio.init(project="test", name="one", embed=False)
+    search = train(hdet.loggers.Trackio(run))
+    run.finish()
+    from trackio.sqlite_storage import SQLiteStorage
+
+    rows = [row for row in SQLiteStorage.get_logs("test", "one") if NAME in row]
+    assert [row["step"] for row in rows] == [5, 10, 15, 20]
+    assert [row[NAME] for row in rows] == pytest.approx(values(search))
+
+
 class Failing(hdet.loggers.WindowLogger):
     def __init__(self) -> None:
         super().__init__()

@@ -38,8 +38,9 @@ def partitioned(model: nn.Module, optimizer: Optimizer) -> None:
     stage = getattr(model, "zero_optimization_stage", None)
     if callable(stage) and stage() > 0:
         raise ConfigError(
-            f"this DeepSpeed engine runs ZeRO stage {stage()}, which partitions the optimizer over ranks; use stage 0, "
-            f"or shard by fully_shard over a mesh with a replicate dimension"
+            f"this DeepSpeed engine runs ZeRO stage {stage()}, which partitions the optimizer over ranks; give it to "
+            f"hdet.deepspeed.attach, where nothing diverges, use stage 0, or shard by fully_shard over a mesh with a "
+            f"replicate dimension"
         )
     for module in model.modules():
         if type(module).__name__ == "FullyShardedDataParallel":

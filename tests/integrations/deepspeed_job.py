@@ -1,0 +1,138 @@
+"""What torchrun starts for `test_deepspeed.py`: a loop as DeepSpeed's documentation writes it, on two ranks."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hdet
+from hdet.controllers import Hold
+from hdet.errors import ConfigError
+
+# Collectives in shared memory are compiled when they are first asked for; gloo's own do.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+STEPS, PARTS = 24, 2
+HELD = [hdet.LearningRate(controller=Hold()), hdet.WeightDecay(controller=Hold())]
+
+
+def batch(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+    return inputs.to(dtype), inputs[:, :3].argmax(dim=1)
+
+
+def loss_of(model: Any, given: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(given[0]).float(), given[1])
+
+
+def engine_of(stage: int, bf16: bool) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": PARTS,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    if bf16:
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-3), config=config)[0]
+
+
+def left(engine: Any) -> list[Tensor]:
+    """Weights, and this rank's masters and moments."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    parts = [p for group in inner.param_groups for p in group["params"]]
+    moments = [v for p in parts for v in inner.state[p].values() if isinstance(v, Tensor)]
+    return copy.deepcopy([t.detach().cpu() for t in (*engine.module.parameters(), *parts, *moments)])
+
+
+def run(stage: int, bf16: bool, wrecked: int | None = None, **options: Any) -> dict[str, Any]:
+    """Train; a search is attached where options are given. At one step the loss is infinite, if that is said."""
+    engine = engine_of(stage, bf16)
+    dtype = next(engine.module.parameters()).dtype
+    search = None
+    if options:
+        probe = hdet.Probe(loss_of, [batch(-1 - part, dtype) for part in range(8)])
+        options = {"total_steps": STEPS, "window": 4, "quiet": True, **options}
+        search = hdet.deepspeed.attach(engine, probe=probe, **options)
+    for micro in range(STEPS * PARTS):
+        torch.manual_seed(10 * micro + dist.get_rank())
+        loss = loss_of(engine, batch(100 * micro + dist.get_rank(), dtype))
+        if search is not None:
+            search.loss(loss)
+        engine.backward(loss * float("inf") if micro // PARTS == wrecked else loss)
+        engine.step()
+    found: dict[str, Any] = {"left": left(engine), "rates": [g["lr"] for g in engine.optimizer.param_groups]}
+    if search is not None:
+        found |= {
+            "steps": search.engine.step_count,
+            "shifts": {name: learned.factor for name, learned in search.shifts.items()},
+            "t": [record.estimates["weight_decay"].get("t") for record in search.history],
+        }
+    return found
+
+
+def refusal(stage: int, **options: Any) -> str:
+    try:
+        run(stage, False, **options)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def went_back(stage: int, bf16: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """What a point holds, and what is there after training on and going back to it."""
+    engine = engine_of(stage, bf16)
+    dtype = next(engine.module.parameters()).dtype
+    probe = hdet.Probe(loss_of, [batch(-1 - part, dtype) for part in range(8)])
+    search = hdet.deepspeed.attach(engine, probe=probe, total_steps=STEPS, window=3, quiet=True, guard=None)
+    held: list[Tensor] = []
+    for micro in range(5 * PARTS):
+        if micro == 3 * PARTS:
+            held = left(engine)
+        engine.backward(search.loss(loss_of(engine, batch(micro, dtype))))
+        engine.step()
+    search.engine.cycle.anchor.restore(*search.engine.hosts[0])
+    return held, left(engine)
+
+
+def main(folder: Path) -> None:
+    deepspeed.init_distributed("gloo")
+    found: dict[Any, Any] = {}
+    for stage, bf16 in [(0, False), (1, False), (2, False), (1, True), (2, True)]:
+        found[stage, bf16] = {
+            "plain": run(stage, bf16),
+            "held": run(stage, bf16, knobs=HELD, exclude=["dropout"], schedule=None, guard=None),
+            "searched": run(stage, bf16, exclude=["dropout"]),
+            "went back": went_back(stage, bf16) if stage else None,
+        }
+    found["skipped"] = run(1, True, wrecked=5, knobs=HELD, schedule=None, guard=None)
+    found["dropout at stage 0"] = run(0, False, guard=None)
+    found["refused"] = {
+        "stage 3": refusal(3, guard=None),
+        "dropout at stage 1": refusal(1, knobs=[hdet.Dropout()]),
+    }
+    torch.save(found, folder / f"rank{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))
