@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import runpy
 import sys
 import warnings
@@ -10,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import hdet
 from hdet.app.run.config import RunConfig
+from hdet.app.study.declaration import Study
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 from launch import launch
@@ -96,6 +99,83 @@ def test_ranks_learn_the_same(name: str, ranks: int) -> None:
     found = launch(on_a_rank, ranks, name)
     assert all(one == found[0] for one in found)
     assert found[0]["learning_rate"] > 1e-4
+
+
+def batches_of_cifar(folder: Path) -> Path:
+    """CIFAR-10 in its own format: small batches of the same keys and types."""
+    folder.mkdir()
+    numbers = np.random.default_rng(0)
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        labels = numbers.integers(10, size=16)
+        images = (labels[:, None] * 25 + numbers.integers(25, size=(16, 3072))).astype(np.uint8)
+        batch = {b"batch_label": name.encode(), b"labels": labels.tolist(), b"data": images, b"filenames": [b"x.png"]}
+        (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
+    return folder
+
+
+@pytest.mark.parametrize("extra", [["--schedule=one_cycle"], ["--schedule=cosine", "--hdet", "--window=2"]])
+def test_cifar_is_read_in_its_own_format_and_trained_on(extra: list[str], tmp_path: Path) -> None:
+    example = loaded("cifar_resnet.py")
+    given = [str(batches_of_cifar(tmp_path / "cifar")), "--steps=6", "--batch=16", "--blocks=1", "--width=4", *extra]
+    found = example["train"](example["arguments"]().parse_args(given))
+    assert math.isfinite(found["test_loss"])
+    assert 0 <= found["test_error"] <= 1
+
+
+def test_a_cifar_batch_that_names_other_code_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": Path("x")}))
+    with pytest.raises(pickle.UnpicklingError, match="no part of a CIFAR-10 batch"):
+        loaded("cifar_resnet.py")["read"](tmp_path, ["test_batch"])
+
+
+@pytest.mark.parametrize("extra", [["--schedule=one_cycle"], ["--schedule=cosine", "--hdet", "--window=2"]])
+def test_wikitext_is_read_in_its_own_format_and_trained_on(extra: list[str], tmp_path: Path) -> None:
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"wiki.{split}.tokens").write_text(" \n = A title = \n \n A sentence , of <unk> words . \n" * 9)
+    example = loaded("wikitext_gpt.py")
+    small = ["--steps=6", "--batch=8", "--context=8", "--width=8", "--depth=1", "--heads=2", *extra]
+    options = example["arguments"]().parse_args([str(tmp_path), *small])
+    texts, words = example["read"](tmp_path)
+    assert words == len({"<eos>", "=", "A", "title", "sentence", ",", "of", "<unk>", "words", "."})
+    assert len(texts["test"]) == 9 * 15
+    found = example["train"](options)
+    assert found["perplexity"] == pytest.approx(math.exp(found["test_loss"]))
+
+
+@pytest.mark.parametrize("name", ["cifar", "wikitext"])
+def test_a_study_of_an_example_names_options_that_it_has(name: str) -> None:
+    study = Study.load(EXAMPLES.parent / "studies" / f"{name}.yaml")
+    assert study.script is not None
+    script = next(Path(word).name for word in study.script if word.endswith(".py"))
+    factors = {factor: next(iter(levels.values())) for factor, levels in study.factors.items()}
+    words = [word.format(python="python", seed=0, out="out", **factors) for word in study.script]
+    options = loaded(script)["arguments"]().parse_args(words[2:])
+    assert (options.window, options.micro_batches, options.hdet) == (25, 2, True)
+
+
+def sharded(folder: str) -> list[tuple[dict[str, float], list[torch.Tensor]]]:
+    """In one sitting, in two, and compiled."""
+    train = loaded("fsdp2_tp_gpt.py")["train"]
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one = train(10, Path(folder) / "one", every=6)
+        train(10, Path(folder) / "two", every=6, until=6)
+        two = train(10, Path(folder) / "two", every=6)
+        compiled = train(10, Path(folder) / "compiled", until=2, backend="aot_eager")
+    for search in (one, two, compiled):
+        weights = [parameter.detach().full_tensor() for parameter in search.model.parameters()]
+        found.append(({name: learned.value for name, learned in search.shifts.items()}, weights))
+    return found
+
+
+def test_sharded_in_two_dimensions_it_goes_on_from_a_distributed_checkpoint(tmp_path: Path, assert_same: Any) -> None:
+    ranks = launch(sharded, 4, str(tmp_path), limit=170.0, timeout=120.0)
+    one, two, compiled = ranks[0]
+    assert [found[0][0] for found in ranks] == [one[0]] * 4
+    assert two[0] == one[0]
+    assert_same(two[1], one[1])
+    assert all(bool(weight.isfinite().all()) for weight in compiled[1])
 
 
 def test_every_run_in_yaml_is_valid() -> None:
