@@ -283,6 +283,18 @@ def test_quoted_messages_are_those_of_the_code() -> None:
     assert [piece for piece in pieces if piece not in joined] == []
 
 
+def test_each_row_of_what_is_tried_names_its_test_or_says_that_nobody_has_looked() -> None:
+    """That the tests are there is seen to with the names of all pages."""
+    rows = table_after((ROOT / "docs" / "integrations.md").read_text(encoding="utf-8"), "## What is tried")
+    assert len(rows) > 20
+    before = ""
+    for row in rows:
+        shown = row["shown by"]
+        is_answer = TEST.search(shown) or shown.startswith(("not tried", "refused"))
+        assert is_answer or (shown == "the same" and TEST.search(before)), row
+        before = shown if shown != "the same" else before
+
+
 def tables(page: str) -> list[dict[str, str]]:
     """The rows of all tables."""
     return [

@@ -25,7 +25,7 @@ from hdet.overlay.split_groups import Patterns, SplitGroups
 from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
 from hdet.recipes.recommended import DEFAULT_GUARD, choose, describe, own_schedule
-from hdet.replicas import Replicas
+from hdet.replicas import Replicas, tensors
 from hdet.signals import Objective, Probe
 from hdet.windows import GrowingWindow, Windows
 
@@ -114,6 +114,7 @@ def attach(
     if not isinstance(probe, Probe):
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
     optimizer = _inner(optimizer)
+    tensors.reshard(model)  # a look at the model, as a trainer has before it trains, leaves it gathered
     _end_earlier(model, optimizer)
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
     with ExitStack() as undo:

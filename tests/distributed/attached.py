@@ -168,6 +168,19 @@ def learned(name: str, parts: int, quiet: bool) -> Found:
     return {"history": told(search), "weights": ends(model, optimizer), "replicas": search.engine.size}
 
 
+def looked_at() -> int:
+    """A model that ran in evaluation before, as a trainer's do, and so is gathered when it is attached to."""
+    model = fsdp(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with torch.no_grad():
+        model.eval()(batch(0, 0)[0])
+    model.train()
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=WINDOW, quiet=True)
+    loop(model, optimizer, search, 1, False, alike=False)
+    search.state_dict()
+    return search.engine.step_count
+
+
 def explicit() -> Found:
     """The loop written for the engine, on the same model."""
     model = ddp(network())

@@ -73,3 +73,7 @@ def test_where_one_rank_cannot_write_the_history_none_waits_for_it(tmp_path: Pat
 
 def test_a_state_is_gathered_over_the_ranks_that_train_together() -> None:
     assert launch(attached.states_of_a_group, 2) == [1, 0]
+
+
+def test_fully_sharded_a_look_at_the_model_before_changes_nothing() -> None:
+    assert launch(attached.looked_at, 2) == [attached.STEPS] * 2
