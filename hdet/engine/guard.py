@@ -11,7 +11,6 @@ from pydantic import Field
 
 from hdet.evidence import Harvest, Scene
 from hdet.evidence.parts.line_fit import along
-from hdet.replicas import tensors
 from hdet.replicas.anchor import Anchor
 from hdet.spec import Spec, register
 
@@ -35,10 +34,8 @@ class Rewind(Guard):
     A network that a step too large has wrecked (dead units, saturated attention) sends no signal by which any
     knob could mend it. What tells is that training stands still: the window with the lowest mean training loss lies
     in the first `1 / patience` of the steps done, and the held-out loss there is lower than it is now, on the same
-    batch, by `significance` standard errors. Now is judged by the window's averaged weights, where evidence keeps such
-    (`Line` and `Analytic` do). Overfitting does not trip it, since training loss falls then; nor does regularisation
-    that pays, since held-out loss does; nor a rate that has risen and makes the last weights noisier, since their
-    average shows the progress.
+    batch, by `significance` standard errors. Overfitting does not trip it, since training loss falls then; nor does
+    regularisation that pays, since held-out loss does.
 
     Then weights, buffers and optimizer return to that point, the step count goes on, and every controller is told
     (`Controller.retreat`): `Calibrate` continues below the rate that had worked there.
@@ -128,8 +125,7 @@ class Watch:
         model, optimizer = scene.replicas.hosts[0]
         batches = scene.probe.draw(harvest.window.index)
         with scene.at_base():
-            with tensors.substituted(scene.moving.values(), scene.steady(harvest.valid)):
-                now = scene.probe.measure(model, harvest.window.index, optimizer, batches)
+            now = scene.probe.measure(model, harvest.window.index, optimizer, batches)
             with self.held.substituted():
                 then = scene.probe.measure(model, harvest.window.index, optimizer, batches)
         # Every process takes the first one's reading: those of others may differ in the last bits.

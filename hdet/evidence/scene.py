@@ -75,11 +75,6 @@ class Scene:
                 stack.enter_context(tensors.substituted(self.moving.values(host), means))
             return self.moving.of(self.replicas.combine(valid / valid.sum()))
 
-    def steady(self, valid: NDArray[np.bool_]) -> list[Tensor]:
-        """The window-averaged parameters, by the finest stride that evidence follows; without any, as they are now."""
-        stride = self.averages.finest_stride
-        return self.weights(valid) if stride is None else self.averaged(valid, stride)
-
     @property
     def probe(self) -> Probe:
         """The probe, for evidence that needs one (the engine refuses such evidence without)."""

@@ -150,11 +150,6 @@ class Averages:
             self._means[host, stride] = RunningMean(current, stride, self.device)
         return self._means[host, stride]
 
-    @property
-    def finest_stride(self) -> int | None:
-        """The smallest stride at which weights are averaged; None where nothing is."""
-        return min((stride for _, stride in self._means), default=None)
-
     def reset(self) -> None:
         """A window opens."""
         for mean in self._means.values():

@@ -413,40 +413,6 @@ def test_a_healthy_run_never_goes_back() -> None:
         assert torch.equal(one, other)
 
 
-def test_a_run_whose_losses_a_higher_rate_lifts_never_goes_back() -> None:
-    """A rate that rises makes the last weights noisier: training and held-out loss go up, averaged weights get better.
-
-    Twenty directions are learnt at the low rate, the twenty-first takes the high one.
-    """
-    low, high, length = 0.02, 0.15, 32
-    truth = torch.tensor([[0.1] * 20 + [3.0]])
-
-    def noisy(seed: int, count: int) -> Batch:
-        generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(count, 21, generator=generator) * torch.tensor([1.0] * 20 + [0.1])
-        return x, x @ truth.T + torch.randn(count, 1, generator=generator)
-
-    model = nn.Linear(21, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=low)
-    steps = 13 * length
-    schedule = Replay([low] * (3 * length) + [high] * (9 * length) + [low] * length)
-    engine = Engine(
-        hdet.micro_batches(model, optimizer, n=1),
-        [hdet.LearningRate(schedule=schedule, bounds=(0.0, 100.0), controller=BLIND, evidence=hdet.Line())],
-        window=length,
-        signal=hdet.Probe(loss_of, [noisy(-1 - j, 64) for j in range(8)]),
-        total_steps=steps,
-        guard=Rewind(),
-    )
-    records = train(engine, steps, batch=lambda step, index: noisy(1000 * step + index, 16))
-    assert rewinds(records) == []
-    low_loss, high_losses = records[2].losses[0], [record.losses[0] for record in records[3:7]]
-    assert min(high_losses) > low_loss  # type: ignore[type-var, operator]
-    with torch.no_grad():
-        assert float(loss_of(model, noisy(-500, 8192))) < 1.05  # gone back it would end at 1.08
-
-
 def few(step: int, index: int) -> Batch:
     """The same sixteen examples over and over, a good half of them noise."""
     return draw(5, 16, noise=1.0)
