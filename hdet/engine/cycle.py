@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from hdet.controllers import Estimate
@@ -244,7 +244,7 @@ class Cycle:
             stop=window.stop,
             bases=bases,
             values=values,
-            losses=[float(loss) if np.isfinite(loss) else None for loss in reading.losses],
+            losses=[loss if math.isfinite(loss) else None for loss in reading.losses.tolist()],
             estimates={name: estimate.to_dict() for name, estimate in estimates.items()},
             moves=moves,
             merged=merged,

@@ -141,7 +141,10 @@ class BoundKnob:
             return [base] * len(indices)
         low, high = self.spec.bounds
         apply = self.spec.space.apply
-        return [min(max(apply(base, reach * self._offsets[index]), low), high) for index in indices]
+        # Many replicas have few levels, and each is worked out once.
+        offsets = [self._offsets[index] for index in indices]
+        at = {offset: min(max(apply(base, reach * offset), low), high) for offset in set(offsets)}
+        return [at[offset] for offset in offsets]
 
     def displaced(self, step: int, offset: float) -> float:
         """The base moved by an offset in coordinate units, within bounds."""

@@ -14,6 +14,7 @@ from launch import launch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from training import batch, difference, loss_of, network, told, train, weights
 
 import hdet
@@ -55,6 +56,7 @@ def options(folder: Path) -> Found:
     found["shards overlap"] = weights(overlapped(cases.sharded_over(mesh), STEPS, part, each=2, mesh=mesh))[0]
     found["tiny"] = tiny()
     found["double"] = double()
+    found["lists sent"] = lists_sent()
     found["resumed"] = resumed(folder / "narrow")
     found["stale"] = stale()
 
@@ -139,6 +141,36 @@ def tiny() -> dict[str, float]:
     return found
 
 
+class Lists(TorchFunctionMode):
+    """Counts the tensors that are made from numbers of the host: an accelerator would have to wait for each."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.tensor
+        return func(*args, **(kwargs or {}))
+
+
+def lists_sent() -> list[int]:
+    """How many in each of three steps that share gradients; in the third another parameter is frozen."""
+    model = network()
+    optimizer = descent(model)
+    engine = hdet.Engine(hdet.distribute(model, optimizer), held(), window=50, total_steps=50)
+    found = []
+    for step in range(3):
+        next(model.parameters()).requires_grad_(step < 2)
+        with engine.replicas[0] as replica:
+            loss = replica.model(torch.ones(4, next(model.parameters()).shape[1])).square().mean()
+            loss.backward()
+        with Lists() as lists:
+            engine.share_gradients()
+        found.append(lists.count)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step([loss.detach()])
+    return found
+
+
 def double() -> float:
     """How far double-precision parameters are from single-precision numbers after narrow merges."""
     model = network().double()
@@ -200,6 +232,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[Found]:
     return launch(options, RANKS, folder, limit=150.0)
+
+
+def test_a_step_like_the_one_before_sends_no_list_to_the_device(ranks: list[Found]) -> None:
+    for found in ranks:
+        assert found["lists sent"] == [1, 0, 1]
 
 
 @pytest.mark.parametrize(("precision", "bits"), [("bfloat16", 8), ("float16", 11)])

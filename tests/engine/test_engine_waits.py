@@ -118,6 +118,60 @@ def test_contrast_reads_nothing_before_the_window_ends(rate: Any, horizon: int) 
         engine.step(losses)
 
 
+def with_state(optimizer: torch.optim.Optimizer) -> None:
+    """State as a fused or capturable optimizer keeps it, its step counts on the device; it appears in mid-window."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            names = ("momentum_buffer",) if "momentum" in group else ("exp_avg", "exp_avg_sq")
+            moments = {name: torch.ones_like(parameter) for name in names}
+            optimizer.state[parameter] = {"step": torch.ones((), device="meta"), **moments}
+
+
+COUNTERFACTUAL = {
+    "line": hdet.LearningRate(schedule=OneCycle(0.01, total_steps=20), evidence=hdet.Line(doubt=None)),
+    "analytic": hdet.WeightDecay(evidence=hdet.Analytic(stride=2)),
+    "beta1": hdet.Beta1(evidence=hdet.Recursion()),
+    "beta2": hdet.Beta2(evidence=hdet.Recursion()),
+    "momentum": hdet.Momentum(evidence=hdet.Recursion()),
+    "mixed": hdet.Dropout(evidence=hdet.MixedDifference()),
+}
+
+
+@pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01, device="meta")], ids=["float", "tensor"])
+@pytest.mark.parametrize("name", COUNTERFACTUAL)
+def test_no_evidence_reads_anything_before_the_window_ends(name: str, rate: Any) -> None:
+    model = Net().to("meta")
+    if name == "momentum":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    objective = hdet.Objective(lambda m, x: m(x).square().mean(), [torch.ones(4, 4, device="meta")] * 2)
+    engine = Engine(
+        hdet.micro_batches(model, optimizer, 2),
+        [COUNTERFACTUAL[name]],
+        window=10,
+        signal=hdet.Probe(lambda m, x: m(x).square().mean(), [torch.ones(4, 4, device="meta")] * 2),
+        objective=objective,
+        total_steps=20,
+    )
+    with_state(optimizer)
+    if name != "line":  # whose own knob it is: it would have been read when the engine was made
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+    for _ in range(9):
+        losses = []
+        for replica in engine.replicas:
+            with replica:
+                loss = replica.model(torch.ones(4, 4, device="meta")).square().mean()
+                loss.backward()
+            losses.append(loss.detach())
+        engine.share_gradients()
+        optimizer.zero_grad()
+        engine.step(losses)
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"meta tensor"):
+        engine.step(losses)
+
+
 READS = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.is_nonzero.default,
@@ -158,6 +212,27 @@ def test_no_step_but_a_windows_last_takes_a_number_from_a_tensor(lr: Any) -> Non
     with Reads() as reads:
         losses[0].item()
     assert reads.seen
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["default", "fused"])
+def test_attached_the_recipe_takes_no_number_before_a_windows_last_step(options: Any) -> None:
+    """Step counts on the host, as torch keeps them there, are no wait; nothing else is read."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+    probe = hdet.Probe(lambda m, x: m(x).square().mean(), [torch.ones(4, 4), torch.zeros(4, 4)])
+    search = hdet.attach(model, optimizer, probe=probe, total_steps=60, window=6, quiet=True)
+    counts = []
+    for _ in range(18):
+        model.train()
+        loss = model(torch.ones(4, 4)).square().mean()
+        loss.backward()
+        own = [state["step"] for state in optimizer.state.values()]
+        with Reads(besides=own) as reads:
+            optimizer.step()
+        counts.append(len(reads.seen))
+        optimizer.zero_grad()
+    assert len(search.history) == 3
+    assert [count for step, count in enumerate(counts) if step % 6 != 5][1:] == [0] * 14
 
 
 class Calls(TorchFunctionMode):

@@ -82,6 +82,8 @@ class Ranks(Replicas):
         self._own: OwnGradient | None = None
         self._observed: tuple[Sequence[nn.Parameter], Take] | None = None  # of the pass that begins
         self._trained: list[bool] = []  # which parameters were, when replicas last agreed
+        self._cast: list[list[bool]] = []  # which are trained, and which have a gradient here
+        self._votes = torch.empty(0)  # the same, on the device
         self._summed: bool | None = None  # whether DDP averaged after the last pass of this step
         # A static graph is recorded in a first backward that averages. (What was averaged is not changed by the next.)
         self._begun = self._wrapped is None or not self._wrapped.static_graph
@@ -214,9 +216,11 @@ class Ranks(Replicas):
         model = self.hosts[0][0]
         trained = [parameter.requires_grad for parameter in with_elements(model)]
         places = iter(mine)
-        votes = torch.tensor([trained, [own and next(places) for own in trained]], dtype=torch.float32)
-        votes = votes.to(self.exchange.device)
-        members = [[votes.clone()] for _ in self.hosts]
+        cast = [trained, [own and next(places) for own in trained]]
+        if cast != self._cast:
+            # A list that travels to an accelerator is waited for; mostly it is that of the step before.
+            self._cast, self._votes = cast, torch.tensor(cast, dtype=torch.float32).to(self.exchange.device)
+        members = [[self._votes.clone()] for _ in self.hosts]
         self.exchange.mean_(members, [True] * (self.layout.places * len(members)))
         if self.exchange.device.type != "cpu" and all(mine) and trained == self._trained:
             return mine
