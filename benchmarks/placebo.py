@@ -115,7 +115,7 @@ def taus(windows: list[Estimate], rule: Controller, forget_sub_batches: bool) ->
 def placebos() -> Mapping[str, Callable[[], hdet.Knob]]:
     """A knob for each evidence."""
     return {
-        "Line": lambda: hdet.LearningRate(evidence=hdet.Line(doubt=None)),
+        "Line": lambda: hdet.LearningRate(evidence=hdet.Line(read_average_above=None)),
         "Analytic": lambda: hdet.WeightDecay(evidence=hdet.Analytic()),
         "Recursion": lambda: hdet.Beta1(evidence=hdet.Recursion()),
         "Divergent": lambda: hdet.LearningRate(evidence=hdet.Divergent()),

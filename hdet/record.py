@@ -35,6 +35,8 @@ class WindowRecord:
             and after the moves made at its end (`closed`). Empty in a history written without it.
         course: by knob, its base at each step of the window; one number alone where that did not change. Empty in a
             history written without it.
+        reasons: by knob, which `rule` asked for the move and which `veto` held it back, for controllers that tell
+            (`hdet.controllers.Ruled`); a key is absent where there was none.
     """
 
     __pydantic_config__ = ConfigDict(allow_inf_nan=False)
@@ -54,6 +56,7 @@ class WindowRecord:
     hints: list[dict[str, Any]] = field(default_factory=list)
     learned: dict[str, dict[str, float]] = field(default_factory=dict)
     course: dict[str, list[float]] = field(default_factory=dict)
+    reasons: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -67,7 +70,7 @@ class WindowRecord:
 
     @classmethod
     def from_json(cls, line: str) -> WindowRecord:
-        """The inverse of `to_json`; a record without `hints`, `learned` and `course` reads too.
+        """The inverse of `to_json`; a record without `hints`, `learned`, `course` and `reasons` reads too.
 
         Raises:
             ValueError: the line is not JSON.

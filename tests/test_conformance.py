@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 import hdet
 import hdet.testing
 from hdet.app.study.controls import Apart
-from hdet.controllers import Calibrate, Context, Controller, Estimate, Gated, Newton, Paper
+from hdet.controllers import Calibrate, Context, Controller, Estimate, Gated, Newton, Paper, Rule, Veto
 from hdet.controllers.state import NoState
 from hdet.designs import Design, Hadamard
 from hdet.errors import ConfigError
@@ -56,6 +56,8 @@ FAMILIES: tuple[type[Spec], ...] = (
     hdet.Windows,
     Estimator,
     Controller,
+    Rule,
+    Veto,
     hdet.Evidence,
     Merge,
 )
@@ -244,6 +246,24 @@ class Shrinking(Controller):
         return -float(np.sign(estimate.slope)) / (1 + state.made), Steps(state.made + 1)
 
 
+class Always(Rule):
+    """A step against the slope, whatever its error."""
+
+    kind: ClassVar[str] = "conformance_always"
+
+    def propose(self, state: NoState, estimate: Estimate, context: Context) -> float:
+        return -0.1 * float(np.sign(estimate.slope))
+
+
+class Half(Veto):
+    """Half of every move."""
+
+    kind: ClassVar[str] = "conformance_half"
+
+    def allow(self, move: float, state: NoState, estimate: Estimate, context: Context) -> float:
+        return 0.5 * move
+
+
 class Gain(hdet.Knob):
     """The scale of the tiny network's output."""
 
@@ -301,7 +321,8 @@ class Twice(Merge):
 
 
 OWN: list[Spec] = [
-    Root(), Thirds(0.2), Turning(), Halving(0.1), Doubling(), Signs(), Shrinking(), Gain(), Ends(), Twice(),
+    Root(), Thirds(0.2), Turning(), Halving(0.1), Doubling(), Signs(), Shrinking(), Always(), Half(), Gain(), Ends(),
+    Twice(),
 ]  # fmt: skip
 
 
@@ -407,6 +428,24 @@ class Counting(Controller):
 
     def step(self, state: Steps, estimate: Estimate, context: Context) -> tuple[float, Steps]:
         return 0.0, replace(state, made=state.made + 1)
+
+
+@unregistered
+class Pushing(Veto):
+    def allow(self, move: float, state: NoState, estimate: Estimate, context: Context) -> float:
+        return 2.0 * move
+
+
+@unregistered
+class Reversing(Veto):
+    def allow(self, move: float, state: NoState, estimate: Estimate, context: Context) -> float:
+        return -0.1 * move
+
+
+@unregistered
+class Unbounding(Rule):
+    def propose(self, state: NoState, estimate: Estimate, context: Context) -> float:
+        return math.inf
 
 
 @unregistered
@@ -539,6 +578,9 @@ BREACHES: list[tuple[Spec, str, str]] = [
     (Restless(), "nothing_learnt_moves_nothing", "it moves by 0.1 after Estimate(slope=nan"),
     (Counting(), "nothing_learnt_moves_nothing", "{'made': 0} to {'made': 1}"),
     (Exploding(), "moves_are_finite", "slope=-1e+100"),
+    (Pushing(), "a_veto_only_shrinks", "of a move of -3.0 it left -6.0"),
+    (Reversing(), "a_veto_only_shrinks", "of a move of -3.0 it left 0.3"),
+    (Unbounding(), "rules_keep_the_laws_of_controllers", "it moves by inf"),
     (Leaking(), "a_failed_replica_is_not_heard", "loss nan"),
     (Boastful(), "a_placebo_is_told_apart", "|t| above 4"),
     (Lagging(), "a_window_has_a_step", "length(0) is 0"),

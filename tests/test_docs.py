@@ -250,6 +250,8 @@ LISTED = [
     "schedule",
     "evidence",
     "controller",
+    "rule",
+    "veto",
     "estimator",
     "window",
     "merge",

@@ -19,7 +19,7 @@ import hdet.spec
 from hdet.app.run.optimizer import Optimizer
 from hdet.app.run.signal import Signal
 from hdet.app.tasks.task import Task
-from hdet.controllers import Calibrate, Gated, HeavyBall, Hold, Newton, Paper, Regularize
+from hdet.controllers import Calibrate, Gated, HeavyBall, Hold, Newton, Paper, Regularize, Ruled, rules, vetoes
 from hdet.designs import Design, Fixed, Hadamard, LatinHypercube, Permutation
 from hdet.errors import ConfigError
 from hdet.estimators import Kalman, LeastSquares, Marginal, Softmax
@@ -40,11 +40,29 @@ EXAMPLES: list[Spec] = [
     # controllers
     Hold(),
     Gated(0.06, gate=0.0, saturation=2.0, memory=0.7),
-    Regularize(0.4, memory=0.8, full=30, raise_after=0.3),
+    Regularize(rate=0.4, memory=0.8, raise_after=0.3),
     HeavyBall(),
     Newton(),
     Paper(floor=1e-9),
     Calibrate(patience=3),
+    Ruled(rules=(rules.Lower(), rules.Raise(limit=0.1)), vetoes=(vetoes.Fade(0.5),)),
+    # their rules and vetoes
+    rules.LookAhead(ceiling=0.0),
+    rules.Lower(),
+    rules.Stall(stall_windows=2),
+    rules.WarmUp(),
+    rules.Raise(),
+    rules.Return(),
+    rules.SlopeSum(memory=0.5),
+    rules.Leap(min_effect=0.1),
+    vetoes.AgreesNow(),
+    vetoes.Cap(headroom=2.0),
+    vetoes.DoesHarm(),
+    vetoes.Fade(0.5),
+    vetoes.KeepsGap(),
+    vetoes.NeedsGap(),
+    vetoes.NotEarly(),
+    vetoes.WithinSpan(),
     # designs
     Fixed(),
     Hadamard(),

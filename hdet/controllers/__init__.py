@@ -4,10 +4,11 @@
 |---|---|
 | `Comparison` -> `Estimate` | an `Estimator`: `Marginal`, `LeastSquares`, `Kalman`, `Softmax` |
 | `Estimate` -> a move | a `Controller`: one a file |
+| what `Calibrate` and `Regularize` are made of | `Ruled`: `rules/` has one `Rule` a file, `vetoes/` one `Veto` |
 | state <-> plain numbers | `to_plain`, `from_plain` |
 """
 
-from hdet.controllers.calibrate import Calibrate, CalibrateState
+from hdet.controllers.calibrate import Calibrate
 from hdet.controllers.controller import Context, Controller
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.gated import Gated, GatedState
@@ -15,13 +16,14 @@ from hdet.controllers.heavy_ball import HeavyBall, MomentumState
 from hdet.controllers.hold import Hold
 from hdet.controllers.newton import Newton
 from hdet.controllers.paper import Paper, PaperState
+from hdet.controllers.part import Rule, Veto
 from hdet.controllers.pooled import Pooled
 from hdet.controllers.regularize import Regularize
+from hdet.controllers.ruled import Judgement, Ruled, RuledState
 from hdet.controllers.state import NoState, from_plain, to_plain
 
 __all__ = [
     "Calibrate",
-    "CalibrateState",
     "Context",
     "Controller",
     "Estimate",
@@ -29,6 +31,7 @@ __all__ = [
     "GatedState",
     "HeavyBall",
     "Hold",
+    "Judgement",
     "MomentumState",
     "Newton",
     "NoState",
@@ -36,6 +39,10 @@ __all__ = [
     "PaperState",
     "Pooled",
     "Regularize",
+    "Rule",
+    "Ruled",
+    "RuledState",
+    "Veto",
     "from_plain",
     "to_plain",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from hdet.controllers.estimate import Estimate
 from hdet.spec import Spec
@@ -63,12 +63,12 @@ class Controller(Spec, family="controller"):
     and the state is returned as it was.
 
     Subclass, decorate with `hdet.spec.register`, and it works in Python, in YAML and in ablations.
-
-    Attributes:
-        needs_averaged: it reads `Estimate.averaged`, which not all evidence has.
     """
 
-    needs_averaged: ClassVar[bool] = False
+    @property
+    def needs_averaged(self) -> bool:
+        """Whether it reads `Estimate.averaged`, which not all evidence has."""
+        return False
 
     def listens(self, step: int, total_steps: int | None) -> bool:
         """Whether an estimate at a step of the run could move it; if not, evidence need not be gathered."""
@@ -90,6 +90,10 @@ class Controller(Spec, family="controller"):
     @abstractmethod
     def step(self, state: Any, estimate: Estimate, context: Context) -> tuple[float, Any]:
         """The move of the base for the next window, and the state that goes with it."""
+
+    def explain(self, state: Any, estimate: Estimate, context: Context) -> dict[str, str]:
+        """Why `step` makes its move, in a few words by their topic; {} where there is nothing to tell."""
+        return {}
 
     def retreat(self, state: Any, context: Context, worked: float) -> tuple[float, Any]:
         """The move and state with which to go on after the run went back to an earlier point.

@@ -72,6 +72,11 @@ class Estimate:
         return {**numbers, **{name: one.to_dict() for name, one in nested.items() if one is not None}}
 
     @property
+    def relative_slope(self) -> float:
+        """|slope| as a share of |level|; infinite without a level."""
+        return abs(self.slope / self.level) if self.level else math.inf
+
+    @property
     def known(self) -> bool:
         """Whether there is a finite slope at all, with or without an error."""
         nothing = self.slope == 0 and math.isinf(self.stderr)

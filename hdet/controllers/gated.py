@@ -29,6 +29,11 @@ class GatedState:
     variance: float = 0.0
     sums: tuple[float, ...] = ()
 
+    @property
+    def tau(self) -> float:
+        """The sum over its standard error, as far as any is believed."""
+        return clipped(student(self.sums)) if self.sums else believable(self.total, math.sqrt(self.variance))
+
 
 def believable(total: float, error: float) -> float:
     """A sum over its error, as far as any is believed: errors can vanish."""
@@ -40,6 +45,16 @@ def believable(total: float, error: float) -> float:
 def clipped(t: float) -> float:
     """A t-statistic, as far as any is believed."""
     return max(-_BELIEVABLE, min(_BELIEVABLE, t))
+
+
+def window_share(window_steps: int | None, context: Context) -> float:
+    """The closed window's length as a share of `window_steps`; 1 where any length counts as one window."""
+    return 1.0 if window_steps is None else context.length / window_steps
+
+
+def gated_move(tau: float, rate: float, gate: float, saturation: float, scale: float) -> float:
+    """`-rate scale clip(tau / saturation, -1, 1)` if |tau| > gate, else 0."""
+    return -rate * scale * max(-1.0, min(1.0, tau / saturation)) if abs(tau) > gate else 0.0
 
 
 @register
@@ -54,9 +69,9 @@ class Gated(Controller):
     taken as the normal deviate that is as unlikely, so gates do not depend on J. Estimates without sub-batches add up
     as independent ones: `Z <- memory Z + t`, `n <- memory^2 n + 1`, `tau = Z / sqrt(n)`.
 
-    With `full`, `rate` and `memory` are for windows of that many steps, and others have their share: they move by
-    `rate length / full`, but not by more than `most` rates, and forget to `memory ** (length / full)`. Where windows
-    grow, the first ones are short, noisy, and about a phase that soon is over, and the last ones are few.
+    With `window_steps`, a window of that many steps moves by `rate` and keeps `memory`. A window of another length
+    moves by its share of `rate`, but by `max_scale` of it at the most, and keeps `memory ** share`. Where windows grow,
+    the first ones are short, noisy, and about a phase that soon is over, and the last ones are few.
 
     With `memory=0` tau is this window's t. With memory, windows that each prove little add up; tau keeps about unit
     variance for a knob without effect. Only the sign and the certainty of the slope matter, never its
@@ -67,8 +82,8 @@ class Gated(Controller):
         gate: |tau| below which the base holds.
         saturation: |tau| at which a move is as large as it gets.
         memory: share of the accumulated evidence kept from window to window.
-        full: steps of a window that `rate` is meant for; None for any window.
-        most: rates that a longer window may move by.
+        window_steps: steps of a window that `rate` and `memory` are meant for; None for any window.
+        max_scale: how many `rate` a longer window may move by.
         until: share of the run after which the base holds and nothing is gathered: what is left cannot pay it back.
         settle: share of the run, at its end, over which moves fade to zero.
 
@@ -83,8 +98,8 @@ class Gated(Controller):
     gate: float = Field(default=1.0, ge=0, le=100)
     saturation: float = Field(default=4.0, gt=0, le=100)
     memory: float = Field(default=0.0, ge=0, lt=1)
-    full: int | None = Field(default=None, ge=1)
-    most: float = Field(default=3.0, gt=0, le=100)
+    window_steps: int | None = Field(default=None, ge=1)
+    max_scale: float = Field(default=3.0, gt=0, le=100)
     until: float = Field(default=1.0, gt=0, le=1)
     settle: float = Field(default=0.0, ge=0, le=1)
 
@@ -95,31 +110,17 @@ class Gated(Controller):
         return GatedState()
 
     def step(self, state: GatedState, estimate: Estimate, context: Context) -> tuple[float, GatedState]:
-        if not self.hears(estimate, context):
+        if not estimate.testable or not self.listens(context.step, context.total_steps):
             return 0.0, state
-        state, tau = self.gather(state, estimate, context)
-        return settled(self.move(tau, context), self.settle, context), state
+        share = window_share(self.window_steps, context)
+        state = self._gathered(state, estimate, share)
+        move = gated_move(state.tau, self.rate, self.gate, self.saturation, min(share, self.max_scale))
+        return settled(move, self.settle, context), state
 
-    def hears(self, estimate: Estimate, context: Context) -> bool:
-        """Whether a window counts."""
-        return estimate.testable and self.listens(context.step, context.total_steps)
-
-    def gather(self, state: GatedState, estimate: Estimate, context: Context) -> tuple[GatedState, float]:
-        """The evidence with a window added to it, and tau."""
-        kept = self.memory ** self._share(context)
+    def _gathered(self, state: GatedState, estimate: Estimate, share: float) -> GatedState:
+        """The evidence with a window added to it."""
+        kept = self.memory**share
         if estimate.has_sub_batches:
-            sums = accumulated(state.sums, estimate.slopes, kept)
-            return GatedState(sums=sums), clipped(student(sums))
+            return GatedState(sums=accumulated(state.sums, estimate.slopes, kept))
         t = believable(estimate.slope, estimate.stderr)
-        state = GatedState(kept * state.total + t, kept**2 * state.variance + 1)
-        return state, believable(state.total, math.sqrt(state.variance))
-
-    def move(self, tau: float, context: Context) -> float:
-        """What tau calls for."""
-        if abs(tau) <= self.gate:
-            return 0.0
-        return -self.rate * min(self._share(context), self.most) * max(-1.0, min(1.0, tau / self.saturation))
-
-    def _share(self, context: Context) -> float:
-        """Of a full window, that the one which has closed is."""
-        return 1.0 if self.full is None else context.length / self.full
+        return GatedState(kept * state.total + t, kept**2 * state.variance + 1)

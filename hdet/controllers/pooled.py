@@ -71,7 +71,7 @@ class Pooled(Controller):
     reach: float = Field(default=4.0, ge=0, le=100)
 
     @property
-    def needs_averaged(self) -> bool:  # type: ignore[override]
+    def needs_averaged(self) -> bool:
         """Whether the common rule reads `Estimate.averaged`."""
         return self.common.needs_averaged
 
@@ -98,6 +98,10 @@ class Pooled(Controller):
         move = self._move(state)
         answered = tuple(slope + move * state.curvature for slope in slopes)
         return shared + move, replace(state, relative=state.relative + move, slopes=answered)
+
+    def explain(self, state: PooledState, estimate: Estimate, context: Context) -> dict[str, str]:
+        """Why the common part moves."""
+        return self.common.explain(state.common["rule"], estimate, _apart(context, state))
 
     def retreat(self, state: PooledState, context: Context, worked: float) -> tuple[float, PooledState]:
         """The common part goes on as its rule says; `worked` held the relative part too."""

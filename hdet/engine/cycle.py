@@ -218,6 +218,7 @@ class Cycle:
         opened = {knob.name: knob.learned for knob in self.knobs}
         estimates: dict[str, Estimate] = {}
         moves = {knob.name: 0.0 for knob in self.knobs}
+        reasons: dict[str, dict[str, str]] = {}
         merged, faults = False, list(reading.faults)
         if reading.valid.any():
             self.restores = 0
@@ -228,6 +229,8 @@ class Cycle:
             moment = self._moment(window, harvest.loss)
             for knob in self.knobs:
                 moves[knob.name] = knob.judge(estimates[knob.name], moment)
+                if knob.reasons:
+                    reasons[knob.name] = knob.reasons
             went_back = self._guard(harvest, bases, estimates, moves, moment)
             if went_back is not None:
                 faults.append(went_back.fault)
@@ -260,6 +263,7 @@ class Cycle:
                 for knob in self.knobs
             },
             course=courses,
+            reasons=reasons,
         )
         record.hints.extend(self._probe_size.look(self.history.windows, record))
         if self.step_count == self._last_step:

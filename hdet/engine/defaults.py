@@ -51,12 +51,12 @@ def controller(knob: Knob, evidence: EvidenceNeeds) -> Controller:
     if isinstance(evidence, GroupLines):
         return Pooled()
     if isinstance(evidence, Analytic) and isinstance(knob.space, Log):
-        return Regularize(0.4, memory=0.8, full=30, most=4.0, raise_after=0.3, until=0.85)
+        return Regularize()
     if isinstance(knob, WeightDecay):
-        return Gated(0.4, gate=1.0, memory=0.6, full=30, most=4.0, until=0.85)
+        return Gated(0.4, gate=1.0, memory=0.6, window_steps=30, max_scale=4.0, until=0.85)
     if isinstance(knob, ModuleKnob):
         # Small steps on evidence that adds up: an angle of 0.0032 a step at most. What a trace remembers by itself the
         # controller has to where each window is judged alone.
         memory = 0.7 if isinstance(evidence, MixedDifference) else 0.0
-        return Gated(0.08, gate=1.0, saturation=3.0, memory=memory, full=25, most=1.0, until=0.85)
+        return Gated(0.08, gate=1.0, saturation=3.0, memory=memory, window_steps=25, max_scale=1.0, until=0.85)
     return Gated()

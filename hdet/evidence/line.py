@@ -45,7 +45,7 @@ class Line(Evidence):
             the slope; the others, which tell the curvature, are evaluated only if the controller would use it
             (`Controller.wants_curvature`).
         stride: of the average, take every stride-th step's weights.
-        doubt: the averaged weights are read only if t at the last weights is above; `None` reads them always.
+        read_average_above: t at the last weights above which the averaged weights are read; `None` always reads them.
         preview: share of the schedule's peak that is looked ahead to during the warm-up; 0 never looks ahead.
     """
 
@@ -57,7 +57,7 @@ class Line(Evidence):
     width: float = Field(default=0.3, gt=0, le=3)
     points: tuple[float, ...] = (-1.0, 0.0, 1.0)
     stride: int = Field(default=1, ge=1)
-    doubt: float | None = 2.0
+    read_average_above: float | None = 2.0
     preview: float = Field(default=0.25, ge=0, le=1)
 
     @field_validator("points")
@@ -118,8 +118,8 @@ class LineCollector(Collector):
 
         at_last = read(last, range(len(knobs)), averaged=False)
         # Averaged weights never ask for less where the last do not. Looking ahead is a matter of the last alone.
-        doubt = self.spec.doubt
-        doubted = [k for k, told in at_last.items() if (doubt is None or told.t > doubt) and not centres[k]]
+        threshold = self.spec.read_average_above
+        doubted = [k for k, told in at_last.items() if (threshold is None or told.t > threshold) and not centres[k]]
         at_average = dict.fromkeys(range(len(knobs)), Estimate.nothing())
         if doubted:
             at_average.update(read(self.scene.averaged(harvest.valid, self.spec.stride), doubted, averaged=True))

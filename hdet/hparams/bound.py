@@ -57,6 +57,7 @@ class BoundKnob:
         shift: the learned displacement from the schedule, in coordinate units.
         levels: [N] offsets of this window, summing to zero; zeros where the knob does not diverge.
         centre: offset of the levels' mean from the base (one-sided spreads).
+        reasons: why the controller made its last move (`Controller.explain`).
     """
 
     def __init__(self, spec: Knob, bindings: Sequence[Binding], n: int) -> None:
@@ -70,6 +71,7 @@ class BoundKnob:
         self.schedule = spec.schedule if spec.schedule is not None else Constant(_base(self.bindings[0], self.name))
         self.shift = spec.initial_shift
         self.state = self.controller.start()
+        self.reasons: dict[str, str] = {}
         self._placed: tuple[int, float, float, float]  # step, shift, base and reach, as last worked out
         self.spread(np.zeros(n), 0.0)
         self._written: list[float | None] = [None] * len(self.bindings)
@@ -187,7 +189,9 @@ class BoundKnob:
 
     def judge(self, estimate: Estimate, moment: Moment) -> float:
         """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units."""
-        move, self.state = self.controller.step(self.state, estimate, self._context(moment))
+        context = self._context(moment)
+        self.reasons = self.controller.explain(self.state, estimate, context)
+        move, self.state = self.controller.step(self.state, estimate, context)
         return self._move(float(move))
 
     def retreat(self, worked: float, moment: Moment) -> float:

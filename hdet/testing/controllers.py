@@ -63,6 +63,12 @@ def _states(controller: Controller) -> list[tuple[Any, Context]]:
     return found
 
 
+def windows(controller: Controller) -> Iterator[tuple[Any, Estimate, Context]]:
+    """The state before each window of the course, an estimate and the window's context."""
+    for (state, context), estimate in zip(_states(controller), _lessons(), strict=False):
+        yield state, estimate, context
+
+
 def _step(controller: Controller, state: Any, estimate: Estimate, context: Context) -> tuple[float, Any]:
     answer = controller.step(state, estimate, context)
     require(isinstance(answer, tuple) and len(answer) == 2, f"step returned {answer!r}, not (move, state)")
@@ -114,7 +120,7 @@ def an_open_end_is_taken_or_refused(controller: Controller) -> None:
 
 def steps_depend_on_arguments_alone(controller: Controller) -> None:
     """The same state, estimate and context give the same move and state; the state given is left alone."""
-    for (state, context), estimate in zip(_states(controller), _lessons(), strict=False):
+    for state, estimate, context in windows(controller):
         before = json.dumps(to_plain(state))
         one, two = _step(controller, state, estimate, context), _step(controller, state, estimate, context)
         same = one[0] == two[0] and to_plain(one[1]) == to_plain(two[1])
@@ -124,7 +130,7 @@ def steps_depend_on_arguments_alone(controller: Controller) -> None:
 
 def state_is_plain_numbers(controller: Controller) -> None:
     """A state written as plain numbers and read back goes on as the state itself would."""
-    for (state, context), estimate in zip(_states(controller), _lessons(), strict=False):
+    for state, estimate, context in windows(controller):
         again = from_plain(state, json.loads(json.dumps(to_plain(state))))
         one, two = _step(controller, state, estimate, context), _step(controller, again, estimate, context)
         same = one[0] == two[0] and to_plain(one[1]) == to_plain(two[1])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hdet.controllers import Controller
+from hdet.controllers import Controller, Rule, Veto
 from hdet.controllers.estimators import Estimator
 from hdet.errors import ConfigError
 from hdet.evidence import Evidence
@@ -21,6 +21,7 @@ from hdet.testing import (
     evidences,
     knobs,
     merges,
+    parts,
     schedules,
     spaces,
     spreads,
@@ -40,6 +41,8 @@ CALCULATORS: dict[type[Spec], Sequence[Test]] = {
     Windows: window_rules.LAWS,
     Estimator: estimators.LAWS,
     Controller: controllers.LAWS,
+    Rule: parts.RULE_LAWS,
+    Veto: parts.VETO_LAWS,
 }
 """Families of pure functions."""
 

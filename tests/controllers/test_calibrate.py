@@ -4,7 +4,11 @@ from dataclasses import replace
 import pytest
 from windows import moves
 
-from hdet.controllers import Calibrate, CalibrateState, Context, Estimate
+from hdet.controllers import Calibrate, Context, Estimate, RuledState
+from hdet.controllers.rules.returning import ReturnState
+from hdet.controllers.rules.stall import StallState
+from hdet.controllers.vetoes import Fade
+from hdet.controllers.vetoes.cap import CapState
 from hdet.errors import ConfigError
 
 
@@ -17,12 +21,17 @@ def bracket(t_last: float, t_avg: float, n_last: float = 0.0, n_avg: float = 0.0
     return one(t_last, n_last, one(t_avg, n_avg))
 
 
+def holding(**parts: object) -> RuledState:
+    """A first state, but for some of its parts."""
+    return RuledState({**Calibrate().start().parts, **parts})
+
+
 UP, DOWN = bracket(-3, 0, n_last=0.2), bracket(0, 4, n_avg=-0.2)
 LOW, LATE = Context(schedule_now=0.3, warming=True), Context(schedule_now=0.3, warming=False)
 
 
 def move(estimate: Estimate, context: Context = LATE) -> float:
-    return Calibrate().step(CalibrateState(), estimate, context)[0]
+    return Calibrate().step(Calibrate().start(), estimate, context)[0]
 
 
 def test_raise() -> None:
@@ -91,10 +100,10 @@ def test_cap_by_hand() -> None:
     # mu_max = mu + log(2 * 0.4) = mu - 0.2231, and mu is brought down to it at once.
     calibrate, context = Calibrate(headroom=2.0), Context(schedule_now=0.4, shift=1.0, warming=True)
     first, state = calibrate.step(calibrate.start(), bracket(3, 0), context)
-    assert (first, state) == (0, CalibrateState(math.inf, 1))
+    assert (first, state.parts["cap"]) == (0, CapState(math.inf, 1))
     second, state = calibrate.step(state, bracket(3, 0), context)
     assert second == pytest.approx(math.log(0.8))
-    assert state.cap == pytest.approx(1.0 + math.log(0.8))
+    assert state.parts["cap"].cap == pytest.approx(1.0 + math.log(0.8))
 
 
 def test_the_cap_needs_consecutive_warm_up_windows() -> None:
@@ -109,15 +118,15 @@ def test_the_cap_needs_consecutive_warm_up_windows() -> None:
     ]:
         moved, state = calibrate.step(state, estimate, context)
         assert moved == 0
-    assert state.cap == math.inf
+    assert state.parts["cap"].cap == math.inf
 
 
 def test_the_cap_is_set_once_and_then_limits_every_raise() -> None:
-    calibrate, state = Calibrate(), CalibrateState(cap=0.1)
+    calibrate, state = Calibrate(), holding(cap=CapState(cap=0.1))
     context = Context(schedule_now=0.4, warming=True)
     for _ in range(3):
         _, state = calibrate.step(state, bracket(3, 0), context)
-    assert state.cap == 0.1
+    assert state.parts["cap"].cap == 0.1
     moved, state = calibrate.step(state, UP, LATE)
     assert moved == pytest.approx(0.1)
     moved, _ = calibrate.step(state, DOWN, LATE)
@@ -127,21 +136,22 @@ def test_the_cap_is_set_once_and_then_limits_every_raise() -> None:
 def test_a_late_cap_leaves_headroom() -> None:
     # At s = 0.9 the cap lies above: mu may still grow by log(1.8).
     calibrate, context = Calibrate(headroom=2.0), Context(schedule_now=0.9, warming=True)
-    moved, state = calibrate.step(CalibrateState(warnings=1), bracket(3, 0), context)
+    moved, state = calibrate.step(holding(cap=CapState(warnings=1)), bracket(3, 0), context)
     assert moved == 0
-    assert state.cap == pytest.approx(math.log(1.8))
+    assert state.parts["cap"].cap == pytest.approx(math.log(1.8))
 
 
 def test_settling_does_not_fade_the_cap() -> None:
-    calibrate = Calibrate(settle=1.0, headroom=2.0, until=1.0)
+    calibrate = Calibrate(vetoes=(*Calibrate().vetoes, Fade(1.0)), headroom=2.0, until=1.0)
     end = Context(schedule_now=0.4, warming=True, step=99, total_steps=100)
-    moved, _ = calibrate.step(CalibrateState(warnings=1), bracket(3, 0), end)
+    state = RuledState({**calibrate.start().parts, "cap": CapState(warnings=1)})
+    moved, _ = calibrate.step(state, bracket(3, 0), end)
     assert moved == pytest.approx(math.log(0.8))
 
 
 def test_evidence_without_averaged_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match="window-averaged weights"):
-        Calibrate().step(CalibrateState(), Estimate(slope=1.0, stderr=1.0), LATE)
+        Calibrate().step(Calibrate().start(), Estimate(slope=1.0, stderr=1.0), LATE)
 
 
 def test_constants_are_fields() -> None:
@@ -149,7 +159,7 @@ def test_constants_are_fields() -> None:
     assert timid.step(timid.start(), UP, LATE)[0] == 0
     assert timid.step(timid.start(), bracket(-5, 3), LOW)[0] == 0.1
     _, state = timid.step(timid.start(), bracket(5, 0), LOW)
-    assert state.cap == pytest.approx(math.log(0.3))
+    assert state.parts["cap"].cap == pytest.approx(math.log(0.3))
 
 
 def ahead(t_last: float, n_last: float | None = None) -> Estimate:
@@ -196,13 +206,14 @@ def test_averaged_weights_that_were_not_read_do_not_hinder_a_raise_nor_the_cap()
     assert move(unread) == pytest.approx(0.2)
     warned = replace(bracket(3, 0), averaged=Estimate.nothing())
     warm = Context(schedule_now=0.4, warming=True)
-    _, state = Calibrate(headroom=2.0).step(CalibrateState(warnings=1), warned, warm)
-    assert state.cap == pytest.approx(math.log(0.8))
+    _, state = Calibrate(headroom=2.0).step(holding(cap=CapState(warnings=1)), warned, warm)
+    assert state.parts["cap"].cap == pytest.approx(math.log(0.8))
 
 
 def test_looking_ahead_leaves_the_count_towards_the_cap_alone() -> None:
-    _, state = Calibrate().step(CalibrateState(warnings=1), ahead(9), Context(schedule_now=0.1, warming=True))
-    assert state == CalibrateState(warnings=1)
+    before = holding(cap=CapState(warnings=1))
+    _, state = Calibrate().step(before, ahead(9), Context(schedule_now=0.1, warming=True))
+    assert state == before
 
 
 def test_late_in_the_run_it_neither_listens_nor_moves() -> None:
@@ -218,46 +229,48 @@ def test_late_in_the_run_it_neither_listens_nor_moves() -> None:
 
 def test_it_goes_on_below_what_worked_and_is_capped_there() -> None:
     """The value was 0.05 at the best point and the schedule says 0.1 next: the cap is log(1/2), the shift log(1/6)."""
-    calibrate, context = Calibrate(slower=3.0), Context(schedule_next=0.1, shift=1.0)
-    moved, state = calibrate.retreat(CalibrateState(warnings=1), context, worked=0.05)
+    calibrate, context = Calibrate(retreat_factor=3.0), Context(schedule_next=0.1, shift=1.0)
+    moved, state = calibrate.retreat(holding(cap=CapState(warnings=1)), context, worked=0.05)
     assert context.shift + moved == pytest.approx(math.log(0.5 / 3))
-    assert state == CalibrateState(cap=pytest.approx(math.log(0.5)), lowered=True)
+    assert state == holding(**{"cap": CapState(pytest.approx(math.log(0.5))), "return": ReturnState(lowered=True)})
     raised, _ = calibrate.step(state, bracket(-3, 0), Context(shift=math.log(0.5) - 0.1, schedule_now=0.3))
     assert raised == pytest.approx(0.1), "and never again above it"
 
 
 def test_a_second_rewind_lowers_further_and_never_lifts_the_cap() -> None:
-    calibrate = Calibrate(slower=2.0)
-    _, state = calibrate.retreat(CalibrateState(cap=-1.0), Context(schedule_next=1.0, shift=-1.0), worked=1.0)
-    assert state.cap == -1.0
+    calibrate = Calibrate(retreat_factor=2.0)
+    capped = holding(cap=CapState(cap=-1.0))
+    _, state = calibrate.retreat(capped, Context(schedule_next=1.0, shift=-1.0), worked=1.0)
+    assert state.parts["cap"].cap == -1.0
     moved, lower = calibrate.retreat(state, Context(schedule_next=1.0, shift=-1.0), worked=math.exp(-2.0))
-    assert lower.cap == pytest.approx(-2.0)
+    assert lower.parts["cap"].cap == pytest.approx(-2.0)
     assert moved == pytest.approx(-1.0 - math.log(2.0))
 
 
 def test_it_is_not_raised_by_a_rewind() -> None:
     """A rate that already lies below what had worked stays where it is."""
-    moved, state = Calibrate(slower=3.0).retreat(CalibrateState(), Context(schedule_next=1.0, shift=-5.0), worked=1.0)
+    calibrate = Calibrate(retreat_factor=3.0)
+    moved, state = calibrate.retreat(calibrate.start(), Context(schedule_next=1.0, shift=-5.0), worked=1.0)
     assert moved == 0.0
-    assert state.cap == pytest.approx(0.0)
+    assert state.parts["cap"].cap == pytest.approx(0.0)
 
 
 def test_a_new_start_is_made_from_below_and_leaves_the_way_up_open() -> None:
     """Neither a cap nor "lowered": what was found is the better guess. The old losses say nothing of the new run."""
-    old = CalibrateState(warnings=1, lowest=0.4, since=10, waited=3, slowed=1)
+    old = holding(cap=CapState(warnings=1), stall=StallState(lowest=0.4, since=10, waited=3, lowered=1))
     context = Context(step=30, total_steps=100, warming=True, schedule_now=0.5, shift=-2.0)
-    move, state = Calibrate(slower=4.0).restart(old, context)
+    move, state = Calibrate(retreat_factor=4.0).restart(old, context)
     assert move == pytest.approx(-math.log(4.0))
-    assert state == CalibrateState(since=30)
-    returned, _ = Calibrate(back=0.2).step(state, bracket(0, 0), context)
+    assert state == holding(stall=StallState(since=30))
+    returned, _ = Calibrate(return_step=0.2).step(state, bracket(0, 0), context)
     assert returned == 0.2
 
 
 @pytest.mark.parametrize(("schedule", "worked"), [(0.0, 0.1), (0.1, 0.0)])
 def test_without_a_rate_to_compare_it_stays_as_it_was(schedule: float, worked: float) -> None:
-    move, state = Calibrate().retreat(CalibrateState(cap=0.3, warnings=1), Context(schedule_next=schedule), worked)
-    assert (move, state.cap) == (0.0, 0.3)
-    assert state.lowered, "something went wrong all the same: it does not return by itself"
+    move, state = Calibrate().retreat(holding(cap=CapState(0.3, 1)), Context(schedule_next=schedule), worked)
+    assert (move, state.parts["cap"].cap) == (0.0, 0.3)
+    assert state.parts["return"].lowered, "something went wrong all the same: it does not return by itself"
 
 
 LESS, QUIET = bracket(3, 0), bracket(0, 0)
@@ -267,7 +280,7 @@ def test_training_that_stands_still_is_slowed_down() -> None:
     """The lowest loss at step 100: from step 150 on the last weights are believed, until the loss falls below it."""
     steps = ((100, 1.0), (120, 1.1), (130, 1.1), (149, 1.1), (150, 1.1), (200, 0.9), (299, 1.2), (300, 1.2))
     windows = [(LESS, Context(step=step, loss=loss)) for step, loss in steps]
-    assert moves(Calibrate(stall=1.5, limit=0.4), *windows) == [0.0, 0.0, 0.0, 0.0, -0.4, 0.0, 0.0, 0.0]
+    assert moves(Calibrate(stall_ratio=1.5, limit=0.4), *windows) == [0.0, 0.0, 0.0, 0.0, -0.4, 0.0, 0.0, 0.0]
 
 
 def test_it_stands_still_only_after_three_windows() -> None:
@@ -277,7 +290,7 @@ def test_it_stands_still_only_after_three_windows() -> None:
 
 def test_it_is_slowed_down_three_times_and_then_waits_as_long_again() -> None:
     stood = [(LESS, Context(step=step, loss=2.0)) for step in range(110, 300, 10)]
-    moved = moves(Calibrate(stall=1.5, limit=0.4), (LESS, Context(step=100, loss=1.0)), *stood)
+    moved = moves(Calibrate(stall_ratio=1.5, limit=0.4), (LESS, Context(step=100, loss=1.0)), *stood)
     assert [100 + 10 * number for number, each in enumerate(moved) if each] == [150, 160, 170, 260, 270, 280]
 
 
@@ -297,14 +310,14 @@ def test_standing_still_is_no_reason_by_itself() -> None:
 
 
 def test_below_the_schedule_as_given_it_returns_where_nothing_speaks_against_it() -> None:
-    calibrate = Calibrate(back=0.25)
+    calibrate = Calibrate(return_step=0.25)
     below = Context(shift=-0.6)
     assert moves(calibrate, (QUIET, below))[0] == pytest.approx(0.25)
     assert moves(calibrate, (QUIET, Context(shift=-0.1)))[0] == pytest.approx(0.1), "not above it"
     assert moves(calibrate, (QUIET, Context(shift=0.3)))[0] == 0.0
     assert moves(calibrate, (LESS, below))[0] == 0.0
     assert moves(calibrate, (QUIET, Context(schedule_now=0.2, shift=-0.6, warming=True)))[0] == 0.0, "too early"
-    assert moves(Calibrate(back=0.0), (QUIET, below))[0] == 0.0
+    assert moves(Calibrate(return_step=0.0), (QUIET, below))[0] == 0.0
 
 
 def test_what_was_lowered_for_a_reason_does_not_return() -> None:
@@ -325,8 +338,8 @@ def test_looking_ahead_does_not_rise_above_the_cap() -> None:
     """After a rewind early in the warm-up, what had worked is the limit for every move."""
     ahead = replace(bracket(-9, 0), offset=0.5, curvature=None)
     below = Context(shift=-0.1, warming=True)
-    assert Calibrate().step(CalibrateState(cap=0.0), ahead, below)[0] == pytest.approx(0.1)
-    assert Calibrate().step(CalibrateState(), ahead, below)[0] == pytest.approx(0.6)
+    assert Calibrate().step(holding(cap=CapState(cap=0.0)), ahead, below)[0] == pytest.approx(0.1)
+    assert Calibrate().step(Calibrate().start(), ahead, below)[0] == pytest.approx(0.6)
 
 
 def test_rates_near_the_smallest_number_there_is_are_no_error() -> None:
@@ -334,4 +347,4 @@ def test_rates_near_the_smallest_number_there_is_are_no_error() -> None:
     for worked, following in ((tiny, 1e300), (1e300, tiny), (tiny, tiny)):
         move, state = calibrate.retreat(calibrate.start(), Context(schedule_next=following), worked)
         assert move <= 0.0
-        assert math.isfinite(state.cap)
+        assert math.isfinite(state.parts["cap"].cap)

@@ -1,9 +1,8 @@
 """Laws that every controller obeys."""
 
+import json
 import math
-from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,11 +17,14 @@ from hdet.controllers import (
     Hold,
     Newton,
     Paper,
+    Pooled,
     Regularize,
+    Ruled,
     from_plain,
     to_plain,
 )
 from hdet.controllers.controller import settled
+from hdet.controllers.vetoes import Fade
 from hdet.errors import ConfigError
 from hdet.spec import members
 
@@ -30,14 +32,16 @@ CONTROLLERS = [
     Hold(),
     Gated(),
     Gated(0.06, gate=0, saturation=2, memory=0.7),
-    Regularize(0.6, memory=0.6, full=30, most=4.0, until=0.85),
+    Regularize(rate=0.6, memory=0.6, raise_after=0.0),
     HeavyBall(),
     Paper(1e-3),
     Newton(),
     Newton(0.3, settle=0.2),
     Calibrate(),
+    Ruled(),
+    Pooled(),
 ]
-every_controller = pytest.mark.parametrize("controller", CONTROLLERS, ids=repr)
+every_controller = pytest.mark.parametrize("controller", CONTROLLERS, ids=lambda each: each.kind)
 CONTEXT = Context(
     base=1.2, windows_left=5, shift=0.2, authority=2.0, spread=0.5, step=100, total_steps=1000, window=3, loss=0.9
 )
@@ -82,7 +86,7 @@ def test_a_sure_slope_is_followed_downhill(
     if isinstance(controller, Paper):
         controller = Paper(CONTEXT.base)
     move, _ = controller.step(controller.start(), sure(-downhill * slope, curvature), CONTEXT)
-    if isinstance(controller, Hold):
+    if isinstance(controller, Hold) or controller == Ruled():
         assert move == 0
     else:
         assert move * downhill > 0
@@ -115,7 +119,7 @@ def test_moves_and_states_stay_finite(
     for _ in range(3):
         move, state = controller.step(state, estimate, context)
         assert math.isfinite(move)
-        assert not np.isnan(np.hstack([0.0, *to_plain(state).values()])).any()
+        assert "NaN" not in json.dumps(to_plain(state))
 
 
 @every_controller
@@ -135,12 +139,8 @@ def test_after_a_rewind_it_goes_on_with_a_state_of_its_own(controller: Controlle
     assert math.isfinite(move)
     assert move <= 0.0
     assert from_plain(back, to_plain(back)) == back
-    if isinstance(controller, Regularize):
-        back = replace(back, compared=False)  # on which scale the losses are it knows for good
-    if not isinstance(controller, Calibrate):
-        assert back == controller.start()
-    if not isinstance(controller, (Calibrate, Regularize)):
-        assert move == 0.0
+    if not isinstance(controller, (Ruled, Pooled)):
+        assert (move, back) == (0.0, controller.start())
     following, _ = controller.step(back, sure(-0.1, 1.0), CONTEXT)
     assert math.isfinite(following)
 
@@ -151,8 +151,8 @@ def test_after_a_new_start_it_goes_on_with_a_state_of_its_own(controller: Contro
     _, state = controller.step(controller.start(), sure(0.2, 1.0), CONTEXT)
     move, back = controller.restart(state, CONTEXT)
     assert from_plain(back, to_plain(back)) == back
-    if isinstance(controller, Calibrate):
-        assert move == -math.log(controller.slower)
+    if isinstance(controller, (Calibrate, Pooled)):
+        assert move == -math.log(Calibrate().retreat_factor)
     else:
         assert (move, back) == (0.0, controller.start())
     following, _ = controller.step(back, sure(-0.1, 1.0), CONTEXT)
@@ -164,16 +164,15 @@ def test_after_a_new_start_it_goes_on_with_a_state_of_its_own(controller: Contro
     [
         (Gated, {"rate": -1}, "rate"),
         (Gated, {"memory": 1.0}, "memory"),
-        (Gated, {"full": 0}, "full"),
+        (Gated, {"window_steps": 0}, "window_steps"),
         (Gated, {"until": 0.0}, "until"),
-        (Regularize, {"worthwhile": -1e-3}, "worthwhile"),
-        (Regularize, {"felt": -1e-3}, "felt"),
-        (Regularize, {"leap_gate": -1.0}, "leap_gate"),
-        (Regularize, {"gap": -0.1}, "gap"),
-        (Regularize, {"beyond": 0.0}, "beyond"),
-        (Calibrate, {"stall": 1.0}, "stall"),
-        (Calibrate, {"back": -0.1}, "back"),
-        (Calibrate, {"slower": 0.5}, "slower"),
+        (Regularize, {"min_harm": -1e-3}, "min_harm"),
+        (Regularize, {"min_effect": -1e-3}, "min_effect"),
+        (Regularize, {"max_gap": -0.1}, "max_gap"),
+        (Regularize, {"max_extrapolation": 0.0}, "max_extrapolation"),
+        (Calibrate, {"stall_ratio": 1.0}, "stall_ratio"),
+        (Calibrate, {"return_step": -0.1}, "return_step"),
+        (Calibrate, {"retreat_factor": 0.5}, "retreat_factor"),
         (HeavyBall, {"beta": 1.0}, "beta"),
         (Paper, {}, "floor"),
         (Newton, {"limit": 0}, "limit"),
@@ -194,7 +193,7 @@ def test_settling_by_hand() -> None:
     assert settled(1.0, 0.0, Context(step=100, total_steps=100)) == 1.0
 
 
-@pytest.mark.parametrize("controller", [Gated(settle=0.5), Newton(settle=0.5), Calibrate(settle=0.5)])
+@pytest.mark.parametrize("controller", [Gated(settle=0.5), Newton(settle=0.5), Calibrate(vetoes=[Fade(0.5)])])
 def test_controllers_that_settle(controller: Controller) -> None:
     full, _ = controller.step(controller.start(), sure(-0.1, 1.0), Context(spread=0.5))
     half, _ = controller.step(controller.start(), sure(-0.1, 1.0), Context(spread=0.5, step=75, total_steps=100))

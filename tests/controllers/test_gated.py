@@ -54,7 +54,7 @@ def test_scale_of_the_slope_is_irrelevant() -> None:
 
 
 def test_a_window_moves_by_its_share() -> None:
-    gated, estimate = Gated(0.4, full=40, most=2.5), Estimate(slope=9.0, stderr=1.0)
+    gated, estimate = Gated(0.4, window_steps=40, max_scale=2.5), Estimate(slope=9.0, stderr=1.0)
 
     def move(length: int) -> float:
         return gated.step(gated.start(), estimate, Context(length=length))[0]
@@ -63,12 +63,12 @@ def test_a_window_moves_by_its_share() -> None:
     assert move(40) == pytest.approx(-0.4)
     assert move(80) == pytest.approx(-0.8)
     assert move(100) == pytest.approx(-1.0)
-    assert move(400) == pytest.approx(-1.0), "most rates"
+    assert move(400) == pytest.approx(-1.0), "by max_scale rates at the most"
 
 
 def test_a_window_forgets_its_share() -> None:
     """Memory 0.5 for 40 steps: 80 keep a quarter, 20 keep 0.71; the variance of a placebo stays 1."""
-    gated, two = Gated(0.4, full=40, memory=0.5), Estimate(slope=2.0, stderr=1.0)
+    gated, two = Gated(0.4, window_steps=40, memory=0.5), Estimate(slope=2.0, stderr=1.0)
     for length, kept in ((40, 0.5), (80, 0.25), (20, math.sqrt(0.5))):
         _, state = gated.step(GatedState(total=8.0, variance=3.0), two, Context(length=length))
         assert state.total == pytest.approx(8.0 * kept + 2.0)
@@ -76,7 +76,7 @@ def test_a_window_forgets_its_share() -> None:
 
 
 def test_one_window_of_80_steps_is_no_other_than_two_of_40() -> None:
-    gated, quiet = Gated(0.4, full=40, memory=0.6), Estimate(slope=1e-9, stderr=1.0)
+    gated, quiet = Gated(0.4, window_steps=40, memory=0.6), Estimate(slope=1e-9, stderr=1.0)
     _, long = gated.step(GatedState(total=5.0, variance=2.0), quiet, Context(length=80))
     state = GatedState(total=5.0, variance=2.0)
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_one_window_of_80_steps_is_no_other_than_two_of_40() -> None:
     assert long.total == pytest.approx(state.total)
 
 
-def test_without_full_all_windows_count_alike() -> None:
+def test_without_window_steps_all_windows_count_alike() -> None:
     gated, estimate = Gated(0.4, memory=0.5), Estimate(slope=9.0, stderr=1.0)
     results = [gated.step(GatedState(3.0, 1.0), estimate, Context(length=length)) for length in (1, 40, 4000)]
     assert results[0] == results[1] == results[2]

@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 from windows import moves
 
-from hdet.controllers import Context, Estimate, Gated, GatedState, Regularize
+from hdet.controllers import Context, Estimate, Gated, GatedState, Regularize, RuledState
+
+EAGER = {"rate": 0.1, "gate": 1.0, "memory": 0.0, "window_steps": None, "min_harm": 0.0, "min_effect": 0.0}
 
 
 def rule(**options: Any) -> Regularize:
-    return Regularize(**{"rate": 0.1, "gate": 1.0, "most": 4.0, "worthwhile": 0.0, "felt": 0.0, **options})
+    return Regularize(**{**EAGER, "raise_after": 0.0, "until": 1.0, **options})
 
 
 def slope(value: float, level: float | None = 2.0, span: float | None = 9.0, t: float = 9.0) -> Estimate:
@@ -27,16 +29,19 @@ def move(regularize: Regularize, estimate: Estimate, loss: float | None = 1.8, *
 def later(regularize: Regularize, estimate: Estimate, loss: float | None) -> float:
     """The move of a window in mid-run, where the mean gap of the earlier ones, 0.1, has faded."""
     _, state = regularize.step(regularize.start(), Estimate(0.0, stderr=1.0, level=2.0), SMALL_GAP)
-    return regularize.step(replace(state, seen=0.0), estimate, Context(loss=loss))[0]
+    faded = {name: replace(part, weight=0.0) for name, part in state.parts.items() if name.endswith("gap")}
+    return regularize.step(RuledState({**state.parts, **faded}), estimate, Context(loss=loss))[0]
 
 
 def test_slopes_are_added_per_unit_of_the_value_and_so_are_their_variances() -> None:
     """By hand: base 0.5 and slope 1 +- 0.2, then base 2 and slope -1 +- 2.4, of which memory .5 keeps half."""
     regularize = rule(memory=0.5, saturation=100.0, gate=0.0, rate=1.0)
     _, state = regularize.step(regularize.start(), Estimate(1.0, stderr=0.2), Context(base=0.5))
-    assert (state.total, state.variance) == pytest.approx((2.0, 0.4**2))
+    summed = state.parts["slope_sum"]
+    assert (summed.total, summed.variance) == pytest.approx((2.0, 0.4**2))
     _, state = regularize.step(state, Estimate(-1.0, stderr=2.4), Context(base=2.0))
-    assert (state.total, state.variance) == pytest.approx((1.0 - 0.5, 0.25 * 0.16 + 1.2**2))
+    summed = state.parts["slope_sum"]
+    assert (summed.total, summed.variance) == pytest.approx((1.0 - 0.5, 0.25 * 0.16 + 1.2**2))
 
 
 def test_easy_batches_do_not_count_for_more() -> None:
@@ -57,13 +62,13 @@ def test_a_window_has_a_veto() -> None:
 
 
 def test_a_model_that_fits_training_data_better_is_not_held_back_less() -> None:
-    regularize = rule(gap=0.2)
+    regularize = rule(max_gap=0.2)
     assert later(regularize, slope(1.0), loss=1.59) == 0.0, "held-out loss 2, a gap of 0.21"
     assert later(regularize, slope(1.0), loss=1.61) == pytest.approx(-0.1)
 
 
 def test_a_model_that_fits_both_alike_is_not_held_back_more() -> None:
-    regularize = rule(need=0.05)
+    regularize = rule(min_gap=0.05)
     assert move(regularize, slope(-1.0), loss=1.91) == 0.0
     assert move(regularize, slope(-1.0), loss=2.09) == 0.0
     assert move(regularize, slope(-1.0), loss=2.11) == pytest.approx(0.1), "training loss is of another kind"
@@ -73,7 +78,7 @@ def test_a_model_that_fits_both_alike_is_not_held_back_more() -> None:
 @pytest.mark.parametrize("way", [1.0, -1.0])
 def test_a_condition_that_was_told_nothing_forbids_a_move(way: float) -> None:
     """No training loss, or no held-out one: the gap is unknown, in the first window and in later ones."""
-    regularize = rule(need=0.05)
+    regularize = rule(min_gap=0.05)
     assert move(regularize, slope(way)) == pytest.approx(-0.1 * way)
     for level in (None, 0.0, math.nan, math.inf):
         assert move(regularize, slope(way, level=level)) == 0.0
@@ -98,16 +103,16 @@ def test_a_training_loss_divided_by_the_micro_batches_moves_nothing(way: float, 
 
 def test_the_gap_is_a_mean_over_windows() -> None:
     """Gaps 0, 0, 0.6: the mean that keeps 0.7 is 0.6 / (1 + .7 + .49) = 0.27, next to 0.2 x 2."""
-    regularize, easy, hard = rule(gap=0.2), Context(loss=2.0), Context(loss=1.4)
+    regularize, easy, hard = rule(max_gap=0.2), Context(loss=2.0), Context(loss=1.4)
     assert moves(regularize, (slope(1.0), easy), (slope(1.0), easy), (slope(1.0), hard))[-1] == pytest.approx(-0.1)
     assert moves(regularize, (slope(1.0), easy), *[(slope(1.0), hard)] * 3)[-1] == 0.0
 
 
 def test_it_goes_no_further_up_than_twice_what_was_measured() -> None:
-    assert move(rule(beyond=2.0), slope(-1.0, span=0.02)) == pytest.approx(0.04)
-    assert move(rule(beyond=2.0), slope(-1.0, span=0.9)) == pytest.approx(0.1)
-    assert move(rule(beyond=2.0), slope(1.0, span=0.02)) == pytest.approx(-0.1), "down is safe: D shrinks"
-    assert move(rule(felt=10.0), slope(-1e-9, span=0.02)) == pytest.approx(0.04), "nor does a leap"
+    assert move(rule(max_extrapolation=2.0), slope(-1.0, span=0.02)) == pytest.approx(0.04)
+    assert move(rule(max_extrapolation=2.0), slope(-1.0, span=0.9)) == pytest.approx(0.1)
+    assert move(rule(max_extrapolation=2.0), slope(1.0, span=0.02)) == pytest.approx(-0.1), "down is safe: D shrinks"
+    assert move(rule(min_effect=10.0), slope(-1e-9, span=0.02)) == pytest.approx(0.04), "nor does a leap"
 
 
 def test_weights_that_have_learnt_nothing_say_nothing_of_more() -> None:
@@ -118,7 +123,7 @@ def test_weights_that_have_learnt_nothing_say_nothing_of_more() -> None:
 
 
 def test_a_knob_too_weak_to_do_harm_is_not_lowered() -> None:
-    regularize = rule(worthwhile=1e-3)
+    regularize = rule(min_harm=1e-3)
     assert move(regularize, slope(0.0019)) == 0.0
     assert move(regularize, slope(0.0021)) == pytest.approx(-0.1)
     assert move(regularize, slope(-0.0019)) == pytest.approx(0.1), "raised as ever"
@@ -126,14 +131,14 @@ def test_a_knob_too_weak_to_do_harm_is_not_lowered() -> None:
 
 
 def test_a_knob_too_weak_to_be_felt_is_raised_to_where_it_would_be() -> None:
-    regularize = rule(felt=1e-3)
+    regularize = rule(min_effect=1e-3)
     assert move(regularize, slope(-0.0015)) == pytest.approx(math.log(4 / 3))
     assert move(regularize, slope(-0.0019)) == pytest.approx(0.1), "no less than one that is felt"
-    assert move(regularize, slope(-1e-9)) == pytest.approx(0.4), "most rates at the most"
+    assert move(regularize, slope(-1e-9)) == pytest.approx(0.4), "by `max_scale` rates at the most"
     assert move(regularize, slope(-0.0021)) == pytest.approx(0.1)
     assert move(regularize, slope(0.0015)) == pytest.approx(-0.1), "lowered as ever"
-    for gate, moved in ((1.9, 0.4), (2.1, 0.05)):
-        assert move(rule(felt=1e-3, leap_gate=gate), slope(-1e-9, t=2.0)) == pytest.approx(moved)
+    for gate, moved in ((1.9, 0.4), (2.1, 0.0)):
+        assert move(rule(min_effect=1e-3, gate=gate), slope(-1e-9, t=2.0)) == pytest.approx(moved)
 
 
 def test_after_a_rewind_it_goes_back_to_the_value_that_worked_but_not_up() -> None:
@@ -142,7 +147,9 @@ def test_after_a_rewind_it_goes_back_to_the_value_that_worked_but_not_up() -> No
     context = Context(schedule_next=0.1, shift=1.0)
     move, after = regularize.retreat(state, context, 0.1 * math.e**0.25)
     assert move == pytest.approx(0.25 - 1.0)
-    assert after == replace(regularize.start(), compared=True), "what led there is forgotten"
+    fresh = regularize.start().parts
+    known = {name: replace(part, begun=True) for name, part in fresh.items() if name.endswith("gap")}
+    assert after == RuledState({**fresh, **known}), "what led there is forgotten"
     assert regularize.retreat(state, context, 0.1 * math.e**1.5)[0] == 0.0
     assert regularize.retreat(state, context, 0.0)[0] == 0.0
 
@@ -159,12 +166,12 @@ def test_numbers_that_overflow_are_not_remembered() -> None:
     regularize = rule()
     moved, state = regularize.step(regularize.start(), Estimate(slope=1e200, stderr=1e200), Context(base=1e-200))
     assert moved == 0.0
-    assert (state.total, state.variance) == (0.0, 0.0)
+    assert state == regularize.start()
 
 
 def test_one_wrecked_window_does_not_fill_the_mean_gap() -> None:
     """A training loss of 1000 counts as a gap of -1, not of -999: the mean with the next window is -0.37."""
-    regularize = rule(need=0.5)
+    regularize = rule(min_gap=0.5)
     wrecked = (slope(-1.0, level=1.0), Context(loss=1000.0))
     fine = (slope(-1.0, level=1.0), Context(loss=1.0))
     assert moves(regularize, fine, wrecked, fine, fine)[2:] == [0.0, 0.0]
@@ -176,4 +183,4 @@ def test_a_base_near_the_smallest_number_there_is_is_no_error() -> None:
     assert regularize.retreat(regularize.start(), Context(schedule_next=tiny), worked=1e300)[0] == 0.0
     estimate = Estimate(slope=0.1, stderr=0.1, level=2.0, span=1.0, slopes=(0.1, -0.1, 0.3))
     moved, state = regularize.step(regularize.start(), estimate, Context(base=tiny, loss=1.8))
-    assert (moved, state.sums) == (0.0, ())
+    assert (moved, state.parts["slope_sum"].sums) == (0.0, ())

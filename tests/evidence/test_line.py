@@ -58,7 +58,7 @@ def secant(width: float = WIDTH) -> float:
 
 def lr_knob(evidence: Line | None = None, **options: Any) -> hdet.LearningRate:
     """With both lines read in every window, unless the evidence says otherwise."""
-    return hdet.LearningRate(evidence=evidence or Line(doubt=None), controller=Hold(), **options)
+    return hdet.LearningRate(evidence=evidence or Line(read_average_above=None), controller=Hold(), **options)
 
 
 def read_at_average(estimate: dict[str, Any]) -> bool:
@@ -161,7 +161,7 @@ def test_points_and_width_are_where_the_probe_is_read() -> None:
         seen.append(float(model.w[0]))
         return linear(model, batch)
 
-    engine, _ = run([lr_knob(Line(width=0.5, points=(-1.0, -0.4, 0.4, 1.0), doubt=None))], probe=watched)
+    engine, _ = run([lr_knob(Line(width=0.5, points=(-1.0, -0.4, 0.4, 1.0), read_average_above=None))], probe=watched)
     moved = -RATE * float(SLOPE[0])
     want = [
         float(START[0]) + math.exp(0.5 * point) * moved * steps
@@ -213,7 +213,7 @@ def test_ends_that_are_not_opposite_are_refused(points: tuple[float, ...]) -> No
 
 def test_a_stride_takes_some_steps_only() -> None:
     """Every third of T = 6 steps: the mean of 3 and 6 steps' weights."""
-    _, (record,) = run([lr_knob(Line(stride=3, doubt=None))])
+    _, (record,) = run([lr_knob(Line(stride=3, read_average_above=None))])
     averaged = record.estimates["learning_rate"]["averaged"]
     assert averaged["slope"] == pytest.approx(-4.5 * RATE * SQUARE * secant(), rel=1e-5)
 
@@ -225,7 +225,7 @@ def test_each_window_has_a_line_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batches", "doubt", "read"),
+    ("batches", "above", "read"),
     [
         ((-1.0, -1.2), 2.0, True),  # t = 11: less, by the last weights
         ((-1.0, -0.2), 2.0, False),  # t = 1.5
@@ -235,7 +235,7 @@ def test_each_window_has_a_line_of_its_own() -> None:
     ],
 )
 def test_averaged_weights_are_read_only_where_the_last_call_for_less(
-    batches: tuple[float, float], doubt: float | None, read: bool
+    batches: tuple[float, float], above: float | None, read: bool
 ) -> None:
     """Three probes of two batches then, and six where both lines are read."""
     seen = []
@@ -244,7 +244,7 @@ def test_averaged_weights_are_read_only_where_the_last_call_for_less(
         seen.append(batch)
         return linear(model, batch)
 
-    _, (record,) = run([lr_knob(Line(doubt=doubt))], probe=counted, batches=batches)
+    _, (record,) = run([lr_knob(Line(read_average_above=above))], probe=counted, batches=batches)
     estimate = record.estimates["learning_rate"]
     assert len(seen) == (12 if read else 6)
     each = -np.array(batches) * RATE * SQUARE * secant()
@@ -254,8 +254,8 @@ def test_averaged_weights_are_read_only_where_the_last_call_for_less(
     assert (averaged["t"] != 0.0) == read == read_at_average(estimate)
 
 
-def test_by_default_two_standard_errors_of_doubt_are_asked_for() -> None:
-    assert Line().doubt == 2.0
+def test_by_default_averaged_weights_are_read_above_two_standard_errors() -> None:
+    assert Line().read_average_above == 2.0
 
 
 def test_of_two_groups_only_the_doubted_one_is_read_twice() -> None:
@@ -319,7 +319,7 @@ def test_past_the_preview_two_lines_are_read_at_the_base() -> None:
     ],
 )
 def test_elsewhere_it_never_looks_ahead(schedule: Schedule, preview: float) -> None:
-    _, (record,) = run([lr_knob(Line(preview=preview, doubt=None), schedule=schedule)], steps=T)
+    _, (record,) = run([lr_knob(Line(preview=preview, read_average_above=None), schedule=schedule)], steps=T)
     estimate = record.estimates["learning_rate"]
     assert estimate["offset"] == 0.0
     assert read_at_average(estimate)

@@ -1,0 +1,82 @@
+"""What a ruled controller is made of: rules, which ask for a move, and vetoes, which hold it back."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+from hdet.controllers.controller import Context
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.state import NoState
+from hdet.spec import Spec
+
+
+class Part(Spec):
+    """One rule or veto. It holds its numbers; what it remembers of a run is a state of its own.
+
+    All methods are pure: they return a state and never change the one that they were given.
+
+    Attributes:
+        needs_averaged: it reads `Estimate.averaged`, which not all evidence has.
+    """
+
+    needs_averaged: ClassVar[bool] = False
+
+    def start(self) -> Any:
+        """The state before the first window: a frozen dataclass of numbers (see `hdet.controllers.state`)."""
+        return NoState()
+
+    def observe(self, state: Any, estimate: Estimate, context: Context) -> Any:
+        """The state after a window was measured, and before any rule is asked."""
+        return state
+
+    def moved(self, state: Any, wish: float, move: float, estimate: Estimate, context: Context) -> Any:
+        """The state after a rule asked for `wish` and the vetoes left `move` of it."""
+        return state
+
+    def retreat(self, state: Any, context: Context, worked_shift: float | None) -> Any:
+        """The state after the run went back to an earlier point; by default the first one.
+
+        Args:
+            worked_shift: the shift at which the coming value would be that of the earlier point; None where one of
+                the two values is 0.
+        """
+        return self.start()
+
+    def restart(self, state: Any, context: Context) -> Any:
+        """The state after the run began anew from its first weights; by default the first one."""
+        return self.start()
+
+
+class Rule(Part, family="rule"):
+    """One reason to move a base, or to hold it.
+
+    Attributes:
+        looks_ahead: it judges estimates that were taken ahead of the base (`Estimate.offset`), and no others.
+    """
+
+    looks_ahead: ClassVar[bool] = False
+
+    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
+        """Whether a curvature could change what it asks for; see `Controller.wants_curvature`."""
+        return True
+
+    @abstractmethod
+    def propose(self, state: Any, estimate: Estimate, context: Context) -> float | None:
+        """The move that it asks for, in coordinates. 0 holds the base; None lets the next rule speak."""
+
+
+class Veto(Part, family="veto"):
+    """One reason to hold a move back.
+
+    A veto that needs something it was not told forbids the move.
+    """
+
+    def allow(self, move: float, state: Any, estimate: Estimate, context: Context) -> float:
+        """What is left of a move: between 0 and the move itself."""
+        return move
+
+    def highest(self, state: Any) -> float:
+        """The largest shift that it allows. A base above it is brought down to it at once."""
+        return math.inf

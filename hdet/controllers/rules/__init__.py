@@ -1,0 +1,18 @@
+"""Reasons to move a base; see `hdet.controllers.Ruled`.
+
+| for | rules |
+|---|---|
+| a learning rate, at last and averaged weights | `LookAhead`, `Lower`, `Stall`, `WarmUp`, `Raise`, `Return` |
+| a weight decay, judged by its formula | `Leap`, `SlopeSum` |
+"""
+
+from hdet.controllers.rules.leap import Leap
+from hdet.controllers.rules.look_ahead import LookAhead
+from hdet.controllers.rules.lower import Lower
+from hdet.controllers.rules.raising import Raise
+from hdet.controllers.rules.returning import Return
+from hdet.controllers.rules.slope_sum import SlopeSum
+from hdet.controllers.rules.stall import Stall
+from hdet.controllers.rules.warm_up import WarmUp
+
+__all__ = ["Leap", "LookAhead", "Lower", "Raise", "Return", "SlopeSum", "Stall", "WarmUp"]

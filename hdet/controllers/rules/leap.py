@@ -1,0 +1,36 @@
+"""A knob too weak to have an effect is raised to where it would have one."""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import Field
+
+from hdet.controllers.controller import Context
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.rules.slope_sum import SlopeSum, SlopeSumState
+from hdet.spec import register
+
+
+@register
+class Leap(SlopeSum):
+    """Where `SlopeSum` raises a knob too weak to have an effect, raise it at once to where it would have one.
+
+    A slope in log space grows with the value. So a knob whose |slope| is a share of `min_effect` times the level
+    (`Estimate.level`) is raised by the factor that is missing, and by `max_scale` rates at the most. It speaks only
+    where that is further than `SlopeSum` would go.
+
+    Args:
+        min_effect: |slope| as a share of the level from which a knob has an effect; 0 never leaps.
+    """
+
+    min_effect: float = Field(default=1e-2, ge=0)
+
+    def propose(self, state: SlopeSumState, estimate: Estimate, context: Context) -> float | None:
+        move = super().propose(state, estimate, context)
+        share = estimate.relative_slope / self.min_effect if self.min_effect > 0 else 1.0
+        if move is None or move <= 0 or share >= 1:
+            return None
+        furthest = self.rate * self.max_scale
+        leap = min(-math.log(share), furthest) if share > 0 else furthest
+        return leap if leap > move else None

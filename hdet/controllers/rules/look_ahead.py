@@ -1,0 +1,46 @@
+"""A peak that is too high or too low is seen before the schedule reaches it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from hdet.controllers.controller import Context
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.newton import newton_move
+from hdet.controllers.part import Rule
+from hdet.spec import register
+
+
+@register
+class LookAhead(Rule):
+    """Make the Newton move of the last weights, up or down, if `|t| > significance`; else hold.
+
+    It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up.
+
+    Args:
+        significance: |t| at the last weights from which they are believed.
+        early_limit: largest move, in coordinates.
+        ceiling: largest shift that it raises to. The default, a factor of e^5, hardly limits: early in training
+            larger steps look better than they are, and a guard (`hdet.Rewind`) undoes what goes wrong. Without a guard
+            0 is the cautious choice: never above the schedule as given.
+
+    >>> ahead = Estimate(slope=0.3, curvature=1.0, stderr=0.1, offset=0.7)
+    >>> LookAhead().propose(LookAhead().start(), ahead, Context())
+    -0.3
+    """
+
+    looks_ahead: ClassVar[bool] = True
+
+    significance: float = Field(default=2.0, gt=0, le=100)
+    early_limit: float = Field(default=0.6, gt=0, le=10)
+    ceiling: float = 5.0
+
+    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
+        return not averaged and slope.offset > 0 and abs(slope.t) > self.significance
+
+    def propose(self, state: Any, estimate: Estimate, context: Context) -> float:
+        if abs(estimate.t) <= self.significance:
+            return 0.0
+        return min(newton_move(estimate, self.early_limit), max(0.0, self.ceiling - context.shift))

@@ -1,0 +1,37 @@
+"""The last weights are believed where they call for more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from hdet.controllers.controller import Context
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.newton import newton_move
+from hdet.controllers.part import Rule
+from hdet.spec import register
+
+
+@register
+class Raise(Rule):
+    """Make the Newton move of the last weights, if their `t < -significance`.
+
+    The last weights flatter small steps, so they are believed where they call for large ones.
+
+    Args:
+        significance: |t| at the last weights from which they are believed.
+        limit: largest move, in coordinates.
+
+    >>> Raise().propose(Raise().start(), Estimate(slope=-0.3, curvature=1.0, stderr=0.1), Context())
+    0.3
+    """
+
+    significance: float = Field(default=2.0, gt=0, le=100)
+    limit: float = Field(default=0.5, gt=0, le=10)
+
+    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
+        return not averaged and slope.t < -self.significance
+
+    def propose(self, state: Any, estimate: Estimate, context: Context) -> float | None:
+        return max(0.0, newton_move(estimate, self.limit)) if estimate.t < -self.significance else None

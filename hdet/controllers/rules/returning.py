@@ -1,0 +1,57 @@
+"""What the user set is the better guess, until something speaks against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from hdet.controllers.controller import Context
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.part import Rule
+from hdet.spec import register
+
+
+@dataclass(frozen=True)
+class ReturnState:
+    """Whether anything but looking ahead has lowered the base."""
+
+    lowered: bool = False
+
+
+@register
+class Return(Rule):
+    """Go back up to the schedule as given (a shift of 0) where nothing but looking ahead has lowered the base.
+
+    Early in a run the loss is sharper than it will be, and looking ahead lowers too far. Last weights that call for
+    less (`t > significance`) hold the base.
+
+    Args:
+        significance: t at the last weights from which they are believed.
+        return_step: largest move, in coordinates.
+
+    >>> Return().propose(Return().start(), Estimate(slope=0.0, stderr=0.1), Context(shift=-0.6))
+    0.25
+    """
+
+    significance: float = Field(default=2.0, gt=0, le=100)
+    return_step: float = Field(default=0.25, ge=0, le=10)
+
+    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
+        return False
+
+    def start(self) -> ReturnState:
+        return ReturnState()
+
+    def propose(self, state: ReturnState, estimate: Estimate, context: Context) -> float | None:
+        step = min(self.return_step, max(0.0, -context.shift))
+        return None if state.lowered or estimate.t > self.significance or step == 0.0 else step
+
+    def moved(self, state: ReturnState, wish: float, move: float, estimate: Estimate, context: Context) -> ReturnState:
+        return ReturnState(state.lowered or (move < 0 and estimate.offset <= 0))
+
+    def retreat(self, state: ReturnState, context: Context, worked_shift: float | None) -> ReturnState:
+        return ReturnState(lowered=True)
+
+    def restart(self, state: ReturnState, context: Context) -> ReturnState:
+        return state

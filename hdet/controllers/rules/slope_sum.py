@@ -1,0 +1,89 @@
+"""Slopes of many windows add up, where each of them proves little."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from hdet.controllers.controller import Context
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.gated import GatedState, gated_move, window_share
+from hdet.controllers.part import Rule
+from hdet.controllers.sub_batches import accumulated
+from hdet.spec import register
+
+# Windows in a row against the sum, after which it is begun anew: a loss that once was enormous must not rule for ever.
+_WINDOWS_AGAINST = 4
+
+
+@dataclass(frozen=True)
+class SlopeSumState(GatedState):
+    """The discounted sum of slopes per unit of the knob's value.
+
+    Attributes:
+        against: windows in a row whose slope had another sign than the sum.
+    """
+
+    against: int = 0
+
+
+@register
+class SlopeSum(Rule):
+    """Move against the sum of slopes once it passes a gate, as `Gated` does.
+
+        S <- memory S + slope / value,   tau = S / stderr(S)
+        move = -rate clip(tau / saturation, -1, 1)  if |tau| > gate
+
+    `Gated` sums t-statistics. A sum of slopes does not believe most the windows whose probe batches are easy: their
+    errors are small. Four windows in a row that say the opposite begin it anew.
+
+    Args:
+        rate: largest move in a window of `window_steps` steps, in coordinates. Other windows have their share of it,
+            by their length.
+        gate: |tau| below which the base holds. At 2 a knob without effect is moved by one window in twenty.
+        saturation: |tau| at which a move is as large as it gets.
+        memory: share of the sum that is kept over `window_steps` steps.
+        window_steps: steps of a window that `rate` and `memory` are meant for.
+        max_scale: how many `rate` a longer window may move by.
+
+    >>> rule = SlopeSum(rate=0.5)
+    >>> state = rule.observe(rule.start(), Estimate(slope=0.4, stderr=0.1), Context(length=30))
+    >>> rule.propose(state, Estimate(slope=0.4, stderr=0.1), Context(length=30))
+    -0.5
+    """
+
+    rate: float = Field(default=0.4, gt=0, le=10)
+    gate: float = Field(default=2.0, ge=0, le=100)
+    saturation: float = Field(default=4.0, gt=0, le=100)
+    memory: float = Field(default=0.8, ge=0, lt=1)
+    window_steps: int | None = Field(default=30, ge=1)
+    max_scale: float = Field(default=4.0, gt=0, le=100)
+
+    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
+        return False
+
+    def start(self) -> SlopeSumState:
+        return SlopeSumState()
+
+    def observe(self, state: SlopeSumState, estimate: Estimate, context: Context) -> SlopeSumState:
+        if context.base <= 0.0:
+            return state
+        slope, error = estimate.slope / context.base, estimate.stderr / context.base
+        against = state.against + 1 if slope * state.total < 0 else 0
+        kept = self.memory ** window_share(self.window_steps, context) if against < _WINDOWS_AGAINST else 0.0
+        total, variance = kept * state.total + slope, kept * kept * state.variance + error * error
+        sums: tuple[float, ...] = ()
+        if estimate.has_sub_batches:
+            sums = accumulated(state.sums, [own / context.base for own in estimate.slopes], kept)
+            total, variance = sum(own / len(sums) for own in sums), 0.0
+        if not (math.isfinite(total) and math.isfinite(variance)):
+            return self.start()
+        return SlopeSumState(total, variance, sums, against % _WINDOWS_AGAINST)
+
+    def propose(self, state: SlopeSumState, estimate: Estimate, context: Context) -> float | None:
+        if context.base <= 0.0:
+            return None
+        scale = min(window_share(self.window_steps, context), self.max_scale)
+        return gated_move(state.tau, self.rate, self.gate, self.saturation, scale) or None

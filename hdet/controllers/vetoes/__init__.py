@@ -1,0 +1,18 @@
+"""Reasons to hold a move back; see `hdet.controllers.Ruled`.
+
+| for | vetoes |
+|---|---|
+| a learning rate | `Cap` |
+| a weight decay, judged by its formula | `AgreesNow`, `NeedsGap`, `KeepsGap`, `NotEarly`, `WithinSpan`, `DoesHarm` |
+| any knob | `Fade` |
+"""
+
+from hdet.controllers.vetoes.agrees_now import AgreesNow
+from hdet.controllers.vetoes.cap import Cap
+from hdet.controllers.vetoes.does_harm import DoesHarm
+from hdet.controllers.vetoes.fade import Fade
+from hdet.controllers.vetoes.gap import GapState, KeepsGap, NeedsGap
+from hdet.controllers.vetoes.not_early import NotEarly
+from hdet.controllers.vetoes.within_span import WithinSpan
+
+__all__ = ["AgreesNow", "Cap", "DoesHarm", "Fade", "GapState", "KeepsGap", "NeedsGap", "NotEarly", "WithinSpan"]

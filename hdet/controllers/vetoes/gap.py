@@ -1,0 +1,105 @@
+"""How far held-out loss is above training loss says whether a restraint on the weights is wanted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from pydantic import Field
+
+from hdet.controllers.controller import Context
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.part import Veto
+from hdet.spec import register
+
+# Share of the mean gap that is kept from window to window: a memory of about three windows.
+_KEPT = 0.7
+# Gap of the first window, as a share of the held-out loss, above which the two losses are not on one scale: nothing can
+# be overfitted as early. A training loss that was divided by two or more micro-batches is further below.
+_OTHER_SCALE = 0.25
+
+
+@dataclass(frozen=True)
+class GapState:
+    """How far held-out loss is above training loss.
+
+    Attributes:
+        mean: as a share of the held-out loss, over about three windows.
+        weight: of the windows in that mean.
+        begun: whether a window has told a gap.
+        other_scale: whether the first that did showed two losses that are not on one scale.
+    """
+
+    mean: float = 0.0
+    weight: float = 0.0
+    begun: bool = False
+    other_scale: bool = False
+
+
+class _Gap(Veto):
+    """Keeps the mean gap. A move is forbidden where the gap of the window that has closed is not known."""
+
+    def start(self) -> GapState:
+        return GapState()
+
+    def observe(self, state: GapState, estimate: Estimate, context: Context) -> GapState:
+        gap = _gap(estimate, context)
+        if gap is None:
+            return state
+        weight = _KEPT * state.weight + 1.0
+        other_scale = state.other_scale if state.begun else gap > _OTHER_SCALE
+        return GapState(state.mean + (gap - state.mean) / weight, weight, True, other_scale)
+
+    def retreat(self, state: GapState, context: Context, worked_shift: float | None) -> GapState:
+        return replace(self.start(), begun=state.begun, other_scale=state.other_scale)
+
+    @staticmethod
+    def _is_known(state: GapState, estimate: Estimate, context: Context) -> bool:
+        return _gap(estimate, context) is not None and not state.other_scale
+
+
+@register
+class NeedsGap(_Gap):
+    """Raise only where held-out and training loss differ: a model that fits both alike needs no more restraint.
+
+    A training loss above the held-out one is of another kind (dropout, label smoothing, a penalty) and forbids nothing.
+    Both losses must be known, and on one scale: a held-out loss that is above the training loss by a quarter of itself
+    in the first window shows a training loss that was divided by the number of micro-batches. Hand over the mean over
+    the batch instead.
+
+    Args:
+        min_gap: smallest |held-out loss - training loss|, as a share of the held-out loss.
+    """
+
+    min_gap: float = Field(default=0.02, ge=0, le=1)
+
+    def allow(self, move: float, state: GapState, estimate: Estimate, context: Context) -> float:
+        if move <= 0:
+            return move
+        return move if self._is_known(state, estimate, context) and abs(state.mean) >= self.min_gap else 0.0
+
+
+@register
+class KeepsGap(_Gap):
+    """Lower only where the model does not overfit: less restraint fits better at once, and what it is for shows later.
+
+    Both losses must be known, and on one scale (see `NeedsGap`).
+
+    Args:
+        max_gap: largest held-out loss - training loss, as a share of the held-out loss.
+    """
+
+    max_gap: float = Field(default=0.2, ge=0, le=1)
+
+    def allow(self, move: float, state: GapState, estimate: Estimate, context: Context) -> float:
+        if move >= 0:
+            return move
+        return move if self._is_known(state, estimate, context) and state.mean <= self.max_gap else 0.0
+
+
+def _gap(estimate: Estimate, context: Context) -> float | None:
+    """The window's gap as a share of the held-out loss; None where one of the losses is not known."""
+    level, loss = estimate.level, context.loss
+    if not level or loss is None or not (math.isfinite(level) and math.isfinite(loss)):
+        return None
+    return max(-1.0, min(1.0, (level - loss) / abs(level)))

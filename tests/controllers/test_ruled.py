@@ -1,0 +1,117 @@
+"""A controller as a table of rules, and vetoes that hold it back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from hdet.controllers import Calibrate, Context, Controller, Estimate, Regularize, Ruled
+from hdet.controllers.rules import Lower, Raise, Return, SlopeSum
+from hdet.controllers.vetoes import AgreesNow, Cap, DoesHarm, KeepsGap, NeedsGap, WithinSpan
+from hdet.errors import CheckpointError, ConfigError
+
+MORE = Estimate(slope=-0.3, curvature=1.0, stderr=0.1, averaged=Estimate.nothing())
+LESS = replace(MORE, averaged=Estimate(slope=0.4, curvature=1.0, stderr=0.1))
+BELOW = Context(shift=-1.0)
+
+
+def told(controller: Controller, estimate: Estimate, context: Context = BELOW) -> tuple[float, dict[str, str]]:
+    state = controller.start()
+    return controller.step(state, estimate, context)[0], controller.explain(state, estimate, context)
+
+
+def test_the_first_rule_that_speaks_decides() -> None:
+    up_first, down_first = Ruled(rules=(Raise(), Lower())), Ruled(rules=(Lower(), Raise()))
+    assert told(up_first, LESS) == (0.3, {"rule": "raise"})
+    assert told(down_first, LESS) == (-0.4, {"rule": "lower"})
+    assert told(down_first, MORE) == (0.3, {"rule": "raise"})
+    assert told(Ruled(rules=(Lower(),)), MORE) == (0.0, {})
+
+
+def test_it_is_told_which_veto_held_a_move_back() -> None:
+    rule = SlopeSum(gate=0.0, window_steps=None)
+    sure = Estimate(slope=-0.4, stderr=0.01, span=0.1)
+    assert told(Ruled(rules=(rule,)), sure) == (0.4, {"rule": "slope_sum"})
+    assert told(Ruled(rules=(rule,), vetoes=(WithinSpan(),)), sure) == (
+        0.2,
+        {"rule": "slope_sum", "veto": "within_span"},
+    )
+    # The last to take something away, whichever stands first.
+    for vetoes in ((WithinSpan(), NeedsGap()), (NeedsGap(), WithinSpan())):
+        assert told(Ruled(rules=(rule,), vetoes=vetoes), sure) == (0.0, {"rule": "slope_sum", "veto": "needs_gap"})
+
+
+def test_a_base_above_a_vetos_highest_shift_is_brought_down_to_it() -> None:
+    capped = Ruled(rules=(Lower(), Raise()), vetoes=(Cap(),))
+    _, state = capped.retreat(capped.start(), Context(), worked=math.exp(-2.0))
+    for estimate, rule in ((MORE, "raise"), (LESS, "lower"), (replace(MORE, slope=0.0), None)):
+        move, _ = capped.step(state, estimate, BELOW)
+        assert move == pytest.approx(-1.0)
+        wanted = {"veto": "cap"} if rule is None else {"rule": rule, "veto": "cap"}
+        assert capped.explain(state, estimate, BELOW) == wanted
+
+
+def test_estimates_ahead_of_the_base_are_for_rules_that_look_ahead() -> None:
+    ahead = replace(MORE, offset=0.5, averaged=None)
+    assert told(Calibrate(), ahead) == (0.3, {"rule": "look_ahead"})
+    assert told(Calibrate().without("look_ahead"), ahead) == (0.0, {})
+    assert told(Calibrate().without("raise"), MORE) == (0.25, {"rule": "return"})
+
+
+def test_a_number_is_taken_by_every_part_that_has_it() -> None:
+    calibrate = Calibrate(limit=0.1, retreat_factor=2.0)
+    assert {rule.kind: rule.limit for rule in calibrate.rules if hasattr(rule, "limit")} == {
+        "lower": 0.1,
+        "stall": 0.1,
+        "raise": 0.1,
+    }
+    assert (calibrate.retreat_factor, calibrate.vetoes) == (2.0, Calibrate().vetoes)
+    assert Calibrate(rules=[{"kind": "raise", "limit": 0.3}, "return"], limit=0.1).rules == (Raise(limit=0.1), Return())
+    assert Controller.from_dict({"kind": "regularize", "rate": 0.1}) == Regularize(rate=0.1)
+    assert [rule.to_dict()["rate"] for rule in Regularize(rate=0.1).rules] == [0.1, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Calibrate(limits=0.1), "calibrate: limits: no such field, .*did you mean 'limit'.*given: 0.1"),
+        (lambda: Ruled(limit=0.1), "ruled: limit: no such field"),
+        (lambda: Ruled(rules=(Raise(), Raise(limit=0.1))), r"\['raise'\] are there twice"),
+        (lambda: Calibrate(limit=-1.0), "limit"),
+        (lambda: Calibrate(rules=5), "rules"),
+        (lambda: Calibrate(rules=["rise"], limit=0.1), "no rule is called 'rise'.*did you mean 'raise'"),
+        (lambda: Calibrate().without("look_back"), "has no rule or veto 'look_back'.*did you mean 'look_ahead'"),
+    ],
+)
+def test_what_cannot_be_declared_is_refused(make: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()  # type: ignore[operator]
+
+
+def test_averaged_weights_are_asked_for_only_where_a_rule_reads_them() -> None:
+    assert Calibrate().needs_averaged
+    assert not Calibrate().without("lower", "stall").needs_averaged
+    assert told(Calibrate().without("lower", "stall"), replace(MORE, averaged=None))[0] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("veto", "move"),
+    [(NeedsGap(), 0.1), (KeepsGap(), -0.1), (WithinSpan(), 0.1), (DoesHarm(), -0.1)],
+    ids=lambda given: getattr(given, "kind", None),
+)
+def test_a_veto_that_was_told_nothing_forbids(veto: object, move: float) -> None:
+    """No losses and no span: it cannot know better. Of the other way it says nothing."""
+    estimate = Estimate(slope=-math.copysign(0.3, move), stderr=0.1)
+    assert veto.allow(move, veto.start(), estimate, Context()) == 0.0  # type: ignore[attr-defined]
+    assert veto.allow(-move, veto.start(), estimate, Context()) == -move  # type: ignore[attr-defined]
+    assert AgreesNow().allow(move, AgreesNow().start(), estimate, Context()) == move
+
+
+def test_a_state_of_other_rules_is_refused() -> None:
+    from hdet.controllers import from_plain, to_plain
+
+    plain = to_plain(Calibrate().without("stall").start())
+    with pytest.raises(CheckpointError, match="resume with the controller"):
+        from_plain(Calibrate().start(), plain)
