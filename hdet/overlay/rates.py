@@ -48,8 +48,17 @@ class Rates:
         """The coming step is made with what the optimizer holds now. Returns whether that is not what was foreseen.
 
         Raises:
-            StepError: a rate that nobody was to move has moved, or not as the scheduler would have moved it.
+            StepError: a rate that nobody was to move has moved, or not as the scheduler would have moved it; or the
+                optimizer holds other groups.
         """
+        groups = len(self.optimizer.param_groups)
+        if groups != len(self._first):
+            raise StepError(
+                f"the optimizer holds {groups} parameter groups at step {step}, and held {len(self._first)} when hdet "
+                f"was attached; knobs go by the number of a group. Call hdet.attach after the last add_param_group, or "
+                f"give the optimizer all parameters from the start and train some of them later: "
+                f"parameter.requires_grad_(False)"
+            )
         if self.driven:
             self._refuse_moved()
         surprised = False

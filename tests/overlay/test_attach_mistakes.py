@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hdet
-from hdet.errors import CheckpointError, ConfigError
+from hdet.errors import CheckpointError, ConfigError, StepError
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -69,6 +69,7 @@ def test_passes_that_teach_nothing_are_told_once() -> None:
     assert len([one for one in told if "taught nothing" in str(one.message)]) == 1
 
 
+@pytest.mark.filterwarnings("ignore:the first training loss is")  # an adversary's loss is not the probe's
 def test_of_two_adversaries_the_one_that_is_looked_through_is_told() -> None:
     """Its gradients of the other's turn are dropped. The other's loop is an ordinary one."""
     torch.manual_seed(0)
@@ -122,3 +123,19 @@ def test_an_optimizer_that_the_loop_does_not_step_is_noticed() -> None:
         loop()
     assert len(told) == 1
     assert search.engine.step_count == 0
+
+
+@pytest.mark.parametrize("follows", ["own schedule", "no schedule", "scheduler"])
+def test_a_group_that_is_added_later_is_named(follows: str) -> None:
+    """And not taken for a rate that moved."""
+    model = network()
+    optimizer = torch.optim.AdamW(list(model.parameters())[:2], lr=0.01)
+    given: dict[str, Any] = {"schedule": None} if follows == "no schedule" else {}
+    if follows == "scheduler":
+        given["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, **given)
+    search.loss(loss_of(model, batch(0))).backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": list(model.parameters())[2:]})
+    with pytest.raises(StepError, match="holds 2 parameter groups at step 1, and held 1 when hdet was attached"):
+        loss_of(model, batch(1))
