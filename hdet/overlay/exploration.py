@@ -8,8 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-import torch.distributed
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.controllers import Paper
@@ -21,7 +20,7 @@ from hdet.overlay.hooks import Hook
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.sharing import Sharing, extremes
 from hdet.overlay.told_schedule import Course, Told
-from hdet.replicas import Replicas, replicate
+from hdet.replicas import Replicas
 
 KEY = "hdet"
 """Under which key of a scheduler's state the exploration's lies."""
@@ -252,52 +251,3 @@ def write_rates(optimizer: Optimizer, values: Sequence[float | Tensor]) -> None:
 def peak(group: dict[str, Any]) -> float:
     """The largest rate that a parameter group is known to reach."""
     return max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if key in group)
-
-
-def how_many(model: nn.Module | None, replicas: Replicas | None) -> int:
-    """How many replicas `surroundings` would find; it builds nothing, and takes any optimizer.
-
-    Raises:
-        ConfigError: both `model` and `replicas` were given.
-    """
-    if replicas is not None:
-        if model is not None:
-            raise ConfigError("give model= or replicas=, not both: replicas hold their models")
-        return replicas.size
-    many = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if many else 1
-
-
-def surroundings(optimizer: Optimizer, model: nn.Module | None, replicas: Replicas | None) -> Replicas:
-    """The replicas there are: those given, else those of `torch.distributed`, else this process alone.
-
-    Raises:
-        ConfigError: a parameter cannot be held by a module.
-    """
-    if replicas is not None:
-        return replicas
-    held = model if model is not None else OptimizedParameters(optimizer)
-    if how_many(model, replicas) == 1:
-        return replicate(held, optimizer, n=1)
-    from hdet.replicas.distributed import distribute
-
-    made: Replicas = distribute(held, optimizer)
-    return made
-
-
-class OptimizedParameters(nn.Module):
-    """An optimizer's parameters in the shape of a module, where the model itself was not given.
-
-    Buffers (BatchNorm's statistics) are not among them and so are not merged; give the model to have them.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__()
-        for index, group in enumerate(optimizer.param_groups):
-            for position, parameter in enumerate(group["params"]):
-                if not isinstance(parameter, nn.Parameter):
-                    raise ConfigError(
-                        f"parameter {position} of group {index} is a plain tensor; make it an "
-                        f"nn.Parameter, or give the scheduler model= or replicas="
-                    )
-                self.register_parameter(f"group{index}_{position}", parameter)

@@ -13,7 +13,8 @@ from hdet.engine.engine import Engine
 from hdet.engine.tally import Losses
 from hdet.errors import StepError
 from hdet.hparams import LearningRate
-from hdet.overlay.exploration import KEY, Exploration, surroundings
+from hdet.overlay.exploration import KEY, Exploration
+from hdet.overlay.surroundings import surroundings
 from hdet.user_warning import relayed, warn
 
 

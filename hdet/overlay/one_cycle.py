@@ -14,8 +14,9 @@ from hdet.engine.tally import Losses
 from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.history import History
 from hdet.hparams import LearningRate
-from hdet.overlay.exploration import KEY, how_many
+from hdet.overlay.exploration import KEY
 from hdet.overlay.exploring import Exploring
+from hdet.overlay.surroundings import how_many
 from hdet.recipes import paper
 from hdet.replicas import Replicas
 from hdet.windows import Windows

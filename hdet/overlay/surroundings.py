@@ -1,4 +1,4 @@
-"""Where a loop's replicas live: found from what wraps the model and how its parameters are sharded."""
+"""Where replicas live: found from what wraps the model and how it is sharded, or from what a scheduler was given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
-from hdet.replicas import Replicas, micro_batches
+from hdet.replicas import Replicas, micro_batches, replicate
 from hdet.replicas.distributed import distribute, refusals
 from hdet.replicas.distributed.distribute import unwrapped
 
@@ -81,3 +81,49 @@ def replicated(model: nn.Module, mesh: DeviceMesh) -> tuple[DeviceMesh, str]:
 
 def _numbered(dimensions: int, replicate: int) -> tuple[str, ...]:
     return tuple("replicate" if number == replicate else f"part{number}" for number in range(dimensions))
+
+
+def how_many(model: nn.Module | None, replicas: Replicas | None) -> int:
+    """How many replicas `surroundings` would find; it builds nothing, and takes any optimizer.
+
+    Raises:
+        ConfigError: both `model` and `replicas` were given.
+    """
+    if replicas is not None:
+        if model is not None:
+            raise ConfigError("give model= or replicas=, not both: replicas hold their models")
+        return replicas.size
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def surroundings(optimizer: Optimizer, model: nn.Module | None, replicas: Replicas | None) -> Replicas:
+    """The replicas there are: those given, else those of `torch.distributed`, else this process alone.
+
+    Raises:
+        ConfigError: a parameter cannot be held by a module.
+    """
+    if replicas is not None:
+        return replicas
+    held = model if model is not None else OptimizedParameters(optimizer)
+    if how_many(model, replicas) == 1:
+        return replicate(held, optimizer, n=1)
+    made: Replicas = distribute(held, optimizer)
+    return made
+
+
+class OptimizedParameters(nn.Module):
+    """An optimizer's parameters in the shape of a module, where the model itself was not given.
+
+    Buffers (BatchNorm's statistics) are not among them and so are not merged; give the model to have them.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()
+        for index, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if not isinstance(parameter, nn.Parameter):
+                    raise ConfigError(
+                        f"parameter {position} of group {index} is a plain tensor; make it an "
+                        f"nn.Parameter, or give the scheduler model= or replicas="
+                    )
+                self.register_parameter(f"group{index}_{position}", parameter)
