@@ -128,7 +128,7 @@ def with_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 COUNTERFACTUAL = {
-    "line": hdet.LearningRate(schedule=OneCycle(0.01, total_steps=20), evidence=hdet.Line(doubt=None)),
+    "line": hdet.LearningRate(schedule=OneCycle(0.01, total_steps=20), evidence=hdet.Line(read_average_above=None)),
     "analytic": hdet.WeightDecay(evidence=hdet.Analytic(stride=2)),
     "beta1": hdet.Beta1(evidence=hdet.Recursion()),
     "beta2": hdet.Beta2(evidence=hdet.Recursion()),

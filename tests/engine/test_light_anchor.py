@@ -140,7 +140,7 @@ def test_frozen_parameters_are_neither_averaged_nor_written_by_the_probe(problem
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     engine = Engine(
         hdet.micro_batches(model, optimizer, 2),
-        [hdet.LearningRate(schedule=Cosine(0.01, STEPS), evidence=hdet.Line(doubt=None))],
+        [hdet.LearningRate(schedule=Cosine(0.01, STEPS), evidence=hdet.Line(read_average_above=None))],
         window=5,
         signal=problem.probe(),
         guard=hdet.Rewind(),
