@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from hdet.engine import snapshot
+from hdet.engine import admission, snapshot
 from hdet.engine.cycle import Cycle
 from hdet.engine.driver import Driver
 from hdet.engine.guard import Guard
@@ -100,6 +100,7 @@ class Engine:
         objective: Objective | None = None,
         bind: Bind | None = None,
     ) -> None:
+        admission.declared("replicas", replicas, Replicas)  # before it is asked who writes the history
         held = History.given(history, writes=replicas.is_leader)
         self.plan = Plan.of(
             replicas,
