@@ -34,9 +34,10 @@ class Hook:
     """One hook. A copy of the model or of the optimizer, as for weights averaged over time, has an idle one."""
 
     def __init__(self, act: Callable[..., Any]) -> None:
-        # A compiled model or step breaks its graph here instead of failing on what hdet does.
-        self._act = torch.compiler.disable(act)  # type: ignore[no-untyped-call]
+        self._act = act
 
+    # A compiled model or step breaks its graph here instead of failing on what hdet does, or on what it is handed.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *arguments: Any) -> Any:
         return self._act(*arguments)
 
