@@ -19,6 +19,8 @@ LEAST_WINDOWS = 3
 LEAST_SHARE = 1e-6
 """Of a product of levels, the part that must be left when it is freed of the slopes."""
 CHUNK = 1000
+MOST_WINDOWS = 2500
+"""Of a longer run every second window, every third and so on is looked at, or the page would take its time for this."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def importances(history: Sequence[WindowRecord]) -> list[Importance]:
     [('rate', 0.49)]
     """
     found = []
+    history = _thinned(history)
     for knob in dict.fromkeys(name for record in history for name in record.bases):
         decisive = [told[0] for told in (readings(record, knob) for record in history) if told]
         if len(decisive) < LEAST_WINDOWS:
@@ -94,6 +97,7 @@ def interactions(history: Sequence[WindowRecord]) -> list[Interaction]:
     """
     knobs = list(dict.fromkeys(name for record in history for name in record.bases))
     pairs = list(combinations(range(len(knobs)), 2))
+    history = _thinned(history)
     there = [
         record
         for record in history
@@ -111,6 +115,10 @@ def interactions(history: Sequence[WindowRecord]) -> list[Interaction]:
         if (told := _pooled(covariance[square > LEAST_SHARE], square[square > LEAST_SHARE])) is not None
     ]
     return sorted(found, key=lambda one: -abs(one.effect) / one.stderr if one.stderr else 0.0)
+
+
+def _thinned(history: Sequence[WindowRecord]) -> Sequence[WindowRecord]:
+    return history[:: -(-len(history) // MOST_WINDOWS) or 1]
 
 
 def _alike(records: Sequence[WindowRecord]) -> Iterator[list[WindowRecord]]:
