@@ -167,7 +167,20 @@ def _moves(made: series.Course, label: str, colour: str) -> list[dict[str, Any]]
                     "line": {"width": 1.5, "color": colour},
                 },
                 "name": name + label,
-                "text": [reason(move) for move in moves],
+                "text": [shown(reason(move)) for move in moves],
+                "hovertemplate": "%{text}<extra></extra>",
+            }
+        )
+    if made.held_back:
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": [held.step for held in made.held_back],
+                "y": [held.value for held in made.held_back],
+                "marker": {"symbol": "x-thin", "size": 8, "line": {"width": 1.5, "color": colour}},
+                "name": f"held back by a veto{label}",
+                "text": [shown(objection(held)) for held in made.held_back],
                 "hovertemplate": "%{text}<extra></extra>",
             }
         )
@@ -178,7 +191,15 @@ def reason(move: series.Move) -> str:
     """A move in words."""
     evidence = move.source + (f" (t = {move.t:+.1f})" if move.t is not None else "")
     several = f", the last of {move.count}" if move.count > 1 else ""
-    return f"step {move.step}: {move.before:.4g} to {move.after:.4g}, by {evidence}{several}"
+    rule = f"; rule {move.rule}" if move.rule else ""
+    veto = f"; {move.veto} let through only a part" if move.veto else ""
+    return f"step {move.step}: {move.before:.4g} to {move.after:.4g}, by {evidence}{several}{rule}{veto}"
+
+
+def objection(held: series.HeldBack) -> str:
+    """A move that was not made, in words."""
+    several = f", the last of {held.count} times" if held.count > 1 else ""
+    return f"step {held.step}: stays at {held.value:.4g}; rule {held.rule} asked, {held.veto} forbade it{several}"
 
 
 def _line(steps: Sequence[float], heights: Sequence[float | None], name: str, colour: str) -> dict[str, Any]:

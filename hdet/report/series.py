@@ -21,6 +21,7 @@ class Course:
         edges, learned: the learned value from each edge to the next; the last one holds after the end.
         steps, in_force, low, high: the base with its schedule, and the band of the replicas' levels.
         moves: each move, or the last of a group of one direction.
+        held_back: windows in which a rule asked for a move and a veto forbade all of it, or the last of a group.
     """
 
     start: float | None = None
@@ -31,6 +32,7 @@ class Course:
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
+    held_back: list[HeldBack] = field(default_factory=list)
 
     @property
     def scheduled(self) -> bool:
@@ -54,6 +56,8 @@ class Move:
         source: what it rests on.
         t: of that, where this window has one.
         count: moves that it stands for.
+        rule: of the controller that asked for it, where the controller tells.
+        veto: that let less of it through, where one did.
     """
 
     step: int
@@ -63,11 +67,32 @@ class Move:
     source: str
     t: float | None
     count: int = 1
+    rule: str = ""
+    veto: str = ""
 
     @property
     def clear(self) -> bool:
         """Whether what it rests on is clear by itself."""
         return supported(self.source, self.t)
+
+
+@dataclass
+class HeldBack:
+    """A move that was asked for and not made.
+
+    Attributes:
+        step: at which it would have been made.
+        value: the learned value, which stayed.
+        rule: that asked for it.
+        veto: that forbade it.
+        count: windows that it stands for.
+    """
+
+    step: int
+    value: float
+    rule: str
+    veto: str
+    count: int = 1
 
 
 @dataclass
@@ -114,6 +139,7 @@ def course(windows: Sequence[WindowRecord], knob: str, most: int = MOST_POINTS) 
             made.edges.append(group[0].start)
             made.learned.append(rounded(told["opened"]))
         made.moves.extend(_moves(group, knob, one_each=len(windows) <= most))
+        made.held_back.extend(_held_back(group, knob))
     last = windows[-1].learned.get(knob) if windows else None
     if last:
         made.edges.append(windows[-1].stop)
@@ -161,7 +187,22 @@ def _move(records: Sequence[WindowRecord], knob: str) -> Move:
         source=source,
         t=t,
         count=len(records),
+        **_told(last, knob),
     )
+
+
+def _held_back(group: Sequence[WindowRecord], knob: str) -> list[HeldBack]:
+    held = [record for record in group if not record.moves.get(knob) and _told(record, knob).get("veto")]
+    if not held:
+        return []
+    last, told = held[-1], _told(held[-1], knob)
+    value = last.learned.get(knob, {}).get("closed", last.bases[knob])
+    return [HeldBack(last.stop, rounded(value), told.get("rule", ""), told["veto"], len(held))]
+
+
+def _told(record: WindowRecord, knob: str) -> dict[str, str]:
+    """The rule and the veto that a window's controller told of."""
+    return {name: kind for name, kind in record.reasons.get(knob, {}).items() if name in ("rule", "veto")}
 
 
 def rounded(value: float) -> float:

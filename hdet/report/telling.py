@@ -8,7 +8,7 @@ from typing import Any
 
 from hdet.report import series
 from hdet.report.advice import as_python, as_yaml
-from hdet.report.charts import colour_of, reason
+from hdet.report.charts import colour_of, objection, reason
 from hdet.report.importance import importances, interactions
 from hdet.report.reported import ReportedRun
 from hdet.report.verdict import verdicts
@@ -47,8 +47,14 @@ def of_run(number: int, run: ReportedRun) -> dict[str, Any]:
 
 
 def moves(runs: Sequence[ReportedRun], knob: str) -> list[tuple[str, str]]:
-    """Every move of a knob: the run's name, and the move with its reason."""
-    return [(run.name, reason(move)) for run in runs for move in series.course(run.windows, knob).moves]
+    """Every move of a knob, and every one that a veto forbade: the run's name, and what happened and why."""
+    told = []
+    for run in runs:
+        made = series.course(run.windows, knob)
+        happened = [(move.step, reason(move)) for move in made.moves]
+        happened += [(held.step, objection(held)) for held in made.held_back]
+        told += [(run.name, words) for _, words in sorted(happened)]
+    return told
 
 
 def events(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
