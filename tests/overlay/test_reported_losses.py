@@ -33,6 +33,7 @@ def test_a_loss_is_divided_where_the_number_of_passes_explains_it_and_nothing_el
         assert [float(loss) for loss in given] == pytest.approx([HELD_OUT * off] * passes)
 
 
+@pytest.mark.filterwarnings("ignore:the first training loss is")
 @pytest.mark.parametrize("beyond", [1.02, 1 / 1.02])
 def test_a_loss_that_is_only_nearer_to_a_part_is_left_as_it_is(beyond: float) -> None:
     """Beyond `NEAR` a model that has learned its training data by heart is as good an explanation."""
