@@ -159,7 +159,8 @@ def foretold(side: int, frozen: bool, options: dict[str, Any]) -> Footprint:
     with torch.device("meta"):
         model, optimizer = build(side, frozen)
     stride = options.get("stride", 1)
-    chosen = choose(model, optimizer, 160, stride=stride, exclude=options.get("exclude", ()))
+    given = {name: options[name] for name in ("knobs", "exclude") if name in options}
+    chosen = choose(model, optimizer, 160, stride=stride, **given)
     knobs = [choice.knob for choice in chosen if choice.knob is not None]
     places = {name: options[name] for name in ("anchor", "averages") if name in options}
     return footprint(model, optimizer, knobs, **places)
@@ -167,6 +168,10 @@ def foretold(side: int, frozen: bool, options: dict[str, Any]) -> Footprint:
 
 ROWS: dict[str, tuple[bool, dict[str, Any]]] = {
     "recipe, no forward knob": (False, {"exclude": ["dropout"]}),
+    "rates of groups, no forward knob": (
+        False,
+        {"exclude": ["dropout"], "knobs": (hdet.LearningRate(evidence=hdet.GroupLines()),)},
+    ),
     "recipe": (False, {}),
     "recipe on LoRA adapters": (True, {}),
 }
@@ -194,7 +199,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a sixty-fourth of the parameters")
     side = 256 if parser.parse_args().quick else 2048
     torch.set_num_threads(1)
-    print(f"{'counted, and as foretold':<28}{'P, MiB':>8}{'device':>16}{'host':>16}{'a moment':>16}")
+    print(f"{'counted, and as foretold':<33}{'P, MiB':>8}{'device':>16}{'host':>16}{'a moment':>16}")
     for name, (frozen, options) in ROWS.items():
         counted, told = searched(side, frozen, options), foretold(side, frozen, options)
         p = told.parameters
@@ -203,7 +208,7 @@ def main() -> None:
             (counted.guard, told.bytes("host")),
             (counted.momentary, told.momentary),
         )
-        print(f"{name:<28}{p / 2**20:8.2f}" + "".join(f"{a / p:8.2f}{b / p:6.2f} P" for a, b in pairs), flush=True)
+        print(f"{name:<33}{p / 2**20:8.2f}" + "".join(f"{a / p:8.2f}{b / p:6.2f} P" for a, b in pairs), flush=True)
     for name, layers, width in (("7B", 32, 4096), ("70B", 80, 8192)):
         print(f"\n{name} in bfloat16, unsharded")
         print(large(layers, width))

@@ -2,6 +2,7 @@
 
     python benchmarks/group_rates.py                              # every task, one seed
     python benchmarks/group_rates.py --tasks tabular --seeds 3
+    python benchmarks/group_rates.py --cost                       # what thirty groups cost beside one
 
 Each task's parameters are in up to five groups. Their rates start sqrt(10) times above or below the best common rate,
 in every pattern of an orthogonal array of eight rows, and once with the right ratios. The oracle is the best run of a
@@ -173,6 +174,58 @@ def explored(case: Case, seed: int, factors: Sequence[float], grouped: bool, ste
     return Explored(problem.test_loss(model), passes / (3 * task.batch * steps), learned)
 
 
+def cost(groups: int, layers: int = 30, width: int = 96, steps: int = 80) -> tuple[float, float, int]:
+    """CPU seconds of a run, those at windows' ends, and the probe's passes, with a rate for so many groups of layers.
+
+    With 0 groups one rate is searched as a single knob.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)))
+    passes = 0
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        nonlocal passes
+        passes += 3 if torch.is_grad_enabled() else 1
+        return (model(batch) - batch).square().mean()
+
+    parts = [list(chunk) for chunk in np.array_split(np.arange(layers), max(groups, 1))]
+    held = [{"name": str(k), "params": [p for i in own for p in model[i].parameters()]} for k, own in enumerate(parts)]
+    optimizer = torch.optim.AdamW(held, lr=1e-3)
+    probe = hdet.Probe(loss, [torch.randn(32, width) for _ in range(8)])
+    names = [str(k) for k in range(groups)]
+    courses: dict[Any, Schedule] = {name: own_schedule(optimizer, steps) for name in names}
+    choices = choose(model, optimizer, steps, rates=courses or None, exclude=EXCLUDED)
+    engine = hdet.Engine(
+        hdet.micro_batches(model, optimizer, 1),
+        [choice.knob for choice in choices if choice.knob is not None],
+        window=hdet.GrowingWindow(),
+        signal=probe,
+        total_steps=steps,
+    )
+    began, closing = time.process_time(), 0.0
+    for _ in range(steps):
+        inputs = torch.randn(256, width)
+        with engine.replicas[0]:
+            own = (model(inputs) - inputs).square().mean()
+            own.backward()  # type: ignore[no-untyped-call]
+        engine.share_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = time.process_time()
+        if engine.step(own.detach()) is not None:
+            closing += time.process_time() - before
+    return time.process_time() - began, closing, passes
+
+
+def print_costs() -> None:
+    """The run and its windows' ends, beside one group and beside one knob; the better of two runs each."""
+    print(f"{'rates':>12s} {'run, s':>8s} {'ends, s':>8s} {'passes':>7s}")
+    for groups in (0, 1, 5, 30):
+        runs = [cost(groups) for _ in range(2)]
+        run, ends, passes = min(run[0] for run in runs), min(run[1] for run in runs), runs[0][2]
+        print(f"{groups or 'one knob':>12} {run:8.2f} {ends:8.2f} {passes:7d}", flush=True)
+
+
 EXCLUDED = ("weight_decay", "dropout", "label_smoothing")
 
 
@@ -198,9 +251,13 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--patterns", type=int, nargs="+", default=list(range(-1, 8)), help="-1 is the right ratios")
+    parser.add_argument("--cost", action="store_true", help="measure what many groups cost")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
     torch.set_num_threads(1)
+    if given.cost:
+        print_costs()
+        return
     for case in CASES:
         if case.name in given.tasks:
             measure(case, given.seeds, given.patterns)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hdet.engine.defaults import complete
 from hdet.engine.guard import Guard, Rewind
 from hdet.errors import ConfigError
-from hdet.evidence import Analytic, Contrast, Evidence, Line, MixedDifference, Recursion
+from hdet.evidence import Analytic, Contrast, Evidence, GroupLines, Line, MixedDifference, Recursion
 from hdet.evidence.parts.sketch import sizes
 from hdet.hparams.knob import Knob
 from hdet.recipes.recommended import DEFAULT_GUARD
@@ -178,7 +178,8 @@ def footprint(
     for knob in declared:
         assert isinstance(knob.evidence, Evidence)
         sources.setdefault(knob.evidence, []).append(knob)
-    for stride in dict.fromkeys(s.stride for s in sources if isinstance(s, (Line, Analytic))):
+    lines = [source.line if isinstance(source, GroupLines) else source for source in sources]
+    for stride in dict.fromkeys(s.stride for s in lines if isinstance(s, (Line, Analytic))):
         named = f"the average weights{f', stride {stride}' if stride > 1 else ''}"
         held.append(Held(named, averages, weights.wide))
         over: Link = "memory" if averages == "device" else "host link"
@@ -230,6 +231,9 @@ def _of_evidence(source: Evidence, knobs: Sequence[Knob], weights: _Weights) -> 
     passing = min(max(4 * tensors.PASSING, weights.largest), weights.wide)
     if isinstance(source, Line):
         return [Held("weights put aside while lines are read", "device", weights.size + passing, END)]
+    if isinstance(source, GroupLines):
+        size = weights.size + 3 * weights.wide  # of gradients the last one too
+        return [Held("weights put aside, update and gradients", "device", size, END)]
     if isinstance(source, Analytic):
         return [Held("weights put aside while decay is judged", "device", weights.size + 2 * passing, END)]
     if isinstance(source, Recursion):

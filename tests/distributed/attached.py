@@ -181,6 +181,25 @@ def looked_at() -> int:
     return search.engine.step_count
 
 
+def grouped(name: str) -> Found:
+    """A learning rate for each of three groups, by patterns on names."""
+    model = WRAPS[name](network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+    search = hdet.attach(
+        model,
+        optimizer,
+        probe=probe(),
+        total_steps=STEPS,
+        window=WINDOW,
+        quiet=True,
+        micro_batches=1,
+        rates={"head": "3.*", "biases": "*.bias"},
+        exclude=["weight_decay", "dropout"],
+    )
+    loop(model, optimizer, search, 1, False, alike=name == "tensor parallel")
+    return {"history": told(search), "weights": ends(model, optimizer)}
+
+
 def explicit() -> Found:
     """The loop written for the engine, on the same model."""
     model = ddp(network())

@@ -42,6 +42,24 @@ def test_all_ranks_learn_the_same(name: str, parts: int, quiet: bool, assert_sam
     assert found[0]["replicas"] == (4 if name == "ddp" else 1)
 
 
+def test_rates_of_groups_are_judged_alike_on_all_ranks_and_on_shards(assert_same: Any) -> None:
+    """Shards add up to the slopes of whole gradients; both hold the same weights up to rounding."""
+    whole, shards = launch(attached.grouped, 2, "ddp"), launch(attached.grouped, 2, "fsdp")
+    for found in (whole, shards):
+        assert found[0]["history"] == found[1]["history"]
+        assert_same(found[0]["weights"], found[1]["weights"])
+    for name in ("head", "biases", "others"):
+        told = [
+            [record["estimates"][f"learning_rate[{name}]"]["relative"] for record in found[0]["history"]]
+            for found in (whole, shards)
+        ]
+        measured = [number for number, one in enumerate(told[0]) if one["slopes"]]
+        assert measured
+        first = measured[0]
+        assert told[1][first]["slopes"] == pytest.approx(told[0][first]["slopes"], rel=1e-2, abs=1e-4)
+        assert told[1][first]["curvature"] == pytest.approx(told[0][first]["curvature"], rel=1e-2)
+
+
 def test_it_is_the_explicit_loop_on_ranks_bit_for_bit(assert_same: Any) -> None:
     [own, _] = launch(attached.learned, 2, "ddp", 1, False)
     [written, _] = launch(attached.explicit, 2)

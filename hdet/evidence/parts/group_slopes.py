@@ -98,9 +98,9 @@ class GroupSlopes:
     @torch.no_grad()
     def _products(self, gradient: Sequence[Tensor]) -> Tensor:
         """[K] slopes that one gradient gives, in float64."""
-        own = [gradient[number] for number in self._chosen]
-        products = torch._foreach_mul(own, [u.to(g.dtype) for g, u in zip(own, self._update, strict=True)])
-        sums = torch.stack([product.sum(dtype=torch.float64) for product in products])
+        own = zip((gradient[number] for number in self._chosen), self._update, strict=True)
+        # One by one, so that no third set of weights is alive.
+        sums = torch.stack([(g * u.to(g.dtype)).sum(dtype=torch.float64) for g, u in own])
         slopes = torch.zeros(self.count, dtype=torch.float64, device=sums.device)
         return slopes.index_add_(0, self._groups.to(sums.device), sums * self._pieces.to(sums.device))
 
