@@ -196,8 +196,8 @@ def large(layers: int, width: int) -> Footprint:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a sixty-fourth of the parameters")
-    side = 256 if parser.parse_args().quick else 2048
+    parser.add_argument("--quick", action="store_true", help="a sixteenth of the parameters")
+    side = 256 if parser.parse_args().quick else 1024
     torch.set_num_threads(1)
     print(f"{'counted, and as foretold':<33}{'P, MiB':>8}{'device':>16}{'host':>16}{'a moment':>16}")
     for name, (frozen, options) in ROWS.items():

@@ -88,7 +88,33 @@ def contrast(horizon: int, rate: float | Tensor) -> Callable[[int, int], dict[st
     return measured
 
 
+def updates(tensors: int, count: int) -> dict[str, float]:
+    """Learning rate and decay by `Line` and `Analytic`, one micro-batch, so nothing to share; calls repeated alone."""
+    model = Many(tensors)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = Engine(
+        hdet.micro_batches(model, optimizer, 1),
+        [
+            hdet.LearningRate(evidence=hdet.Line(), controller=Hold()),
+            hdet.WeightDecay(evidence=hdet.Analytic(), controller=Hold()),
+        ],
+        window=count + 10,
+        signal=hdet.Probe(lambda model, scale: model() * scale, [1.0, 1.1]),
+    )
+    loss, clock = torch.ones(()), time.thread_time
+    spent: dict[str, list[float]] = {"share_gradients": [], "engine.step": []}
+    for _ in range(count + 5):
+        began = clock()
+        engine.share_gradients()
+        shared = clock()
+        engine.step([loss])
+        spent["engine.step"].append(clock() - shared)
+        spent["share_gradients"].append(shared - began)
+    return {part: statistics.median(own[5:]) for part, own in spent.items()}
+
+
 ROWS: dict[str, Callable[[int, int], dict[str, float]]] = {
+    "Line() and Analytic()": updates,
     "Contrast(horizon=400)": contrast(400, 1e-3),
     "Contrast(horizon=400), tensor rate": contrast(400, torch.tensor(1e-3)),
     "Contrast()": contrast(0, 1e-3),
@@ -97,11 +123,15 @@ ROWS: dict[str, Callable[[int, int], dict[str, float]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row", choices=ROWS, help="this one alone")
     parser.add_argument("--quick", action="store_true", help="5 steps instead of 30")
-    count = 5 if parser.parse_args().quick else 30
+    given = parser.parse_args()
+    count = 5 if given.quick else 30
     torch.set_num_threads(1)
     print(f"{'ms':<56}" + "".join(f"{tensors:>8,}" for tensors in TENSORS))
     for name, measure in ROWS.items():
+        if given.row not in (None, name):
+            continue
         found = [measure(tensors, count) for tensors in TENSORS]
         for part in found[0]:
             print(f"{name + ', ' + part:<56}" + "".join(f"{1e3 * one[part]:8.3f}" for one in found), flush=True)
