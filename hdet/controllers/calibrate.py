@@ -7,7 +7,7 @@ from pydantic import Field
 from hdet.controllers.part import Rule, Veto
 from hdet.controllers.ruled import Ruled
 from hdet.controllers.rules import LookAhead, Lower, Raise, Return, Stall, WarmUp
-from hdet.controllers.vetoes import Cap
+from hdet.controllers.vetoes import AboveGiven, Cap
 from hdet.spec import register
 
 
@@ -28,7 +28,8 @@ class Calibrate(Ruled):
     | `Raise` | goes up, if the last weights call for more |
     | `Return` | goes back up to the schedule as given, if only looking ahead has lowered it |
 
-    `Cap` bounds it by what the warm-up has shown, and by what had worked before a rewind.
+    `AboveGiven` asks for the more proof the further the base is raised above the schedule as given. `Cap` bounds it by
+    what the warm-up has shown, and by what had worked before a rewind.
 
     Args:
         rules, vetoes: see above; a number of theirs can be given here, and every part that has it takes it.
@@ -47,6 +48,6 @@ class Calibrate(Ruled):
     """
 
     rules: tuple[Rule, ...] = (LookAhead(), Lower(), Stall(), WarmUp(), Raise(), Return())
-    vetoes: tuple[Veto, ...] = (Cap(),)
+    vetoes: tuple[Veto, ...] = (AboveGiven(), Cap())
     until: float = Field(default=0.85, gt=0, le=1)
     retreat_factor: float = Field(default=3.0, ge=1, le=100)

@@ -186,9 +186,28 @@ def test_looking_ahead_raises_to_the_ceiling_only_and_lowers_from_above_it() -> 
     assert step(ahead(3), 0.5) == -0.6
 
 
+def shifts(t: float, windows: int, shift: float, offset: float) -> float:
+    """Where the shift stands after windows that all call for more with the same t."""
+    calibrate = Calibrate()
+    state = calibrate.start()
+    estimate = replace(bracket(t, 0), offset=offset)
+    for _ in range(windows):
+        moved, state = calibrate.step(state, estimate, replace(LATE, shift=shift))
+        shift += moved
+    return shift
+
+
+@pytest.mark.parametrize("offset", [0.7, 0.0])
+def test_above_the_schedule_as_given_a_raise_takes_the_more_proof_the_further_it_goes(offset: float) -> None:
+    """On a plateau t is about -3 window after window, and rates that were set well went up twentyfold."""
+    assert shifts(-3.0, windows=10, shift=-1.4, offset=offset) < math.log(3.0), "2 (1 + shift / log 3) > 3 from 1.7 on"
+    assert shifts(-13.0, windows=5, shift=0.0, offset=offset) >= math.log(10.0), "far too low is proved many times over"
+    assert shifts(-2.1, windows=1, shift=-0.1, offset=offset) > 0.0, "back to what was given, as ever"
+
+
 def test_by_default_the_ceiling_is_far_above() -> None:
     def step(shift: float) -> float:
-        return move(ahead(-3), Context(schedule_now=0.1, shift=shift, warming=True))
+        return move(ahead(-30), Context(schedule_now=0.1, shift=shift, warming=True))
 
     assert (step(0.0), step(4.0)) == (0.6, 0.6)
     assert step(4.9) == pytest.approx(0.1)

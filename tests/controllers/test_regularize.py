@@ -122,6 +122,19 @@ def test_weights_that_have_learnt_nothing_say_nothing_of_more() -> None:
     assert move(regularize, slope(1.0), step=29, total_steps=100) == pytest.approx(-0.1)
 
 
+def test_early_in_the_run_more_proof_is_asked_for() -> None:
+    """2.5 standard errors are enough from 30 % of the run on, where its end is known, and where a gate is higher."""
+    regularize = rule(gate=2.0, early_gate=3.0, early_until=0.3)
+    for t, step, total, moved in (
+        (2.5, 29, 100, False),
+        (3.5, 29, 100, True),
+        (2.5, 30, 100, True),
+        (2.5, 29, None, True),
+    ):
+        assert (move(regularize, slope(1.0, t=t), step=step, total_steps=total) < 0.0) is moved
+    assert move(regularize.replace(rules=rule(gate=4.0).rules), slope(1.0, t=3.5), step=0, total_steps=100) == 0.0
+
+
 def test_a_knob_too_weak_to_do_harm_is_not_lowered() -> None:
     regularize = rule(min_harm=1e-3)
     assert move(regularize, slope(0.0019)) == 0.0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hdet
 from hdet import Engine, Probe
-from hdet.controllers import Calibrate, Gated
+from hdet.controllers import Calibrate, Gated, Regularize
 from hdet.errors import ConfigError
 from hdet.recipes.recommended import CAUTION, LEAST, choose, describe
 from hdet.schedules import Constant, Cosine, Replay, Schedule
@@ -112,7 +112,8 @@ def test_nothing_it_chooses_diverges() -> None:
     assert kinds == ["line", "analytic", "contrast", "contrast"]
     assert not any(knob.evidence.diverges for knob in knobs)
     assert isinstance(knobs[0].controller, Calibrate)
-    assert all(isinstance(knob.controller, Gated) for knob in knobs[1:])
+    assert isinstance(knobs[1].controller, Regularize)
+    assert all(isinstance(knob.controller, Gated) for knob in knobs[2:])
 
 
 def test_one_group_that_decays_is_enough() -> None:

@@ -88,4 +88,5 @@ TASK = TeacherTask(
     starts=LEARNING_RATES + DECAYS + DROPOUTS + ALL_OFF,
     micro_batches=4,
     shorter=4,
+    development=True,
 )

@@ -43,6 +43,8 @@ class SlopeSum(Rule):
         rate: largest move in a window of `window_steps` steps, in coordinates. Other windows have their share of it,
             by their length.
         gate: |tau| below which the base holds. At 2 a knob without effect is moved by one window in twenty.
+        early_gate: the same before the share `early_until` of the run, if it is higher than `gate`: what loss falls
+            fastest with now is no measure yet of what generalizes. A run without a known end has no share.
         saturation: |tau| at which a move is as large as it gets.
         memory: share of the sum that is kept over `window_steps` steps.
         window_steps: steps of a window that `rate` and `memory` are meant for.
@@ -56,6 +58,8 @@ class SlopeSum(Rule):
 
     rate: float = Field(default=0.4, gt=0, le=10)
     gate: float = Field(default=2.0, ge=0, le=100)
+    early_gate: float = Field(default=3.0, ge=0, le=100)
+    early_until: float = Field(default=0.3, ge=0, le=1)
     saturation: float = Field(default=4.0, gt=0, le=100)
     memory: float = Field(default=0.8, ge=0, lt=1)
     window_steps: int | None = Field(default=30, ge=1)
@@ -86,4 +90,6 @@ class SlopeSum(Rule):
         if context.base <= 0.0:
             return None
         scale = min(window_share(self.window_steps, context), self.max_scale)
-        return gated_move(state.tau, self.rate, self.gate, self.saturation, scale) or None
+        early = context.total_steps is not None and context.step < self.early_until * context.total_steps
+        gate = max(self.gate, self.early_gate) if early else self.gate
+        return gated_move(state.tau, self.rate, gate, self.saturation, scale) or None
