@@ -33,7 +33,8 @@ def storages(tensors: list[Any]) -> dict[int, int]:
     """Bytes by storage."""
     found = {}
     for tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+        # (isinstance would ask proxies of torch for their class, which warn.)
+        if issubclass(type(tensor), Tensor) and tensor.device.type != "meta":
             storage = tensor.untyped_storage()
             if storage.nbytes() >= SMALLEST:
                 found[storage._cdata] = storage.nbytes()
