@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import hdet
 from hdet import Engine, Line, Probe
 from hdet.controllers import Calibrate, Hold
+from hdet.controllers.vetoes import Fade
 from hdet.errors import ConfigError
 from hdet.schedules import Replay, Schedule
 from hdet.spaces import Linear
@@ -458,3 +459,16 @@ def test_one_replicas_failure_early_in_the_window_mutes_nothing() -> None:
         end = decayed([0, 2, 3], record.values["weight_decay"], T if averaged else None)
         want = float(SLOPE.double() @ (end - START.double())) * secant() * 1.05
         assert told["slope"] == pytest.approx(want, rel=1e-4)
+
+
+def test_the_record_says_which_rule_moved_the_rate_and_which_veto_held_it_back() -> None:
+    """And a history's line has it."""
+    knob = hdet.LearningRate(evidence=Line(), controller=Calibrate(until=1.0))
+    _, records = run([knob], probe=linear, batches=(1.0, 1.2), steps=2 * T)
+    assert records[0].reasons == {"learning_rate": {"rule": "raise"}}
+    assert hdet.history.WindowRecord.from_json(records[0].to_json()).reasons == records[0].reasons
+    fading = knob.replace(controller=Calibrate(vetoes=[Fade(1.0)], until=1.0))
+    _, records = run([fading], batches=(1.0, 1.2), steps=2 * T)
+    assert records[0].reasons == {"learning_rate": {"rule": "raise", "veto": "fade"}}
+    _, records = run([knob.replace(controller=Hold())], batches=(1.0, 1.2))
+    assert records[0].reasons == {}
