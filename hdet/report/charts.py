@@ -14,7 +14,6 @@ from hdet.report.reported import ReportedRun
 
 # Okabe and Ito's colours, one a run; yellow and black, which one of the two backgrounds swallows, are left out.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = {AVERAGED: "circle", LAST: "square-open", AHEAD: "diamond", ONLY: "circle"}
 HEIGHT = 340
 MOST_FAULTS = 200

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdet.app.tasks.draws import draws
-from hdet.app.tasks.task import Task
+from hdet.app.tasks.task import Task, decaying_matrices
 from hdet.errors import MissingExtraError
 from hdet.nn import CrossEntropyLoss, Dropout
+from hdet.replicas.tensors import evaluating
 from hdet.spec import register
 
 CLASSES = 10
@@ -100,12 +101,7 @@ class DigitsWorkload:
         ).to(self.device)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Matrices decay; biases do not."""
-        parameters = list(model.parameters())
-        return [
-            {"name": "decay", "params": [p for p in parameters if p.dim() >= 2]},
-            {"name": "no_decay", "params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
+        return decaying_matrices(model)
 
     def batch(self, step: int, replica: int) -> Examples:
         return self._examples(self.batch_size, "train", step=step, replica=replica)
@@ -123,12 +119,8 @@ class DigitsWorkload:
         return list(zip(torch.split(pixels, size), torch.split(labels, size), strict=True))
 
     def test_loss(self, model: nn.Module) -> float:
-        training = model.training
-        model.eval()
-        with torch.no_grad():
-            loss = float(self.loss(model, self.splits["test"]))
-        model.train(training)
-        return loss
+        with evaluating(model), torch.no_grad():
+            return float(self.loss(model, self.splits["test"]))
 
     def _examples(self, count: int, split: str, *, step: int, replica: int = 0) -> Examples:
         pixels, labels = self.splits[split]

@@ -46,6 +46,15 @@ class Workload(Protocol):
         """The mean loss in eval mode on test data that nothing else touches; the model is left as it was."""
 
 
+def decaying_matrices(model: nn.Module) -> list[dict[str, Any]]:
+    """The groups `decay` and `no_decay`: matrices decay; biases and norms do not."""
+    parameters = list(model.parameters())
+    return [
+        {"name": "decay", "params": [p for p in parameters if p.dim() >= 2]},
+        {"name": "no_decay", "params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
 class Task(Spec, family="task"):
     """The root of the built-in tasks (`text`, `digits`), of `imported` ones and of those users register."""
 

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from hdet.app.tasks.draws import draws
 from hdet.app.tasks.gpt import GPT, VOCABULARY
-from hdet.app.tasks.task import Task
+from hdet.app.tasks.task import Task, decaying_matrices
 from hdet.errors import ConfigError
+from hdet.replicas.tensors import evaluating
 from hdet.spec import register
 
 SPLITS = ("train", "probe", "test")
@@ -101,12 +102,7 @@ class TextWorkload:
         ).to(self.device)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Matrices decay; biases and norms do not."""
-        parameters = list(model.parameters())
-        return [
-            {"name": "decay", "params": [p for p in parameters if p.dim() >= 2]},
-            {"name": "no_decay", "params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
+        return decaying_matrices(model)
 
     def batch(self, step: int, replica: int) -> Tensor:
         return self._sequences(self.batch_size, "train", seed=self.seed, step=step, replica=replica)
@@ -125,12 +121,9 @@ class TextWorkload:
         return torch.split(sequences, self.task.probe_sequences)
 
     def test_loss(self, model: nn.Module) -> float:
-        training = model.training
-        model.eval()
-        with torch.no_grad():
-            chunks = torch.split(self._sequences(self.task.test_sequences, "test", seed=0), TEST_CHUNK)
+        chunks = torch.split(self._sequences(self.task.test_sequences, "test", seed=0), TEST_CHUNK)
+        with evaluating(model), torch.no_grad():
             total = sum(float(self.loss(model, chunk)) * len(chunk) for chunk in chunks)
-        model.train(training)
         return total / self.task.test_sequences
 
     def _sequences(self, count: int, split: str, *, seed: int, step: int = 0, replica: int = 0) -> Tensor:
