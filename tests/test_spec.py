@@ -19,7 +19,7 @@ import hdet.spec
 from hdet.app.run.optimizer import Optimizer
 from hdet.app.run.signal import Signal
 from hdet.app.tasks.task import Task
-from hdet.controllers import Calibrate, Gated, HeavyBall, Hold, Newton, Paper, Regularize, Ruled, rules, vetoes
+from hdet.controllers import Calibrate, Gated, HeavyBall, Hold, Newton, Paper, Pooled, Regularize, Ruled, rules, vetoes
 from hdet.designs import Design, Fixed, Hadamard, LatinHypercube, Permutation
 from hdet.errors import ConfigError
 from hdet.estimators import Kalman, LeastSquares, Marginal, Softmax
@@ -44,6 +44,7 @@ EXAMPLES: list[Spec] = [
     HeavyBall(),
     Newton(),
     Paper(floor=1e-9),
+    Pooled(),
     Calibrate(patience=3),
     Ruled(rules=(rules.Lower(), rules.Raise(limit=0.1)), vetoes=(vetoes.Fade(0.5),)),
     # their rules and vetoes
@@ -55,6 +56,7 @@ EXAMPLES: list[Spec] = [
     rules.Return(),
     rules.SlopeSum(memory=0.5),
     rules.Leap(min_effect=0.1),
+    vetoes.AboveGiven(),
     vetoes.AgreesNow(),
     vetoes.Cap(headroom=2.0),
     vetoes.DoesHarm(),
@@ -72,6 +74,7 @@ EXAMPLES: list[Spec] = [
     hdet.Analytic(width=0.5),
     hdet.Contrast(refresh=5),
     hdet.Divergent(estimator=Kalman(), design=Hadamard(), tilt=0.5),
+    hdet.GroupLines(line=hdet.Line(width=0.2)),
     hdet.Line(width=0.2),
     hdet.MixedDifference(every=2),
     hdet.Recursion(width=0.2),
