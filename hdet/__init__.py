@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from hdet import controllers, designs, errors, estimators, merges, schedules, spaces, spreads
+from hdet import contrib, controllers, designs, errors, estimators, merges, schedules, spaces, spreads
 from hdet.checkpoints.folder import CheckpointFolder
 from hdet.checkpoints.stateful import Stateful
 from hdet.engine.engine import Engine
@@ -92,6 +92,7 @@ __all__ = [
     "WindowRecord",
     "Windows",
     "attach",
+    "contrib",
     "controllers",
     "designs",
     "distribute",

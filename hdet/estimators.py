@@ -1,5 +1,5 @@
 """From the losses of diverged replicas to slopes."""
 
-from hdet.controllers.estimators import Comparison, Estimator, Kalman, LeastSquares, Marginal, Softmax
+from hdet.controllers.estimators import Comparison, Estimator, LeastSquares, Softmax
 
-__all__ = ["Comparison", "Estimator", "Kalman", "LeastSquares", "Marginal", "Softmax"]
+__all__ = ["Comparison", "Estimator", "LeastSquares", "Softmax"]

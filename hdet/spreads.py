@@ -1,5 +1,5 @@
 """How far the replicas' levels lie from the base."""
 
-from hdet.hparams.spread import Geometric, OneSided, Spread, Symmetric, TwoLevel
+from hdet.hparams.spread import OneSided, Spread, Symmetric, TwoLevel
 
-__all__ = ["Geometric", "OneSided", "Spread", "Symmetric", "TwoLevel"]
+__all__ = ["OneSided", "Spread", "Symmetric", "TwoLevel"]

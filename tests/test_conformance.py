@@ -23,11 +23,12 @@ from torch.optim import Optimizer
 import hdet
 import hdet.testing
 from hdet.app.study.controls import Apart
+from hdet.contrib import Geometric, Kalman, Marginal
 from hdet.controllers import Calibrate, Context, Controller, Estimate, Gated, Newton, Paper, Rule, Veto
 from hdet.controllers.state import NoState
 from hdet.designs import Design, Hadamard
 from hdet.errors import ConfigError
-from hdet.estimators import Comparison, Estimator, Kalman, LeastSquares, Marginal
+from hdet.estimators import Comparison, Estimator, LeastSquares
 from hdet.evidence import Collector, Harvest, Scene
 from hdet.hparams import schedule
 from hdet.hparams.binding import Binding, ModelBinding
@@ -39,7 +40,7 @@ from hdet.replicas import Replicas
 from hdet.schedules import WSD, Constant, Cosine, FromCallable, OneCycle, Replay, Schedule
 from hdet.spaces import Linear, Log, Logit, Space
 from hdet.spec import Spec
-from hdet.spreads import Geometric, OneSided, Spread, TwoLevel
+from hdet.spreads import OneSided, Spread, TwoLevel
 from hdet.testing import Ground, Law, LawError
 from hdet.testing.ground import ADAMW
 

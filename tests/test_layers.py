@@ -83,6 +83,7 @@ def under(*rooms: str) -> list[str]:
 
 CONTROL_PLANE = under(
     "hdet.controllers",
+    "hdet.contrib",
     "hdet.hparams.space",
     "hdet.hparams.spread",
     "hdet.hparams.design",
@@ -117,7 +118,7 @@ FLOORS = (
     {"hdet.overlay"},
     {"hdet.integrations"},
     {"hdet.testing"},
-    {"hdet.spaces", "hdet.spreads", "hdet.designs", "hdet.schedules", "hdet.estimators", "hdet.merges"},
+    {"hdet.contrib", "hdet.spaces", "hdet.spreads", "hdet.designs", "hdet.schedules", "hdet.estimators", "hdet.merges"},
     {"hdet.app"},
 )
 """Rooms from the ground up. A room knows itself and the floors below, not its neighbours."""

@@ -19,16 +19,17 @@ import hdet.spec
 from hdet.app.run.optimizer import Optimizer
 from hdet.app.run.signal import Signal
 from hdet.app.tasks.task import Task
+from hdet.contrib import Geometric, Kalman, Marginal
 from hdet.controllers import Calibrate, Gated, HeavyBall, Hold, Newton, Paper, Pooled, Regularize, Ruled, rules, vetoes
 from hdet.designs import Design, Fixed, Hadamard, LatinHypercube, Permutation
 from hdet.errors import ConfigError
-from hdet.estimators import Kalman, LeastSquares, Marginal, Softmax
+from hdet.estimators import LeastSquares, Softmax
 from hdet.hparams import schedule
 from hdet.merges import Mean
 from hdet.schedules import WSD, Constant, Cosine, FromCallable, OneCycle, Replay
 from hdet.spaces import Arcsine, Linear, Log, Logit, Relative, Space
 from hdet.spec import Spec, lookup, members, register
-from hdet.spreads import Geometric, OneSided, Spread, Symmetric, TwoLevel
+from hdet.spreads import OneSided, Spread, Symmetric, TwoLevel
 
 EXAMPLES: list[Spec] = [
     hdet.Rewind(patience=2.0),

@@ -2,7 +2,7 @@
 
 | what | where |
 |---|---|
-| `Comparison` -> `Estimate` | an `Estimator`: `Marginal`, `LeastSquares`, `Kalman`, `Softmax` |
+| `Comparison` -> `Estimate` | an `Estimator`: `LeastSquares`, `Softmax` |
 | `Estimate` -> a move | a `Controller`: one a file |
 | what `Calibrate` and `Regularize` are made of | `Ruled`: `rules/` has one `Rule` a file, `vetoes/` one `Veto` |
 | state <-> plain numbers | `to_plain`, `from_plain` |

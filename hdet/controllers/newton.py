@@ -31,7 +31,7 @@ def newton_move(estimate: Estimate, limit: float) -> float:
 class Newton(Controller):
     """Move to the bottom of the fitted parabola, no further than `limit`, if the slope passes a gate.
 
-    Made for `Kalman`, whose curvature is a memory of many windows, and `LeastSquares(curvature=True)`. An
+    Made for `hdet.contrib.Kalman`, whose curvature is a memory of many windows, and `LeastSquares(curvature=True)`. An
     estimate without a positive curvature is followed downhill by the whole limit.
 
     Args:

@@ -15,7 +15,7 @@ from hdet.hparams.schedule import (
     Schedule,
 )
 from hdet.hparams.space import Arcsine, Linear, Log, Logit, Relative, Space
-from hdet.hparams.spread import Geometric, OneSided, Spread, Symmetric, TwoLevel
+from hdet.hparams.spread import OneSided, Spread, Symmetric, TwoLevel
 from hdet.hparams.update import Beta1, Beta2, LearningRate, Momentum, WeightDecay
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "EvidenceNeeds",
     "Fixed",
     "FromCallable",
-    "Geometric",
     "Hadamard",
     "Knob",
     "LabelSmoothing",

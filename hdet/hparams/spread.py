@@ -93,27 +93,7 @@ class TwoLevel(Spread):
     two_level: ClassVar[bool] = True
 
     def _levels(self, n: int) -> NDArray[np.float64]:
-        return _mirrored(np.full(n // 2, self.width), n)
-
-
-@register
-class Geometric(Spread):
-    """Exponentially spaced: +-w, +-w/ratio, +-w/ratio^2, ...; an odd one out stays at the base.
-
-    A few replicas look far while most stay near, for a knob whose scale is not known.
-
-    >>> from hdet.hparams.spread import Geometric
-    >>> Geometric(0.8, ratio=4.0).levels(4).tolist()
-    [-0.8, -0.2, 0.2, 0.8]
-    """
-
-    ratio: float = Field(default=2.0, gt=1, kw_only=False)
-
-    def _levels(self, n: int) -> NDArray[np.float64]:
-        magnitudes = np.full(n // 2, self.width)
-        for k in range(1, n // 2):
-            magnitudes[k] = magnitudes[k - 1] / self.ratio
-        return _mirrored(magnitudes, n)
+        return mirrored(np.full(n // 2, self.width), n)
 
 
 @register
@@ -145,6 +125,6 @@ class OneSided(Spread):
         return up if self.side == "up" else -up[::-1]
 
 
-def _mirrored(magnitudes: NDArray[np.float64], n: int) -> NDArray[np.float64]:
+def mirrored(magnitudes: NDArray[np.float64], n: int) -> NDArray[np.float64]:
     """[n] levels: minus the descending magnitudes, a 0 if n is odd, and their mirror image."""
     return np.concatenate([-magnitudes, np.zeros(n % 2), magnitudes[::-1]])

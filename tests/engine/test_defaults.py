@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import hdet
+from hdet.contrib import Marginal
 from hdet.controllers import Calibrate, Context, Estimate, Gated, Hold, Regularize
 from hdet.engine.defaults import complete, controller, counterfactual
-from hdet.estimators import Marginal
 from hdet.spaces import Linear, Relative
 from hdet.spreads import TwoLevel
 

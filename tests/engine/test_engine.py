@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 
 import hdet
 from hdet import Engine
+from hdet.contrib import Geometric
 from hdet.controllers import Context, Controller, Estimate, Hold
 from hdet.controllers.state import NoState
 from hdet.designs import LatinHypercube
 from hdet.errors import StepError
 from hdet.merges import Mean
 from hdet.schedules import FromCallable, OneCycle, Replay
-from hdet.spreads import Geometric, OneSided, Symmetric, TwoLevel
+from hdet.spreads import OneSided, Symmetric, TwoLevel
 
 STEPS = 30
 

@@ -15,9 +15,10 @@ from torch import nn
 
 import hdet
 from hdet import Engine
+from hdet.contrib import Kalman, Marginal
 from hdet.controllers import Calibrate, Gated, Hold, Newton
 from hdet.errors import CheckpointError, DivergedError, StepError
-from hdet.estimators import Kalman, LeastSquares, Marginal, Softmax
+from hdet.estimators import LeastSquares, Softmax
 from hdet.merges import Mean
 from hdet.schedules import OneCycle
 from hdet.spreads import Spread, Symmetric, TwoLevel

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import hdet
 from hdet import Divergent, Engine, Probe
+from hdet.contrib import Kalman, Marginal
 from hdet.controllers import Estimate
 from hdet.designs import Fixed, Hadamard, Permutation
-from hdet.estimators import Estimator, Kalman, LeastSquares, Marginal
+from hdet.estimators import Estimator, LeastSquares
 from hdet.evidence.divergent import DivergentCollector
 from hdet.spaces import Linear
 from hdet.spreads import OneSided, Symmetric, TwoLevel

@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import hdet
+from hdet.contrib import Geometric
 from hdet.controllers import Context, Controller, Estimate, Gated
 from hdet.controllers.state import NoState
 from hdet.engine.defaults import complete
@@ -19,7 +20,7 @@ from hdet.errors import CheckpointError, ConfigError
 from hdet.hparams.bound import BoundKnob, Moment
 from hdet.schedules import Cosine, FromCallable, OneCycle, Replay
 from hdet.spaces import Arcsine, Linear, Log, Logit, Relative
-from hdet.spreads import Geometric, OneSided, Symmetric, TwoLevel
+from hdet.spreads import OneSided, Symmetric, TwoLevel
 
 
 class Cell:

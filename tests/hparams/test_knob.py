@@ -13,16 +13,17 @@ from torch.optim import Optimizer
 
 import hdet
 from hdet import Engine, Knob
+from hdet.contrib import Geometric, Kalman
 from hdet.controllers import Newton, Paper
 from hdet.designs import Fixed
 from hdet.errors import ConfigError
-from hdet.estimators import Kalman, Softmax
+from hdet.estimators import Softmax
 from hdet.hparams.binding import Binding, GroupBinding
 from hdet.hparams.knob import ActsOn
 from hdet.schedules import Constant, OneCycle, Replay
 from hdet.spaces import Linear, Relative
 from hdet.spec import members
-from hdet.spreads import Geometric, OneSided, Symmetric, TwoLevel
+from hdet.spreads import OneSided, Symmetric, TwoLevel
 
 BUILT_IN = [
     "attention_temperature",

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hdet.contrib import Geometric
 from hdet.errors import ConfigError
-from hdet.hparams.spread import Geometric, OneSided, Spread, Symmetric, TwoLevel
+from hdet.hparams.spread import OneSided, Spread, Symmetric, TwoLevel
 
 widths = st.floats(1e-9, 1e3)
 spreads: st.SearchStrategy[Spread] = st.one_of(

@@ -1,9 +1,7 @@
 """From the losses of one window to slopes: one estimator a file."""
 
 from hdet.controllers.estimators.estimator import Comparison, Estimator
-from hdet.controllers.estimators.kalman import Kalman, KalmanState
 from hdet.controllers.estimators.least_squares import LeastSquares
-from hdet.controllers.estimators.marginal import Marginal
 from hdet.controllers.estimators.softmax import Softmax, SoftmaxState
 
-__all__ = ["Comparison", "Estimator", "Kalman", "KalmanState", "LeastSquares", "Marginal", "Softmax", "SoftmaxState"]
+__all__ = ["Comparison", "Estimator", "LeastSquares", "Softmax", "SoftmaxState"]

@@ -21,7 +21,7 @@ class LeastSquares(Estimator):
     Standard errors come from the spread of the fits over sub-batches when the losses are [N, J], else from
     residuals with N - K - 1 degrees of freedom. Where K + 1 > N (or two knobs were given the same column) the
     slopes are those of minimum norm, and the error of every knob that cannot be told apart is infinite; to
-    gather such evidence over windows use `Kalman`.
+    gather such evidence over windows use `hdet.contrib.Kalman`.
 
     Args:
         curvature: fit c_k too, for every knob with three levels or more, if enough replicas were heard to do

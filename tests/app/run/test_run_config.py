@@ -12,10 +12,10 @@ import hdet
 from hdet.app.run import SGD, AdamW, RunConfig, TorchOptimizer
 from hdet.app.run.signal import DeclaredProbe, DeclaredTrainingLoss
 from hdet.app.tasks import Digits, Text
+from hdet.contrib import Kalman
 from hdet.controllers import Hold
 from hdet.document import dump, parse
 from hdet.errors import ConfigError
-from hdet.estimators import Kalman
 from hdet.hparams.schedule import LinearDecay
 from hdet.merges import Mean
 from hdet.schedules import Constant, Cosine, OneCycle

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hdet.contrib import Kalman, Marginal
 from hdet.controllers import Estimate, from_plain, to_plain
-from hdet.controllers.estimators import Comparison, Estimator, Kalman, LeastSquares, Marginal, Softmax
+from hdet.controllers.estimators import Comparison, Estimator, LeastSquares, Softmax
 from hdet.spec import members
 
 ESTIMATORS = [

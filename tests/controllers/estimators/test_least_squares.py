@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hdet.contrib import Marginal
 from hdet.controllers import Estimate, NoState
-from hdet.controllers.estimators import Comparison, LeastSquares, Marginal
+from hdet.controllers.estimators import Comparison, LeastSquares
 
 LINE = 0.3 * np.array([-1.0, -0.4, 0.4, 1.0])
 

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from hdet.contrib import Kalman, Marginal
 from hdet.controllers import Context, Controller, HeavyBall, Newton
-from hdet.controllers.estimators import Comparison, Estimator, Kalman, LeastSquares, Marginal
+from hdet.controllers.estimators import Comparison, Estimator, LeastSquares
 
 Array = NDArray[np.float64]
 HADAMARD = np.array([[1.0]])

@@ -1,0 +1,23 @@
+"""Members that work and are tested, and that hdet itself does not use.
+
+A member is here, and not in its family's module (`hdet.estimators`, `hdet.spreads`, ...), while none of these holds:
+
+- A default, a recipe, the overlay, a study, a benchmark or an example uses it.
+- An error names it as the way out.
+- Trainers offer it by that name, so that people look for it (`WSD`).
+- It is how users bring in a function of their own (`FromCallable`).
+
+To come in, a member needs all of these:
+
+- It passes the conformance suite of its family (`hdet.testing.check`).
+- It names its source, or derives its equation.
+- Its docstring says what it is for, and its tests show that.
+
+`import hdet` registers it, so that YAML and checkpoints name it by its kind as any other.
+"""
+
+from hdet.contrib.geometric import Geometric
+from hdet.contrib.kalman import Kalman
+from hdet.contrib.marginal import Marginal
+
+__all__ = ["Geometric", "Kalman", "Marginal"]
