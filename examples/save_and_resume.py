@@ -24,7 +24,7 @@ def examples(step: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return CENTRES[labels] + 2 * torch.randn(count, 20, generator=generator), labels
 
 
-def build(steps: int, history: Path) -> tuple[nn.Module, torch.optim.Optimizer, hdet.Search]:
+def build(steps: int, history: hdet.History) -> tuple[nn.Module, torch.optim.Optimizer, hdet.Search]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
@@ -47,7 +47,7 @@ def train(
 
 def run(steps: int, folder: Path) -> hdet.Search:
     """Train to the end in two sittings."""
-    model, optimizer, search = build(steps, folder / "history.jsonl")
+    model, optimizer, search = build(steps, hdet.History(folder / "history.jsonl"))
     train(model, optimizer, search, 0, steps // 2)
     torch.save(
         {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "search": search.state_dict()},
@@ -55,7 +55,7 @@ def run(steps: int, folder: Path) -> hdet.Search:
     )
     search.detach()
 
-    model, optimizer, search = build(steps, folder / "history.jsonl")
+    model, optimizer, search = build(steps, hdet.History(folder / "history.jsonl"))
     kept = torch.load(folder / "checkpoint.pt", weights_only=True)
     model.load_state_dict(kept["model"])
     optimizer.load_state_dict(kept["optimizer"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch.optim import Optimizer
 from hdet import Engine, Probe, WindowRecord
 
 torch.set_num_threads(1)
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Batch = tuple[Tensor, Tensor]
 

@@ -80,14 +80,14 @@ def test_a_run_in_two_sittings_is_the_run_in_one(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     (tmp_path / "one").mkdir()
     found = example["run"](STEPS, tmp_path / "two")
-    whole = example["train"](*example["build"](STEPS, tmp_path / "one" / "history.jsonl"), 0, STEPS)
+    whole = example["train"](*example["build"](STEPS, hdet.History(tmp_path / "one" / "history.jsonl")), 0, STEPS)
     assert found.shifts == whole.shifts
     assert list(hdet.History(tmp_path / "two" / "history.jsonl").bases("learning_rate")[:, 0])[-1] == STEPS
 
 
 def test_a_history_is_read_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example = loaded("save_and_resume.py")
-    example["train"](*example["build"](STEPS, tmp_path / "history.jsonl"), 0, STEPS)
+    example["train"](*example["build"](STEPS, hdet.History(tmp_path / "history.jsonl")), 0, STEPS)
     loaded("reading_a_history.py")["read"](tmp_path / "history.jsonl", tmp_path / "report")
     assert "learning_rate: 0.0001 -> " in capsys.readouterr().out
     assert (tmp_path / "report" / "overview.pdf").read_bytes().startswith(b"%PDF")

@@ -48,6 +48,7 @@ EXAMPLES: list[Spec] = [
     Pooled(),
     Calibrate(patience=3),
     Ruled(rules=(rules.Lower(), rules.Raise(limit=0.1)), vetoes=(vetoes.Fade(0.5),)),
+    hdet.controllers.Pooled(memory=0.5),
     # their rules and vetoes
     rules.LookAhead(ceiling=0.0),
     rules.Lower(),
@@ -77,6 +78,7 @@ EXAMPLES: list[Spec] = [
     hdet.Divergent(estimator=Kalman(), design=Hadamard(), tilt=0.5),
     hdet.GroupLines(line=hdet.Line(width=0.2)),
     hdet.Line(width=0.2),
+    hdet.GroupLines(line=hdet.Line(width=0.2)),
     hdet.MixedDifference(every=2),
     hdet.Recursion(width=0.2),
     # schedules

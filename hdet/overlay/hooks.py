@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
@@ -34,10 +35,9 @@ class Hook:
     """One hook. A copy of the model or of the optimizer, as for weights averaged over time, has an idle one."""
 
     def __init__(self, act: Callable[..., Any]) -> None:
+        _keep_untraced()
         self._act = act
 
-    # A compiled model or step breaks its graph here instead of failing on what hdet does, or on what it is handed.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *arguments: Any) -> Any:
         return self._act(*arguments)
 
@@ -46,6 +46,15 @@ class Hook:
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _idle_hook, ()
+
+
+@functools.cache
+def _keep_untraced() -> None:
+    """Let compiled models and steps break their graph at a hook, not fail on what it does or on what it is handed.
+
+    With the first hook, and not as a decorator: torch then imports its compiler, which takes seconds.
+    """
+    Hook.__call__ = torch.compiler.disable(Hook.__call__)  # type: ignore[method-assign, no-untyped-call]
 
 
 def _idle(*arguments: Any) -> None:

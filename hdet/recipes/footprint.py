@@ -155,7 +155,7 @@ def footprint(
     >>> found = footprint(model, optimizer, [hdet.LearningRate(), hdet.WeightDecay()])
     >>> found.bytes("device") / found.parameters  # the weights a window opened with, and their average over it
     2.0
-    >>> found.bytes("host") / found.parameters  # the best point: weights and both moments
+    >>> round(found.bytes("host") / found.parameters, 3)  # the best point: weights and both moments
     3.0
     """
     weights = _Weights.of(model, optimizer)

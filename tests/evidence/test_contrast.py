@@ -903,8 +903,8 @@ def test_windows_that_share_their_traces_are_not_taken_for_independent(monkeypat
             for told in windows:
                 slopes = tuple(told["slopes"]) if name == "by group" else ()
                 estimate = Estimate(told["slope"], stderr=told["stderr"], slopes=slopes)
-                state, tau = rule.gather(state, estimate, Context())
-                found.append(tau)
+                _, state = rule.step(state, estimate, Context())
+                found.append(state.tau)
     sizes = {name: math.sqrt(np.mean(np.square(found))) for name, found in taus.items()}
     assert sizes["by group"] < 1.4
     assert sizes["independent"] > 1.5 * sizes["by group"]

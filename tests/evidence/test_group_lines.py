@@ -194,6 +194,7 @@ def test_nothing_is_read_of_groups_while_the_peak_is_looked_ahead_to() -> None:
     assert math.isfinite(relative(last)[0]["stderr"])
 
 
+@pytest.mark.filterwarnings("ignore:the probe is too small")
 def test_nothing_is_passed_through_the_model_for_a_rule_that_does_not_listen() -> None:
     passes = []
 
