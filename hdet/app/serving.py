@@ -70,7 +70,7 @@ class PageServer(ThreadingHTTPServer):
         with self._drawing:
             try:
                 return HTTPStatus.OK, *self._draw()
-            except HdetError as error:
+            except (HdetError, OSError) as error:
                 text = html.escape(one_line(str(error)))
                 return HTTPStatus.INTERNAL_SERVER_ERROR, f"<!DOCTYPE html><title>hdet</title><p>{text}", True
 
@@ -82,10 +82,13 @@ class _Request(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        address = urlsplit(self.path)
+        try:
+            address = urlsplit(self.path)
+        except ValueError:
+            return self.send_error(HTTPStatus.BAD_REQUEST)
         if address.path != "/":
             return self.send_error(HTTPStatus.NOT_FOUND)
-        if self.server.local and not _is_loopback(urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""):
+        if self.server.local and not _is_loopback(_name(self.headers.get("Host", ""))):
             return self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
         if self.server.token is not None:
             asked = parse_qs(address.query).get("token", [""])[0]
@@ -104,11 +107,15 @@ class _Request(BaseHTTPRequestHandler):
         return secrets.compare_digest(given.encode(), self.server.token.encode())
 
     def _cookie(self) -> str:
-        return f"{COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+        return f"{self._cookie_name()}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+
+    def _cookie_name(self) -> str:
+        """Browsers do not tell cookies apart by port, and two runs may be watched on one machine."""
+        return f"{COOKIE}_{self.server.server_address[1]}"
 
     def _kept(self) -> str:
         try:
-            kept = SimpleCookie(self.headers.get("Cookie", "")).get(COOKIE)
+            kept = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie_name())
         except CookieError:
             return ""
         return kept.value if kept is not None else ""
@@ -136,6 +143,14 @@ class _Request(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: addresses hold the token."""
+
+
+def _name(host: str) -> str:
+    """Of a Host header, without its port; nothing where it cannot be read."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _is_loopback(host: str) -> bool:

@@ -280,10 +280,10 @@ class Cycle:
         Raises:
             HdetError: a history could not be written, here or in another process.
         """
-        failure: HdetError | None = None
+        failure: Exception | None = None
         try:
             self.history.append(record)
-        except HdetError as error:
+        except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
         if isinstance(self.home, Ranks):
             row = torch.full((len(self.home.local), 1), float(failure is not None), device=self.tally.sums.device)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def leaf_below(tensor: Tensor) -> Any:
-    """The node by which a tensor's graph fills the gradient of a parameter, the nearest one; of another leaf if none.
+    """A node by which a tensor's graph fills the gradient of a parameter, or of another leaf if there is none.
 
     None where the graph has no leaf of its own, as under reentrant activation checkpointing.
     """

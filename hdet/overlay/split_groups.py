@@ -53,11 +53,16 @@ class SplitGroups:
         self.indices = {name: held for name, held in self.indices.items() if held}
 
     def undo(self) -> None:
-        """The groups are again as they were; the first part's settings are those of the whole."""
+        """The groups are again as they were; the first part's settings are those of the whole.
+
+        A group that was added since by somebody else stays.
+        """
         groups = self._optimizer.param_groups
         for group, own in zip(groups, self._before, strict=False):
             group["params"] = own
-        del groups[len(self._before) :]
+        cut = {id(parameter) for own in self._before for parameter in own}
+        first = len(self._before)
+        groups[first:] = [group for group in groups[first:] if not cut.intersection(map(id, group["params"]))]
 
 
 def _named(model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> dict[int, str]:

@@ -6,6 +6,7 @@ import http.client
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -69,6 +70,15 @@ def test_a_name_that_is_not_this_machines_is_not_answered() -> None:
         assert ask(server.server_port, Host=f"localhost:{server.server_port}")[0] == 200
 
 
+def test_what_is_no_address_is_answered_and_told_nobody(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving() as server:
+        assert ask(server.server_port, Host="[x")[0] == 421
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as connection:
+            connection.sendall(b"GET http://[x HTTP/1.0\r\n\r\n")
+            assert connection.recv(64).startswith(b"HTTP/1.0 400 ")
+    assert capfd.readouterr().err == ""
+
+
 def test_other_methods_are_refused() -> None:
     with serving() as server:
         assert ask(server.server_port, method="POST")[0] == 501
@@ -93,9 +103,10 @@ def test_elsewhere_a_token_opens_it_and_becomes_a_cookie() -> None:
         assert ask(port, Cookie="hdet_token=\udce9".encode("latin-1", "replace").decode())[0] == 401
 
 
-def test_what_cannot_be_read_is_said_and_does_not_end_it() -> None:
+@pytest.mark.parametrize("kind", [HdetError, PermissionError])
+def test_what_cannot_be_read_is_said_and_does_not_end_it(kind: type[Exception]) -> None:
     def broken() -> tuple[str, bool]:
-        raise HdetError("line 1 of <script> is\nno record")
+        raise kind("line 1 of <script> is\nno record")
 
     with PageServer(broken, host="127.0.0.1", port=0, every=1.0) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -68,6 +68,20 @@ def test_groups_are_cut_by_name_and_whole_again_afterwards() -> None:
     train(model, optimizer, None, start=20)
 
 
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_group_that_somebody_added_since_stays(restored: bool) -> None:
+    """A restored optimizer holds its groups in new dictionaries."""
+    model, optimizer = build()
+    search = attach(model, optimizer)
+    extra = torch.nn.Parameter(torch.zeros(3))
+    optimizer.add_param_group({"params": [extra]})
+    if restored:
+        optimizer.load_state_dict(optimizer.state_dict())
+    search.detach()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [4, 1]
+    assert optimizer.param_groups[1]["params"][0] is extra
+
+
 def test_a_second_search_ends_the_first_one_and_its_groups() -> None:
     """Whether or not somebody keeps the first, as a notebook's cell may not."""
     model, optimizer = build()

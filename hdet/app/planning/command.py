@@ -65,6 +65,7 @@ def plan(
     print(_held(declared, engine))
     needs = [by_noise(knob, stderr, effect, len(seen.windows)) for knob, stderr in told.items()]
     if windows:
+        del workload, engine  # the pilot's are its own, and its memory is measured
         measured = pilot(declared, windows)
         _show_cost(measured, declared.steps, seen)
         needs = [by_pilot(knob, measured.windows, len(seen.windows)) for knob in seen.knobs]
