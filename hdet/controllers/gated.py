@@ -1,4 +1,4 @@
-"""Steps whose size is how sure one is."""
+"""Moves whose size grows with the certainty of the slope."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hdet.controllers.estimate import Estimate
 from hdet.controllers.sub_batches import accumulated, student
 from hdet.spec import register
 
-# No window is believed beyond this many standard errors. Residuals can vanish, and an infinite t would
-# otherwise rule the discounted sum for ever.
+# The largest |t| that a window can have. Residuals can vanish, and an infinite t would dominate the discounted
+# sum for ever.
 _BELIEVABLE = 100.0
 
 
 @dataclass(frozen=True)
 class GatedState:
-    """Discounted sum of evidence, and its variance were the knob to have no effect.
+    """Discounted sum of evidence, and its variance for a knob without effect.
 
     Attributes:
-        sums: the sum by sub-batch, where estimates have such; their scatter then takes the variance's place.
+        sums: the sum of each sub-batch, where estimates have sub-batches; their scatter then replaces the variance.
     """
 
     total: float = 0.0
@@ -31,19 +31,19 @@ class GatedState:
 
     @property
     def tau(self) -> float:
-        """The sum over its standard error, as far as any is believed."""
+        """The sum over its standard error, clipped to +-100."""
         return clipped(student(self.sums)) if self.sums else believable(self.total, math.sqrt(self.variance))
 
 
 def believable(total: float, error: float) -> float:
-    """A sum over its error, as far as any is believed: errors can vanish."""
+    """A sum over its standard error, clipped to +-100: errors can vanish."""
     if total == 0.0:
         return 0.0
     return clipped(total / error if error > 0 else math.copysign(math.inf, total))
 
 
 def clipped(t: float) -> float:
-    """A t-statistic, as far as any is believed."""
+    """A t-statistic, clipped to +-100."""
     return max(-_BELIEVABLE, min(_BELIEVABLE, t))
 
 
@@ -59,35 +59,37 @@ def gated_move(tau: float, rate: float, gate: float, saturation: float, scale: f
 
 @register
 class Gated(Controller):
-    """Move against the slope once its t-statistic passes a gate, further the surer it is, never past `rate`.
+    """Move against the slope once its t-statistic passes a gate; the move grows with |t|, up to `rate`.
 
         Z_j <- memory Z_j + b_j,   tau = mean(Z) / (sd(Z) / sqrt(J))
         move = -rate clip(tau / saturation, -1, 1)  if |tau| > gate, else 0
 
-    where b_j is the slope in sub-batch j (`Estimate.slopes`). Windows on one fixed probe err alike, windows on fresh
-    ones do not; sums that are kept apart by sub-batch need not know. tau is a Student t on J - 1 degrees of freedom,
-    taken as the normal deviate that is as unlikely, so gates do not depend on J. Estimates without sub-batches add up
-    as independent ones: `Z <- memory Z + t`, `n <- memory^2 n + 1`, `tau = Z / sqrt(n)`.
+    where b_j is the slope in sub-batch j (`Estimate.slopes`). On one fixed probe the errors of windows are equal, on
+    fresh probes they are independent. Each sub-batch has its own sum, so tau is right in both cases. It is a Student t
+    with J - 1 degrees of freedom, converted to the normal deviate of the same probability. So gates do not depend on J.
+    Estimates without sub-batches are summed as independent ones: `Z <- memory Z + t`, `n <- memory^2 n + 1`,
+    `tau = Z / sqrt(n)`.
 
-    With `window_steps`, a window of that many steps moves by `rate` and keeps `memory`. A window of another length
-    moves by its share of `rate`, but by `max_scale` of it at the most, and keeps `memory ** share`. Where windows grow,
-    the first ones are short, noisy, and about a phase that soon is over, and the last ones are few.
+    With `window_steps`, a window of that many steps moves by at most `rate` and keeps `memory`. For a window of another
+    length, share is its length over `window_steps`. It moves by at most `rate * min(share, max_scale)` and keeps
+    `memory ** share`. Growing windows need this: the first ones are short and noisy, and tell of a phase that is soon
+    over; the last ones are few.
 
-    With `memory=0` tau is this window's t. With memory, windows that each prove little add up; tau keeps about unit
-    variance for a knob without effect. Only the sign and the certainty of the slope matter, never its
-    scale, so one setting serves many losses.
+    With `memory=0` tau is this window's t. With memory, several windows with weak evidence add up to a clear one; tau
+    keeps about unit variance for a knob without effect. Only the sign and the certainty of the slope matter. Its scale
+    does not, so one setting serves many losses.
 
     Args:
         rate: largest move, in coordinates.
         gate: |tau| below which the base holds.
-        saturation: |tau| at which a move is as large as it gets.
+        saturation: |tau| from which on a move has its full size.
         memory: share of the accumulated evidence kept from window to window.
-        window_steps: steps of a window that `rate` and `memory` are meant for; None for any window.
-        max_scale: how many `rate` a longer window may move by.
-        until: share of the run after which the base holds and nothing is gathered: what is left cannot pay it back.
-        settle: share of the run, at its end, over which moves fade to zero.
+        window_steps: window length, in steps, for which `rate` and `memory` are given; None for any length.
+        max_scale: largest share, so the largest move of a long window in units of `rate`.
+        until: share of the run after which the base holds and no evidence is gathered: the rest cannot pay it back.
+        settle: share of the run, at its end, in which moves fade to zero.
 
-    What weight decay and the knobs of the forward pass take by default is in `hdet.engine.defaults`.
+    `hdet.engine.defaults` has the numbers that weight decay and the knobs of the forward pass use by default.
 
     >>> gated = Gated(0.5)
     >>> gated.step(gated.start(), Estimate(slope=0.2, stderr=0.1), Context())
@@ -118,7 +120,7 @@ class Gated(Controller):
         return settled(move, self.settle, context), state
 
     def _gathered(self, state: GatedState, estimate: Estimate, share: float) -> GatedState:
-        """The evidence with a window added to it."""
+        """The state with a window's evidence added."""
         kept = self.memory**share
         if estimate.has_sub_batches:
             return GatedState(sums=accumulated(state.sums, estimate.slopes, kept))

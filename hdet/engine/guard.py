@@ -1,4 +1,4 @@
-"""The guard: notices that training went wrong, goes back to where it had not, and slows down."""
+"""The guard: notices that training went wrong, goes back to an earlier point, and continues at a lower rate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hdet.spec import Spec, register
 
 
 class Guard(Spec, family="guard"):
-    """Decides at a window's end whether the run goes on from an earlier point, and what it keeps for that."""
+    """Decides at a window's end whether the run goes back to an earlier point, and keeps that point."""
 
     def watch(self, scene: Scene) -> Watch:
         """The guard at work on one engine's replicas."""
@@ -24,37 +24,36 @@ class Guard(Spec, family="guard"):
 
 
 Turn = Literal["rewound", "restarted"]
-"""What a guard decides: to go on from the best point of the run, or to begin anew from its first weights."""
+"""What a guard decides: to continue from the best point of the run, or to begin anew from its first weights."""
 
 
 @register
 class Rewind(Guard):
-    """Go back to the best point of the run if a long stretch since then was in vain, and continue slower.
+    """Go back to the best point of the run if training has made no progress for long, and continue at a lower rate.
 
-    A network that a step too large has wrecked (dead units, saturated attention) sends no signal by which any
-    knob could mend it. What tells is that training stands still: the window with the lowest mean training loss lies
-    in the first `1 / patience` of the steps done, and the held-out loss there is lower than it is now, on the same
-    batch, by `significance` standard errors. Overfitting does not trip it, since training loss falls then; nor does
-    regularisation that pays, since held-out loss does.
+    A network that a too large step has wrecked (dead units, saturated attention) gives no signal, so no knob can repair
+    it. Two signs together show the damage at a window's end. First, training stands still: the window with the lowest
+    mean training loss lies in the first `1 / patience` of the steps done. Second, on the same batch the held-out loss
+    is higher now than there, by `significance` standard errors. Overfitting is no such case, since the training loss
+    falls. Useful regularisation is none, since the held-out loss falls.
 
-    Then weights, buffers and optimizer return to that point, the step count goes on, and every controller is told
+    Then weights, buffers and optimizer state return to the best point. The step count goes on. Every controller is told
     (`Controller.retreat`): `Calibrate` continues below the rate that had worked there.
 
-    There is damage that no loss tells in time: first steps that were far too large can leave a network that goes on
-    learning, and stays behind to the end. What tells of them is evidence taken ahead of the base during the warm-up
-    (`Estimate.offset`, see `Line`). If it brought a rate down by a factor of `overshoot` in all, what was raised set
-    against it, those few steps count as lost: the run begins anew from its first weights, once, its step count goes on,
-    and every controller is told (`Controller.restart`). Until looking ahead is over, which is at the first window that
-    does not, the first weights are kept as well. (As `hdet.recommended` sets things up, a factor of 4 takes three
-    windows, so runs of less than some 400 steps are too short for it.)
+    Some damage shows in no loss in time: after far too large first steps a network can go on learning, and stay behind
+    to the end. Evidence taken ahead of the base during the warm-up shows it (`Estimate.offset`, see `Line`). Its moves
+    of a rate, up and down, are added up. If they lowered the rate by more than a factor of `overshoot`, the first steps
+    count as lost, and the run begins anew from its first weights. This happens at most once. The step count goes on,
+    and every controller is told (`Controller.restart`). Looking ahead is over at the first window without it; until
+    then the first weights are kept as well. (With the set-up of `hdet.recommended` a factor of 4 takes three windows,
+    so runs of less than some 400 steps are too short for it.)
 
     Args:
         patience: how many times longer the run must be than it was at its best point.
         significance: standard errors of the paired held-out difference.
-        overshoot: the factor above which a rate that looking ahead brought down was far too large; None never begins
-            anew.
+        overshoot: the factor above which a rate that looking ahead lowered was far too large; None never begins anew.
         keep: where the best point is kept: one more copy of weights and optimizer state, on the host by default. The
-            first weights lie there too, for as long as they are kept.
+            first weights are kept there too.
     """
 
     patience: float = Field(default=1.5, gt=1, le=100)
@@ -67,7 +66,7 @@ class Rewind(Guard):
 
 
 class Watch:
-    """Keeps the best point of a run, and until looking ahead is over the first."""
+    """Keeps the best point of a run, and its first weights until looking ahead is over."""
 
     def __init__(self, spec: Rewind, scene: Scene) -> None:
         self.spec = spec
@@ -83,19 +82,19 @@ class Watch:
             self.first.take(0)
 
     def begin(self) -> None:
-        """The first step is about to be made: weights that were loaded since the engine was made are the first."""
+        """Take the first weights again before step 0: weights may have been loaded since the engine was made."""
         if self.first is not None:
             self.first.take(0)
 
     def look(self, harvest: Harvest, bases: Mapping[str, float], ahead: Mapping[str, float]) -> Turn | None:
-        """Whether, and where to, the run should go back; else takes the point if it is the best so far.
+        """Decide whether the run goes back, and to which point; else take this point if it is the best so far.
 
-        Call when the replicas have been merged.
+        Call after the replicas were merged.
 
         Args:
-            bases: the window's.
+            bases: each knob's value in the window.
             ahead: the moves, in coordinates, that evidence taken ahead of the base called for. (A window in which
-                all replicas became non-finite is not looked at, and counts neither way.)
+                all replicas became non-finite does not count.)
         """
         if self._overshot(ahead):
             return "restarted"
@@ -109,7 +108,7 @@ class Watch:
         return "rewound" if self._lost(harvest) > self.spec.significance else None
 
     def _overshot(self, ahead: Mapping[str, float]) -> bool:
-        """Whether looking ahead, while it lasts, has shown that the first steps were far too large."""
+        """Whether looking ahead has shown that the first steps were far too large."""
         if self.first is None or self.spec.overshoot is None:
             return False
         if not ahead:
@@ -120,7 +119,7 @@ class Watch:
         return min(self.ahead.values()) < -math.log(self.spec.overshoot)
 
     def _lost(self, harvest: Harvest) -> float:
-        """t of the held-out loss now against that at the held point."""
+        """t of the held-out loss now minus the one at the best point."""
         scene = self.scene
         model, optimizer = scene.replicas.hosts[0]
         batches = scene.probe.draw(harvest.window.index)
@@ -128,15 +127,15 @@ class Watch:
             now = scene.probe.measure(model, harvest.window.index, optimizer, batches)
             with self.held.substituted():
                 then = scene.probe.measure(model, harvest.window.index, optimizer, batches)
-        # Every process takes the first one's reading: those of others may differ in the last bits.
+        # Every process uses the losses of the first process: others may differ in the last bits.
         rows = scene.replicas.gather(torch.cat([then, now]).expand(len(scene.replicas.local), -1))
         return along((0.0, 1.0), rows[0].reshape(2, -1)).t
 
     def go_back(self, turn: Turn, step: int) -> int:
-        """Put a point into every model; the best one is given until `patience * step` to be bettered.
+        """Put a point into every model; the run then has until `patience * step` to find a better one.
 
         Returns:
-            How many steps the point has had.
+            The step at which the point was taken.
         """
         point = self.held
         if turn == "restarted":
@@ -152,11 +151,11 @@ class Watch:
 
     @property
     def point(self) -> Anchor | None:
-        """The point it would go back to; None while there is none."""
+        """The point that it would go back to; None while there is none."""
         return self.held if self.bases else self.first
 
     def state_dict(self) -> dict[str, Any]:
-        """The best point and what is known of it; the first one while it is kept."""
+        """The best point and what is known of it; the first weights while they are kept."""
         return {
             "lowest": self.lowest,
             "since": self.since,

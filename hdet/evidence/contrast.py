@@ -1,4 +1,4 @@
-"""Contrast evidence: what a knob of the forward pass does to gradients, read without any replica diverging."""
+"""Contrast evidence: the effect of a knob of the forward pass on gradients, measured while all replicas stay equal."""
 
 from __future__ import annotations
 
@@ -32,54 +32,56 @@ SMALLEST_BLOCK = 4
 
 @register
 class Contrast(Evidence):
-    """The contrast of local gradients between levels, along the gradient of the held-out loss.
+    """Compare the replicas' gradients at two levels of a knob, along the gradient of the held-out loss.
 
-    Replicas share gradients and stay alike; replica r runs its forward pass of step t at u_k + s_rkt d_k, with
-    signs s from a fresh design every step (signs fixed over a window would confound levels with data shards).
-    With g_p the gradient of the probe loss at the shared weights and v = P g_p, P the optimizer's diagonal
-    preconditioner, each replica's own gradient g_r before it is shared gives one number c_r = <v, g_r>, and
+    Replicas share gradients, so their weights stay equal. In step t replica r runs its forward pass with knob k at
+    u_k + s_rkt d_k. The signs s come from a new balanced design in every step. (With fixed signs, a replica with other
+    data would look like a replica with another level.) Let g_p be the gradient of the probe loss at the shared weights,
+    and v = P g_p, with P the optimizer's diagonal preconditioner. Each replica's own gradient g_r, before it is shared,
+    gives one number c_r = <v, g_r>, and
 
         h_kt = -(1/N) sum_r s_rkt c_rt
 
     estimates d L_probe / d u_k times d_k for one step. Slope and standard error are over the steps of a window.
-    Replicas may be no more than the micro-batches of one model. Where there are too few for the knobs, several
-    steps form one block of the design.
+    The micro-batches of one model can be the replicas. Where a step has too few replicas for the number of knobs,
+    several steps form one block of the design.
 
-    One step ahead, any regulariser looks bad. With a `horizon` the contrasted gradients themselves are summed and
-    fade over that many steps, across windows, and v is that of the window's end: what a level did long ago is judged
-    by the held-out loss of now.
+    Seen one step ahead, any regulariser looks bad. With a `horizon` the contrasted gradients themselves are summed
+    across windows, and fade over that many steps. Then v is read at the window's end, so the held-out loss of now
+    judges what a level did long ago.
 
-    Of a gradient no more than `sketch` numbers are kept: a linear sketch (`hdet.evidence.parts.sketch`), unbiased for
-    inner products, whose error is small against the gradients' own scatter. Up to so many parameters it is the gradient
-    itself. With a horizon `groups` + 1 sketches are kept for each knob; without, one in all.
+    At most `sketch` numbers of a gradient are kept: a linear sketch (`hdet.evidence.parts.sketch`). It is unbiased for
+    inner products, and its error is small against the scatter of the gradients. A model with no more parameters than
+    that keeps the gradient itself. With a horizon there are `groups` + 1 sketches for each knob, without one there is
+    one in all.
 
-    Near a bound both levels lie inside it, one of them on the bound. Exploring costs something there if the bound is
-    best, as no dropout is on data that never repeat. So a base on its bound is not explored before `bound_from`, and
-    then only in windows where the held-out loss lies above the training loss of the window before: by two standard
-    errors and 2 %. (Knobs that also act in eval mode are no regularisers, and explore.)
+    Near a bound both levels lie inside it, and one of them is the bound. Exploring there costs something if the bound
+    is best, as a dropout of 0 is on data that never repeat. So a base on its bound is not explored before `bound_from`.
+    Later it is explored only in windows where the held-out loss is above the training loss of the window before, by two
+    standard errors and 2 %. (A knob that also acts in eval mode is no regulariser and is always explored.)
 
-    A knob that also acts in eval mode (a temperature) changes the probe itself, besides what is learned: to the
-    slope of the window's T steps, T mean_t(h), is added that of the probe between the two levels at the window's
-    last weights. An estimate needs at least 8 blocks; windows with fewer save them up.
+    A knob that also acts in eval mode (a temperature) changes the probe loss directly, too. The slope between its two
+    levels on the probe, at the window's last weights, is added to the slope of the window's T steps, T mean_t(h). An
+    estimate needs at least 8 blocks. Shorter windows save their blocks for the next one.
 
-    The standard error is that of the training gradients along a given v. The probe's own noise is in v: a probe
-    much smaller than a training batch gives a surer estimate than it should.
+    The standard error is that of the training gradients along a given v. The noise of the probe is in v and does not
+    show: a probe much smaller than a training batch makes an estimate look more certain than it is.
 
-    `paired`: replicas 2 i and 2 i + 1 take the same data, `replica.data_index` says which, and draw the same random
-    numbers, at opposite signs of every knob. What data and dropout masks do to the gradient is then alike in both and
-    drops out of their difference, and t grows: twice or more where levels differ by little against the noise of a
-    batch. The price is paid by training: the mean gradient is that of N / 2 batches, each passed twice: half the data.
-    A step's data come in `engine.data_shards` = N / 2 parts. Inside `with replica:` torch's generators follow from
-    the engine's seed; afterwards they are as they were. N is even, and all Contrasts of an engine are paired or none.
+    `paired`: replicas 2 i and 2 i + 1 take the same data (`replica.data_index`) and draw the same random numbers, at
+    opposite signs of every knob. The effects of data and dropout masks on the gradient are then equal in both, and
+    cancel. So t grows, twice or more where the levels are close compared with the noise of a batch. Training pays for
+    it: the mean gradient is that of N / 2 batches, each passed twice, which is half the data. A step's data come in
+    `engine.data_shards` = N / 2 parts. Inside `with replica:` the engine seeds torch's generators, and restores them
+    afterwards. N has to be even, and all Contrasts of an engine are paired or none is.
 
     Args:
         horizon: steps over which contrasts are remembered; 0 for those of one window only, by dot products.
-        groups: of blocks, whose scatter gives the standard error with a horizon.
+        groups: with a horizon, groups of blocks; their scatter gives the standard error.
         refresh: without a horizon, steps after which v is computed anew; each costs one gradient of the probe.
-        bound_from: share of the run before which a base on a bound is not explored. Networks that have learnt little
-            want no regularisation; it is no use to ask them.
+        bound_from: share of the run before which a base on a bound is not explored. Early in training a network wants
+            no regularisation, so exploring tells nothing.
         paired: compare two replicas on the same data with the same random numbers.
-        sketch: most numbers kept of one gradient.
+        sketch: largest count of numbers kept of one gradient.
 
     The width d_k is the knob's `spread.width`. Under a GradScaler slopes are multiplied by its scale, t is not.
     """
@@ -106,8 +108,8 @@ class ContrastCollector(Collector):
         super().__init__(scene, knobs)
         self.spec = spec
         replicas = scene.replicas
-        # Rows of one design block: N replicas times as many steps as it takes to tell the knobs apart. Pairs are
-        # balanced by themselves.
+        # Rows of one design block: N replicas times the steps needed to tell the knobs apart. A pair is balanced
+        # in itself.
         fewest = 2 * order_from(len(knobs)) if spec.paired else max(SMALLEST_BLOCK, len(knobs) + 1)
         self.block_steps = -(-fewest // replicas.size)
         self.ladder = TwoLevel(1.0).levels(replicas.size * self.block_steps)
@@ -123,11 +125,11 @@ class ContrastCollector(Collector):
         self.training = math.nan  # mean training loss of the last window
         self.step = 0
         self.exploring = False
-        self.deaf = False  # a pass that gave no gradient was warned of
-        self.seen: dict[int, Tensor] = {}  # by host, the sketch of the gradient that has gathered in this step
+        self.deaf = False  # whether a warning of a pass without a gradient was given
+        self.seen: dict[int, Tensor] = {}  # by host, the sketch of this step's accumulated gradient
         self.folding = GradientSketch(replicas.hosts, spec.sketch)
-        self.given: Tensor | None = None  # the sketch of what the pass under way was seen to give
-        self.handed_over = False  # whether gradients are given as backward goes on
+        self.given: Tensor | None = None  # the sketch of the gradient of the pass under way
+        self.handed_over = False  # whether gradients are handed over during backward
 
     def open(self, window: Window) -> None:
         self.seen = {}
@@ -139,7 +141,7 @@ class ContrastCollector(Collector):
 
     @property
     def needs_passes(self) -> str | None:
-        # From the first step on, though knobs may explore later only: a loop that never says so is told at once.
+        # Asked from the first step on, also where knobs explore later: a loop without the blocks is told at once.
         explored = any(knob.spec.spread.width for knob in self.knobs)
         return "Contrast evidence observes each one's gradient there" if explored else None
 
@@ -186,24 +188,24 @@ class ContrastCollector(Collector):
             )
 
     def _notice(self) -> None:
-        """Start the record anew where parameters were frozen or thawed: gradients compared are of the same ones."""
+        """Start the record anew where parameters were frozen or thawed: all gradients are of the same parameters."""
         if self.folding.is_outdated():
             self.folding = GradientSketch(self.scene.replicas.hosts, self.spec.sketch)
             self.seen = {}
             self.record.renew()
 
     def _rates(self, host: int) -> list[float | Tensor]:
-        """What gradients are multiplied by: traces hold each step's learning rates, dot products have them in v."""
+        """The factors of gradients: traces hold each step's learning rates, dot products have them in v."""
         rates = self.folding.rates(host)
         return rates if self.spec.horizon else [1.0] * len(rates)
 
     def _added(self, replica: Replica) -> Tensor | None:
-        """The sketch of what a pass has added to the gradients of its model; `None` where these have none."""
+        """The sketch of what a pass has added to its model's gradients; `None` where the model has no gradient."""
         gradients = self.folding.gradients(replica.host)
         if gradients and all(gradient is None for gradient in gradients):
             return None
         total = self.folding.folded(gradients, self._rates(replica.host))
-        # Seats of one model, and accumulation, add to one gradient: what this pass added is its own.
+        # Micro-batches of one model, and accumulation, add to one gradient: this pass's part is the difference.
         own = total - self.seen[replica.host] if replica.host in self.seen else total
         self.seen[replica.host] = total
         return own
@@ -226,7 +228,7 @@ class ContrastCollector(Collector):
         return self.levels.told(estimates, harvest)
 
     def _signs(self, window: Window, step: int) -> NDArray[np.float64]:
-        """[N, K] signs of a step: its rows of the block it belongs to, 0 for knobs that rest."""
+        """[N, K] signs of a step: its rows of its block; 0 for knobs that are not explored."""
         active = self._active(window, step)
         n = self.scene.replicas.size
         if not active.any():
@@ -249,13 +251,13 @@ class ContrastCollector(Collector):
         )
 
     def _active(self, window: Window, step: int) -> NDArray[np.bool_]:
-        """[K] which knobs explore in a step; none in a block that the window's end would cut short."""
+        """[K] which knobs are explored in a step; none in a block that the window's end would cut short."""
         end = step - (step - window.start) % self.block_steps + self.block_steps
         active: NDArray[np.bool_] = self.half > 0.0
         return active if self.record.ready and end <= window.stop else np.zeros_like(active)
 
     def _spread(self, window: Window, step: int) -> None:
-        """Put the levels of a step in force; a knob that rests is at its base."""
+        """Put the levels of a step in force; a knob that is not explored stays at its base."""
         self.window, self.step = window, step
         active, signs = self._active(window, step), self._signs(window, step)
         self.exploring, self.signs = bool(active.any()), signs
@@ -276,7 +278,7 @@ class ContrastCollector(Collector):
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
         self.training = math.nan if state["training"] is None else float(state["training"])
-        self.open(self.window)  # once more: who rests depends on the training loss
+        self.open(self.window)  # again: which knobs are explored depends on the training loss
         sketch = self.folding.sketch
         self.record.load_state_dict(state["record"], sketch.device, sketch.size, window is not None)
         if window is not None:
