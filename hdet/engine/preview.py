@@ -9,6 +9,9 @@ from hdet.engine.engine import Engine
 from hdet.errors import ConfigError, StepError
 from hdet.hparams.bound import BoundKnob
 
+POINTS = 400
+"""About how many steps are looked at."""
+
 
 @dataclass
 class PlannedKnob:
@@ -44,14 +47,13 @@ class Preview:
     knobs: dict[str, PlannedKnob]
 
 
-def preview(engine: Engine, *, points: int = 400) -> Preview:
+def preview(engine: Engine) -> Preview:
     """Open every window of a run that has not begun, with the levels that its designs draw, and train none.
 
     The engine is afterwards as it was before.
 
     Args:
         engine: before its first step.
-        points: about how many steps to look at.
 
     Raises:
         StepError: the run has begun.
@@ -62,7 +64,7 @@ def preview(engine: Engine, *, points: int = 400) -> Preview:
         raise StepError(f"a preview is of a run that has not begun; this one has made {cycle.step_count} steps")
     if total is None:
         raise ConfigError("a run without an end cannot be previewed; give the engine total_steps=, or a schedule")
-    stride = max(1, total // points)
+    stride = max(1, total // POINTS)
     seen = Preview([], {knob.name: _planned(knob) for knob in engine.knobs})
     try:
         while cycle.step_count < total:

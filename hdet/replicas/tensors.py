@@ -99,9 +99,9 @@ def with_mean(model: nn.Module) -> list[bool]:
     return [averaged.get(number, False) for number in range(len(buffers))]
 
 
-def clones(tensors: Sequence[Tensor], device: torch.device | str | None = None) -> list[Tensor]:
-    """Copies, on `device` where given."""
-    return [t.detach().to(device=device, copy=True) for t in tensors]
+def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies, without a graph."""
+    return [t.detach().clone() for t in tensors]
 
 
 @torch.no_grad()

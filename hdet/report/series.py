@@ -116,18 +116,18 @@ class Evidence:
     count: list[int] = field(default_factory=list)
 
 
-def groups(windows: Sequence[WindowRecord], most: int = MOST_POINTS) -> Iterator[Sequence[WindowRecord]]:
-    """The windows in at most so many groups of neighbours, of sizes that differ by one at most."""
-    count = min(most, len(windows))
+def groups(windows: Sequence[WindowRecord]) -> Iterator[Sequence[WindowRecord]]:
+    """The windows in at most `MOST_POINTS` groups of neighbours, of sizes that differ by one at most."""
+    count = min(MOST_POINTS, len(windows))
     for index in range(count):
         yield windows[index * len(windows) // count : (index + 1) * len(windows) // count]
 
 
-def course(windows: Sequence[WindowRecord], knob: str, most: int = MOST_POINTS) -> Course:
+def course(windows: Sequence[WindowRecord], knob: str) -> Course:
     """The values of a knob over a run."""
     windows = [record for record in windows if knob in record.bases]
     made = Course()
-    for group in groups(windows, most):
+    for group in groups(windows):
         values = [record.values.get(knob) or [record.bases[knob]] for record in group]
         made.steps.append(group[-1].stop)
         made.in_force.append(rounded(group[-1].bases[knob]))
@@ -138,7 +138,7 @@ def course(windows: Sequence[WindowRecord], knob: str, most: int = MOST_POINTS) 
             made.start = told["start"]
             made.edges.append(group[0].start)
             made.learned.append(rounded(told["opened"]))
-        made.moves.extend(_moves(group, knob, one_each=len(windows) <= most))
+        made.moves.extend(_moves(group, knob, one_each=len(windows) <= MOST_POINTS))
         made.held_back.extend(_held_back(group, knob))
     last = windows[-1].learned.get(knob) if windows else None
     if last:
@@ -147,10 +147,10 @@ def course(windows: Sequence[WindowRecord], knob: str, most: int = MOST_POINTS) 
     return made
 
 
-def evidence(windows: Sequence[WindowRecord], knob: str, most: int = MOST_POINTS) -> list[Evidence]:
+def evidence(windows: Sequence[WindowRecord], knob: str) -> list[Evidence]:
     """The judgements of a knob over a run, one for each source."""
     made: dict[str, Evidence] = {}
-    for group in groups(windows, most):
+    for group in groups(windows):
         found: dict[str, list[tuple[float, float, float]]] = {}
         for record in group:
             for one in readings(record, knob):
