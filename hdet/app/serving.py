@@ -6,6 +6,7 @@ import html
 import ipaddress
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -58,6 +59,11 @@ class PageServer(ThreadingHTTPServer):
         except OSError as error:
             raise ConfigError(f"nothing can listen at {host}, port {port}: {error}; choose another") from None
         self.host = f"[{host}]" if ":" in host else host
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away before it has the page is no error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
