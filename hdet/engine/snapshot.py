@@ -1,6 +1,6 @@
 """The engine's state as plain numbers and tensors: a converged point, and replicas by name if a window is open.
 
-Layout (format 2)::
+Layout (format 3)::
 
     format, config             what wrote it
     converged                  step, model, optimizer: the last merged point, never a replica in mid-window
@@ -27,7 +27,7 @@ from hdet.hparams.schedule import Schedule
 from hdet.replicas import Replica, held_optimizer, tensors
 from hdet.replicas.distributed.fingerprint import fingerprint
 
-FORMAT = 2
+FORMAT = 3
 
 
 def state_dict(cycle: Cycle) -> dict[str, Any]:

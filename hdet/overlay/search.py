@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,7 +23,8 @@ from hdet.overlay.riding import Build, Riding
 from hdet.replicas.distributed.ranks import Ranks
 
 Callback = TypeVar("Callback", bound=Callable[[WindowRecord], object])
-FORMAT = 1
+FORMAT = 2
+KEYS = ("micro_batches", "engine", "written", "peaks", "rates", "losses")
 
 
 class Search(AbstractContextManager["Search"]):
@@ -153,6 +154,7 @@ class Search(AbstractContextManager["Search"]):
         if state.get("format") != FORMAT:
             raise CheckpointError(f"format {state.get('format')!r} of a search's state; this version reads {FORMAT}")
         riding = self._riding
+        _require_parts(state, self.model)
         riding.passes.give_up()
         riding.passes.begin_step()
         seats = state["micro_batches"]
@@ -161,15 +163,17 @@ class Search(AbstractContextManager["Search"]):
         counting, riding.counting = riding.counting, seats is None
         model = riding.engine.hosts[0][0]
         before, peaks = riding.rates.state_dict(), [knob.peak for knob in riding.engine.knobs]
+        losses = riding.losses.state_dict()
         try:
+            riding.losses.load_state_dict(state["losses"])
             riding.rates.load_state_dict(state["rates"])
             for knob in riding.engine.knobs:
                 knob.peak = state["peaks"].get(knob.name, knob.peak)
             with _groups_kept(self.optimizer):
                 riding.engine.load_state_dict(with_frozen(state["engine"], model))
             model.load_state_dict(state["written"], strict=False)
-            riding.losses.load_state_dict(state["losses"])
         except Exception:
+            riding.losses.load_state_dict(losses)
             riding.rates.load_state_dict(before)
             riding.counting = counting
             for knob, peak in zip(riding.engine.knobs, peaks, strict=True):
@@ -193,6 +197,24 @@ class Search(AbstractContextManager["Search"]):
             f"the search could not go on in the window that the state was taken in, at step {under_way['step']}: the "
             f"model holds the weights of step {engine.step_count}, at which the window opened; go on from there"
         )
+
+
+def _require_parts(state: Mapping[str, Any], model: nn.Module) -> None:
+    """Whether a state has all that is loaded, before anything is.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    lacking = [key for key in KEYS if key not in state]
+    if lacking:
+        raise CheckpointError(f"the search's state lacks {', '.join(lacking)}; give what state_dict() returned")
+    lacking = [key for key in ("divided", "seen", "known") if key not in state["losses"]]
+    if lacking:
+        raise CheckpointError(f"the search's state lacks {', '.join(lacking)} of its losses")
+    live = model.state_dict()
+    for name, value in state["written"].items():
+        if name not in live or live[name].shape != value.shape:
+            raise CheckpointError(f"the search's state holds {name} of shape {tuple(value.shape)}, not as this model")
 
 
 @contextmanager

@@ -428,7 +428,7 @@ def refused(assert_same: Any) -> Callable[[Engine, Any, str], None]:
 def test_foreign_states_are_refused(straight: Any, problem: Any, refused: Any) -> None:
     state = straight[1][12]
     engine = build(problem)
-    refused(engine, {}, "format None; this version reads format 2")
+    refused(engine, {}, "format None; this version reads format 3")
     refused(engine, {**state, "format": 99}, "format 99")
     refused(build(problem, seed=1), state, "seed=0, this engine has 1; declare the same")
     refused(build(problem, gradients="shared"), state, "gradients='local', this engine has 'shared'")

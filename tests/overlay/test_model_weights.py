@@ -114,3 +114,42 @@ def test_a_state_of_another_model_is_still_refused() -> None:
     del state["engine"]["converged"]["model"]["adapter.0.weight"]
     with pytest.raises(CheckpointError, match=r"adapter\.0\.weight"):
         other.search.load_state_dict(state)
+
+
+def _without(part: str) -> Any:
+    def change(state: dict[str, Any]) -> None:
+        del state[part]
+
+    return change
+
+
+def _older(state: dict[str, Any]) -> None:
+    state["format"] = 1
+    del state["written"]
+
+
+def _misshapen(state: dict[str, Any]) -> None:
+    state["written"] = {"teacher.weight": torch.zeros(5, 5)}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_older, "format 1"),
+        (_without("written"), "lacks written"),
+        (_without("losses"), "lacks losses"),
+        (lambda state: state["losses"].pop("known"), "lacks known"),
+        (_misshapen, r"teacher\.weight"),
+    ],
+)
+def test_a_state_that_lacks_a_part_is_refused_before_anything_changes(change: Any, said: str, assert_same: Any) -> None:
+    run, other = Run(), Run()
+    run.train(0, 13)
+    state = copy.deepcopy(run.search.state_dict())
+    change(state)
+    other.train(0, 2)
+    before = other.states()
+    with pytest.raises(CheckpointError, match=said):
+        other.search.load_state_dict(state)
+    assert other.search.engine.step_count == 2
+    assert_same(before, other.states())
