@@ -193,8 +193,9 @@ class Cycle:
     def _lent(self) -> Anchor | None:
         """The point whose optimizer state the anchor does without, where all replicas stay alike.
 
-        Then the state is wanted only if all became non-finite, to go on from the weights of the window's opening: that
-        of the point which the guard keeps will do, which is mostly the same.
+        Then a run wants the state only if all became non-finite, to go on from the weights of the window's opening:
+        that of the point which the guard keeps will do, whatever window it is of. It is not for export: a state taken
+        within the window gives the live moments with those weights.
         """
         light = not (self._whole or self.plan.apart) and type(self.hosts[0][1]) in OF_GRADIENTS
         return self.watch.point if light and self.watch is not None else None

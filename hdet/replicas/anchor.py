@@ -102,6 +102,16 @@ class Anchor:
         """
         return self._state.state_dict(live=fresh and self._state.lends)
 
+    def _nearest_state(self, fresh: bool) -> dict[str, Any]:
+        """The same for whoever goes on from it: of what is lent, the optimizer's own moments are nearer in time.
+
+        They are at most a window ahead of the weights, where the lent ones may be of any earlier window. Not finite,
+        they are no state to go on from.
+        """
+        nearest = self.optimizer_state(fresh=fresh or self._state.lends)
+        moments = [value for state in nearest["state"].values() for value in finite.with_mean(state)]
+        return nearest if fresh or tensors.all_finite(moments) else self.optimizer_state()
+
     def is_finite(self) -> bool:
         """Whether all that is held has finite values, buffers aside. Waits for the device."""
         moments = [value for state in self.optimizer_state()["state"].values() for value in finite.with_mean(state)]
@@ -134,10 +144,13 @@ class Anchor:
             yield
 
     def state_dict(self, *, fresh: bool = False) -> dict[str, Any]:
-        """The point as a model's and an optimizer's state dict; `fresh` as of `optimizer_state`."""
+        """The point as a model's and an optimizer's state dict; `fresh` as of `optimizer_state`.
+
+        Of an optimizer whose state is lent and that has made steps since, the moments are those it has now.
+        """
         with self.substituted():
             model = copy.deepcopy(self._model.state_dict())
-        return {"step": self.step, "model": model, "optimizer": copy.deepcopy(self.optimizer_state(fresh=fresh))}
+        return {"step": self.step, "model": model, "optimizer": copy.deepcopy(self._nearest_state(fresh))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold the point of a `state_dict`. Buffers that it does not name (not persistent) are held as they are now."""

@@ -113,6 +113,24 @@ def test_saved_between_windows_or_within_one_it_is_the_same_run(
     assert_same(again.hosts[0][0].state_dict(), engine.hosts[0][0].state_dict())
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_point_saved_within_a_window_has_moments_of_that_window(problem: Any, train: Any, broken: bool) -> None:
+    """With another number of replicas it is gone on from. Moments that are not finite are not saved for that."""
+    engine = make(problem)
+    train(engine, 5)
+    assert engine.cycle.watch is not None
+    engine.cycle.watch.lowest = -1.0
+    train(engine, 22)
+    rate = engine.cycle.anchor.optimizer_state()["param_groups"][0]["lr"]
+    if broken:
+        engine.optimizers[0].state_dict()["state"][0]["exp_avg"].fill_(float("nan"))
+    point = engine.state_dict()["converged"]
+    assert point["step"] == 20
+    assert point["optimizer"]["param_groups"][0]["lr"] == rate
+    assert float(point["optimizer"]["state"][0]["step"]) == (5 if broken else 22)
+    assert point["optimizer"]["state"][0]["exp_avg"].isfinite().all()
+
+
 def test_a_point_for_a_distributed_checkpoint_holds_the_openings_state(problem: Any, train: Any) -> None:
     engine = make(problem)
     stateful = hdet.Stateful(engine)
