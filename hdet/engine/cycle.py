@@ -17,7 +17,7 @@ from hdet.engine.plan import Plan
 from hdet.engine.probe_size import ProbeSize
 from hdet.engine.tally import Losses, Reading, Tally
 from hdet.errors import DivergedError, HdetError
-from hdet.evidence import Collector, Harvest, Line, Scene, Window
+from hdet.evidence import Collector, Harvest, Scene, Window
 from hdet.history import History, WindowRecord
 from hdet.hparams.bound import Moment
 from hdet.replicas import Replica, Terms
@@ -338,8 +338,8 @@ class Cycle:
         if self.watch is None:
             return None
         too_late = self.step_count == self._last_step  # to begin anew
-        # Levels near a bound lie off their base too; only a line is read ahead of it.
-        previews = {knob.name for knob in self.knobs if isinstance(knob.spec.evidence, Line)}
+        # Levels near a bound lie off their base too; only some evidence looks ahead of it.
+        previews = {knob.name for knob in self.knobs if knob.evidence.looks_ahead}
         told_ahead = {name for name, told in estimates.items() if name in previews and told.offset > 0}
         ahead = {} if too_late else {name: moves[name] for name in told_ahead}
         went_back = recovery.guarded(self.plan, self.watch, harvest, bases, ahead, moment)

@@ -13,7 +13,7 @@ from hdet.controllers import Estimate
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.line import Line, LineCollector, moved_by
 from hdet.evidence.parts.group_slopes import GroupSlopes
-from hdet.evidence.scene import Harvest, Scene
+from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.space import Log, Relative, Space
 from hdet.spec import register
@@ -45,18 +45,24 @@ class GroupLines(Evidence):
     """
 
     sees: ClassVar[frozenset[str]] = frozenset({"update"})
+    looks_ahead: ClassVar[bool] = True
     averages: ClassVar[bool] = True
     needs_probe: ClassVar[bool] = True
     spaces: ClassVar[tuple[type[Space], ...]] = (Log, Relative)
 
     line: Line = Line()
 
+    @property
+    def width(self) -> float:
+        """How far the common line reaches, in coordinate units."""
+        return self.line.width
+
     def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> GroupLinesCollector:
         return GroupLinesCollector(self, scene, knobs)
 
 
 class CommonLineCollector(LineCollector):
-    """The line of several knobs together, told of the first."""
+    """The line of several knobs together: read as soon as one of them would use it, told under the first one's name."""
 
     def __init__(self, spec: Line, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         self.together = knobs
@@ -64,6 +70,16 @@ class CommonLineCollector(LineCollector):
 
     def moved(self, knob: BoundKnob) -> list[bool]:
         return [any(flags) for flags in zip(*(moved_by(one, self.scene) for one in self.together), strict=True)]
+
+    def heard(self, knob: BoundKnob, window: Window) -> bool:
+        return any(super(CommonLineCollector, self).heard(one, window) for one in self.together)
+
+    def curvature_wanted(self, knob: BoundKnob, slope: Estimate, averaged: bool) -> bool:
+        return any(super(CommonLineCollector, self).curvature_wanted(one, slope, averaged) for one in self.together)
+
+    def _centre(self, knob: BoundKnob, window: Window) -> float:
+        """As the first knob's that has a peak: one that stays at 0 has no warm-up to look ahead of."""
+        return super()._centre(next((one for one in self.together if one.peak > 0.0), knob), window)
 
 
 class GroupLinesCollector(Collector):

@@ -50,6 +50,7 @@ class Line(Evidence):
     """
 
     sees: ClassVar[frozenset[str]] = frozenset({"update"})
+    looks_ahead: ClassVar[bool] = True
     averages: ClassVar[bool] = True
     needs_probe: ClassVar[bool] = True
     spaces: ClassVar[tuple[type[Space], ...]] = (Log, Relative)
@@ -86,7 +87,7 @@ class LineCollector(Collector):
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         window, nothing = harvest.window, replace(Estimate.nothing(), averaged=Estimate.nothing())
         found = {knob.name: nothing for knob in self.knobs}
-        heard = [knob.controller.listens(window.stop, window.total_steps) for knob in self.knobs]
+        heard = [self.heard(knob, window) for knob in self.knobs]
         if not any(heard):
             return found
         knobs = list(compress(self.knobs, heard))
@@ -110,7 +111,7 @@ class LineCollector(Collector):
         def read(end: Sequence[Tensor], chosen: Sequence[int], averaged: bool) -> dict[int, Estimate]:
             lines = dict(zip(chosen, measure(end, chosen, ends), strict=True))
             told = {k: replace(along(ends, line), offset=centres[k]) for k, line in lines.items()}
-            curved = [k for k in chosen if knobs[k].controller.wants_curvature(told[k], averaged=averaged)]
+            curved = [k for k in chosen if self.curvature_wanted(knobs[k], told[k], averaged)]
             if curved:
                 for k, line in zip(curved, measure(end, curved, between), strict=True):
                     told[k] = replace(along([*ends, *between], np.concatenate([lines[k], line])), offset=centres[k])
@@ -130,6 +131,14 @@ class LineCollector(Collector):
     def moved(self, knob: BoundKnob) -> list[bool]:
         """Which of the weights lie on a knob's line."""
         return moved_by(knob, self.scene)
+
+    def heard(self, knob: BoundKnob, window: Window) -> bool:
+        """Whether an estimate at the window's end could move a knob."""
+        return knob.controller.listens(window.stop, window.total_steps)
+
+    def curvature_wanted(self, knob: BoundKnob, slope: Estimate, averaged: bool) -> bool:
+        """Whether a curvature could change what is done with a slope."""
+        return knob.controller.wants_curvature(slope, averaged=averaged)
 
     def _stretched(
         self, start: Sequence[Tensor], end: Sequence[Tensor], factor: float, moved: Sequence[bool]

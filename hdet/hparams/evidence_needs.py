@@ -14,6 +14,7 @@ class EvidenceNeeds(Spec, family="evidence"):
     Attributes:
         diverges: replicas are trained at different values and so come apart; they need a merge.
         sees: the kinds of knob whose effect it can tell apart under shared gradients.
+        looks_ahead: `Estimate.offset` above 0 means that it looked ahead of a warm-up, to where the rate will be.
         averages: its estimates carry the same comparison at window-averaged weights (`Estimate.averaged`).
         shared: it takes replicas that share gradients and stay alike.
         spaces: the spaces in which its slopes are slopes; empty for all.
@@ -23,6 +24,7 @@ class EvidenceNeeds(Spec, family="evidence"):
 
     diverges: ClassVar[bool] = False
     sees: ClassVar[frozenset[str]] = frozenset({"update", "forward"})
+    looks_ahead: ClassVar[bool] = False
     averages: ClassVar[bool] = False
     shared: ClassVar[bool] = False
     spaces: ClassVar[tuple[type[Space], ...]] = ()

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import hdet
 from hdet import Engine, Line, Probe
-from hdet.controllers import Hold, Pooled
+from hdet.controllers import Calibrate, Hold, Pooled
+from hdet.engine.preview import preview
 from hdet.errors import ConfigError
 from hdet.evidence import GroupLines
 from hdet.evidence.group_lines import among_the_others
@@ -230,3 +231,42 @@ def test_it_takes_learning_rates_alone() -> None:
     decay = hdet.WeightDecay(groups="first", evidence=GroupLines())
     with pytest.raises(ConfigError, match="reads learning rates off the update; use Analytic for decay"):
         Engine(hdet.micro_batches(model, optimizer, n=1), [decay], signal=ONE_BY_ONE)
+
+
+def test_the_guard_hears_of_a_look_ahead() -> None:
+    """Until looking ahead is over the first weights are kept, to begin anew from."""
+    course = LinearDecay(0.1, total_steps=10 * T, warmup=0.9)
+    model = net()
+    engine = Engine(
+        hdet.micro_batches(model, torch.optim.SGD(groups(model)), n=1),
+        knobs(schedule=course),
+        window=T,
+        signal=ONE_BY_ONE,
+        total_steps=10 * T,
+        guard=hdet.Rewind(),
+    )
+    for step in range(T):
+        with engine.replicas[0]:
+            loss = one_loss(model, batch(step))
+            loss.backward()  # type: ignore[no-untyped-call]
+        engine.share_gradients()
+        engine.replicas[0].optimizer.step()
+        engine.step(loss.detach())
+    assert engine.cycle.watch is not None
+    assert engine.cycle.watch.first is not None
+
+
+@pytest.mark.filterwarnings("ignore:the probe is too small")
+def test_the_common_line_is_read_while_any_rule_listens() -> None:
+    early, late = Pooled(common=Calibrate(until=0.2)), Pooled(common=Calibrate(until=1.0))
+    unlike = [*knobs(names=NAMES[:1], controller=early), *knobs(names=NAMES[1:], controller=late)]
+    records = Watched(unlike, steps=10 * T).records
+    assert all(math.isfinite(record.estimates["learning_rate[second]"]["stderr"]) for record in records[:-1])
+
+
+def test_a_preview_shows_how_far_the_common_line_reaches() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(groups(model))
+    engine = Engine(hdet.micro_batches(model, optimizer, n=1), knobs(), window=T, signal=ONE_BY_ONE, total_steps=T)
+    planned = preview(engine).knobs["learning_rate[first]"]
+    assert planned.high[0] == pytest.approx(planned.bases[0] * math.exp(Line().width))
