@@ -9,26 +9,18 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from small_run import DIGITS, call
 
 import hdet
-from hdet.app.main import main
 from hdet.app.run import Run, RunConfig, Watcher
 from hdet.document import parse
 
-DIGITS: dict[str, Any] = {
-    "task": {"kind": "digits", "width": 16, "dropout": 0.3, "probe_examples": 8},
-    "steps": 24,
-    "batch_size": 8,
-    "replicas": 4,
-    "gradients": "local",
-    "schedule": "cosine",
-    "window": 6,
-    "knobs": ["learning_rate", {"kind": "dropout", "controller": {"kind": "gated", "gate": 0.0}}],
-}
+MOVED = RunConfig.from_dict(
+    {**DIGITS, "knobs": ["learning_rate", {"kind": "dropout", "controller": {"kind": "gated", "gate": 0.0}}]}
+)
 
 
 class Killed(Watcher):
@@ -44,7 +36,7 @@ def under_way(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in its third window."""
     folder = tmp_path_factory.mktemp("runs") / "under_way"
     with pytest.raises(KeyboardInterrupt):
-        Run(RunConfig.from_dict(DIGITS), folder)(watcher=Killed())
+        Run(MOVED, folder)(watcher=Killed())
     return folder
 
 
@@ -52,16 +44,8 @@ def under_way(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def over(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has ended."""
     folder = tmp_path_factory.mktemp("runs") / "over"
-    Run(RunConfig.from_dict(DIGITS), folder)()
+    Run(MOVED, folder)()
     return folder
-
-
-def call(*arguments: str) -> int:
-    try:
-        main(arguments)
-    except SystemExit as left:
-        return int(left.code or 0)
-    return 0
 
 
 # -- watch ------------------------------------------------------------------------------------------

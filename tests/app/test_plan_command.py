@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_run import DIGITS, call
 
-from hdet.app.main import main
 from hdet.app.planning.identifiable import by_noise, by_pilot
 from hdet.app.run import Run, RunConfig
 from hdet.app.run.loop import Training
@@ -17,31 +17,12 @@ from hdet.engine.preview import preview
 from hdet.errors import StepError
 from hdet.record import WindowRecord
 
-DIGITS: dict[str, Any] = {
-    "task": {"kind": "digits", "width": 16, "dropout": 0.3, "probe_examples": 8},
-    "steps": 24,
-    "batch_size": 8,
-    "replicas": 4,
-    "gradients": "local",
-    "schedule": "cosine",
-    "window": 6,
-    "knobs": ["learning_rate", {"kind": "dropout", "controller": "hold"}],
-}
-
 
 @pytest.fixture
 def declared(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(dump(RunConfig.from_dict(DIGITS)))
     return path
-
-
-def call(*arguments: object) -> int:
-    try:
-        main(["plan", *map(str, arguments)])
-    except SystemExit as stopped:
-        return int(stopped.code or 0)
-    return 0
 
 
 def training(**changes: Any) -> Training:
@@ -88,7 +69,7 @@ def test_what_evidence_without_replicas_compares_is_drawn_too() -> None:
 
 def test_the_command_draws_it_without_training(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = declared.with_name("plan.png")
-    assert call(declared, "--figure", picture) == 0
+    assert call("plan", declared, "--figure", picture) == 0
     said = capsys.readouterr().out
     assert "24 steps in 4 windows of 6 to 6 steps, 4 replicas" in said
     assert "not measured" in said
@@ -102,7 +83,7 @@ def test_of_a_search_in_which_nothing_diverges_every_byte_is_told(
 ) -> None:
     alike = {**DIGITS, "gradients": "shared", "knobs": [{"kind": "learning_rate", "evidence": "line"}]}
     declared.write_text(dump(RunConfig.from_dict(alike)))
-    assert call(declared) == 0
+    assert call("plan", declared) == 0
     said = capsys.readouterr().out
     assert "P, the parameters that are trained" in said
     assert "the weights a window opened with" in said
@@ -110,7 +91,7 @@ def test_of_a_search_in_which_nothing_diverges_every_byte_is_told(
 
 
 def test_a_pilot_measures_cost_and_noise(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(declared, "--pilot", 2) == 0
+    assert call("plan", declared, "--pilot", 2) == 0
     said = capsys.readouterr().out
     assert "time, by a pilot of 2 windows: about" in said
     assert "memory: " in said
@@ -118,7 +99,7 @@ def test_a_pilot_measures_cost_and_noise(declared: Path, capsys: pytest.CaptureF
 
 
 def test_given_noise_tells_how_many_windows_a_knob_needs(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(declared, "--noise", "dropout=0.005", "--noise", "learning_rate=1", "--effect", 0.01) == 0
+    assert call("plan", declared, "--noise", "dropout=0.005", "--noise", "learning_rate=1", "--effect", 0.01) == 0
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "1 window of 4" in said
     assert "cannot be identified" in said
@@ -139,7 +120,7 @@ def test_given_noise_tells_how_many_windows_a_knob_needs(declared: Path, capsys:
 def test_what_cannot_be_is_one_line(
     declared: Path, capsys: pytest.CaptureFixture[str], arguments: list[object], said: str
 ) -> None:
-    assert call(declared, *arguments) == 2
+    assert call("plan", declared, *arguments) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1
     assert said in told

@@ -129,6 +129,11 @@ def told(search: hdet.Search) -> list[Any]:
     return records
 
 
+def attach(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> hdet.Search:
+    given = {"probe": probe(), "total_steps": STEPS, "window": WINDOW, "quiet": True, **options}
+    return hdet.attach(model, optimizer, **given)
+
+
 def held(name: str, parts: int, quiet: bool, normed: bool) -> Found:
     """With hdet, whose controllers hold, and without: what each ends in."""
     found = []
@@ -138,17 +143,7 @@ def held(name: str, parts: int, quiet: bool, normed: bool) -> Found:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
         search = None
         if attached:
-            search = hdet.attach(
-                model,
-                optimizer,
-                probe=probe(),
-                schedule=None,
-                total_steps=STEPS,
-                knobs=HELD,
-                exclude=["dropout"],
-                window=WINDOW,
-                quiet=True,
-            )
+            search = attach(model, optimizer, schedule=None, knobs=HELD, exclude=["dropout"])
         loop(model, optimizer, search, parts, quiet, alike=name == "tensor parallel")
         found.append(ends(model, optimizer))
         if search is not None:
@@ -161,9 +156,7 @@ def learned(name: str, parts: int, quiet: bool) -> Found:
     """The recipe, dropout included where gradients are seen whole."""
     model = WRAPS[name](network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
-    search = hdet.attach(
-        model, optimizer, probe=probe(), total_steps=STEPS, window=WINDOW, quiet=True, micro_batches=parts
-    )
+    search = attach(model, optimizer, micro_batches=parts)
     loop(model, optimizer, search, parts, quiet, alike=name == "tensor parallel")
     return {"history": told(search), "weights": ends(model, optimizer), "replicas": search.engine.size}
 
@@ -175,7 +168,7 @@ def looked_at() -> int:
     with torch.no_grad():
         model.eval()(batch(0, 0)[0])
     model.train()
-    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=WINDOW, quiet=True)
+    search = attach(model, optimizer)
     loop(model, optimizer, search, 1, False, alike=False)
     search.state_dict()
     return search.engine.step_count
@@ -185,17 +178,8 @@ def grouped(name: str) -> Found:
     """A learning rate for each of three groups, by patterns on names."""
     model = WRAPS[name](network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
-    search = hdet.attach(
-        model,
-        optimizer,
-        probe=probe(),
-        total_steps=STEPS,
-        window=WINDOW,
-        quiet=True,
-        micro_batches=1,
-        rates={"head": "3.*", "biases": "*.bias"},
-        exclude=["weight_decay", "dropout"],
-    )
+    rates = {"head": "3.*", "biases": "*.bias"}
+    search = attach(model, optimizer, micro_batches=1, rates=rates, exclude=["weight_decay", "dropout"])
     loop(model, optimizer, search, 1, False, alike=name == "tensor parallel")
     return {"history": told(search), "weights": ends(model, optimizer)}
 
@@ -229,7 +213,7 @@ def plain() -> str:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     try:
-        hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True)
+        attach(model, optimizer)
     except ConfigError as error:
         return str(error)
     return ""
@@ -238,7 +222,7 @@ def plain() -> str:
 def _attached() -> tuple[nn.Module, torch.optim.Optimizer, hdet.Search]:
     model = ddp(network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=WINDOW, quiet=True)
+    search = attach(model, optimizer)
     return model, optimizer, search
 
 
@@ -283,16 +267,7 @@ def history_that_one_rank_cannot_write(folder: str) -> str:
     """A file lies where rank 0 wants its folder; no other rank writes."""
     model = ddp(network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    search = hdet.attach(
-        model,
-        optimizer,
-        probe=probe(),
-        total_steps=STEPS,
-        window=WINDOW,
-        micro_batches=1,
-        quiet=True,
-        history=f"{folder}/taken/history.jsonl",
-    )
+    search = attach(model, optimizer, micro_batches=1, history=f"{folder}/taken/history.jsonl")
     try:
         loop(model, optimizer, search, 1, quiet=False, alike=False)
     except HdetError as error:
@@ -305,7 +280,7 @@ def states_of_a_group() -> int:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     model = DistributedDataParallel(network(), process_group=groups[dist.get_rank()])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=WINDOW, micro_batches=1, quiet=True)
+    search = attach(model, optimizer, micro_batches=1)
     if dist.get_rank() > 0:
         return 0
     return len(search.all_ranks.state_dict()["ranks"])

@@ -54,7 +54,7 @@ def build(device: str, **options: Any) -> Engine:
     return Engine(hdet.replicate(model, optimizer, n=4), knobs, window=10, signal=probe, gradients="local", **options)
 
 
-def one_step(engine: Engine, device: str) -> Any:
+def passes(engine: Engine, device: str) -> list[Any]:
     losses = []
     for replica in engine.replicas:
         with replica:
@@ -62,6 +62,11 @@ def one_step(engine: Engine, device: str) -> Any:
             loss.backward()
         losses.append(loss.detach())
     engine.share_gradients()
+    return losses
+
+
+def one_step(engine: Engine, device: str) -> list[Any]:
+    losses = passes(engine, device)
     for optimizer in engine.optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -107,13 +112,7 @@ def test_contrast_reads_nothing_before_the_window_ends(rate: Any, horizon: int) 
     for group in optimizer.param_groups:
         group["lr"] = rate
     for _ in range(9):
-        losses = []
-        for replica in engine.replicas:
-            with replica:
-                loss = replica.model(torch.ones(4, 4, device="meta")).square().mean()
-                loss.backward()
-            losses.append(loss.detach())
-        engine.share_gradients()
+        losses = passes(engine, "meta")
         optimizer.zero_grad()
         engine.step(losses)
 
@@ -159,13 +158,7 @@ def test_no_evidence_reads_anything_before_the_window_ends(name: str, rate: Any)
         for group in optimizer.param_groups:
             group["lr"] = rate
     for _ in range(9):
-        losses = []
-        for replica in engine.replicas:
-            with replica:
-                loss = replica.model(torch.ones(4, 4, device="meta")).square().mean()
-                loss.backward()
-            losses.append(loss.detach())
-        engine.share_gradients()
+        losses = passes(engine, "meta")
         optimizer.zero_grad()
         engine.step(losses)
     with pytest.raises((NotImplementedError, RuntimeError), match=r"meta tensor"):

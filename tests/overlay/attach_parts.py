@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,3 +38,23 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     first, last = list(model[0].parameters()), list(model[3].parameters())  # type: ignore[index]
     groups = [{"params": first, "lr": 3e-3, "weight_decay": 0.1}, {"params": last, "lr": 1e-3, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, **options)
+
+
+def explicit(
+    engine: hdet.Engine,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compute: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor] = loss_of,
+) -> None:
+    """The loop written for the engine."""
+    for step in range(engine.step_count, STEPS):
+        losses = []
+        for replica in engine.replicas:
+            with replica:
+                loss = compute(model, batch(step, replica.index))
+                loss.backward()
+            losses.append(loss.detach())
+        engine.share_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step(losses)

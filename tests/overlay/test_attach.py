@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from attach_parts import STEPS, adamw, batch, loss_of, network, probe
+from attach_parts import STEPS, adamw, batch, explicit, loss_of, network, probe
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
@@ -92,21 +92,6 @@ def test_held_it_is_the_loop_without_it_bit_for_bit(name: str, parts: int, asser
             assert search.finished
             assert all(record.estimates["learning_rate"]["t"] is not None for record in search.history)
     assert_same(*found)
-
-
-def explicit(engine: hdet.Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The loop written for the engine."""
-    for step in range(engine.step_count, STEPS):
-        losses = []
-        for replica in engine.replicas:
-            with replica:
-                loss = loss_of(model, batch(step, replica.index))
-                loss.backward()
-            losses.append(loss.detach())
-        engine.share_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.step(losses)
 
 
 def told(history: hdet.History) -> list[dict[str, Any]]:

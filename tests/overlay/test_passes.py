@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attach_parts import STEPS, batch, loss_of, network, probe
+from attach_parts import STEPS, batch, explicit, loss_of, network, probe
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -80,17 +80,7 @@ def written(make: Callable[[], nn.Module], compute: Callable[[nn.Module, Given],
     model = make()
     optimizer = adamw(model)
     engine = hdet.recommended(model, optimizer, **OPTIONS)
-    for step in range(STEPS):
-        losses = []
-        for replica in engine.replicas:
-            with replica:
-                loss = compute(model, batch(step, replica.index))
-                loss.backward()
-            losses.append(loss.detach())
-        engine.share_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.step(losses)
+    explicit(engine, model, optimizer, compute)
     assert any(record.estimates["dropout"]["stderr"] for record in engine.history)
     return decided(engine.history), model.state_dict()
 
