@@ -2,7 +2,7 @@
 
     python benchmarks/footprint.py [--quick]
 
-Models of four square matrices of float32 under AdamW; P is the bytes of the parameters that are trained. A row trains a
+Models of 16 square matrices of float32 under AdamW; P is the bytes of the parameters that are trained. A row trains a
 few windows with and without hdet and counts the storages of all tensors that are alive in mid-window. What the guard
 keeps lies in host memory where there is a device, and is counted apart. "A moment" is the most that is alive at a
 window's end above what stays. Then what is foretold of models that no memory here would hold.
@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 import hdet
 from hdet.recipes.footprint import Footprint, footprint
 from hdet.recipes.recommended import choose
+
+LAYERS = 16
 
 SMALLEST = 4096
 """Bytes of the storages that are counted: a loss is none of them."""
@@ -85,7 +87,7 @@ class Net(nn.Module):
 
     def __init__(self, side: int, frozen: bool) -> None:
         super().__init__()
-        self.base = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(4)))
+        self.base = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(LAYERS)))
         self.dropout = nn.Dropout(0.1)
         self.down = nn.Linear(side, 8, bias=False) if frozen else None
         self.up = nn.Linear(8, side, bias=False) if frozen else None
@@ -198,7 +200,7 @@ def large(layers: int, width: int) -> Footprint:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a sixteenth of the parameters")
-    side = 256 if parser.parse_args().quick else 1024
+    side = 128 if parser.parse_args().quick else 512
     torch.set_num_threads(1)
     print(f"{'counted, and as foretold':<33}{'P, MiB':>8}{'device':>16}{'host':>16}{'a moment':>16}")
     for name, (frozen, options) in ROWS.items():

@@ -203,13 +203,18 @@ def footprint(
 
 @dataclass(frozen=True)
 class _Weights:
-    """Bytes of the parameters that training can change, in their own dtype and in float32 at least, and of buffers."""
+    """Bytes of the parameters that training can change, in their own dtype and in float32 at least, and of buffers.
+
+    Attributes:
+        trained, numbers: bytes of the parameters that also receive gradients, and how many numbers these are.
+    """
 
     size: int
     wide: int
     largest: int
     buffers: int
     trained: int
+    numbers: int
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: Optimizer) -> _Weights:
@@ -222,7 +227,8 @@ class _Weights:
             wide=sum(wide),
             largest=max(wide, default=0),
             buffers=sum(tensors.local(buffer.detach()).nbytes for buffer in model.buffers()),
-            trained=sum(tensors.local(parameter.detach()).numel() for parameter in trained),
+            trained=sum(tensors.local(parameter.detach()).nbytes for parameter in trained),
+            numbers=sum(tensors.local(parameter.detach()).numel() for parameter in trained),
         )
 
 
@@ -232,8 +238,7 @@ def _of_evidence(source: Evidence, knobs: Sequence[Knob], weights: _Weights) -> 
     if isinstance(source, Line):
         return [Held("weights put aside while lines are read", "device", weights.size + passing, END)]
     if isinstance(source, GroupLines):
-        size = weights.size + 3 * weights.wide  # of gradients the last one too
-        return [Held("weights put aside, update and gradients", "device", size, END)]
+        return [Held("weights put aside while lines are read", "device", weights.size + 3 * passing, END)]
     if isinstance(source, Analytic):
         return [Held("weights put aside while decay is judged", "device", weights.size + 2 * passing, END)]
     if isinstance(source, Recursion):
@@ -244,11 +249,11 @@ def _of_evidence(source: Evidence, knobs: Sequence[Knob], weights: _Weights) -> 
     if isinstance(source, MixedDifference):
         return [Held("gradient, direction and weights put aside", "device", 2 * weights.wide + weights.size, END)]
     if isinstance(source, Contrast):
-        numbers, signs = sizes(weights.trained, source.sketch)
+        numbers, signs = sizes(weights.numbers, source.sketch)
         kept = (source.groups + 1) * len(knobs) if source.horizon else 1
         return [
             Held("sketches of gradients, and their signs", "device", 4 * (kept * numbers + signs)),
-            Held("the probe's gradient", "device", 2 * 4 * weights.trained, END),
+            Held("the probe's gradient, and its sketch", "device", weights.trained + 3 * passing + 4 * numbers, END),
             Held("sketches that are read", "device", 4 * (source.groups * (len(knobs) - 1) + 1) * numbers, END),
         ]
     raise ConfigError(f"what evidence of kind {source.kind!r} holds is not known here")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,12 @@ from hdet.errors import ConfigError
 from hdet.replicas import tensors
 from hdet.replicas.distributed import fully_sharded
 
+Take = Callable[[int, Tensor], None]
+"""Told a parameter's number among `tensors.trained`, and a gradient of it."""
+
 
 def summed(model: nn.Module, losses: Iterable[Tensor]) -> list[Tensor]:
-    """The gradient of the sum of 0-dim losses, in float32 at least, for each of `tensors.trained(model)`.
+    """The gradient of the sum of 0-dim losses, in its own dtype, for each of `tensors.trained(model)`.
 
     Zeros for a parameter that no loss depends on; of sharded parameters this rank's part. Each loss is asked for when
     the one before has been differentiated, so that one graph is alive at a time. What `p.grad` holds is left alone,
@@ -31,48 +35,74 @@ def summed(model: nn.Module, losses: Iterable[Tensor]) -> list[Tensor]:
                 loss.backward()  # type: ignore[no-untyped-call]
             total = [parameter.grad for parameter in own]
     else:
+
+        def add(number: int, gradient: Tensor) -> None:
+            # Two of them may share memory: not in place.
+            before = total[number]
+            total[number] = gradient if before is None else before + gradient
+
         for loss in losses:
-            found = torch.autograd.grad(loss, own, allow_unused=True)
-            new: list[Tensor | None] = list(found)
-            del found
-            for number, part in enumerate(new):
-                # One by one, so that no third set of gradients is alive. (Two of them may share memory: not in place.)
-                total[number], new[number] = _sum(total[number], part), None
+            _handed_over(loss, own, add)
     return [_part(parameter, gradient) for parameter, gradient in zip(own, total, strict=True)]
 
 
-def of_each(model: nn.Module, losses: Tensor) -> Iterator[list[Tensor]]:
-    """The gradients of [J] losses one by one, each as `summed` gives it: J backward passes through their one graph.
+def handed_over(model: nn.Module, losses: Tensor, begin: Callable[[], Take]) -> None:
+    """Differentiate [J] losses one by one, and hand each gradient over as soon as it is known: none is kept.
+
+    Gradients are those of `summed`, but that those of zero are left out. J backward passes through their one graph.
+
+    Args:
+        begin: called before each pass; gives what is told the gradients of that pass.
 
     Raises:
         ConfigError: J > 1 under `fully_shard`, which frees what a second backward pass would need.
     """
-    if losses.numel() == 1:
-        yield summed(model, [losses.sum()])
-        return
     if fully_sharded.used(model):
-        raise ConfigError(
-            f"the probe's loss gave {losses.numel()} losses of one forward pass, and a model under fully_shard runs "
-            f"backward through each only once; give hdet.Probe one batch for each sub-batch, and a loss that returns "
-            f"one number"
-        )
+        if losses.numel() > 1:
+            raise ConfigError(
+                f"the probe's loss gave {losses.numel()} losses of one forward pass, and a model under fully_shard "
+                f"runs backward through each only once; give hdet.Probe one batch for each sub-batch, and a loss that "
+                f"returns one number"
+            )
+        take = begin()
+        for number, gradient in enumerate(summed(model, [losses.sum()])):
+            take(number, gradient)
+        return
     own = tensors.trained(model)
     for number, loss in enumerate(losses):
-        found = torch.autograd.grad(loss, own, allow_unused=True, retain_graph=number + 1 < losses.numel())
-        yield [_part(parameter, gradient) for parameter, gradient in zip(own, found, strict=True)]
+        take = begin()
+
+        def part(place: int, gradient: Tensor, take: Take = take) -> None:
+            take(place, _part(own[place], gradient))
+
+        _handed_over(loss, own, part, retain=number + 1 < losses.numel())
 
 
-def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
-    return new if old is None else old if new is None else old + new
+def _handed_over(loss: Tensor, own: Sequence[nn.Parameter], take: Take, retain: bool = False) -> None:
+    """Differentiate a loss; each gradient is given away when backward has found it, and not kept by backward."""
+
+    def found(number: int, gradient: Tensor) -> Tensor | None:
+        take(number, gradient.detach())
+        if type(gradient) is not Tensor:
+            return None
+        # What backward would keep to the end instead, in no memory.
+        return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand_as(gradient)
+
+    handles = [parameter.register_hook(partial(found, number)) for number, parameter in enumerate(own)]  # type: ignore[no-untyped-call]
+    try:
+        torch.autograd.grad(loss, own, allow_unused=True, retain_graph=retain)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _part(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
     if gradient is None:
-        return tensors.wide(torch.zeros_like(tensors.local(parameter.detach())))
+        return torch.zeros_like(tensors.local(parameter.detach()))
     placements = getattr(parameter, "placements", None)
     if placements is not None and getattr(gradient, "placements", placements) != placements:
         gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
-    return tensors.wide(tensors.local(gradient.detach()))
+    return tensors.local(gradient.detach())
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
 
-PASSING = 2**22
-"""Elements of the part of a model's weights that is worked on at a time where all of it need not be in memory."""
+PASSING = 2**18
+"""Elements up to which small tensors are worked on together where all of the weights need not be in memory."""
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ class DirectionalCollector(Collector):
         """centre + factor D, part by part."""
         for part, own in self._parts(centre):
             found = direction(part, own) if factor else [None] * len(own)
-            yield from (c if d is None else c + d * factor for c, d in zip(own, found, strict=True))
+            yield from (c if d is None else torch.mul(d, factor).add_(c) for c, d in zip(own, found, strict=True))
 
     def _parts(self, centre: Sequence[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
         """The centre a part at a time, beside the weights."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,30 +38,25 @@ class GroupSlopes:
         weights = scene.moving.parameters[0]
         place = {id(parameter): number for number, parameter in enumerate(weights) if groups[number] >= 0}
         trained = tensors.trained(scene.replicas.hosts[0][0])
+        self._groups = groups
         # By their number among the gradients: those that belong to a group.
-        self._chosen = [number for number, parameter in enumerate(trained) if id(parameter) in place]
-        places = [place[id(trained[number])] for number in self._chosen]
-        self._groups = torch.tensor([groups[number] for number in places])
-        live = scene.moving.values()
-        with torch.no_grad():
-            self._update = [end[n].to(live[n].device) - start[n].to(live[n].device) for n in places]
+        self._places = {n: place[id(parameter)] for n, parameter in enumerate(trained) if id(parameter) in place}
         # Of a sharded parameter a rank has a part of the product, and a replica's number is the mean over its ranks.
-        pieces = [float(tensors.pieces(trained[number])) for number in self._chosen]
-        self._pieces = torch.tensor(pieces, dtype=torch.float64)
+        self._pieces = {number: float(tensors.pieces(trained[number])) for number in self._places}
+        live = scene.moving.values()
+        self._difference: Callable[[int], Tensor] = lambda place: end[place] - start[place]
+        if end is live or any(
+            held.device != own.device for ends in (start, end) for held, own in zip(ends, live, strict=True)
+        ):
+            # What is about to be written over, or to come from the host again and again, is worked out now.
+            with torch.no_grad():
+                update = [b.to(own.device) - a.to(own.device) for a, b, own in zip(start, end, live, strict=True)]
+            self._difference = update.__getitem__
 
     def mean(self, weights: Sequence[Tensor]) -> NDArray[np.float64]:
         """[K] slopes of the mean probe loss at some weights. One forward and one backward pass of the probe."""
-        counts: list[int] = []
-
-        def losses() -> Iterator[Tensor]:
-            for loss in self._losses():
-                counts.append(loss.numel())
-                yield loss.sum()
-
-        model = self.scene.replicas.hosts[0][0]
-        with self._at(weights):
-            row = self._products(gradients.summed(model, losses()))
-        return self._agreed(row / sum(counts))
+        rows = self._rows(weights, lambda loss: loss.sum().reshape(1))
+        return self._agreed(torch.stack([row for row, _ in rows]).sum(dim=0) / sum(count for _, count in rows))
 
     def by_sub_batch(self, weights: Sequence[Tensor]) -> NDArray[np.float64]:
         """[J, K] slopes of each sub-batch's loss at some weights.
@@ -68,12 +64,23 @@ class GroupSlopes:
         Also one forward and one backward pass of the probe, if its loss gives one number for each of J batches. Where
         it gives all J at once, each is differentiated through the whole batch, at J times the price.
         """
+        return self._agreed(torch.stack([row for row, _ in self._rows(weights, lambda loss: loss)]))
+
+    def _rows(self, weights: Sequence[Tensor], of: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, int]]:
+        """[K] slopes of each loss that `of` makes of a batch's, and how many losses the batch gave."""
+        rows: list[tuple[Tensor, int]] = []
+
+        def begin() -> gradients.Take:
+            row = torch.zeros(self.count, dtype=torch.float64, device=device)
+            rows.append((row, count))
+            return partial(self._add_product, row)
+
         model = self.scene.replicas.hosts[0][0]
-        rows = []
         with self._at(weights):
             for loss in self._losses():
-                rows += [self._products(gradient) for gradient in gradients.of_each(model, loss)]
-        return self._agreed(torch.stack(rows))
+                count, device = loss.numel(), loss.device
+                gradients.handed_over(model, of(loss), begin)
+        return rows
 
     @contextmanager
     def _at(self, weights: Sequence[Tensor]) -> Iterator[None]:
@@ -96,13 +103,14 @@ class GroupSlopes:
             yield flat(probe.loss(model, batch))
 
     @torch.no_grad()
-    def _products(self, gradient: Sequence[Tensor]) -> Tensor:
-        """[K] slopes that one gradient gives, in float64."""
-        own = zip((gradient[number] for number in self._chosen), self._update, strict=True)
-        # One by one, so that no third set of weights is alive.
-        sums = torch.stack([(g * u.to(g.dtype)).sum(dtype=torch.float64) for g, u in own])
-        slopes = torch.zeros(self.count, dtype=torch.float64, device=sums.device)
-        return slopes.index_add_(0, self._groups.to(sums.device), sums * self._pieces.to(sums.device))
+    def _add_product(self, row: Tensor, number: int, gradient: Tensor) -> None:
+        """Add one parameter's part of <g, U> to its group's slope, in float64."""
+        place = self._places.get(number)
+        if place is None:
+            return
+        gradient = tensors.wide(gradient)
+        product = (gradient * self._difference(place).to(gradient.dtype)).sum(dtype=torch.float64)
+        row[self._groups[place]].add_(product.to(row.device), alpha=self._pieces[number])
 
     def _agreed(self, slopes: Tensor) -> NDArray[np.float64]:
         """What the first process found, in all: those of others may differ in the last bits."""

@@ -21,7 +21,7 @@ class Aim:
     """The gradient g_p of the mean probe loss at the weights as they are, and how the optimizer scales it, P.
 
     Attributes:
-        sums: of the gradients over the probe's losses, for each of `tensors.trained`, in float32 at least; of sharded
+        sums: of the gradients over the probe's losses, for each of `tensors.trained`, in its own dtype; of sharded
             ones this rank's part.
         losses: how many there are.
         scale: of one of them, by its place, P.
@@ -34,8 +34,8 @@ class Aim:
     loss: Tensor
 
     def gradient(self, number: int) -> Tensor:
-        """g_p of one of `tensors.trained`."""
-        return self.sums[number] / float(self.losses)
+        """g_p of one of `tensors.trained`, in float32 at least."""
+        return tensors.wide(self.sums[number]) / float(self.losses)
 
     def step(self, number: int) -> Tensor:
         """v = P g_p of one of `tensors.trained`."""
