@@ -70,7 +70,7 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any]) -> None:
         CheckpointError: another format, other knobs, or a model that does not fit. The engine is as it was.
     """
     problem = _problem(cycle, state)
-    if not _all_agree(cycle, problem is None):
+    if not all_agree(cycle, problem is None):
         raise problem or CheckpointError("another process cannot load its state; this one's engine is as it was")
     before = state_dict(cycle)
     try:
@@ -108,7 +108,7 @@ def _load(cycle: Cycle, state: dict[str, Any]) -> None:
     opening = state["opening"]
     firsts = _one_a_host(cycle)
     known = opening is None or (state["size"] == cycle.home.size and all(str(r.index) in opening for r in firsts))
-    own_starts = _all_agree(cycle, known) and opening is not None
+    own_starts = all_agree(cycle, known) and opening is not None
     for replica in firsts:
         model, optimizer = cycle.hosts[replica.host]
         start = opening[str(replica.index)] if own_starts else point
@@ -122,7 +122,7 @@ def _load(cycle: Cycle, state: dict[str, Any]) -> None:
     if cycle.finished:
         return
     under_way = state["open"]
-    same = _all_agree(
+    same = all_agree(
         cycle,
         under_way is not None
         and under_way["exploring"] == _exploring(cycle)
@@ -199,7 +199,7 @@ def _refuse_schedules(saved: object, own: dict[str, Any]) -> None:
     )
 
 
-def _all_agree(cycle: Cycle, fact: bool) -> bool:
+def all_agree(cycle: Cycle, fact: bool) -> bool:
     """Whether a fact holds in every process; each asks at the same time."""
     row = torch.full((len(cycle.home.local), 1), float(fact), device=cycle.tally.sums.device)
     return bool((cycle.home.gather(row) == 1.0).all())

@@ -22,12 +22,19 @@ class AllRanks:
     """A search's state of all ranks that train together in one, which every one of them can load.
 
     What the window under way has been told of its micro-batches is each rank's own. It is gathered; what all ranks have
-    alike, such as the weights that the window opened at, is stored once.
+    alike, such as the weights that the window opened at, is stored once. Of a sharded model each rank holds a part of
+    all weights, so all is gathered.
+
+    Args:
+        search: this rank's.
+        group: of the ranks that train together; None for one process.
+        sharded: whether ranks hold parts of the model.
     """
 
-    def __init__(self, search: Stated, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, search: Stated, group: dist.ProcessGroup | None, *, sharded: bool = False) -> None:
         self._search = search
-        self._group = group  # of the ranks that train together; None for one process
+        self._group = group
+        self._sharded = sharded
 
     def state_dict(self) -> State:
         """Every rank's state, plain numbers and tensors. All ranks call it together."""
@@ -35,22 +42,26 @@ class AllRanks:
         if self._group is None:
             return state
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, _cpu(_own(state)), group=self._group)
-        return {**state, "ranks": gathered}
+        own = {"whole": state} if self._sharded else _own(state)
+        dist.all_gather_object(gathered, _cpu(own), group=self._group)
+        return {**({} if self._sharded else state), "ranks": gathered}
 
     def load_state_dict(self, state: State) -> None:
         """Restore this rank's part. With another number of ranks it is rank 0's, and the window begins anew.
 
         Raises:
-            CheckpointError: the state is another search's.
+            CheckpointError: the state is another search's; or it is of a sharded model, over another number of ranks.
         """
         self._search.load_state_dict(self._of_this_rank(state))
 
     def _of_this_rank(self, state: State) -> State:
         ranks = state.get("ranks", ())
-        if self._group is None or len(ranks) != dist.get_world_size(self._group):
-            return state
-        return _with(state, ranks[dist.get_rank(self._group)])
+        alike = self._group is not None and len(ranks) == dist.get_world_size(self._group)
+        mine = ranks[dist.get_rank(self._group) if alike else 0] if ranks else {}
+        if "whole" in mine:
+            whole: State = mine["whole"]
+            return whole
+        return _with(state, mine) if alike else state
 
 
 def _own(state: State) -> State:

@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.engine import snapshot
 from hdet.engine.engine import Engine
 from hdet.errors import CheckpointError
 from hdet.history import History, WindowRecord
@@ -20,11 +22,12 @@ from hdet.overlay.model_weights import with_frozen, without_frozen, written_sinc
 from hdet.overlay.rank_states import AllRanks
 from hdet.overlay.rates import Rates
 from hdet.overlay.riding import Build, Riding
+from hdet.replicas import tensors
 from hdet.replicas.distributed.ranks import Ranks
 
 Callback = TypeVar("Callback", bound=Callable[[WindowRecord], object])
 FORMAT = 2
-KEYS = ("micro_batches", "engine", "written", "peaks", "rates", "losses")
+KEYS = ("micro_batches", "part", "engine", "written", "peaks", "rates", "losses")
 
 
 class Search(AbstractContextManager["Search"]):
@@ -131,6 +134,7 @@ class Search(AbstractContextManager["Search"]):
         return {
             "format": FORMAT,
             "micro_batches": None if riding.counting else len(riding.engine.replicas),
+            "part": self._part,
             "engine": without_frozen(engine, model, self.optimizer),
             "written": written_since(engine, model),
             "peaks": {knob.name: knob.peak for knob in riding.engine.knobs},
@@ -142,7 +146,14 @@ class Search(AbstractContextManager["Search"]):
     def all_ranks(self) -> AllRanks:
         """The same for trainers that keep rank 0's state only: its `state_dict` is gathered, by all ranks together."""
         home = self.engine.home
-        return AllRanks(self, home.layout.everyone() if isinstance(home, Ranks) else None)
+        group = home.layout.everyone() if isinstance(home, Ranks) else None
+        return AllRanks(self, group, sharded=self._part is not None)
+
+    @property
+    def _part(self) -> tuple[int, int] | None:
+        """This rank and the number of ranks, where a rank holds a part of the weights."""
+        sharded = any(tensors.pieces(parameter) > 1 for parameter in self.model.parameters())
+        return (dist.get_rank(), dist.get_world_size()) if sharded else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`, before or after the model, the optimizer and the scheduler are restored.
@@ -151,10 +162,10 @@ class Search(AbstractContextManager["Search"]):
             CheckpointError: the state is another search's, which is left as it was; or it is one rank's, taken in
                 mid-window, and this is another rank.
         """
-        if state.get("format") != FORMAT:
-            raise CheckpointError(f"format {state.get('format')!r} of a search's state; this version reads {FORMAT}")
         riding = self._riding
-        _require_parts(state, self.model)
+        problem = self._problem(state)
+        if not snapshot.all_agree(riding.engine.cycle, problem is None):
+            raise problem or CheckpointError("another process cannot load its state; this one's search is as it was")
         riding.passes.give_up()
         riding.passes.begin_step()
         seats = state["micro_batches"]
@@ -181,6 +192,20 @@ class Search(AbstractContextManager["Search"]):
             raise
         self._notice_return(state["engine"]["open"])
 
+    def _problem(self, state: Mapping[str, Any]) -> CheckpointError | None:
+        """Why a state cannot be loaded, as far as that shows beforehand."""
+        try:
+            _require_parts(state, self.model)
+        except CheckpointError as error:
+            return error
+        if state["part"] == self._part:
+            return None
+        return CheckpointError(
+            f"the search's state is of {_named(state['part'])}, and this is {_named(self._part)}: save "
+            f"search.all_ranks.state_dict(), which all ranks call together, load it by "
+            f"search.all_ranks.load_state_dict(), and resume on as many ranks"
+        )
+
     def _notice_return(self, under_way: dict[str, Any] | None) -> None:
         """Say that the weights are those of the window's opening, where the window could not be taken up."""
         engine = self.engine
@@ -205,6 +230,8 @@ def _require_parts(state: Mapping[str, Any], model: nn.Module) -> None:
     Raises:
         CheckpointError: it has not.
     """
+    if state.get("format") != FORMAT:
+        raise CheckpointError(f"format {state.get('format')!r} of a search's state; this version reads {FORMAT}")
     lacking = [key for key in KEYS if key not in state]
     if lacking:
         raise CheckpointError(f"the search's state lacks {', '.join(lacking)}; give what state_dict() returned")
@@ -215,6 +242,10 @@ def _require_parts(state: Mapping[str, Any], model: nn.Module) -> None:
     for name, value in state["written"].items():
         if name not in live or live[name].shape != value.shape:
             raise CheckpointError(f"the search's state holds {name} of shape {tuple(value.shape)}, not as this model")
+
+
+def _named(part: tuple[int, int] | None) -> str:
+    return "a process that holds whole weights" if part is None else f"rank {part[0]} of {part[1]} that share weights"
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -95,10 +95,16 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def loop(
-    model: nn.Module, optimizer: torch.optim.Optimizer, search: hdet.Search | None, parts: int, quiet: bool, alike: bool
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    search: hdet.Search | None,
+    parts: int,
+    quiet: bool,
+    alike: bool,
+    steps: Sequence[int] = range(STEPS),
 ) -> None:
     rank = 0 if alike else dist.get_rank()
-    for step in range(STEPS):
+    for step in steps:
         torch.manual_seed(100 * step + rank)
         for part in range(parts):
             early = quiet and part + 1 < parts
@@ -284,3 +290,34 @@ def states_of_a_group() -> int:
     if dist.get_rank() > 0:
         return 0
     return len(search.all_ranks.state_dict()["ranks"])
+
+
+def sharded_and_resumed(saved_at: int) -> tuple[Found, Found]:
+    """A run in one go, and the same gone on with from the state that rank 0 kept of all ranks."""
+    found = []
+    box: list[Any] = [None]
+    for resumed in (False, True):
+        model = fsdp(network())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+        search = attach(model, optimizer, micro_batches=1)
+        if resumed:
+            search.all_ranks.load_state_dict(box[0])
+        else:
+            loop(model, optimizer, search, 1, quiet=False, alike=False, steps=range(saved_at))
+            box[0] = search.all_ranks.state_dict()
+            dist.broadcast_object_list(box)
+        loop(model, optimizer, search, 1, quiet=False, alike=False, steps=range(saved_at, STEPS))
+        history = told(search)
+        found.append({"history": history[-3:], "weights": ends(model, optimizer)})
+    return found[0], found[1]
+
+
+def part_of_another_rank() -> str:
+    """Rank 0's part of a sharded model's search, between two windows, loaded on every rank."""
+    model = fsdp(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    search = attach(model, optimizer, micro_batches=1)
+    loop(model, optimizer, search, 1, quiet=False, alike=False, steps=range(WINDOW))
+    box = [search.state_dict()]
+    dist.broadcast_object_list(box)
+    return _refusal(CheckpointError, lambda: search.load_state_dict(box[0]))

@@ -82,6 +82,19 @@ def test_one_ranks_state_in_mid_window_is_refused_on_all() -> None:
     assert all("save search.all_ranks.state_dict()" in message for message in launch(attached.state_of_one_rank, 2))
 
 
+@pytest.mark.parametrize("saved_at", [2 * attached.WINDOW, 2 * attached.WINDOW + 2], ids=["window's end", "mid-window"])
+def test_fully_sharded_the_state_of_all_ranks_is_gone_on_with(saved_at: int, assert_same: Any) -> None:
+    for whole, resumed in launch(attached.sharded_and_resumed, 2, saved_at):
+        assert_same(resumed["weights"], whole["weights"])
+        assert resumed["history"] == whole["history"]
+
+
+def test_another_ranks_part_of_a_sharded_model_is_refused() -> None:
+    first, second = launch(attached.part_of_another_rank, 2)
+    assert first == "another process cannot load its state; this one's search is as it was"
+    assert second.startswith("the search's state is of rank 0 of 2 that share weights, and this is rank 1 of 2")
+
+
 def test_where_one_rank_cannot_write_the_history_none_waits_for_it(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     first, second = launch(attached.history_that_one_rank_cannot_write, 2, str(tmp_path))

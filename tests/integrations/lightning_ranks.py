@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning_job import HELD, Classifier, fit, search
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 
 def _under_torchrun() -> dict[str, Any]:
@@ -47,3 +50,45 @@ def explored_and_resumed(folder: Path) -> dict[str, Any]:
         "factors": {name: learned.factor for name, learned in whole.search.shifts.items()},
         "factors again": {name: learned.factor for name, learned in again.search.shifts.items()},
     }
+
+
+class Sharded(Classifier):
+    """By FSDP2, as Lightning's documentation does it."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        fully_shard(self.network[0], mesh=mesh)
+        fully_shard(self.network, mesh=mesh)
+
+    def on_train_end(self) -> None:
+        optimizer: Any = self.optimizers()
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        self.whole = [_whole(value) for value in (*self.parameters(), *moments)]
+
+
+def _whole(value: Tensor) -> Tensor:
+    full: Any = getattr(value, "full_tensor", None)
+    return (full() if full is not None else value).detach().clone()
+
+
+def _sharded(folder: Path, *callbacks: Callback, **options: Any) -> list[Tensor]:
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    module = Sharded("step")
+    fit(folder, module, *callbacks, **{**_under_torchrun(), "strategy": strategy, **options})
+    return module.whole
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    """What fully sharded training leaves: plain, with a search that is held, and with one that was saved in between."""
+    held, searched, again = search(knobs=HELD[:2], exclude=["dropout"]), search(), search(quiet=True)
+    kept = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=7, save_top_k=-1)
+    found: dict[str, Any] = {
+        "plain": _sharded(folder),
+        "held": _sharded(folder, held),
+        "searched": _sharded(folder, searched, kept, enable_checkpointing=True),
+        "resumed": _sharded(folder, again, resumed=folder / "step=7.ckpt"),
+    }
+    found["windows"] = len(held.search.history)
+    for name, one in {"factors": searched, "factors again": again}.items():
+        found[name] = {key: learned.factor for key, learned in one.search.shifts.items()}
+    return found

@@ -24,3 +24,16 @@ def test_ranks_agree_and_a_resume_is_the_same_run(tmp_path: Path, assert_same: A
     assert_same(found[0]["states"], found[1]["states"])
     for each in found:
         assert_same(each["resumed"], each["states"])
+
+
+def test_fully_sharded_held_it_is_the_run_without_it_and_a_resume_is_the_same_run(
+    tmp_path: Path, assert_same: Any
+) -> None:
+    found = launch(cases.sharded, 2, tmp_path)
+    assert found[0]["factors"]["learning_rate"] != 1.0
+    for each in found:
+        assert each["windows"] >= 1
+        assert_same(each["held"], each["plain"])
+        assert_same(each["searched"], found[0]["searched"])
+        assert_same(each["resumed"], each["searched"])
+        assert each["factors"] == each["factors again"] == found[0]["factors"]
