@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
@@ -39,7 +39,7 @@ class WindowRecord:
             (`hdet.controllers.Ruled`); a key is absent where there was none.
     """
 
-    __pydantic_config__ = ConfigDict(allow_inf_nan=False)
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False, extra="forbid")
 
     window: int
     start: int
@@ -76,20 +76,19 @@ class WindowRecord:
             ValueError: the line is not JSON.
             HdetError: it is not a window record, or has fields that this version does not know.
         """
-        given = json.loads(line, parse_constant=_refuse)
-        if not isinstance(given, dict):
-            raise HdetError(f"a JSON object is expected, not {type(given).__name__}")
-        unknown = sorted(given.keys() - {one.name for one in fields(cls)})
-        if unknown:
-            raise HdetError(
-                f"hdet here does not know the fields {unknown}; read it with the version of hdet that wrote it"
-            )
+        if "NaN" in line or "Infinity" in line:
+            json.loads(line, parse_constant=_refuse)
         try:
             record = _checked().validate_json(line, strict=True)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise HdetError(f"{place or 'the line'}: {first['msg']}, got {first['input']!r:.60}") from None
+            found = error.errors()
+            unknown = sorted(str(one["loc"][-1]) for one in found if one["type"] == "unexpected_keyword_argument")
+            if unknown:
+                raise HdetError(
+                    f"hdet here does not know the fields {unknown}; read it with the version of hdet that wrote it"
+                ) from None
+            place = ".".join(str(part) for part in found[0]["loc"])
+            raise HdetError(f"{place or 'the line'}: {found[0]['msg']}, got {found[0]['input']!r:.60}") from None
         _require_numbers("estimates", record.estimates)
         if record.window < 0 or not 0 <= record.start < record.stop:
             raise HdetError(f"window {record.window} from step {record.start} to {record.stop} cannot be")
@@ -99,7 +98,7 @@ class WindowRecord:
                     f"course.{knob}: {len(bases)} bases for {record.stop - record.start} steps; one each is expected, "
                     f"or one for all"
                 )
-        if "hints" not in given:  # they stood among the faults
+        if any(fault.get("kind") == "small_probe" for fault in record.faults):  # where hints once stood
             record.hints.extend(fault for fault in record.faults if fault.get("kind") == "small_probe")
             record.faults[:] = [fault for fault in record.faults if fault.get("kind") != "small_probe"]
         return record

@@ -46,7 +46,7 @@ def values(runs: Sequence[ReportedRun], knob: str) -> Chart:
         if knob not in run.knobs:
             continue
         label, colour = _label(run, runs), colour_of(number)
-        made = series.course(run.windows, knob)
+        made = run.courses[knob]
         if made.spread:
             band = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": f"levels {number}"}
             data.append({**band, "x": made.steps, "y": made.low, "showlegend": False})

@@ -5,38 +5,61 @@
   const theme = () => read(dark.matches ? "theme-dark" : "theme-light");
   const small = () => window.innerWidth < 600;
 
-  let linking = false;
-  const link = (source, change) => {
-    const range = change["xaxis.range[0]"] !== undefined
-      ? { "xaxis.range": [change["xaxis.range[0]"], change["xaxis.range[1]"]] }
-      : change["xaxis.autorange"] ? { "xaxis.autorange": true } : null;
-    if (linking || !range) return;
-    linking = true;  // the others' own events are answers, not questions
-    Promise.all(charts.filter((chart) => chart !== source).map((chart) => Plotly.relayout(chart, range)))
-      .finally(() => { linking = false; });
+  // One chart a task, those in view first: a page of many charts answers while the rest follows.
+  const due = new Map();
+  let working = false;
+  const inView = (chart) => {
+    const { top, bottom } = chart.getBoundingClientRect();
+    return bottom > 0 && top < window.innerHeight;
+  };
+  const work = () => {
+    const [next] = due.keys();
+    working = next !== undefined;
+    if (!working) return;
+    const chart = [...due.keys()].find(inView) ?? next;
+    const task = due.get(chart);
+    due.delete(chart);
+    Promise.resolve(task()).finally(() => setTimeout(work));
+  };
+  const soon = (chart, task) => {
+    const before = due.get(chart);
+    due.set(chart, before ? () => Promise.resolve(before()).then(task) : task);
+    if (!working) work();
   };
 
   // A page that is served refreshes itself: what was zoomed in on is kept for as long as its tab is open.
   const served = window.location.protocol.startsWith("http");
   const zoomed = served ? JSON.parse(sessionStorage.getItem("hdet zoom")) : null;
-  const keep = (change) => {
-    const range = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
-    if (range[0] !== undefined) sessionStorage.setItem("hdet zoom", JSON.stringify(range));
-    else if (change["xaxis.autorange"]) sessionStorage.removeItem("hdet zoom");
+  let whole = null;  // the steps that all charts show at first
+  let shared = null;  // those that they show now
+  const same = (one, other) => String(one) === String(other);
+  const link = (source, change) => {
+    if (!Object.keys(change).some((key) => key.startsWith("xaxis."))) return;
+    const range = [...source.layout.xaxis.range];
+    if (same(range, shared)) return;  // an answer to the change of another
+    shared = range;
+    for (const chart of charts) {
+      if (chart !== source) soon(chart, () => same(range, shared) && Plotly.relayout(chart, { "xaxis.range": [...range] }));
+    }
+    if (served && same(range, whole)) sessionStorage.removeItem("hdet zoom");
+    else if (served) sessionStorage.setItem("hdet zoom", JSON.stringify(range));
   };
 
-  for (const chart of charts) {
+  const draw = (chart) => {
     const { data, layout } = read(chart.dataset.chart);
     layout.template = theme();
-    if (zoomed) layout.xaxis.range = zoomed;
-    Plotly.newPlot(chart, data, layout, {
+    whole ??= layout.xaxis.range;
+    shared ??= zoomed ?? whole;
+    layout.xaxis.range = [...shared];
+    return Plotly.newPlot(chart, data, layout, {
       responsive: true,
       displaylogo: false,
       displayModeBar: small() ? false : "hover",
       modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],  // none that sends the chart away
-    });
-    chart.on("plotly_relayout", (change) => link(chart, change));
-    if (served) chart.on("plotly_relayout", keep);
-  }
-  dark.addEventListener("change", () => charts.forEach((chart) => Plotly.relayout(chart, { template: theme() })));
+    }).then(() => chart.on("plotly_relayout", (change) => link(chart, change)));
+  };
+  charts.forEach((chart) => soon(chart, () => draw(chart)));
+  dark.addEventListener("change", () => {
+    charts.forEach((chart) => soon(chart, () => Plotly.relayout(chart, { template: theme() })));
+  });
 })();

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hdet.record import WindowRecord
 
@@ -23,8 +22,7 @@ TURNS = ("rewound", "restarted", "restored")
 """Faults after which the run went on from an earlier point."""
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """One judgement of a knob in one window.
 
     Attributes:
@@ -56,8 +54,9 @@ def readings(record: WindowRecord, knob: str) -> list[Reading]:
         return []
     averaged = estimate.get("averaged")
     own = LAST if isinstance(averaged, dict) else ONLY
-    found = [_reading(averaged, AVERAGED), _reading(estimate, AHEAD if looks_ahead(record, knob) else own)]
-    return [one for one in found if one is not None]
+    if "offset" in estimate and looks_ahead(record, knob):
+        own = AHEAD
+    return [one for one in (_reading(averaged, AVERAGED), _reading(estimate, own)) if one is not None]
 
 
 def looks_ahead(record: WindowRecord, knob: str) -> bool:
@@ -79,11 +78,14 @@ def decided(record: WindowRecord, knob: str, told: Sequence[Reading] | None = No
     move = record.moves[knob]
     told = told if told is not None else readings(record, knob)
     alone = _reading(record.estimates.get(knob, {}).get("relative"), RELATIVE)
-    agreeing = [one for one in (*told, *filter(None, [alone])) if one.t * move < 0 and abs(one.t) >= 1.0]
-    if not agreeing:
-        return EARLIER, None
-    chosen = next((one for one in agreeing if abs(one.t) >= SURE), max(agreeing, key=lambda one: abs(one.t)))
-    return chosen.source, chosen.t
+    agreeing = []
+    for one in (*told, alone) if alone else told:
+        t = one.t
+        if t * move < 0 and abs(t) >= 1.0:
+            if abs(t) >= SURE:
+                return one.source, t
+            agreeing.append((one.source, t))
+    return max(agreeing, key=lambda one: abs(one[1]), default=(EARLIER, None))
 
 
 def supported(source: str, t: float | None) -> bool:
@@ -95,7 +97,7 @@ def _reading(estimate: Any, source: str) -> Reading | None:
     if not isinstance(estimate, dict):
         return None
     slope, stderr = _number(estimate.get("slope")), _number(estimate.get("stderr"))
-    return None if slope is None or stderr is None else Reading(source, slope, stderr)
+    return Reading(source, slope, stderr) if slope is not None and stderr is not None else None
 
 
 def _number(value: Any) -> float | None:

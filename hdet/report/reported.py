@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from hdet.record import WindowRecord
+from hdet.report.series import Course, course
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,15 @@ class ReportedRun:
         plain = self.result.get("plain")
         return _number(plain.get("test_loss")) if isinstance(plain, dict) else None
 
-    @property
+    @cached_property
     def knobs(self) -> list[str]:
         """The knobs its history names, in order."""
         return list(dict.fromkeys(name for record in self.windows for name in record.bases))
+
+    @cached_property
+    def courses(self) -> dict[str, Course]:
+        """What is drawn and told of each knob's values."""
+        return {knob: course(self.windows, knob) for knob in self.knobs}
 
 
 def reported(runs: ReportedRun | Iterable[ReportedRun] | Iterable[WindowRecord]) -> list[ReportedRun]:

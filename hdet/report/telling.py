@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hdet.report import series
 from hdet.report.advice import as_python, as_yaml
 from hdet.report.charts import colour_of, objection, reason
 from hdet.report.importance import importances, interactions
@@ -50,7 +49,9 @@ def moves(runs: Sequence[ReportedRun], knob: str) -> list[tuple[str, str]]:
     """Every move of a knob, and every one that a veto forbade: the run's name, and what happened and why."""
     told = []
     for run in runs:
-        made = series.course(run.windows, knob)
+        if knob not in run.courses:
+            continue
+        made = run.courses[knob]
         happened = [(move.step, reason(move)) for move in made.moves]
         happened += [(held.step, objection(held)) for held in made.held_back]
         told += [(run.name, words) for _, words in sorted(happened)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hdet.record import WindowRecord
 from hdet.report.reading import SURE, decided, readings, supported
@@ -136,40 +136,53 @@ def verdicts(history: Sequence[WindowRecord]) -> list[Verdict]:
 
 def _verdict(history: list[WindowRecord], knob: str) -> Verdict:
     windows = [record for record in history if knob in record.bases]
-    moved = [record for record in windows if record.moves.get(knob)]
-    total = math.fsum(abs(record.moves[knob]) for record in moved)
-    found = {record.window: readings(record, knob) for record in windows}
-    resting = {record.window: decided(record, knob, found[record.window]) for record in moved}
-    clear = [record for record in moved if supported(*resting[record.window])]
-    last_move = moved[-1].window if moved else -1
-    measured = [record for record in windows if found[record.window]]
-    since = [found[record.window][0].t for record in measured if record.window > last_move]
+    moved: list[_Move] = []
+    measured: WindowRecord | None = None
+    since: list[float] = []
+    for record in windows:
+        found = readings(record, knob)
+        if found:
+            measured = record
+            since.append(found[0].t)
+        if move := record.moves.get(knob):
+            moved.append(_Move(record.stop, move, *decided(record, knob, found)))
+            since.clear()
+    total = math.fsum(abs(one.amount) for one in moved)
+    clear = math.fsum(abs(one.amount) for one in moved if supported(one.source, one.t))
     return Verdict(
         knob=knob,
         start=_learned(windows[0], knob, "start"),
         end=_learned(windows[-1], knob, "closed"),
-        up=_course([record for record in moved if record.moves[knob] > 0], knob, resting),
-        down=_course([record for record in moved if record.moves[knob] < 0], knob, resting),
-        support=math.fsum(abs(record.moves[knob]) for record in clear) / total if total else 0.0,
+        up=_course([one for one in moved if one.amount > 0]),
+        down=_course([one for one in moved if one.amount < 0]),
+        support=clear / total if total else 0.0,
         asked=math.fsum(max(-BELIEVABLE, min(BELIEVABLE, t)) for t in since) / len(since) if since else 0.0,
         asked_windows=len(since),
-        measured_until=measured[-1].stop if measured else None,
+        measured_until=measured.stop if measured else None,
         stop=windows[-1].stop,
     )
 
 
-def _course(records: list[WindowRecord], knob: str, resting: Mapping[int, tuple[str, float | None]]) -> Course | None:
-    if not records:
+class _Move(NamedTuple):
+    """A move of the knob, the step at which it was made, and what it rests on."""
+
+    step: int
+    amount: float
+    source: str
+    t: float | None
+
+
+def _course(moves: list[_Move]) -> Course | None:
+    if not moves:
         return None
     evidence: dict[str, float] = {}
-    for record in records:
-        source, t = resting[record.window]
-        evidence[source] = max(evidence.get(source, 0.0), min(abs(t), 1e3) if t is not None else 0.0)
+    for one in moves:
+        evidence[one.source] = max(evidence.get(one.source, 0.0), min(abs(one.t), 1e3) if one.t is not None else 0.0)
     return Course(
-        windows=len(records),
-        first=records[0].stop,
-        last=records[-1].stop,
-        move=math.fsum(abs(record.moves[knob]) for record in records),
+        windows=len(moves),
+        first=moves[0].step,
+        last=moves[-1].step,
+        move=math.fsum(abs(one.amount) for one in moves),
         evidence=evidence,
     )
 

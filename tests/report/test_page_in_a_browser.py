@@ -100,12 +100,13 @@ def opened(browser: Any, written: Path) -> Iterator[Opened]:
 
 
 def test_it_follows_the_colour_scheme_while_open(opened: Opened) -> None:
-    color = "document.querySelector('[data-chart]').layout.template.layout.font.color"
+    all_are = """(color) => [...document.querySelectorAll('[data-chart]')].every(
+        (chart) => chart.layout.template.layout.font.color === color)"""
     opened.view.emulate_media(color_scheme="dark")
-    opened.view.wait_for_function(f"() => {color} === '#e6e8eb'")
+    opened.view.wait_for_function(all_are, arg="#e6e8eb")
     assert opened.view.evaluate(CONTRAST) == []
     opened.view.emulate_media(color_scheme="light")
-    opened.view.wait_for_function(f"() => {color} === '#1f2328'")
+    opened.view.wait_for_function(all_are, arg="#1f2328")
 
 
 def test_hovering_tells_why_a_base_moved(opened: Opened) -> None:
@@ -144,15 +145,20 @@ def zoom(opened: Opened) -> None:
     opened.view.mouse.up()
 
 
-def test_zooming_one_time_axis_zooms_all(opened: Opened) -> None:
+ALL_SHOW = """(test) => {
+  const charts = [...document.querySelectorAll('[data-chart]')];
+  const ranges = charts.map((chart) => chart.layout.xaxis.range.map(Math.round));
+  const first = test === 'zoomed' ? ranges[0][0] > 20 : ranges[0][0] < 0;
+  return first && ranges.every((range) => String(range) === String(ranges[0]));
+}"""
+
+
+def test_zooming_one_time_axis_zooms_all_and_a_double_click_shows_everything_again(opened: Opened) -> None:
     zoom(opened)
-    opened.view.wait_for_function(
-        """() => {
-          const charts = [...document.querySelectorAll('[data-chart]')];
-          const ranges = charts.map((chart) => chart.layout.xaxis.range.map(Math.round));
-          return ranges[0][0] > 20 && ranges.every((range) => String(range) === String(ranges[0]));
-        }"""
-    )
+    opened.view.wait_for_function(ALL_SHOW, arg="zoomed")
+    opened.view.wait_for_timeout(400)  # or the double click is part of the gesture before
+    opened.view.locator("[data-chart] .nsewdrag").first.dblclick()
+    opened.view.wait_for_function(ALL_SHOW, arg="all")
     assert opened.said == []
 
 
