@@ -4,8 +4,8 @@
 
 Each case runs the engine's own window on simulated replicas: designs drawn, values put in force, losses taken
 from a table instead of a network, a joint regression, K controllers, the record. Printed: the median CPU seconds of
-one process for closing a window and opening the next, the bytes its one collective brings to each rank (4
-float64 numbers a replica) and the seconds of the same for half as many replicas, to see that it grows no faster
+one process for closing a window and opening the next, the bytes its one collective brings to each rank
+(`NUMBERS` in float64 a replica) and the seconds of the same for half as many replicas, to see that it grows no faster
 than N.
 """
 
@@ -23,12 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import hdet
+from hdet.recipes.footprint import NUMBERS
 from hdet.replicas import Replica, Replicas
 from hdet.spaces import Log
 from hdet.spreads import TwoLevel
-
-NUMBERS = 4
-"""What a replica tells at a window's end: loss, steps since it broke, whether finite, losses heard."""
 
 
 class Simulated(Replicas):

@@ -15,16 +15,26 @@ from hdet.files import replace
 from hdet.record import WindowRecord
 from hdet.report.figures import overview
 from hdet.report.reading import readings
+from hdet.user_warning import warn
 
 __all__ = ["History", "WindowRecord"]
 
+IN_MEMORY = 256
+"""Windows that a history with a file keeps in memory while it is written; the others are read back when asked for."""
+
+WITHOUT_FILE = 4096
+"""Windows that a history without a file keeps."""
+
 
 class History:
-    """The windows of a run, in memory and, with a path, one line each in a JSON-lines file.
+    """The windows of a run, in memory or, with a path, one line each in a JSON-lines file.
 
     A line is handed to the operating system before training goes on, so a kill loses at most the window under way.
     Reading skips a last line that a kill cut short. A line that could not be written, on a full disk say, is kept in
     memory and written with the next.
+
+    Memory is bounded: of a history with a file the last 256 windows stay there, and `windows` reads the others back;
+    one without keeps the last 4,096, and says so when it drops the first.
 
     Args:
         path: the file; without one the history is in memory alone.
@@ -34,6 +44,9 @@ class History:
         HdetError: the file cannot be read, or is not the record of one run: windows follow each other, none is
             missing, and each begins at the step where the one before ended.
 
+    Attributes:
+        latest: the windows in memory, the last ones.
+
     >>> History().windows
     []
     """
@@ -41,11 +54,33 @@ class History:
     def __init__(self, path: str | os.PathLike[str] | None = None, *, whole: bool = False) -> None:
         self.whole = whole
         self.path = Path(path) if path is not None else None
-        self.windows: list[WindowRecord] = []
+        self.latest: list[WindowRecord] = []
         self._torn = False
         if self.path is not None and self.path.exists():
-            self.windows, self._torn = _read(self.path)
-        self._written = len(self.windows)
+            self.latest, self._torn = _read(self.path)
+        self._unwritten = 0
+        self._in_file = 0  # windows before `latest` that are in the file alone
+        self._elsewhere = False  # another process has the file
+        self._dropped = False
+
+    @property
+    def windows(self) -> list[WindowRecord]:
+        """All windows, of a run with a file; else those in memory.
+
+        Raises:
+            HdetError: the file can no longer be read, or lacks windows that were written.
+        """
+        if not self._in_file:
+            return self.latest
+        assert self.path is not None
+        found = _read(self.path)[0][: self._in_file]
+        if len(found) < self._in_file or found[-1].window + 1 != self.latest[0].window:
+            raise HdetError(
+                f"the history {self.path} no longer holds the {self._in_file} windows before window "
+                f"{self.latest[0].window} that were written to it: something else has written or replaced it; put the "
+                f"file back, or read `history.latest`, the windows in memory"
+            )
+        return found + self.latest
 
     @classmethod
     def given(cls, history: History | str | os.PathLike[str] | None, *, writes: bool = True) -> History:
@@ -68,20 +103,20 @@ class History:
                     f"goes on there is given history=hdet.History({str(history.path)!r}); one that begins, another path"
                 )
         if not writes and history.path is not None:
-            history.path, history.windows, history._torn, history._written = None, [], False, 0
+            history.path, history.latest, history._torn, history._elsewhere = None, [], False, True
         return history
 
     def __repr__(self) -> str:
-        knobs = ", ".join(dict.fromkeys(name for record in self.windows for name in record.bases))
+        knobs = ", ".join(dict.fromkeys(name for record in self.latest for name in record.bases))
         where = f" in {self.path}" if self.path is not None else ""
-        steps = f" to step {self.windows[-1].stop}" if self.windows else ""
+        steps = f" to step {self.latest[-1].stop}" if self.latest else ""
         return f"<History of {len(self)} windows{steps}{where}: {knobs or 'no knobs'}>"
 
     def __iter__(self) -> Iterator[WindowRecord]:
         return iter(self.windows)
 
     def __len__(self) -> int:
-        return len(self.windows)
+        return self._in_file + len(self.latest)
 
     def expect(self, window: int) -> None:
         """Window `window` is about to be run.
@@ -89,9 +124,9 @@ class History:
         Raises:
             HdetError: it is here already, so the record would be of two runs.
         """
-        if self.windows and self.windows[-1].window >= window:
+        if self.latest and self.latest[-1].window >= window:
             raise HdetError(
-                f"the history {self.path or ''} already holds windows up to {self.windows[-1].window}, and window "
+                f"the history {self.path or ''} already holds windows up to {self.latest[-1].window}, and window "
                 f"{window} is to be run: resume a checkpoint, give another path, or drop them by truncate({window})"
             )
 
@@ -124,8 +159,10 @@ class History:
         Raises:
             HdetError: the file cannot be written. The window is kept, and is written with the next.
         """
-        self.windows.append(record)
+        self.latest.append(record)
+        self._unwritten += 1
         if self.path is None:
+            self._drop()
             return
         try:
             if self._torn:
@@ -134,14 +171,29 @@ class History:
                 self._torn = True  # until all is written
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open("a", encoding="utf-8") as file:
-                    file.write(_lines(self.windows[self._written :]))
+                    file.write(_lines(self.latest[-self._unwritten :]))
         except OSError as error:
             raise HdetError(
                 f"the history {self.path} could not be written: {error}; the window is kept in memory, and is written "
                 f"with the next"
             ) from error
         self._torn = False
-        self._written = len(self.windows)
+        self._unwritten = 0
+        if len(self.latest) >= 2 * IN_MEMORY:  # now and then, as many at once
+            self._in_file += len(self.latest) - IN_MEMORY
+            del self.latest[:-IN_MEMORY]
+
+    def _drop(self) -> None:
+        """Keep no more windows than there may be without a file."""
+        if len(self.latest) <= WITHOUT_FILE:
+            return
+        del self.latest[0]
+        if not (self._dropped or self._elsewhere):
+            self._dropped = True
+            warn(
+                f"a history without a file keeps the last {WITHOUT_FILE} windows, and drops window "
+                f"{self.latest[0].window - 1} now; give history='history.jsonl' for all of them (said once)"
+            )
 
     def truncate(self, windows: int) -> None:
         """Drop the windows from a number on (they are about to be run again), a torn line too; atomically.
@@ -155,7 +207,7 @@ class History:
                 replace(self.path, _lines(kept).encode())
             except OSError as error:
                 raise HdetError(f"the history {self.path} could not be written: {error}") from error
-        self.windows, self._torn, self._written = kept, False, len(kept)
+        self.latest, self._torn, self._unwritten, self._in_file = kept, False, 0, 0
 
     def bases(self, knob: str) -> NDArray[np.float64]:
         """[windows, 2]: the step a window stopped at, and the knob's base there.
@@ -163,10 +215,11 @@ class History:
         Raises:
             HdetError: no such knob in this history.
         """
-        known = {name for record in self.windows for name in record.bases}
+        windows = self.windows
+        known = {name for record in windows for name in record.bases}
         if knob not in known:
             raise HdetError(f"no knob {knob!r} in this history; there are {sorted(known)}")
-        return np.array([[record.stop, record.bases[knob]] for record in self.windows if knob in record.bases])
+        return np.array([[record.stop, record.bases[knob]] for record in windows if knob in record.bases])
 
     def rows(self) -> list[dict[str, Any]]:
         """A flat row for each window and knob, for a table: `pandas.DataFrame(history.rows())`.

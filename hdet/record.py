@@ -13,17 +13,20 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from hdet.errors import HdetError
 
+MOST_REPLICAS = 64
+"""Replicas that a record has values and losses of one by one; the others are in what it says of all."""
+
 
 @dataclass(frozen=True)
 class WindowRecord:
-    """One window, from opening to the moves made at its end.
+    """One window, from opening to the moves made at its end. Its size does not grow with the number of replicas.
 
     Attributes:
         window: its number, from 0.
         start, stop: the steps it covers, `start <= t < stop`.
         bases: each knob's base at its last step.
-        values: each knob's [N] values at its last step, by replica.
-        losses: [N] mean training losses; `None` where a replica was not finite.
+        values: each knob's values at its last step, by replica, of the first 64 of N.
+        losses: mean training losses of the same; `None` where a replica was not finite.
         estimates: by knob: slope, stderr, t, curvature, curvature_stderr, and `averaged` (the same at
             window-averaged weights) where the evidence has it.
         moves: by knob, in coordinate units.
@@ -37,6 +40,9 @@ class WindowRecord:
             history written without it.
         reasons: by knob, which `rule` asked for the move and which `veto` held it back, for controllers that tell
             (`hdet.controllers.Ruled`); a key is absent where there was none.
+        replicas: N; 0 in a history written without it, whose losses are those of all.
+        ranges: by knob, the lowest and the highest value of all replicas; empty where `values` has them all.
+        mean_loss: over all replicas that stayed finite; `None` where `losses` has them all, or none did.
     """
 
     __pydantic_config__ = ConfigDict(allow_inf_nan=False, extra="forbid")
@@ -57,12 +63,22 @@ class WindowRecord:
     learned: dict[str, dict[str, float]] = field(default_factory=dict)
     course: dict[str, list[float]] = field(default_factory=dict)
     reasons: dict[str, dict[str, str]] = field(default_factory=dict)
+    replicas: int = 0
+    ranges: dict[str, list[float]] = field(default_factory=dict)
+    mean_loss: float | None = None
 
     @property
     def loss(self) -> float:
         """Mean training loss over the replicas that stayed finite; NaN if none did."""
+        if self.mean_loss is not None:
+            return self.mean_loss
         sound = [value for value in self.losses if value is not None]
         return float(np.mean(sound)) if sound else math.nan
+
+    def range(self, knob: str) -> tuple[float, float]:
+        """The lowest and the highest value of a knob at the window's last step."""
+        values = self.ranges.get(knob) or self.values.get(knob) or [self.bases[knob]]
+        return min(values), max(values)
 
     def to_json(self) -> str:
         """One line of strict JSON; non-finite numbers become null."""
@@ -70,7 +86,7 @@ class WindowRecord:
 
     @classmethod
     def from_json(cls, line: str) -> WindowRecord:
-        """The inverse of `to_json`; a record without `hints`, `learned`, `course` and `reasons` reads too.
+        """The inverse of `to_json`; one of an earlier version, which lacks some fields, reads too.
 
         Raises:
             ValueError: the line is not JSON.

@@ -18,7 +18,7 @@ import torch
 
 import hdet
 from hdet.errors import HdetError
-from hdet.history import History, WindowRecord
+from hdet.history import IN_MEMORY, History, WindowRecord
 
 
 def record(window: int, **changes: Any) -> WindowRecord:
@@ -358,3 +358,60 @@ def test_rows_are_flat_one_for_each_window_and_knob() -> None:
         "t": 2.0,
     }
     assert (second["knob"], second["learned"], second["judgement"], second["t"]) == ("größe", None, None, None)
+
+
+# -- memory is bounded ----------------------------------------------------------------------------
+
+
+def small(window: int) -> WindowRecord:
+    return WindowRecord(window, window, window + 1, {"rate": 1.0 + window}, {}, [1.0], {}, {"rate": 0.0}, False)
+
+
+def test_a_long_history_keeps_its_last_windows_in_memory_and_reads_the_others_back(tmp_path: Path) -> None:
+    path, count = tmp_path / "history.jsonl", 3 * IN_MEMORY + 7
+    history = History(path)
+    for window in range(count):
+        history.append(small(window))
+        assert len(history.latest) < 2 * IN_MEMORY
+    assert len(history) == count
+    assert list(history) == [small(window) for window in range(count)] == History(path).windows
+    assert history.bases("rate")[:, 0].tolist() == list(range(1, count + 1))
+    history.require(count, count)
+    history.truncate(10)
+    history.append(small(10))
+    assert list(history) == [small(window) for window in range(11)] == History(path).windows
+
+
+def test_a_full_disk_loses_nothing_of_a_long_history(tmp_path: Path) -> None:
+    path, count = tmp_path / "history.jsonl", 2 * IN_MEMORY + 3
+    history = History(path)
+    for window in range(count):
+        history.append(small(window))
+    with full_disk(10, path), pytest.raises(HdetError, match="could not be written"):
+        history.append(small(count))
+    history.append(small(count + 1))
+    assert History(path).windows == [small(window) for window in range(count + 2)]
+
+
+def test_a_file_replaced_meanwhile_is_noticed_where_it_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    history = History(path)
+    for window in range(2 * IN_MEMORY):
+        history.append(small(window))
+    path.write_text(small(0).to_json() + "\n")
+    with pytest.raises(HdetError, match=r"no longer holds the \d+ windows before window"):
+        list(history)
+    assert history.latest[-1] == small(2 * IN_MEMORY - 1)
+
+
+def test_without_a_file_the_first_windows_are_dropped_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hdet.history.WITHOUT_FILE", 5)
+    history = History()
+    for window in range(5):
+        history.append(small(window))
+    with pytest.warns(UserWarning, match="drops window 0 now; give history='history.jsonl'") as told:
+        history.append(small(5))
+    for window in range(6, 9):
+        history.append(small(window))  # a warning is an error here
+    assert told[0].filename == __file__
+    assert [record.window for record in history] == [4, 5, 6, 7, 8]

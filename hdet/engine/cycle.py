@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from hdet.controllers import Estimate
@@ -20,6 +21,7 @@ from hdet.errors import DivergedError, HdetError
 from hdet.evidence import Collector, Harvest, Scene, Window
 from hdet.history import History, WindowRecord
 from hdet.hparams.bound import Moment
+from hdet.record import MOST_REPLICAS
 from hdet.replicas import Replica, Terms
 from hdet.replicas.alike import require_alike
 from hdet.replicas.anchor import Anchor
@@ -214,7 +216,10 @@ class Cycle:
             require_alike(self.home, reading.valid, self.anchor, self.step_count)
         last = window.stop - 1
         bases = {knob.name: knob.base(last) for knob in self.knobs}
-        values = {knob.name: knob.values(last, range(self.home.size)) for knob in self.knobs}
+        shown = range(min(self.home.size, MOST_REPLICAS))
+        values = {knob.name: knob.values(last, shown) for knob in self.knobs}
+        told_in_full = len(shown) == self.home.size
+        ranges = {} if told_in_full else {knob.name: list(knob.range(last)) for knob in self.knobs}
         courses = {knob.name: knob.course(window.start, window.stop) for knob in self.knobs}
         opened = {knob.name: knob.learned for knob in self.knobs}
         estimates: dict[str, Estimate] = {}
@@ -248,7 +253,7 @@ class Cycle:
             stop=window.stop,
             bases=bases,
             values=values,
-            losses=[loss if math.isfinite(loss) else None for loss in reading.losses.tolist()],
+            losses=[loss if math.isfinite(loss) else None for loss in reading.losses[: len(shown)].tolist()],
             estimates={name: estimate.to_dict() for name, estimate in estimates.items()},
             moves=moves,
             merged=merged,
@@ -265,8 +270,11 @@ class Cycle:
             },
             course=courses,
             reasons=reasons,
+            replicas=self.home.size,
+            ranges=ranges,
+            mean_loss=None if told_in_full else _mean(reading),
         )
-        record.hints.extend(self._probe_size.look(self.history.windows, record))
+        record.hints.extend(self._probe_size.look(self.history.latest, record))
         if self.step_count == self._last_step:
             self.end()
         else:
@@ -394,6 +402,12 @@ class Cycle:
             self.end()
         else:
             self.open_window(window)
+
+
+def _mean(reading: Reading) -> float | None:
+    """Over the replicas that have a loss; None where none has."""
+    finite = reading.losses[np.isfinite(reading.losses)]
+    return float(finite.mean()) if len(finite) else None
 
 
 def _sum(moves: dict[str, float], more: dict[str, float]) -> dict[str, float]:

@@ -50,7 +50,7 @@ class ProbeSize:
     """
 
     def __init__(self, knobs: Sequence[BoundKnob], signal: Signal, gradients: str) -> None:
-        self._told: set[str] = set()
+        self._told: set[str] | None = None
         self._probe = signal if isinstance(signal, Probe) else None
         self._names = [
             knob.name
@@ -60,9 +60,14 @@ class ProbeSize:
         ]
 
     def look(self, earlier: Sequence[WindowRecord], record: WindowRecord) -> list[dict[str, Any]]:
-        """The hints of the window that has closed, after `earlier` ones; each is warned of too."""
+        """The hints of the window that has closed, after the latest ones before it; each is warned of too.
+
+        The first call is given all of a run that goes on, and notes what was said before the resume.
+        """
         if self._probe is None:
             return []
+        if self._told is None:
+            self._told = {str(hint["knob"]) for one in earlier for hint in one.hints if "knob" in hint}
         found = []
         latest = [record, *islice(reversed(earlier), REACH)]
         for name in self._names:
@@ -74,8 +79,6 @@ class ProbeSize:
             if t >= 1.0 or factor <= 1.0:
                 continue
             self._told.add(name)
-            if any(hint.get("knob") == name for one in earlier for hint in one.hints):
-                continue  # before the resume
             found.append({"kind": "small_probe", "knob": name, "step": record.stop, "factor": round(factor, 1)})
             batches = len(self._probe.draw(record.window))
             needed = _batches(math.ceil(batches * factor)) if factor < math.inf else "more than any"

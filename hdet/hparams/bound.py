@@ -121,7 +121,7 @@ class BoundKnob:
         if not self._explored:
             return 1.0
         down, up = self.spec.space.room(base, self.spec.bounds)
-        lowest, highest = -min(self._offsets), max(self._offsets)
+        lowest, highest = -float(self._offsets.min()), float(self._offsets.max())
         factor = 1.0
         if lowest > down:
             factor = min(factor, down / lowest)
@@ -144,9 +144,15 @@ class BoundKnob:
         low, high = self.spec.bounds
         apply = self.spec.space.apply
         # Many replicas have few levels, and each is worked out once.
-        offsets = [self._offsets[index] for index in indices]
+        offsets = self._offsets[indices].tolist()
         at = {offset: min(max(apply(base, reach * offset), low), high) for offset in set(offsets)}
         return [at[offset] for offset in offsets]
+
+    def range(self, step: int) -> tuple[float, float]:
+        """The lowest and the highest value of any replica at a step."""
+        ends = [int(self._offsets.argmin()), int(self._offsets.argmax())]
+        low, high = self.values(step, ends)
+        return low, high
 
     def displaced(self, step: int, offset: float) -> float:
         """The base moved by an offset in coordinate units, within bounds."""
@@ -182,9 +188,9 @@ class BoundKnob:
         """Take up a window's levels."""
         self.levels = levels
         self.centre = centre
-        # What every step reads, as plain numbers.
+        # What every step reads.
         self._explored = bool(levels.any())
-        self._offsets: list[float] = (centre + levels).tolist()
+        self._offsets = centre + levels
         self._placed = (-1, 0.0, 0.0, 1.0)
 
     def judge(self, estimate: Estimate, moment: Moment) -> float:

@@ -153,14 +153,14 @@ class Hadamard(Design):
         # the knobs are shuffled too: else knobs k and k + width would be aliased in every window
         place = np.empty(knobs, dtype=np.int64)
         place[_order(knob_keys)] = np.arange(knobs) % width
-        signs = entries(order, rows % order, columns[place] + skipped) * _signs(sign_keys)
+        upper = (entries(order, rows % order, columns[place] + skipped) > 0) == (_signs(sign_keys) > 0)
         if self.foldover:
-            signs[rows >= order] *= -1
-        design = np.empty((n, knobs))
-        for k, column in enumerate(levels):
-            design[signs[:, k] < 0, k] = column[: n // 2]
-            design[signs[:, k] > 0, k] = column[n // 2 :]
-        return design
+            upper[rows >= order] ^= True
+        design = np.empty((knobs, n))  # knob by knob in memory
+        for own, column, above in zip(design, levels, upper.T.copy(), strict=True):
+            own[~above] = column[: n // 2]
+            own[above] = column[n // 2 :]
+        return design.T
 
 
 @register
@@ -273,7 +273,11 @@ def _orders(draws: int, n: int, seed: int, window: int, name: str) -> NDArray[np
 
 
 def _order(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    return np.argsort(keys, axis=-1, kind="stable")
+    order = np.argsort(keys, axis=-1)
+    # As good as never are two words equal; then alone the slower sort, which keeps their order, says something else.
+    ordered = np.take_along_axis(keys, order, axis=-1)
+    tied = bool((ordered[..., 1:] == ordered[..., :-1]).any())
+    return np.argsort(keys, axis=-1, kind="stable") if tied else order
 
 
 def _raw(count: int, seed: int, window: int, purpose: str, *names: str) -> NDArray[np.uint64]:

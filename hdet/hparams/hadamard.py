@@ -65,10 +65,15 @@ def entries(order: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> 
         raise ValueError(f"no Hadamard matrix of order {order} is known here")
     matrix = hadamard(base)
     assert matrix is not None
-    high = (rows // base)[:, None] & (columns // base)
+    narrow = np.min_scalar_type(order)
+    high = (rows // base).astype(narrow)[:, None] & (columns // base).astype(narrow)
     for shift in (32, 16, 8, 4, 2, 1):
-        high = high ^ (high >> shift)
-    found: NDArray[np.int64] = matrix[np.ix_(rows % base, columns % base)] * (1 - 2 * (high & 1))
+        if order >> shift:
+            high = high ^ (high >> shift)
+    signs: NDArray[np.int64] = 1 - 2 * (high & 1).astype(np.int64)
+    if base == 1:
+        return signs
+    found: NDArray[np.int64] = matrix[np.ix_(rows % base, columns % base)] * signs
     return found
 
 

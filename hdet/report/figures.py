@@ -206,8 +206,7 @@ def _draw_course(axis: Any, windows: Sequence[WindowRecord], knob: str) -> None:
     windows = [record for record in windows if knob in record.bases]
     stops = [record.stop for record in windows]
     bases = [record.bases[knob] for record in windows]
-    values = [record.values.get(knob) or [base] for record, base in zip(windows, bases, strict=True)]
-    lows, highs = [min(one) for one in values], [max(one) for one in values]
+    lows, highs = zip(*(record.range(knob) for record in windows), strict=True)
     if lows != highs:
         axis.fill_between(stops, lows, highs, color=SKY, alpha=0.35, linewidth=0)
     learned = [(one, one.learned[knob]) for one in windows if knob in one.learned]

@@ -128,11 +128,11 @@ def course(windows: Sequence[WindowRecord], knob: str) -> Course:
     windows = [record for record in windows if knob in record.bases]
     made = Course()
     for group in groups(windows):
-        values = [record.values.get(knob) or [record.bases[knob]] for record in group]
+        lowest, highest = zip(*(record.range(knob) for record in group), strict=True)
         made.steps.append(group[-1].stop)
         made.in_force.append(rounded(group[-1].bases[knob]))
-        made.low.append(rounded(min(map(min, values))))
-        made.high.append(rounded(max(map(max, values))))
+        made.low.append(rounded(min(lowest)))
+        made.high.append(rounded(max(highest)))
         told = group[0].learned.get(knob)
         if told:
             made.start = told["start"]

@@ -196,7 +196,8 @@ def test_every_figure_is_written_in_every_format(tmp_path: Path) -> None:
 
 def test_a_history_plots_itself_and_a_notebook_shows_it() -> None:
     plotted = History()
-    plotted.windows = history()
+    for record in history():
+        plotted.append(record)
     assert plotted.plot()._repr_png_().startswith(b"\x89PNG")
 
 

@@ -65,9 +65,10 @@ class Comparison:
     def heard(self) -> tuple[FloatArray, FloatArray]:
         """Levels [n, K] and losses [n, J] of the replicas that may be heard; J is 1 for losses [N]."""
         losses = self.losses.reshape(len(self.losses), -1)
-        finite = np.isfinite(losses).all(axis=1) & np.isfinite(self.levels).all(axis=1)
-        keep = self.valid & finite
-        return self.levels[keep], losses[keep]
+        keep = self.valid.copy()
+        for column in (*losses.T, *self.levels.T):
+            keep &= np.isfinite(column)
+        return (self.levels, losses) if keep.all() else (self.levels[keep], losses[keep])
 
 
 class Estimator(Spec, family="estimator"):

@@ -62,9 +62,11 @@ class LeastSquares(Estimator):
 
     def _fit(self, levels: FloatArray, losses: FloatArray) -> tuple[Fit, list[int]]:
         """The fit, and the knobs whose curvature is among its coefficients, after the K slopes."""
+        if not self.curvature:
+            return regress(levels, losses, replica_noise=self.replica_noise), []
         squares = levels**2 / 2
         finite = np.isfinite(squares).all(axis=0)
-        curved = [int(k) for k in np.flatnonzero(varies(squares) & finite)] if self.curvature else []
+        curved = [int(k) for k in np.flatnonzero(varies(squares) & finite)]
         needed = int(varies(levels).sum()) + len(curved) + (losses.shape[1] == 1)
         if curved and needed <= len(levels) - 1:
             fit = regress(np.hstack([levels, squares[:, curved]]), losses, replica_noise=self.replica_noise)

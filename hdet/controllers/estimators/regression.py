@@ -35,8 +35,17 @@ def varies(columns: FloatArray) -> NDArray[np.bool_]:
     """Which columns of [n, P] take more than one value, rounding aside."""
     if len(columns) == 0:
         return np.zeros(columns.shape[1], dtype=np.bool_)
-    deviation = np.abs(columns - columns.mean(axis=0)).max(axis=0)
-    return np.asarray(deviation > _NEGLIGIBLE * np.abs(columns).max(axis=0))
+    return _moving(columns, columns - columns.mean(axis=0))
+
+
+def _moving(columns: FloatArray, centred: FloatArray) -> NDArray[np.bool_]:
+    return np.asarray(_largest(centred) > _NEGLIGIBLE * _largest(columns))
+
+
+def _largest(columns: FloatArray) -> FloatArray:
+    """[P] The largest absolute value of each of [n, P]; column by column in memory, which long ones are faster in."""
+    largest: FloatArray = np.abs(np.ascontiguousarray(columns.T)).max(axis=1)
+    return largest
 
 
 def regress(columns: FloatArray, losses: FloatArray, *, replica_noise: bool = False) -> Fit:
@@ -55,12 +64,15 @@ def regress(columns: FloatArray, losses: FloatArray, *, replica_noise: bool = Fa
     """
     n, batches = losses.shape
     count = columns.shape[1]
-    moving = varies(columns)
     nothing = Fit(np.zeros(count), np.full(count, np.inf), np.zeros(count, dtype=np.bool_), np.zeros((count, 0)))
-    if n < 2 or not moving.any():
+    if n < 2:
         return nothing
-    centred = (columns - columns.mean(axis=0))[:, moving]
-    largest = np.abs(centred).max(axis=0)
+    centred = columns - columns.mean(axis=0)
+    moving = _moving(columns, centred)
+    if not moving.any():
+        return nothing
+    centred = centred[:, moving]  # column by column in memory
+    largest = _largest(centred)
     scale = largest * np.sqrt(((centred / largest) ** 2).mean(axis=0))  # levels of 1e154 and more have no square
     if not np.isfinite(centred / scale).all():
         return nothing
