@@ -1,5 +1,5 @@
 """How N replicas become one."""
 
-from hdet.replicas.merge import Mean, Merge
+from hdet.merging import Averager, Grawa, Mean, Merge, Merger, Outer, Weighted
 
-__all__ = ["Mean", "Merge"]
+__all__ = ["Averager", "Grawa", "Mean", "Merge", "Merger", "Outer", "Weighted"]

@@ -35,8 +35,7 @@ from hdet.hparams.binding import Binding, ModelBinding
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.knob import ActsOn
 from hdet.hparams.schedule import HeldOneCycle
-from hdet.merges import Mean, Merge
-from hdet.replicas import Replicas
+from hdet.merges import Grawa, Mean, Merge, Merger, Outer, Weighted
 from hdet.schedules import WSD, Constant, Cosine, FromCallable, OneCycle, Replay, Schedule
 from hdet.spaces import Linear, Log, Logit, Space
 from hdet.spec import Spec
@@ -102,6 +101,9 @@ EXAMPLES: dict[type[Spec], list[Spec]] = {
     hdet.Divergent: [hdet.Divergent(), hdet.Divergent(tilt=0.5), hdet.Divergent(estimator=Kalman())],
     hdet.Contrast: [hdet.Contrast(refresh=3), hdet.Contrast(refresh=3, paired=True)],
     Mean: [Mean(), Mean("keep"), Mean("reset")],
+    Weighted: [Weighted(), Weighted(0.0), Weighted(None, trim=0.25, optimizer="keep")],
+    Grawa: [Grawa(), Grawa(layers=True, momentum=0.0, optimizer="keep")],
+    Outer: [Outer(), Outer(1.0, options={}), Outer(0.1, optimizer="Adam", options={}, merge=Weighted())],
 }
 """What is checked of a kind; of one that is not here, its instance by default."""
 
@@ -316,9 +318,16 @@ class Twice(Merge):
 
     kind: ClassVar[str] = "conformance_twice"
 
-    def __call__(self, replicas: Replicas, valid: Sequence[bool]) -> None:
-        replicas.mean(valid, "average")
-        replicas.mean(valid, "average")
+    def at_work(self, scene: Scene) -> MeanTwice:
+        return MeanTwice(scene)
+
+
+class MeanTwice(Merger):
+    """Takes the mean of the mean."""
+
+    def merge(self, harvest: Harvest) -> None:
+        for _ in range(2):
+            self.scene.replicas.mean(harvest.valid.tolist(), "average")
 
 
 OWN: list[Spec] = [
@@ -479,16 +488,27 @@ class Lagging(hdet.Windows):
         return step // 2
 
 
+class MeanOf(Merger):
+    """The mean of those replicas that it is told, valid or not."""
+
+    def __init__(self, scene: Scene, taking: Callable[[int], Sequence[bool]]) -> None:
+        super().__init__(scene)
+        self.taking = taking
+
+    def merge(self, harvest: Harvest) -> None:
+        self.scene.replicas.mean(self.taking(len(harvest.valid)), "average")
+
+
 @unregistered
 class First(Mean):
-    def __call__(self, replicas: Replicas, valid: Sequence[bool]) -> None:
-        super().__call__(replicas, [True] + [False] * (len(valid) - 1))
+    def at_work(self, scene: Scene) -> Any:
+        return MeanOf(scene, lambda n: [True] + [False] * (n - 1))
 
 
 @unregistered
 class Trusting(Mean):
-    def __call__(self, replicas: Replicas, valid: Sequence[bool]) -> None:
-        super().__call__(replicas, [True] * len(valid))
+    def at_work(self, scene: Scene) -> Any:
+        return MeanOf(scene, lambda n: [True] * n)
 
 
 @unregistered

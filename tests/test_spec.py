@@ -25,7 +25,7 @@ from hdet.designs import Design, Fixed, Hadamard, LatinHypercube, Permutation
 from hdet.errors import ConfigError
 from hdet.estimators import LeastSquares, Softmax
 from hdet.hparams import schedule
-from hdet.merges import Mean
+from hdet.merges import Grawa, Mean, Outer, Weighted
 from hdet.schedules import WSD, Constant, Cosine, FromCallable, OneCycle, Replay
 from hdet.spaces import Arcsine, Linear, Log, Logit, Relative, Space
 from hdet.spec import Spec, lookup, members, register
@@ -110,6 +110,9 @@ EXAMPLES: list[Spec] = [
     hdet.Scalar("x", path="a.b", bounds=(0, 1)),
     # merges and windows
     Mean("reset"),
+    Weighted(None, trim=0.25),
+    Grawa(layers=True),
+    Outer(0.1, optimizer="Adam", options={"betas": [0.9, 0.95]}, merge=Weighted(0.0)),
     hdet.FixedWindow(7),
     hdet.GrowingWindow(minimum=5, fraction=0.2),
 ]

@@ -16,8 +16,8 @@ from hdet.controllers import Controller
 from hdet.errors import ConfigError
 from hdet.evidence import Evidence
 from hdet.hparams import Design, Knob, Schedule, Space, Spread
+from hdet.merging import Merge
 from hdet.recipes.recommended import choose, describe
-from hdet.replicas.merge import Merge
 from hdet.spec import Spec, meant, members
 from hdet.windows import Windows
 

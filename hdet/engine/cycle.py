@@ -68,6 +68,7 @@ class Cycle:
         )
         self.collectors: list[Collector] = [source.collect(scene, plan.judged_by(source)) for source in plan.evidence]
         self.watch: Watch | None = plan.guard.watch(scene) if plan.guard is not None else None
+        self.merger = plan.merge.at_work(scene)
         self.tally = Tally(self.home, stay_alike=not plan.apart)
         self._probe_size = ProbeSize(self.knobs, plan.signal, plan.gradients)
         self.home.begin(
@@ -105,7 +106,7 @@ class Cycle:
             if self.watch is not None and self.step_count == 0:
                 self.watch.begin()
             if not self._met:
-                self.tally.open_apart()
+                self._open_apart()
         if self._seats_share_models:
             for knob in self.knobs:
                 knob.write(replica.host, knob.values(self.step_count, [replica.index])[0])
@@ -178,13 +179,19 @@ class Cycle:
         self.anchor.take(start, self._lent())
         self.tally.reset()
         if not self._met:
-            self.tally.open_apart()
+            self._open_apart()
         self.averages.reset()
         for collector in self.collectors:
             collector.open(self.window)
         self.apply()
         self._clock = time.perf_counter()
         return self.window
+
+    def _open_apart(self) -> None:
+        """Nothing has made the replicas alike yet."""
+        self.tally.open_apart()
+        if self.tally.steps == 0:  # a state of within the window says itself how it opened
+            self.merger.open_apart()
 
     def keep_optimizer_state(self) -> None:
         """Anchor the optimizer's state at every window's opening from now on, whatever else is held."""
@@ -231,7 +238,7 @@ class Cycle:
             harvest = Harvest(window, reading.losses, reading.valid)
             for collector in self.collectors:
                 estimates.update(collector.close(harvest))
-            merged = self._converge(reading)
+            merged = self._converge(reading, harvest)
             moment = self._moment(window, harvest.loss)
             for knob in self.knobs:
                 moves[knob.name] = knob.judge(estimates[knob.name], moment)
@@ -244,6 +251,7 @@ class Cycle:
         else:
             self.restores += 1
             faults.append(recovery.restore(self.plan, self.anchor))
+            self.merger.forget()
             if self.watch is not None:
                 moves = recovery.retreat(self.knobs, bases, self._moment(window, None))
         now = time.perf_counter()
@@ -315,7 +323,7 @@ class Cycle:
             loss=loss,
         )
 
-    def _converge(self, reading: Reading) -> bool:
+    def _converge(self, reading: Reading, harvest: Harvest) -> bool:
         """Merge, unless nothing can have come apart."""
         valid = reading.valid
         apart = (
@@ -328,9 +336,9 @@ class Cycle:
         if not self.home.diverge:
             self.home.mean_buffers(valid.tolist())
         self._met = True
-        if not (self.home.diverge and apart):
+        if not (self.merger.moves_alike or (self.home.diverge and apart)):
             return False
-        self.plan.merge(self.home, valid.tolist())
+        self.merger.merge(harvest)
         for knob in self.knobs:
             knob.forget()  # a failed replica took over another's optimizer, knob values included
         return True
@@ -353,6 +361,7 @@ class Cycle:
         went_back = recovery.guarded(self.plan, self.watch, harvest, bases, ahead, moment)
         if went_back is not None:
             self._met = went_back.alike
+            self.merger.forget()
             for collector in self.collectors:
                 collector.forget()
         return went_back

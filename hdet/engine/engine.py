@@ -23,8 +23,8 @@ from hdet.history import History, WindowRecord
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.learned import Learned
+from hdet.merging import Merge
 from hdet.replicas import Replica, Replicas
-from hdet.replicas.merge import Merge
 from hdet.replicas.random_numbers import CommonNumbers
 from hdet.signals import Objective, Signal
 from hdet.windows import Windows

@@ -68,6 +68,13 @@ class KnobPart(Strict):
     controller: dict[str, Any]
 
 
+class MergePart(Strict):
+    """A merge's declaration and what it remembers."""
+
+    declared: dict[str, Any]
+    state: dict[str, Any]
+
+
 class StatePart(Strict):
     """The whole."""
 
@@ -78,6 +85,7 @@ class StatePart(Strict):
     converged: PointPart
     opening: dict[str, ReplicaPart] | None
     watch: dict[str, Any] | None
+    merge: MergePart | None = None
     knobs: dict[str, KnobPart]
     collectors: list[dict[str, Any]]
     open: OpenPart | None

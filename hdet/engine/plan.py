@@ -17,8 +17,8 @@ from hdet.evidence import Contrast, Evidence
 from hdet.hparams.binding import Binding
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.knob import Knob
+from hdet.merging import Mean, Merge
 from hdet.replicas import Replicas
-from hdet.replicas.merge import Mean, Merge
 from hdet.signals import Objective, Probe, Signal, TrainingLoss
 from hdet.windows import FixedWindow, Windows
 

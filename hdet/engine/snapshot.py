@@ -7,6 +7,7 @@ Layout (format 3)::
     opening                    each replica's model and optimizer there, where they differ (`Mean("keep")`, `perturb`)
     window, start, shifts      the window that opened there; every knob's shift and controller state
     watch                      what the guard knows, the point it would go back to included
+    merge                      its declaration, and what it remembers between windows
     open                       the window under way: step, tally, evidence, and each replica's model and optimizer
 """
 
@@ -48,6 +49,7 @@ def state_dict(cycle: Cycle) -> dict[str, Any]:
         "watch": cycle.watch.state_dict() if cycle.watch is not None else None,
         "knobs": {knob.name: knob.state_dict() for knob in cycle.knobs},
         "collectors": [collector.state_dict() for collector in cycle.collectors],
+        "merge": {"declared": cycle.plan.merge.to_dict(), "state": cycle.merger.state_dict()},
         "open": None
         if fresh or cycle.finished
         else {
@@ -119,6 +121,9 @@ def _load(cycle: Cycle, state: dict[str, Any]) -> None:
     cycle.restores = state["restores"]
     cycle.step_count = point["step"]
     cycle.resume(state["window"], state["finished"])
+    cycle.merger.forget()
+    if state.get("merge", {}).get("state"):
+        cycle.merger.load_state_dict(state["merge"]["state"])
     if cycle.finished:
         return
     under_way = state["open"]
@@ -155,6 +160,12 @@ def check(cycle: Cycle, state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"checkpoint format {state.get('format')!r}; this version reads format {FORMAT}")
     if not isinstance(state.get("config"), Mapping):
         raise CheckpointError("the checkpoint does not say what engine wrote it; give what state_dict() returned")
+    merge, declared = state.get("merge", {}), cycle.plan.merge.to_dict()
+    if merge.get("state") and merge["declared"] != declared:
+        raise CheckpointError(
+            f"the checkpoint was written with merge={merge['declared']}, which remembers, and this engine has "
+            f"{declared}; declare the same to resume"
+        )
     saved, own = state["config"], config(cycle)
     for field in own:
         if saved.get(field) != own[field]:

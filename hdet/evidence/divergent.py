@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
@@ -18,10 +17,10 @@ from hdet.controllers.state import from_plain, to_plain
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.losses_at import losses_at
+from hdet.evidence.parts.replica_losses import ReplicaLosses
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.design import Design, Hadamard, Permutation
-from hdet.replicas import tensors
 from hdet.signals import Probe
 from hdet.spec import register
 
@@ -73,10 +72,7 @@ class DivergentCollector(Collector):
         self.centres = [spread.centre(n) for spread in spreads]
         self.shrink = [0.0] * len(knobs)
         self.steps = 0
-        probe = scene.signal
-        self.averages = []
-        if isinstance(probe, Probe) and probe.at == "average" and spec.tilt is None:
-            self.averages = [scene.averages.follow(host, probe.stride) for host in range(len(scene.replicas.hosts))]
+        self.losses = None if spec.tilt is not None else ReplicaLosses(scene)
 
     def open(self, window: Window) -> None:
         drawn = self.design.assign(
@@ -102,29 +98,15 @@ class DivergentCollector(Collector):
         levels = offsets * (np.array(self.shrink) / max(1, self.steps))
         if self.spec.tilt is not None:
             return self._tilted(self.spec.tilt, levels, harvest)
+        assert self.losses is not None
         comparison = Comparison(
             levels=levels,
-            losses=self._losses(harvest),
+            losses=self.losses.measure(harvest),
             shifts=np.array([knob.shift for knob in self.knobs]),
             valid=harvest.valid,
         )
         estimates, self.state = self.estimator.estimate(self.state, comparison)
         return {knob.name: estimate for knob, estimate in zip(self.knobs, estimates, strict=True)}
-
-    def _losses(self, harvest: Harvest) -> NDArray[np.float64]:
-        """[N] training losses, or [N, J] probe losses at the weights the probe asks for."""
-        probe = self.scene.signal
-        if not isinstance(probe, Probe):
-            return harvest.losses
-        replicas, window = self.scene.replicas, harvest.window.index
-        batches = probe.draw(window)  # once: the comparison is paired
-        rows = []
-        for replica in replicas.local:
-            weights = self.scene.moving.values(replica.host) if self.averages else []
-            means = self.averages[replica.host].mean() if self.averages else []
-            with tensors.substituted(weights, means):
-                rows.append(probe.measure(replicas.hosts[replica.host][0], window, replica.optimizer, batches))
-        return replicas.gather(torch.stack(rows))
 
     def _tilted(self, tilt: float, levels: NDArray[np.float64], harvest: Harvest) -> dict[str, Estimate]:
         """Central differences of the probe loss along each knob's contrast of weights, about the mean.

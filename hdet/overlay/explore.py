@@ -15,12 +15,12 @@ from hdet.errors import ConfigError
 from hdet.evidence import Evidence
 from hdet.history import History
 from hdet.hparams import LearningRate, Relative, Symmetric
+from hdet.merging import Merge
 from hdet.overlay.exploration import KEY, peak
 from hdet.overlay.exploring import Exploring
 from hdet.overlay.surroundings import how_many
 from hdet.recipes import paper
 from hdet.replicas import Replicas
-from hdet.replicas.merge import Merge
 from hdet.signals import Signal
 from hdet.windows import Windows
 

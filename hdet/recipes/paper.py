@@ -24,8 +24,8 @@ from hdet.errors import ConfigError
 from hdet.evidence import Divergent
 from hdet.hparams import LearningRate, OneCycle, Permutation, Relative, Symmetric
 from hdet.hparams.schedule import HeldOneCycle
+from hdet.merging import Mean
 from hdet.replicas import Replicas
-from hdet.replicas.merge import Mean
 from hdet.signals import TrainingLoss
 from hdet.windows import FixedWindow
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
-from hdet.replicas import optimizer_states, tensors
+from hdet.replicas import optimizer_states, tensors, weighting
 from hdet.replicas.held_optimizer import HeldOptimizer
 from hdet.replicas.parallel import require_alone
 from hdet.replicas.replica import Replica
@@ -46,30 +46,37 @@ class Copies(Replicas):
         gradients = [[tensors.gradient(own[i]) for i in used] for own in owned]
         tensors.mean_(gradients, gradients)
 
-    def mean(self, valid: Sequence[bool], optimizer_state: str) -> None:
-        sound = [host for host, ok in zip(self.hosts, valid, strict=True) if ok]
+    def mean(self, valid: Sequence[bool], optimizer_state: str, weights: NDArray[np.float64] | None = None) -> None:
+        shares = weighting.shares(valid, weights)
         failed = [host for host, ok in zip(self.hosts, valid, strict=True) if not ok]
-        source_optimizer = sound[0][1]
-        merged = [tensors.parameters(model) for model, _ in self.hosts]
-        tensors.mean_([own for own, ok in zip(merged, valid, strict=True) if ok], merged)
-        self.mean_buffers(valid)
+        source_optimizer = self.hosts[list(valid).index(True)][1]
+        if weights is not None and weights.ndim == 2:
+            moving = [tensors.moving(*host) for host in self.hosts]
+            for part, own in weighting.runs(weights):
+                _mean([parameters[part] for parameters in moving], own)
+        else:
+            _mean([tensors.parameters(model) for model, _ in self.hosts], shares)
+        self._mean_buffers(shares)
         if failed:
             held = HeldOptimizer(source_optimizer)
             held.take()
             for _, optimizer in failed:
                 held.put_back(optimizer)
         if optimizer_state == "average":
-            optimizer_states.average([optimizer for _, optimizer in sound], [optimizer for _, optimizer in self.hosts])
+            optimizers = [optimizer for _, optimizer in self.hosts]
+            optimizer_states.average(list(compress(optimizers, shares)), optimizers, [s for s in shares if s])
         elif optimizer_state == "reset":
             for _, optimizer in self.hosts:
                 optimizer.state.clear()
 
     def mean_buffers(self, valid: Sequence[bool]) -> None:
-        source = self.hosts[list(valid).index(True)][0]
-        sound = [tensors.with_mean(model) for (model, _), ok in zip(self.hosts, valid, strict=True) if ok]
+        self._mean_buffers(weighting.shares(valid, None))
+
+    def _mean_buffers(self, shares: Sequence[float]) -> None:
+        source = next(model for (model, _), share in zip(self.hosts, shares, strict=True) if share)
+        sound = [tensors.with_mean(model) for (model, _), share in zip(self.hosts, shares, strict=True) if share]
         averaged = [all(flags) for flags in zip(*sound, strict=True)]
-        buffers = [list(compress(model.buffers(), averaged)) for model, _ in self.hosts]
-        tensors.mean_([own for own, ok in zip(buffers, valid, strict=True) if ok], buffers)
+        _mean([list(compress(model.buffers(), averaged)) for model, _ in self.hosts], shares)
         others = [not yes for yes in averaged]
         for model, _ in self.hosts:
             if model is not source:
@@ -114,7 +121,7 @@ class Seats(Replicas):
         if gradients:
             torch._foreach_mul_(gradients, 1.0 / self.size)
 
-    def mean(self, valid: Sequence[bool], optimizer_state: str) -> None:
+    def mean(self, valid: Sequence[bool], optimizer_state: str, weights: NDArray[np.float64] | None = None) -> None:
         """Nothing: seats share one model."""
 
     def mean_buffers(self, valid: Sequence[bool]) -> None:
@@ -158,6 +165,11 @@ def micro_batches(model: nn.Module, optimizer: Optimizer, n: int) -> Seats:
     check_pair(model, optimizer, n)
     require_alone(model, "hdet.micro_batches")
     return Seats(model, optimizer, n)
+
+
+def _mean(members: Sequence[Sequence[Tensor]], shares: Sequence[float]) -> None:
+    """Overwrite all members by the mean of those that have a share."""
+    tensors.mean_(list(compress(members, shares)), members, [share for share in shares if share])
 
 
 def check_pair(model: nn.Module, optimizer: Optimizer, n: int) -> None:

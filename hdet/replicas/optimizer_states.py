@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +14,8 @@ from hdet.replicas import tensors
 from hdet.replicas.held_optimizer import kept_in_groups
 
 
-def average(sound: Sequence[Optimizer], every: Sequence[Optimizer]) -> None:
-    """Give every optimizer the mean state of the sound ones.
+def average(sound: Sequence[Optimizer], every: Sequence[Optimizer], weights: Sequence[float] | None = None) -> None:
+    """Give every optimizer the mean state of the sound ones, weighted where there are weights.
 
     Floating tensors are averaged. Counters and all else are taken over from the first that holds them. A
     parameter without a gradient in some replica has no state there; it gets that of those where it has one.
@@ -29,7 +30,8 @@ def average(sound: Sequence[Optimizer], every: Sequence[Optimizer]) -> None:
         for place in range(len(group["params"])):
             held = [_state(optimizer, index, place) for optimizer in sound]
             for key in dict.fromkeys(key for state in held for key in state):
-                values = [state[key] for state in held if state.get(key) is not None]
+                holders = [state.get(key) is not None for state in held]
+                values = [state[key] for state, holds in zip(held, holders, strict=True) if holds]
                 if not values:
                     continue
                 given = [_slot(optimizer, index, place, key, values[0]) for optimizer in every]
@@ -41,20 +43,26 @@ def average(sound: Sequence[Optimizer], every: Sequence[Optimizer]) -> None:
                     for row, state in zip(targets, given, strict=True):
                         row.append(state[key])
                 else:
-                    tensors.mean_([[value] for value in values], [[state[key]] for state in given])
-    tensors.mean_(members, targets)
-    _average_groups(sound, every)
+                    of_holders = None if weights is None else list(compress(weights, holders))
+                    tensors.mean_([[value] for value in values], [[state[key]] for state in given], of_holders)
+    tensors.mean_(members, targets, weights)
+    _average_groups(sound, every, [1.0] * len(sound) if weights is None else weights)
 
 
-def _average_groups(sound: Sequence[Optimizer], every: Sequence[Optimizer]) -> None:
+def _average_groups(sound: Sequence[Optimizer], every: Sequence[Optimizer], weights: Sequence[float]) -> None:
     for index, key in kept_in_groups(sound[0]):
         values = [optimizer.param_groups[index][key] for optimizer in sound]
         if any(isinstance(optimizer.param_groups[index][key], Tensor) for optimizer in (*sound, *every)):
             continue
         apart = any(value != values[0] for value in values)
-        merged = sum(values) / len(values) if apart and isinstance(values[0], float) else values[0]
+        merged = mean_number(values, weights) if apart and isinstance(values[0], float) else values[0]
         for optimizer in every:
             optimizer.param_groups[index][key] = merged
+
+
+def mean_number(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The weighted mean of numbers."""
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
 def _state(optimizer: Optimizer, index: int, place: int) -> dict[str, Any]:

@@ -131,13 +131,15 @@ class Replicas(ABC):
         """Give every replica the mean of all replicas' gradients."""
 
     @abstractmethod
-    def mean(self, valid: Sequence[bool], optimizer_state: str) -> None:
+    def mean(self, valid: Sequence[bool], optimizer_state: str, weights: NDArray[np.float64] | None = None) -> None:
         """Overwrite every replica by the mean of the valid ones, parameters and floating buffers.
 
         Args:
             valid: [N], which replicas take part; at least one.
             optimizer_state: "average", "keep" (each its own; a replica that failed takes a valid one's) or
                 "reset".
+            weights: [N] of any sum, for a weighted mean; 0 where a replica is not valid. Or [N, P], a column for each
+                of the P parameters that training can change: buffers and optimizer state then take the columns' mean.
         """
 
     @abstractmethod

@@ -126,11 +126,16 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def mean_(members: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
+def mean_(
+    members: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]], weights: Sequence[float] | None = None
+) -> None:
     """Write the element-wise mean of the members' tensors to every target, reduced in float32 at least.
 
     Computed as first - mean(first - member), which leaves members that are identical as they are, bit for bit
     (the sign of a zero included), whatever their number.
+
+    Args:
+        weights: one for each member, above 0, of any sum; equal ones where there are none.
     """
     if not members or not members[0]:
         return
@@ -138,9 +143,13 @@ def mean_(members: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor
     merged: Sequence[Tensor] = first
     if len(members) > 1:
         total = [torch.zeros_like(t) for t in first]
-        for member in members[1:]:
-            torch._foreach_add_(total, torch._foreach_sub(first, [wide(t) for t in member]))
-        torch._foreach_mul_(total, 1.0 / len(members))
+        weights = [1.0] * len(members) if weights is None else weights
+        for member, weight in zip(members[1:], weights[1:], strict=True):
+            differences = torch._foreach_sub(first, [wide(t) for t in member])
+            if weight != 1.0:
+                torch._foreach_mul_(differences, weight)
+            torch._foreach_add_(total, differences)
+        torch._foreach_mul_(total, 1.0 / sum(weights))
         merged = torch._foreach_sub(first, total)
     for target in targets:
         copy_(target, merged)

@@ -3,32 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.evidence.scene import Harvest, Scene, Window
+from hdet.merging import Merge
 from hdet.replicas import Copies, replicate
-from hdet.replicas.merge import Merge
+from hdet.replicas.anchor import Anchor
+from hdet.replicas.average import Averages
+from hdet.replicas.moving import Moving
+from hdet.signals import TrainingLoss
 from hdet.testing.ground import ADAMW, Ground
 from hdet.testing.law import require
 
 REPLICAS = 4
-Hosts = list[tuple[nn.Module, Optimizer]]
 
 
-def _trained(ground: Ground | None, batches: Sequence[int]) -> Hosts:
-    """One replica for each number, each trained for three steps on the batches of that number."""
-    ground = ground or ADAMW
-    hosts = list(replicate(*ground.make(), n=len(batches)).hosts)
-    with torch.random.fork_rng(devices=[]):
-        for (model, optimizer), batch in zip(hosts, batches, strict=True):
-            for step in range(3):
-                torch.manual_seed(step)
-                ground.loss(model, step, batch).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                optimizer.zero_grad()
-    return hosts
+class Trained:
+    """Replicas at the end of a window of three steps, each trained on the batches of a number of its own.
+
+    Args:
+        batches: the number of each; the lower it is, the better the replica's signal.
+    """
+
+    def __init__(self, ground: Ground | None, batches: Sequence[int]) -> None:
+        ground = ground or ADAMW
+        self.hosts = list(replicate(*ground.make(), n=len(batches)).hosts)
+        self.losses = np.array([1.0 + number for number in batches])
+        moving, anchor = Moving(self.hosts), Anchor(*self.hosts[0])
+        anchor.take(0)
+        averages, objective = Averages(moving), ground.objective()
+        self.scene = Scene(
+            Copies(self.hosts), TrainingLoss(), "local", 0, anchor, moving, averages, nullcontext, True, objective
+        )
+        with torch.random.fork_rng(devices=[]):
+            for (model, optimizer), batch in zip(self.hosts, batches, strict=True):
+                for step in range(3):
+                    torch.manual_seed(step)
+                    ground.loss(model, step, batch).backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    def merge(self, merge: Merge, failed: int | None = None) -> None:
+        """End the window; the replica `failed` is not valid."""
+        valid = np.arange(len(self.hosts)) != (-1 if failed is None else failed)
+        losses = np.where(valid, self.losses, np.nan)
+        merge.at_work(self.scene).merge(Harvest(Window(0, 0, 3), losses, valid))
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:
@@ -37,25 +61,25 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
 
 
 def identical_replicas_stay_as_they_are(merge: Merge, ground: Ground | None) -> None:
-    """Replicas that are all alike are not changed, bit for bit."""
+    """Replicas that are all alike stay alike, and a merge that is a mean leaves them as they are, bit for bit."""
     for n in (1, 2, 3, REPLICAS):
-        hosts = _trained(ground, [0] * n)
-        before = _held(hosts[0][0])
-        merge(Copies(hosts), [True] * n)
-        for number, (model, _) in enumerate(hosts):
-            for name, value in model.state_dict().items():
-                require(
-                    torch.equal(value, before[name]),
-                    f"{name} of replica {number} of {n} alike ones was changed",
-                )
+        trained = Trained(ground, [0] * n)
+        before = _held(trained.hosts[0][0])
+        trained.merge(merge)
+        _require_alike(trained.hosts)
+        for name, value in trained.hosts[0][0].state_dict().items():
+            require(
+                not merge.is_mean or torch.equal(value, before[name]),
+                f"{name} of {n} alike replicas was changed",
+            )
 
 
 def all_replicas_become_one(merge: Merge, ground: Ground | None) -> None:
     """After the merge all replicas hold the same parameters and buffers, bit for bit, and train on."""
-    hosts = _trained(ground, range(REPLICAS))
-    merge(Copies(hosts), [True] * REPLICAS)
-    _require_alike(hosts)
-    for model, optimizer in hosts:
+    trained = Trained(ground, range(REPLICAS))
+    trained.merge(merge)
+    _require_alike(trained.hosts)
+    for model, optimizer in trained.hosts:
         (ground or ADAMW).loss(model, 9, 0).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         require(
@@ -68,17 +92,17 @@ def the_order_of_replicas_does_not_matter(merge: Merge, ground: Ground | None) -
     """Replicas in another order merge to the same model, up to rounding."""
     merged = []
     for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
-        hosts = _trained(ground, order)
-        merge(Copies(hosts), [True] * REPLICAS)
-        merged.append(hosts[0][0])
+        trained = Trained(ground, order)
+        trained.merge(merge)
+        merged.append(trained.hosts[0][0])
     _require_close(merged[0], merged[1], "with the replicas in the order 2, 0, 3, 1")
 
 
 def a_failed_replica_takes_no_part(merge: Merge, ground: Ground | None) -> None:
     """A replica that is not valid, NaN or not, changes the result no more than its absence."""
     for poison in (float("nan"), 1e6):
-        hosts = _trained(ground, range(REPLICAS))
-        failed = hosts[2]
+        trained = Trained(ground, range(REPLICAS))
+        hosts, failed = trained.hosts, trained.hosts[2]
         with torch.no_grad():
             for parameter in failed[0].parameters():
                 parameter.fill_(poison)
@@ -86,15 +110,16 @@ def a_failed_replica_takes_no_part(merge: Merge, ground: Ground | None) -> None:
                 for value in state.values():
                     if isinstance(value, Tensor) and value.is_floating_point():
                         value.fill_(poison)
-        merge(Copies(hosts), [True, True, False, True])
+        trained.merge(merge, failed=2)
         for name, value in hosts[0][0].named_parameters():
             require(
                 bool(value.isfinite().all()),
                 f"{name} is not finite, with a replica of weights {poison} not valid",
             )
         _require_alike(hosts)
-        alone = _trained(ground, [0, 1, 3])
-        merge(Copies(alone), [True] * 3)
+        without = Trained(ground, [0, 1, 3])
+        without.merge(merge)
+        alone = without.hosts
         _require_close(alone[0][0], hosts[0][0], f"with a replica of weights {poison} that is not valid")
         for (_, one), (_, other) in zip(alone, [host for host in hosts if host is not failed], strict=True):
             _require_states_close(one, other, f"with a replica of weights {poison} that is not valid")
@@ -104,7 +129,7 @@ def a_failed_replica_takes_no_part(merge: Merge, ground: Ground | None) -> None:
                 require(sound, f"the failed replica's optimizer still holds its {name}")
 
 
-def _require_alike(hosts: Hosts) -> None:
+def _require_alike(hosts: Sequence[tuple[nn.Module, Optimizer]]) -> None:
     first = hosts[0][0].state_dict()
     for number, (model, _) in enumerate(hosts[1:], start=1):
         for name, value in model.state_dict().items():

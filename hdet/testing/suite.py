@@ -11,7 +11,7 @@ from hdet.controllers.estimators import Estimator
 from hdet.errors import ConfigError
 from hdet.evidence import Evidence
 from hdet.hparams import Design, Knob, Schedule, Space, Spread
-from hdet.replicas.merge import Merge
+from hdet.merging import Merge
 from hdet.spec import Spec
 from hdet.testing import (
     controllers,

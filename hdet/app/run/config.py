@@ -20,8 +20,8 @@ from hdet.errors import ConfigError
 from hdet.evidence import Divergent, Evidence
 from hdet.hparams import Knob, LearningRate, Schedule
 from hdet.hparams.schedule import LinearDecay
+from hdet.merging import Mean, Merge
 from hdet.recipes.recommended import WARMUP, choose
-from hdet.replicas.merge import Mean, Merge
 from hdet.spec import Spec, lookup
 from hdet.windows import GrowingWindow, Windows
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from hdet.replicas import Replicas
-from hdet.replicas.merge import Merge
+from hdet.evidence.scene import Harvest, Scene
+from hdet.merging import Merge, Merger
 from hdet.spec import register
 
 
@@ -17,5 +15,12 @@ class Apart(Merge):
     with all replicas alike, and a replica that fails stays failed.
     """
 
-    def __call__(self, replicas: Replicas, valid: Sequence[bool]) -> None:
+    def at_work(self, scene: Scene) -> Alone:
+        return Alone(scene)
+
+
+class Alone(Merger):
+    """Leaves every replica as it is."""
+
+    def merge(self, harvest: Harvest) -> None:
         """Nothing."""

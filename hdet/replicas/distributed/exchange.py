@@ -77,28 +77,28 @@ class Exchange:
             _land(item)
 
     @torch.no_grad()
-    def mean_(self, members: Sequence[Sequence[Tensor]], valid: Sequence[bool]) -> None:
-        """Overwrite this rank's members, one or several replicas' tensors, by the mean of the valid ones of all places.
+    def mean_(self, members: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> None:
+        """Overwrite this rank's members, one or several replicas' tensors, by the weighted mean of all places'.
 
         Args:
-            valid: [places * len(members)], place by place.
+            weights: [places * len(members)], place by place; 0 leaves a member out, NaN or not.
         """
         each = len(members)
         if self.exact and each > 1:
-            self._mean_in_order(members, valid)
+            self._mean_in_order(members, weights)
             return
-        own = valid[self.layout.place * each :][:each]
+        own = weights[self.layout.place * each :][:each]
         sound = list(compress(members, own))
         lead = sound[0] if sound else members[0]
         if len(sound) > 1:
-            mean_(sound, [lead])
-        counts = [float(sum(valid[i * each : (i + 1) * each])) for i in range(self.layout.places)]
-        self.reduce(lead, lead, counts, mean=True)
+            mean_(sound, [lead], [weight for weight in own if weight])
+        sums = [float(sum(weights[i * each : (i + 1) * each])) for i in range(self.layout.places)]
+        self.reduce(lead, lead, sums, mean=True)
         for other in members:
             if other is not lead:
                 copy_(other, lead)
 
-    def _mean_in_order(self, members: Sequence[Sequence[Tensor]], valid: Sequence[bool]) -> None:
+    def _mean_in_order(self, members: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> None:
         """Every member's bucket is sent in slices, and each rank adds up its slice of all replicas'."""
         for buckets in zip(*(self._buckets(own, own, narrow=True) for own in members), strict=True):
             flat = self._memory(buckets[0].dtype, 0, buckets[0].padded(self.layout.places))
@@ -106,7 +106,7 @@ class Exchange:
             for bucket in buckets:
                 bucket.pack(flat)
                 rows.append(self._slices(flat, torch.empty_like(flat)))
-            self._fold_and_tell(flat, torch.stack(rows, dim=1).flatten(0, 1), [float(ok) for ok in valid], True)
+            self._fold_and_tell(flat, torch.stack(rows, dim=1).flatten(0, 1), weights, True)
             for bucket in buckets:
                 bucket.unpack(flat)
 

@@ -16,6 +16,7 @@ from hdet.replicas import optimizer_states
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.held_optimizer import kept_in_groups
+from hdet.replicas.optimizer_states import mean_number
 from hdet.replicas.tensors import local
 
 Entry = tuple[int, int, str]
@@ -25,37 +26,37 @@ Structure = dict[Entry, tuple[tuple[int, ...], str]]
 """Shape and dtype of every tensor there is."""
 
 
-def average(exchange: Exchange, optimizers: Sequence[Optimizer], valid: Sequence[bool]) -> None:
-    """Give every optimizer of every rank the mean state of the valid replicas'.
+def average(exchange: Exchange, optimizers: Sequence[Optimizer], weights: Sequence[float]) -> None:
+    """Give every optimizer of every rank the weighted mean of all replicas' states; 0 leaves a replica out.
 
-    Floating tensors are averaged; counters and integers are taken over from the first valid replica. Numbers which an
+    Floating tensors are averaged; counters and integers are taken over from the first that takes part. Numbers which an
     optimizer keeps as state in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are averaged too. A
     parameter without a gradient in some replica has no state there and gets the mean of those that have one.
 
     Args:
         optimizers: of this rank's replicas.
-        valid: [places * len(optimizers)], place by place.
+        weights: [places * len(optimizers)], place by place.
     """
     each = len(optimizers)
-    mine = valid[exchange.layout.place * each :][:each]
+    mine = weights[exchange.layout.place * each :][:each]
     sound = list(compress(optimizers, mine))
     lead = sound[0] if sound else optimizers[0]
-    counts = [float(sum(valid[i * each : (i + 1) * each])) for i in range(exchange.layout.places)]
+    sums = [float(sum(weights[i * each : (i + 1) * each])) for i in range(exchange.layout.places)]
     own = structure(lead)
     alike = all(structure(optimizer) == own for optimizer in sound)
-    if _agree_on(exchange, optimizers, own if alike else {**own, (exchange.layout.place, -1, ""): ((), "")}, valid):
-        for optimizer, ok in zip(optimizers, mine, strict=True):
-            if not ok:
+    if _agree_on(exchange, optimizers, own if alike else {**own, (exchange.layout.place, -1, ""): ((), "")}, weights):
+        for optimizer, weight in zip(optimizers, mine, strict=True):
+            if not weight:
                 _keep_only(optimizer, own)
         averaged = [entry for entry in own if _has_mean(_tensor(lead, entry))]
-        exchange.mean_([[_slot(optimizer, e, *own[e]) for e in averaged] for optimizer in optimizers], valid)
-        exchange.broadcast([_tensor(lead, entry) for entry in own if entry not in averaged], _first(counts))
+        exchange.mean_([[_slot(optimizer, e, *own[e]) for e in averaged] for optimizer in optimizers], weights)
+        exchange.broadcast([_tensor(lead, entry) for entry in own if entry not in averaged], _first(sums))
     else:
         if len(sound) > 1:
-            optimizer_states.average(sound, [lead])
-        _average_what_some_have(exchange, lead, structure(lead), counts)
-        for optimizer, ok in zip(optimizers, mine, strict=True):
-            if not ok:
+            optimizer_states.average(sound, [lead], [weight for weight in mine if weight])
+        _average_what_some_have(exchange, lead, structure(lead), sums)
+        for optimizer, weight in zip(optimizers, mine, strict=True):
+            if not weight:
                 _keep_only(optimizer, structure(lead))
     others = [optimizer for optimizer in optimizers if optimizer is not lead]
     if others:
@@ -122,17 +123,18 @@ def structure(optimizer: Optimizer) -> Structure:
     return found
 
 
-def _agree_on(exchange: Exchange, optimizers: Sequence[Optimizer], own: Structure, valid: Sequence[bool]) -> bool:
+def _agree_on(exchange: Exchange, optimizers: Sequence[Optimizer], own: Structure, weights: Sequence[float]) -> bool:
     """Average the groups' numbers, and tell whether all peers hold the same tensors; one small collective."""
     numbers = [_numbers(optimizer) for optimizer in optimizers]
     flat = torch.tensor([list(found.values()) for found in numbers], dtype=torch.float64).flatten()
     table = exchange.gather(torch.cat([_code(own).view(torch.float64), flat])).cpu()
     rows = table[[int(rank) for rank in exchange.layout.table[:, exchange.layout.part]]]
-    sound = rows[:, 1:].reshape(len(valid), -1)[torch.tensor(valid)].tolist()
+    taking = [weight for weight in weights if weight]
+    sound = rows[:, 1:].reshape(len(weights), -1)[torch.tensor(weights) != 0].tolist()
     for (index, key), values in zip(numbers[0], zip(*sound, strict=True), strict=True):
         apart = any(value != values[0] for value in values)
         for optimizer in optimizers:
-            optimizer.param_groups[index][key] = sum(values) / len(values) if apart else values[0]
+            optimizer.param_groups[index][key] = mean_number(values, taking) if apart else values[0]
     # Ranks that hold other parts of the model hold other tensors; each compares with its own peers.
     codes = rows[:, 0].contiguous().view(torch.int64)
     return bool((codes == codes[0]).all())

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError, StepError
-from hdet.replicas import tensors
+from hdet.replicas import tensors, weighting
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.distributed import fully_sharded, optimizer_mean, refusals
 from hdet.replicas.distributed.agreement import agree
@@ -245,47 +245,51 @@ class Ranks(Replicas):
             torch._foreach_mul_(gradients, 1.0 / self._seats)
         self._summed = None
 
-    def mean(self, valid: Sequence[bool], optimizer_state: str) -> None:
+    def mean(self, valid: Sequence[bool], optimizer_state: str, weights: NDArray[np.float64] | None = None) -> None:
         if not self.diverge:
             return
         with translated("merging replicas"):
-            self._merge(list(valid), optimizer_state)
+            self._merge(list(valid), optimizer_state, weights)
 
     def mean_buffers(self, valid: Sequence[bool]) -> None:
         if (self.size > 1 or self._pooled is not None) and not self.left_to_loop:
             with translated("merging buffers"):
-                self._merge_buffers(list(valid))
+                self._merge_buffers(weighting.shares(valid, None))
 
     @torch.no_grad()
-    def _merge(self, valid: list[bool], optimizer_state: str) -> None:
+    def _merge(self, valid: list[bool], optimizer_state: str, weights: NDArray[np.float64] | None) -> None:
+        shares = weighting.shares(valid, weights)
         optimizers = [optimizer for _, optimizer in self.hosts]
         alike, states_alike = self._alike(optimizer_state) if all(valid) and not self._apart else (False, False)
         if not alike:
-            self._merge_parameters([self._merged(host) for host in self.hosts], valid)
+            members = [self._merged(host) for host in self.hosts]
+            each = weights is not None and weights.ndim == 2
+            for part, own in weighting.runs(weights) if weights is not None and each else [(slice(None), shares)]:
+                self._merge_parameters([parameters[part] for parameters in members], own, part)
         self._met = True
-        self._merge_buffers(valid)
+        self._merge_buffers(shares)
         if optimizer_state == "average":
             if not states_alike:
-                optimizer_mean.average(self.exchange, optimizers, valid)
+                optimizer_mean.average(self.exchange, optimizers, shares)
         elif optimizer_state == "reset":
             for optimizer in optimizers:
                 optimizer.state.clear()
         elif not all(valid):
             optimizer_mean.take_over(self.exchange, optimizers, valid)
 
-    def _merge_parameters(self, members: Sequence[Sequence[Tensor]], valid: list[bool]) -> None:
-        if self._overlap is not None and all(valid):
+    def _merge_parameters(self, members: Sequence[Sequence[Tensor]], shares: Sequence[float], part: slice) -> None:
+        if self._overlap is not None and all(shares):
             self._flight = Flight(members[0], self.layout, self._overlap[1]())
         elif self._narrow is not None and self._precision is not None and self._met:
             # From the first merge on the last converged point is the same everywhere, and differences are small.
-            anchored = self._anchored()
+            anchored = self._anchored()[part]
             start = [tensors.wide(t.to(own.device)) for t, own in zip(anchored, members[0], strict=True)]
             moved = [list(torch._foreach_sub([tensors.wide(t) for t in own], start)) for own in members]
-            mean_narrow_(self._narrow, moved, valid, self._precision)
+            mean_narrow_(self._narrow, moved, shares, self._precision)
             for own, steps in zip(members, moved, strict=True):
                 tensors.copy_(own, torch._foreach_add(start, steps))
         else:
-            self.exchange.mean_(members, valid)
+            self.exchange.mean_(members, shares)
 
     def _anchored(self) -> list[Tensor]:
         """The anchor's values of the parameters that are merged."""
@@ -324,35 +328,36 @@ class Ranks(Replicas):
                 tensors.copy_(self._anchored(), self._flight.merged())
 
     @torch.no_grad()
-    def _merge_buffers(self, valid: list[bool]) -> None:
+    def _merge_buffers(self, shares: Sequence[float]) -> None:
         members = [_buffers(host) for host in self.hosts]
-        sound = [all(valid[i : i + self._seats]) for i in range(0, self.size, self._seats)] if self._seats else valid
-        if not members[0] or not any(sound):
+        if self._seats:  # a model all of whose micro-batches are sound
+            shares = [min(shares[i : i + self._seats]) for i in range(0, self.size, self._seats)]
+        if not members[0] or not any(shares):
             return
         exchange = self.exchange
         if self._pooled is not None:
             exchange, each = self._pooled, len(members)
             places = np.argsort(self.layout.table.flatten()) // self.layout.parts  # of the ranks in their order
-            sound = [sound[place * each + i] for place in places.tolist() for i in range(each)]
-        first, number = divmod(sound.index(True), len(members))
-        averaged = [yes and not self._plain for yes in self._with_mean(exchange, sound)]
+            shares = [shares[place * each + i] for place in places.tolist() for i in range(each)]
+        first, number = divmod([bool(share) for share in shares].index(True), len(members))
+        averaged = [yes and not self._plain for yes in self._with_mean(exchange, shares)]
         others = [not yes for yes in averaged]
-        exchange.mean_([list(compress(own, averaged)) for own in members], sound)
+        exchange.mean_([list(compress(own, averaged)) for own in members], shares)
         exchange.broadcast(list(compress(members[number], others)), first)
         for own in members:
             if own is not members[number]:
                 tensors.copy_(list(compress(own, others)), list(compress(members[number], others)))
 
-    def _with_mean(self, exchange: Exchange, sound: Sequence[bool]) -> list[bool]:
-        """Which buffers have a mean in all sound replicas: a failed one's may hold anything."""
+    def _with_mean(self, exchange: Exchange, shares: Sequence[float]) -> list[bool]:
+        """Which buffers have a mean in all replicas that take part: a failed one's may hold anything."""
         each = len(self.hosts)
-        own = sound[exchange.layout.place * each :][:each]
-        flags = [tensors.with_mean(model) for (model, _), ok in zip(self.hosts, own, strict=True) if ok]
+        own = shares[exchange.layout.place * each :][:each]
+        flags = [tensors.with_mean(model) for (model, _), share in zip(self.hosts, own, strict=True) if share]
         held = torch.tensor(flags or [[False] * len(_buffers(self.hosts[0]))], dtype=torch.float32)
         votes = held.sum(dim=0).to(exchange.device)
-        taking = [float(any(sound[i : i + each])) for i in range(0, len(sound), each)]
+        taking = [float(any(shares[i : i + each])) for i in range(0, len(shares), each)]
         exchange.reduce([votes], [votes], taking, mean=False)
-        return [vote == sum(sound) for vote in votes.tolist()]
+        return [vote == sum(map(bool, shares)) for vote in votes.tolist()]
 
     def _merged(self, host: Host) -> list[Tensor]:
         """The parameters that can come apart."""

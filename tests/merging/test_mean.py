@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 import hdet
 from hdet import Engine
 from hdet.errors import ConfigError
-from hdet.merges import Mean, Merge
-from hdet.replicas import Replicas, tensors
+from hdet.evidence import Harvest, Scene
+from hdet.merges import Averager, Mean, Merge
 from hdet.spreads import TwoLevel
 
 
@@ -59,18 +59,18 @@ def test_what_becomes_of_optimizer_state(policy: Any, problem: Any, train: Any, 
 
 
 def test_a_merge_of_ones_own(problem: Any, train: Any) -> None:
+    class OfFirst(Averager):
+        def weights(self, harvest: Harvest) -> NDArray[np.float64]:
+            return np.arange(len(harvest.valid)) == harvest.valid.argmax()
+
     @hdet.register
     class First(Merge):
         """The first valid replica wins."""
 
         kind = "first"
 
-        def __call__(self, replicas: Replicas, valid: Sequence[bool]) -> None:
-            weights = np.zeros(replicas.size)
-            weights[list(valid).index(True)] = 1.0
-            winner = replicas.combine(weights)
-            for model, _ in replicas.hosts:
-                tensors.copy_(tensors.parameters(model), winner)
+        def at_work(self, scene: Scene) -> OfFirst:
+            return OfFirst(scene, "keep")
 
     try:
         engine = build(problem, Merge.from_dict("first"))

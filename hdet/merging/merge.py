@@ -1,0 +1,88 @@
+"""How N replicas become one: the root of merges, and what one is at work."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hdet.evidence.scene import Harvest, Scene
+from hdet.spec import Spec
+
+OptimizerState = Literal["average", "keep", "reset"]
+"""What becomes of optimizer state: its tensors are averaged, each replica keeps its own, or it is dropped."""
+
+
+class Merge(Spec, family="merge"):
+    """Turns N diverged replicas into N copies of one model.
+
+    Attributes:
+        is_mean: whether the result is a weighted mean of the replicas, so that alike ones stay as they are.
+    """
+
+    is_mean: ClassVar[bool] = True
+
+    @abstractmethod
+    def at_work(self, scene: Scene) -> Merger:
+        """The merge at work on one engine's replicas.
+
+        Raises:
+            ConfigError: it cannot merge these.
+        """
+
+
+class Merger(ABC):
+    """A merge at work, with what it remembers between windows.
+
+    Attributes:
+        moves_alike: whether it moves replicas that hold the same weights too, so that it is asked even then.
+    """
+
+    moves_alike: ClassVar[bool] = False
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+
+    def open_apart(self) -> None:  # noqa: B027
+        """A window opens, and nothing has made the replicas alike yet."""
+
+    @abstractmethod
+    def merge(self, harvest: Harvest) -> None:
+        """Overwrite every replica by the merge of the valid ones.
+
+        A replica that is not valid (a non-finite loss or parameter) takes no part, but receives the result.
+        """
+
+    def forget(self) -> None:  # noqa: B027
+        """The run went back to an earlier point: what is remembered came from where it led astray."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What outlives windows, as plain numbers and tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Restore `state_dict`.
+
+        Raises:
+            CheckpointError: it is of another merge or another model.
+        """
+
+
+class Averager(Merger):
+    """A merge that is a weighted mean: theta <- sum_r w_r theta_r."""
+
+    def __init__(self, scene: Scene, optimizer: OptimizerState) -> None:
+        super().__init__(scene)
+        self.optimizer = optimizer
+
+    @abstractmethod
+    def weights(self, harvest: Harvest) -> NDArray[np.float64] | None:
+        """[N] or [N, P] weights as `hdet.replicas.Replicas.mean` takes them; None where all valid replicas count alike.
+
+        A function of what is the same in every process, as each decides by itself.
+        """
+
+    def merge(self, harvest: Harvest) -> None:
+        self.scene.replicas.mean(harvest.valid.tolist(), self.optimizer, self.weights(harvest))

@@ -1,0 +1,193 @@
+"""DiLoCo: an optimizer of its own steps the last converged point by what the window moved it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import BeforeValidator, Field, PlainSerializer, field_validator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet.errors import CheckpointError, ConfigError
+from hdet.evidence.scene import Harvest, Scene
+from hdet.merging.mean import Mean
+from hdet.merging.merge import Merge, Merger
+from hdet.replicas import alike, tensors
+from hdet.spec import register
+
+Option = str | bool | int | float | tuple[float, ...] | None
+
+
+def _pairs(given: object) -> object:
+    return tuple(given.items()) if isinstance(given, Mapping) else given
+
+
+Options = Annotated[tuple[tuple[str, Option], ...], BeforeValidator(_pairs), PlainSerializer(dict)]
+"""A mapping, held as pairs so that a declaration can be a key."""
+
+
+@register
+class Outer(Merge):
+    """theta <- theta_a + step(theta_a - theta_m), an outer optimizer's step with the window's displacement as gradient.
+
+    theta_a are the weights at the window's opening, theta_m what the inner merge made of the replicas at its end. The
+    replicas go on from the result with the inner optimizer's state, which is kept. SGD at rate 1 without momentum is
+    the inner merge itself, bit for bit. Below 1 and with one replica it is Lookahead (Zhang et al. 2019,
+    arXiv 1907.08610). With `gradients="local"` and long windows it is DiLoCo (Douillard et al. 2023, arXiv 2311.08105).
+
+    Memory: the outer optimizer's state and three copies of the weights while it steps; every process holds its own. The
+    first window's merge is the inner one alone where replicas did not open it alike (`hdet.perturb`), since their
+    displacement has no common origin. A run that goes back to an earlier point begins with a new outer state.
+
+    Args:
+        lr: the outer rate.
+        optimizer: a class of `torch.optim` by its name, or "module:class".
+        options: its other arguments. It sees displacements, not weights, so weight decay is refused.
+        merge: the inner merge.
+
+    >>> import hdet
+    >>> hdet.merges.Outer() == hdet.merges.Outer(0.7, optimizer="SGD", options={"momentum": 0.9, "nesterov": True})
+    True
+    """
+
+    is_mean: ClassVar[bool] = False
+
+    lr: float = Field(default=0.7, gt=0, kw_only=False)
+    optimizer: str = "SGD"
+    options: Options = (("momentum", 0.9), ("nesterov", True))
+    merge: Merge = Mean("keep")
+
+    @field_validator("options")
+    @classmethod
+    def _no_decay(cls, options: Options) -> Options:
+        if dict(options).get("weight_decay"):
+            raise ValueError(
+                "the outer optimizer steps displacements, which it would shrink instead of weights; give the decay to "
+                "the inner optimizer"
+            )
+        return options
+
+    def at_work(self, scene: Scene) -> OuterStep:
+        return OuterStep(self, scene)
+
+    def made(self, parameters: list[nn.Parameter]) -> Optimizer:
+        """The outer optimizer of some parameters.
+
+        Raises:
+            ConfigError: there is no such class, or it does not take these options.
+        """
+        module, _, name = self.optimizer.rpartition(":")
+        try:
+            kind = getattr(import_module(module or "torch.optim"), name)
+            found = kind(parameters, lr=self.lr, **dict(self.options))
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"Outer cannot make the optimizer {self.optimizer!r} with lr={self.lr:g} and options "
+                f"{dict(self.options)} ({error}); name a class of torch.optim, or 'module:class', and its arguments"
+            ) from error
+        if not isinstance(found, Optimizer):
+            raise ConfigError(f"Outer was given {self.optimizer!r}, which makes no torch optimizer; name one that does")
+        return found
+
+
+class OuterStep(Merger):
+    """The outer optimizer at work.
+
+    Its parameters stand for displacements from the window's opening and are 0 between steps.
+    """
+
+    moves_alike: ClassVar[bool] = True
+
+    def __init__(self, spec: Outer, scene: Scene) -> None:
+        super().__init__(scene)
+        self.spec = spec
+        self.inner = spec.merge.at_work(scene)
+        self._origins: dict[int, nn.Parameter] = {}
+        self._opened: list[Tensor] = []
+        self.optimizer = self._made()
+
+    def _made(self) -> Optimizer:
+        """The optimizer of the parameters that move now; what it knows of them is kept."""
+        known, states = self._origins, self.optimizer.state if self._origins else {}
+        self._origins = {
+            id(parameter): known[id(parameter)] if id(parameter) in known else _zeros(parameter)
+            for parameter in self.scene.moving.parameters[0]
+        }
+        optimizer = self.spec.made(list(self._origins.values()))
+        optimizer.state.update({origin: states[origin] for origin in self._origins.values() if origin in states})
+        return optimizer
+
+    def open_apart(self) -> None:
+        self.inner.open_apart()
+        self._opened = [alike.mark(*host) for host in self.scene.replicas.hosts]
+
+    def merge(self, harvest: Harvest) -> None:
+        self.inner.merge(harvest)
+        if self._has_common_origin():
+            self._step()
+
+    def _has_common_origin(self) -> bool:
+        replicas = self.scene.replicas
+        if not self._opened:
+            return True
+        marks = replicas.gather(torch.stack([self._opened[replica.host] for replica in replicas.local]))
+        self._opened = []
+        return bool((marks == marks[0]).all())
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        moving = self.scene.moving
+        if list(self._origins) != [id(parameter) for parameter in moving.parameters[0]]:
+            self.optimizer = self._made()
+        own = [tensors.wide(value) for value in moving.values()]
+        starts = [tensors.wide(value.to(now.device)) for value, now in zip(self.scene.opening(), own, strict=True)]
+        displaced = torch._foreach_sub(starts, own)
+        origins = list(self._origins.values())
+        for origin, gradient in zip(origins, displaced, strict=True):
+            origin.grad = torch.zeros_like(origin)
+            tensors.local(origin.grad).copy_(gradient)
+        self.optimizer.step()
+        merged = [tensors.local(origin.detach()) for origin in origins]
+        torch._foreach_add_(merged, displaced)  # 0, exactly, after a step of rate 1
+        torch._foreach_add_(merged, own)
+        for host in range(len(self.scene.replicas.hosts)):
+            tensors.copy_(moving.values(host), merged)
+        for origin in origins:
+            origin.zero_()
+            origin.grad = None
+
+    def forget(self) -> None:
+        self.inner.forget()
+        self.optimizer.state.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "inner": self.inner.state_dict(),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "opened": tensors.clones(self._opened),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved, opened = state["optimizer"], state["opened"]
+        origins = list(self._origins.values())
+        for number, entries in saved["state"].items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and value.dim() and value.shape != origins[number].shape:
+                    raise CheckpointError(
+                        f"the checkpoint's outer {key} is {list(value.shape)}, and the parameter is "
+                        f"{list(origins[number].shape)}; build the model as it was"
+                    )
+        self.inner.load_state_dict(state["inner"])
+        self.optimizer.load_state_dict(copy.deepcopy(saved))
+        # Of another number of replicas nothing is known but that they open alike.
+        self._opened = list(opened) if len(opened) == len(self.scene.replicas.hosts) else []
+
+
+def _zeros(parameter: nn.Parameter) -> nn.Parameter:
+    """A displacement of a parameter, sharded as it is, in float32 at least."""
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    return nn.Parameter(torch.zeros_like(parameter.detach(), dtype=wide))

@@ -1,0 +1,122 @@
+"""Every merge on ranks is what it is in one process: DDP with local gradients, and shards of HSDP."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import cases
+import pytest
+import torch
+from launch import launch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from training import batch, batch_normed, difference, loss_of, network, train
+
+import hdet
+from hdet.merges import Grawa, Merge, Outer, Weighted
+
+Found = dict[str, Any]
+
+MERGES: dict[str, Merge] = {
+    "softmax": Weighted(0.5),
+    "best": Weighted(0.0, optimizer="keep"),
+    "trimmed": Weighted(None, trim=0.3),
+    "grawa": Grawa(),
+    "grawa by layers": Grawa(layers=True, momentum=0.0),
+    "outer": Outer(),
+    "outer adam": Outer(0.01, optimizer="Adam", options={}, merge=Weighted(1.0)),
+}
+
+
+def options_of(name: str) -> Found:
+    objective = hdet.Objective(loss_of, lambda window: [batch(window, 50 + j) for j in range(2)])
+    return {"gradients": "local", "merge": MERGES[name], "objective": objective}
+
+
+def on_ranks() -> Found:
+    found: Found = {}
+    for name in MERGES:
+        options = options_of(name)
+        home: Found = {"exact": True}
+        found[f"ddp {name}"] = cases.many_ranks(DistributedDataParallel, batch_normed, home=home, **options)
+        found[f"reduced {name}"] = cases.many_ranks(DistributedDataParallel, **options)
+        found[f"copies {name}"] = cases.many_ranks(home={"copies": 2, "exact": True}, **options)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        found[f"hsdp {name}"] = cases.many_ranks(
+            cases.sharded_over(mesh),
+            home={"mesh": mesh},
+            part=mesh.get_local_rank("dp_shard"),
+            each=2,
+            **options,
+        )
+        found[f"resumed {name}"] = resumed(options, None)
+        found[f"hsdp resumed {name}"] = resumed(options, mesh)
+    return found
+
+
+def resumed(options: Found, mesh: Any) -> Found:
+    """A run that is taken up in the middle of its second window, each rank by its own state."""
+
+    def fresh() -> hdet.Engine:
+        model = network()
+        if mesh is not None:
+            model = cases.sharded_over(mesh)(model)
+        home = {"mesh": mesh} if mesh is not None else {}
+        return cases.engine_of(hdet.distribute(model, cases.optimizer_of(model), **home), **options)
+
+    parts = {"parts": (mesh.get_local_rank("dp_shard"),), "each": 2} if mesh is not None else {}
+    whole, second = fresh(), fresh()
+    train(whole, 6, **parts)
+    second.load_state_dict(whole.state_dict())
+    train(whole, cases.STEPS, **parts)
+    train(second, cases.STEPS, **parts)
+    return {"difference": difference(cases.outcome(whole)["weights"], cases.outcome(second)["weights"])}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[Found]:
+    return launch(on_ranks, 4, limit=240.0)
+
+
+@cache
+def reference(name: str, n: int, each: int = 1, normed: bool = False) -> Found:
+    torch.set_num_threads(1)
+    make = batch_normed if normed else network
+    return cases.one_process(n, make, each, **options_of(name))
+
+
+def alike(ranks: list[Found], case: str) -> Found:
+    for rank in ranks[1:]:
+        assert rank[case]["history"] == ranks[0][case]["history"]
+        assert difference(rank[case]["weights"], ranks[0][case]["weights"]) == 0.0
+    found: Found = ranks[0][case]
+    return found
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_in_the_order_of_the_replicas_it_is_one_process_bit_for_bit(ranks: list[Found], name: str) -> None:
+    for case, expected in (
+        (f"ddp {name}", reference(name, 4, normed=True)),
+        (f"copies {name}", reference(name, 8)),
+    ):
+        found = alike(ranks, case)
+        assert found["history"] == expected["history"]
+        assert difference(found["weights"], expected["weights"]) == 0.0
+        assert all(map(torch.equal, found["buffers"], expected["buffers"]))
+
+
+@pytest.mark.parametrize("name", MERGES)
+@pytest.mark.parametrize(("home", "n", "each"), [("reduced", 4, 1), ("hsdp", 2, 2)])
+def test_by_all_reduce_and_by_shards_it_is_so_to_float_tolerance(
+    ranks: list[Found], name: str, home: str, n: int, each: int
+) -> None:
+    found = alike(ranks, f"{home} {name}")
+    assert difference(found["weights"], reference(name, n, each)["weights"]) < 1e-4
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_it_is_taken_up_where_it_was(ranks: list[Found], name: str) -> None:
+    for rank in ranks:
+        assert rank[f"resumed {name}"]["difference"] == 0.0
+        assert rank[f"hsdp resumed {name}"]["difference"] == 0.0

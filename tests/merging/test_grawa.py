@@ -1,0 +1,122 @@
+"""GRAWA against a transcription in NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+import hdet
+from hdet.errors import CheckpointError, ConfigError
+from hdet.merges import Grawa, Mean, Merge
+from hdet.merging.grawa import inverse
+
+N, WINDOW, TOTAL = 3, 4, 8
+Array = NDArray[np.float64]
+
+
+def model_of() -> nn.Module:
+    """y = b x W + c in two layers without anything between, so that its gradients are short to write."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+
+
+def engine_of(problem: Any, merge: Merge, **options: Any) -> hdet.Engine:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    objective = hdet.Objective(problem.loss, lambda window: [problem.batch(100 + window, j) for j in range(2)])
+    settings = {"window": WINDOW, "gradients": "local", "total_steps": TOTAL, "objective": objective, **options}
+    return hdet.Engine(hdet.replicate(model, optimizer, n=N), [], merge=merge, **settings)
+
+
+def gradient(theta: list[Array], x: Array, y: Array) -> list[Array]:
+    """Of mean (W2 (W1 x + b1) + b2 - y)^2 in W1, b1, W2, b2."""
+    w1, b1, w2, b2 = theta
+    hidden = x @ w1.T + b1
+    error = 2 * (hidden @ w2.T + b2 - y) / len(x)
+    back = error @ w2
+    return [back.T @ x, back.sum(axis=0), error.T @ hidden, error.sum(axis=0)]
+
+
+def transcribed(thetas: list[list[Array]], norms: Array, batches: Any, b: float, window: int, by: list[int]) -> Any:
+    """The authors' update: smoothed norms, their debiased inverse, normalised; then the weighted sum."""
+    now = np.zeros_like(norms)
+    for r, theta in enumerate(thetas):
+        total = [sum(parts) for parts in zip(*(gradient(theta, *batch) for batch in batches), strict=True)]
+        for layer, part in zip(by, total, strict=True):
+            now[r, layer] += (part**2).sum()
+    norms = b * norms + (1 - b) * np.sqrt(now)
+    raw = 1 / (norms / (1 - b ** (window + 1)))
+    weights = raw / raw.sum(axis=0)
+    return [sum(weights[r, layer] * thetas[r][p] for r in range(N)) for p, layer in enumerate(by)], norms
+
+
+@pytest.mark.parametrize(("layers", "by"), [(False, [0, 0, 0, 0]), (True, [0, 0, 1, 1])])
+@pytest.mark.parametrize("momentum", [0.0, 0.43])
+def test_it_is_the_transcription(layers: bool, by: list[int], momentum: float, problem: Any, train: Any) -> None:
+    engine = engine_of(problem, Grawa(layers=layers, momentum=momentum))
+    norms = np.zeros((N, max(by) + 1))
+    for window in range(2):
+        thetas: list[list[Array]] = []
+
+        def after(step: int, thetas: list[list[Array]] = thetas) -> None:
+            thetas[:] = [[p.detach().double().numpy().copy() for p in r.model.parameters()] for r in engine.replicas]
+
+        train(engine, WINDOW * (window + 1), after_update=after)
+        batches = [tuple(t.double().numpy() for t in problem.batch(100 + window, j)) for j in range(2)]
+        expected, norms = transcribed(thetas, norms, batches, momentum, window, by)
+        for parameter, value in zip(engine.replicas[0].model.parameters(), expected, strict=True):
+            np.testing.assert_allclose(parameter.detach().numpy(), value, rtol=2e-5, atol=1e-6)
+
+
+def test_flat_places_and_failed_replicas() -> None:
+    sound, valid = np.array([True, True, False]), np.array([True, True, False])
+    np.testing.assert_allclose(inverse(np.array([[0.0], [2.0], [1.0]]), sound, valid)[:, 0], [1, 0, 0], atol=1e-11)
+    np.testing.assert_allclose(inverse(np.zeros((3, 1)), sound, valid)[:, 0], [0.5, 0.5, 0])
+    nowhere = np.zeros(3, dtype=bool)
+    np.testing.assert_allclose(inverse(np.ones((3, 1)), nowhere, valid)[:, 0], [0.5, 0.5, 0])
+
+
+def test_the_probe_will_do_and_neither_is_refused(problem: Any, train: Any, assert_alike: Any) -> None:
+    engine = engine_of(problem, Grawa(), objective=None, signal=problem.probe())
+    train(engine)
+    assert_alike(engine)
+    with pytest.raises(ConfigError, match="give the engine objective="):
+        engine_of(problem, Grawa(), objective=None)
+
+
+def test_a_run_that_is_taken_up_is_the_same_run(problem: Any, train: Any) -> None:
+    merge = Grawa(layers=True)
+    whole, first, second = (engine_of(problem, merge) for _ in range(3))
+    train(whole)
+    train(first, 5)
+    state = first.state_dict()
+    second.load_state_dict(state)
+    train(second)
+    for one, other in zip(whole.replicas[0].model.parameters(), second.replicas[0].model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    state["merge"]["state"]["norms"] = [[1.0]] * N
+    with pytest.raises(CheckpointError, match="gradient norms"):
+        engine_of(problem, merge).load_state_dict(state)
+
+
+def test_it_leaves_training_as_it_is(problem: Any, train: Any) -> None:
+    """Where weights come out alike, all else does: no gradient is left behind, no generator moved."""
+    found = []
+    for merge in (Grawa(), Mean()):
+        engine = engine_of(problem, merge, total_steps=WINDOW)
+        before = torch.get_rng_state()
+        seen: list[Any] = []
+
+        def after(step: int, engine: hdet.Engine = engine, seen: list[Any] = seen) -> None:
+            seen.append([parameter.clone() for parameter in engine.replicas[1].model.parameters()])
+
+        train(engine, after_update=after)
+        assert torch.equal(before, torch.get_rng_state())
+        assert all(p.grad is None for r in engine.replicas for p in r.model.parameters())
+        found.append(seen)
+    assert all(torch.equal(a, b) for one, other in zip(*found, strict=True) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,195 @@
+"""The outer optimizer."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+from hdet.errors import CheckpointError, ConfigError
+from hdet.merges import Mean, Merge, Outer, Weighted
+
+TOTAL, WINDOW = 14, 4
+
+
+def engine_of(problem: Any, merge: Merge, n: int = 4, total: int = TOTAL, **options: Any) -> hdet.Engine:
+    model = problem.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    knob = hdet.LearningRate(spread=hdet.spreads.TwoLevel(0.3 if n > 1 else 0.0))
+    return hdet.Engine(
+        hdet.replicate(model, optimizer, n=n),
+        [knob],
+        window=WINDOW,
+        merge=merge,
+        total_steps=total,
+        **{"gradients": "local", **options},
+    )
+
+
+def held(engine: hdet.Engine) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in engine.replicas[0].model.parameters()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+@pytest.mark.parametrize("inner", [Mean("keep"), Mean("average"), Weighted(0.5)])
+def test_sgd_of_rate_1_without_momentum_is_the_inner_merge_bit_for_bit(
+    inner: Merge, gradients: str, problem: Any, train: Any
+) -> None:
+    plain = engine_of(problem, inner, gradients=gradients)
+    outer = engine_of(problem, Outer(1.0, options={}, merge=inner), gradients=gradients)
+    train(plain)
+    train(outer)
+    assert same(held(plain), held(outer))
+
+
+@pytest.mark.parametrize(
+    ("merge", "reference"),
+    [
+        (Outer(), lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)),
+        (
+            Outer(0.05, optimizer="Adam", options={"betas": [0.8, 0.9]}),
+            lambda ps: torch.optim.Adam(ps, 0.05, betas=(0.8, 0.9)),
+        ),
+    ],
+)
+def test_it_is_the_optimizer_on_the_converged_weights(
+    merge: Outer, reference: Any, problem: Any, train: Any, assert_alike: Any
+) -> None:
+    """As DiLoCo is written: the weights are the outer optimizer's parameters, start minus mean their gradient."""
+    engine = engine_of(problem, merge)
+    own = [torch.nn.Parameter(value.double()) for value in held(engine)]
+    outer = reference(own)
+    for stop in (4, 8, 12, 14):
+        before: list[Any] = []
+
+        def after(step: int, before: list[Any] = before) -> None:
+            before[:] = [[p.detach().double() for p in replica.model.parameters()] for replica in engine.replicas]
+
+        train(engine, stop, after_update=after)
+        assert_alike(engine)
+        for parameter, *values in zip(own, *before, strict=True):
+            parameter.grad = parameter.detach() - torch.stack(values).mean(dim=0)
+        outer.step()
+        for mine, parameter in zip(held(engine), own, strict=True):
+            torch.testing.assert_close(mine.double(), parameter.detach(), rtol=1e-4, atol=1e-5)
+            parameter.data.copy_(mine)
+
+
+def test_the_inner_optimizers_state_is_each_replicas_own(problem: Any, train: Any) -> None:
+    engine = engine_of(problem, Outer())
+    train(engine, WINDOW)
+    first, second = (o.state[o.param_groups[0]["params"][0]]["exp_avg"] for o in engine.optimizers[:2])
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("home", ["one replica", "micro-batches"])
+def test_of_one_model_it_is_lookahead(home: str, problem: Any, train: Any) -> None:
+    """Every WINDOW steps the weights go back half the way to where they were."""
+    model = problem.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    one = home == "one replica"
+    replicas = hdet.replicate(model, optimizer, n=1) if one else hdet.micro_batches(model, optimizer, n=2)
+    engine = hdet.Engine(replicas, [], window=WINDOW, merge=Outer(0.5, options={}), total_steps=8)
+    twin = problem.model()
+    plain = torch.optim.SGD(twin.parameters(), lr=0.05)
+    start = [parameter.detach().clone() for parameter in twin.parameters()]
+    for step in range(8):
+        for replica in engine.replicas:
+            (problem.loss(twin, problem.batch(step, replica.index)) / len(engine.replicas)).backward()
+        plain.step()
+        plain.zero_grad()
+        if (step + 1) % WINDOW == 0:
+            with torch.no_grad():
+                for parameter, before in zip(twin.parameters(), start, strict=True):
+                    before.lerp_(parameter, 0.5)
+                    parameter.copy_(before)
+    records = train(engine)
+    assert [record.merged for record in records] == [True, True]
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return dict(torch.load(file, weights_only=True))
+
+
+@pytest.mark.parametrize("step", [0, 2, 4, 9, 12, 13])
+def test_a_run_that_is_taken_up_is_the_same_run(step: int, problem: Any, train: Any) -> None:
+    whole, first, second = (engine_of(problem, Outer()) for _ in range(3))
+    train(whole)
+    train(first, step)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    train(second)
+    assert same(held(whole), held(second))
+
+
+def test_another_merge_does_not_take_up_what_it_cannot_know(problem: Any, train: Any) -> None:
+    engine = engine_of(problem, Outer())
+    train(engine, 5)
+    state = engine.state_dict()
+    for other in (Mean(), Outer(0.5)):
+        with pytest.raises(CheckpointError, match=r"written with merge=.*which remembers"):
+            engine_of(problem, other).load_state_dict(state)
+    later = engine_of(problem, Outer())
+    train(plain := engine_of(problem, Mean("keep")), 5)
+    later.load_state_dict(plain.state_dict())  # a mean remembers nothing: the outer optimizer begins here
+    train(later)
+    entries = next(iter(state["merge"]["state"]["optimizer"]["state"].values()))
+    entries["momentum_buffer"] = torch.zeros(3, 3)
+    with pytest.raises(CheckpointError, match="outer momentum_buffer"):
+        engine_of(problem, Outer()).load_state_dict(state)
+
+
+def test_replicas_that_open_apart_first_become_one(problem: Any, train: Any) -> None:
+    """Where `hdet.perturb` set them apart there is no common origin to measure the first displacement from."""
+    found = []
+    for merge in (Outer(), Mean("keep")):
+        engine = engine_of(problem, merge)
+        hdet.perturb(engine.home, noise=0.1)
+        train(engine, WINDOW)
+        found.append(held(engine))
+    assert same(*found)
+
+
+def test_a_run_that_went_back_begins_with_a_new_state(problem: Any, train: Any) -> None:
+    engine = engine_of(problem, Outer())
+    train(engine, 8)
+    assert engine.cycle.merger.state_dict()["optimizer"]["state"]
+    (record,) = train(engine, 12, loss=lambda model, batch: problem.loss(model, batch) * float("nan"))
+    assert record.faults[-1]["kind"] == "restored"
+    assert not engine.cycle.merger.state_dict()["optimizer"]["state"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"options": {"weight_decay": 0.1}}, "steps displacements"),
+        ({"lr": 0.0}, "lr"),
+    ],
+)
+def test_fields_that_cannot_be(fields: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Outer(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"optimizer": "Nadir"}, "cannot make the optimizer 'Nadir'"),
+        ({"optimizer": "Adam", "options": {"momentum": 0.9}}, "cannot make the optimizer 'Adam'"),
+        ({"optimizer": "builtins:dict", "options": {}}, "cannot make|makes no torch optimizer"),
+    ],
+)
+def test_optimizers_that_cannot_be(fields: Any, told: str, problem: Any) -> None:
+    with pytest.raises(ConfigError, match=told):
+        engine_of(problem, Outer(**fields))
