@@ -274,10 +274,12 @@ class ContrastCollector(Collector):
 
     def state_dict(self) -> dict[str, Any]:
         training = self.training if math.isfinite(self.training) else None
-        return {"record": self.record.state_dict(), "training": training, "step": self.step}
+        levels = self.levels.state_dict()
+        return {"record": self.record.state_dict(), "levels": levels, "training": training, "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
         self.training = math.nan if state["training"] is None else float(state["training"])
+        self.levels.load_state_dict(state["levels"])
         self.open(self.window)  # again: which knobs are explored depends on the training loss
         sketch = self.folding.sketch
         self.record.load_state_dict(state["record"], sketch.device, sketch.size, window is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.probe_gradient import aim
 from hdet.evidence.parts.two_levels import Levels
-from hdet.evidence.scene import Harvest, Scene
+from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound import BoundKnob
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.buffers import HeldBuffers
@@ -103,6 +103,12 @@ class MixedDifferenceCollector(Collector):
             self.levels.place(window, window.stop - 1, float(harvest.losses[harvest.valid].mean()))
             heard = np.flatnonzero(self.levels.half).tolist()
             return self.levels.told(self._measured(heard, harvest) if heard else {}, harvest)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"levels": self.levels.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
+        self.levels.load_state_dict(state["levels"])
 
     def _measured(self, heard: Sequence[int], harvest: Harvest) -> dict[int, Estimate]:
         """Slopes of one step by the knobs' numbers; none where there is no direction to look along."""

@@ -33,6 +33,8 @@ from hdet.spreads import TwoLevel
 RATE, WIDTH, SCALE = 0.1, 0.2, 1.5
 SLOPE = torch.tensor([1.0, -2.0, 0.5])
 AIM = torch.tensor([2.0, 1.0, 3.0])
+STANDS_STILL = pytest.mark.filterwarnings("ignore:no weight of replica")
+"""Weights that no step, or none worth the name, moves."""
 
 
 class Vector(nn.Module):
@@ -469,7 +471,7 @@ def test_on_its_bound_a_regulariser_is_explored_inside_where_held_out_loss_excee
     """Half of the passes of every step run at sin^2(2 * 0.15), the others at 0 itself."""
     engine = make([regulariser()], window=10, windows=10, probe=constant)
     seen: list[float] = []
-    train(engine, watch=lambda model: seen.append(model.late), report=lambda step, own: torch.tensor(0.5))
+    train(engine, watch=lambda model: seen.append(model.late), report=lambda step, own: torch.tensor(0.8))
     steps = np.array(seen).reshape(100, 4)
     assert not steps[:30].any()
     for step in range(30, 100):
@@ -481,7 +483,7 @@ def test_on_its_bound_a_regulariser_rests_before_a_share_of_the_run(bound_from: 
     """And always in the first window, before which no training loss is known."""
     engine = make([regulariser(Contrast(bound_from=bound_from))], window=10, windows=10, probe=constant)
     want = [] if first is None else list(range(first, 10))
-    assert explored_windows(engine, lambda step: 0.5) == want
+    assert explored_windows(engine, lambda step: 0.8) == want
 
 
 @pytest.mark.parametrize(
@@ -506,6 +508,22 @@ def test_the_gap_must_exceed_two_standard_errors_and_two_percent(
 def test_it_goes_by_the_last_windows_training_loss() -> None:
     engine = make([regulariser(Contrast(bound_from=0.0))], window=5, windows=6, probe=constant)
     assert explored_windows(engine, lambda step: 0.5 if step // 5 in (1, 3) else 1.5) == [2, 4]
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_a_loss_divided_by_the_micro_batches_is_no_sign_of_overfitting(micro_batches: int) -> None:
+    """And it is said, once, at the line of the loop."""
+    engine = make([regulariser(Contrast(bound_from=0.5))], window=5, windows=6, probe=constant)
+    with pytest.warns(UserWarning, match="not on one scale") as caught:
+        assert explored_windows(engine, lambda step: 1.0 / micro_batches) == []
+    assert [warning.filename for warning in caught] == [__file__]
+    # What was found out is part of the state: the loop that goes on in mid-run explores nothing, and is told no more.
+    again = make([regulariser(Contrast(bound_from=0.5))], window=5, windows=6, probe=constant)
+    with pytest.warns(UserWarning, match="not on one scale"):
+        train(again, 17, report=lambda step, own: torch.tensor(1.0 / micro_batches))
+    resumed = make([regulariser(Contrast(bound_from=0.5))], window=5, windows=6, probe=constant)
+    resumed.load_state_dict(again.state_dict())
+    assert [collector.levels.other_scale for collector in resumed.cycle.collectors] == [True]
 
 
 def test_a_knob_that_acts_in_eval_mode_is_explored_on_its_bound_from_the_start() -> None:
@@ -631,6 +649,7 @@ def test_a_temperature_is_judged_by_what_it_does_and_by_what_is_learned(
     assert slope == pytest.approx(want, rel=0.15)
 
 
+@STANDS_STILL
 def test_the_direct_term_alone() -> None:
     """With a learning rate of next to nothing, only the value itself counts."""
     slope, want = tempered(8, 1e-9, 2.0, 2.0)
@@ -761,8 +780,8 @@ def test_a_knob_without_a_spread_asks_for_no_block() -> None:
 
 
 def small(step: int, own: Tensor) -> Tensor:
-    """A training loss below any held-out one."""
-    return torch.tensor(-1e6)
+    """A training loss that is below any held-out one, but not from the start, which would show another scale."""
+    return torch.tensor(1e6 if step < 10 else -1e6)
 
 
 def weakened(model: Any, step: int, index: int) -> Tensor:
@@ -869,6 +888,7 @@ def placebo(
     return found
 
 
+@STANDS_STILL
 @pytest.mark.parametrize(
     ("n", "shards", "windows"),
     [(1, 0.0, 200), (2, 0.0, 200), (4, 0.0, 250), (8, 0.0, 250), (2, 3.0, 200), (4, 3.0, 250)],
@@ -882,6 +902,7 @@ def test_a_knob_without_effect_has_a_t_of_unit_spread(n: int, shards: float, win
     assert 0.02 < (np.abs(ts) > 2.0).mean() < 0.13
 
 
+@STANDS_STILL
 @pytest.mark.parametrize(("n", "shards", "windows"), [(4, 0.0, 250), (4, 3.0, 250), (1, 3.0, 150), (8, 3.0, 200)])
 def test_traces_of_a_knob_without_effect_have_students_spread(n: int, shards: float, windows: int) -> None:
     """Of eight groups: 7 degrees of freedom, sd 1.18, and |t| > 2.365 in 5 % of windows."""
@@ -892,6 +913,7 @@ def test_traces_of_a_knob_without_effect_have_students_spread(n: int, shards: fl
     assert 0.01 < (np.abs(ts) > 2.365).mean() < 0.11
 
 
+@STANDS_STILL
 def test_windows_that_share_their_traces_are_not_taken_for_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over 25 windows each remembers nearly all of the one before; kept apart by group, sums tell their own error."""
     monkeypatch.setattr(hdet.Scalar, "acts_in_eval", False)  # nothing of the probe's own is added
@@ -910,6 +932,7 @@ def test_windows_that_share_their_traces_are_not_taken_for_independent(monkeypat
     assert sizes["independent"] > 1.5 * sizes["by group"]
 
 
+@STANDS_STILL
 def test_signs_that_stay_the_same_would_take_shards_for_an_effect() -> None:
     """The law above can fail: this is what it is there to see."""
     ts = placebo_ts(4, 50, 3.0, design=Fixed())

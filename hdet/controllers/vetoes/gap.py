@@ -16,7 +16,7 @@ from hdet.spec import register
 _KEPT = 0.7
 # Gap of the first window, as a share of the held-out loss, above which the two losses are not on one scale: nothing can
 # be overfitted as early. A training loss that was divided by two or more micro-batches is further below.
-_OTHER_SCALE = 0.25
+OTHER_SCALE = 0.25
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class _Gap(Veto):
         if gap is None:
             return state
         weight = _KEPT * state.weight + 1.0
-        other_scale = state.other_scale if state.begun else gap > _OTHER_SCALE
+        other_scale = state.other_scale if state.begun else gap > OTHER_SCALE
         return GapState(state.mean + (gap - state.mean) / weight, weight, True, other_scale)
 
     def retreat(self, state: GapState, context: Context, worked_shift: float | None) -> GapState:

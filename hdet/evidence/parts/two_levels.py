@@ -6,15 +6,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from hdet.controllers import Estimate
+from hdet.controllers.vetoes.gap import OTHER_SCALE
 from hdet.evidence.parts.line_fit import along
 from hdet.evidence.parts.losses_at import Point, losses_at
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound import BoundKnob
+from hdet.user_warning import warn
 
 MARGIN = 0.02
 
@@ -26,9 +29,13 @@ class Levels:
     of the run, and later where nothing says that it should leave: where the held-out loss does not exceed the training
     loss by two standard errors and 2 %. (Knobs that also act in eval mode are no regularisers, and never rest.)
 
+    Losses on two scales cannot be compared, and then such a base rests for good. The first window that tells a training
+    loss shows it, by the rule of `hdet.controllers.vetoes.NeedsGap`.
+
     Attributes:
         half: [K] half the distance between a knob's levels, in coordinate units; 0 for a knob that rests.
         centre: [K] their middle, as an offset from the base; 0 but near a bound.
+        other_scale: whether training and held-out loss are on two scales; None until a window has told.
     """
 
     def __init__(self, scene: Scene, knobs: Sequence[BoundKnob], bound_from: float) -> None:
@@ -37,6 +44,7 @@ class Levels:
         self.bound_from = bound_from
         self.half = np.zeros(len(knobs))
         self.centre = np.zeros(len(knobs))
+        self.other_scale: bool | None = None
 
     def place(self, window: Window, step: int, training: float) -> None:
         """Set the levels of a window by the bases at a step of it; `training` is the mean training loss, NaN unknown.
@@ -44,12 +52,11 @@ class Levels:
         Takes one probe where a knob may rest, which is the same on every process.
         """
         rooms = [knob.spec.space.room(knob.base(step), knob.spec.bounds) for knob in self.knobs]
-        bound = [k for k, room in enumerate(rooms) if 0.0 in room]
-        left = set(bound) if bound and self._rests(window, step, training) else set()
+        bound = {k for k, room in enumerate(rooms) if 0.0 in room and not self.knobs[k].spec.acts_in_eval}
+        resting = bound if bound and self._rests(window, step, training) else set()
         for k, (knob, (down, up)) in enumerate(zip(self.knobs, rooms, strict=True)):
-            heard = knob.controller.listens(window.stop, window.total_steps)
-            rests = k in left and not knob.spec.acts_in_eval
-            width = min(knob.spec.spread.width, (down + up) / 2) if heard and not rests else 0.0
+            listens = knob.controller.listens(window.stop, window.total_steps)
+            width = min(knob.spec.spread.width, (down + up) / 2) if listens and k not in resting else 0.0
             self.half[k] = width
             # About the base where there is room on both sides, else with one of the levels on the bound.
             self.centre[k] = max(0.0, width - down) - max(0.0, width - up)
@@ -57,16 +64,35 @@ class Levels:
     def _rests(self, window: Window, step: int, training: float) -> bool:
         """Whether regularisers on their bounds are left alone in this window: nothing says that they are needed."""
         early = window.total_steps is not None and step < self.bound_from * window.total_steps
-        if early or not math.isfinite(training):
+        if not math.isfinite(training) or self.other_scale or (early and self.other_scale is not None):
             return True
         model, optimizer = self.scene.replicas.hosts[0]
         with self.scene.at_base():
             measured = self.scene.probe.measure(model, window.index, optimizer)
         # Every process goes by the first one's reading: those of others may differ in the last bits.
         held_out = self.scene.replicas.gather(measured.expand(len(self.scene.replicas.local), -1))[0]
+        level = float(held_out.mean())
+        gap = level - training
+        if self.other_scale is None:
+            self._compare_scales(gap, level, training)
         error = float(held_out.std(ddof=1)) / math.sqrt(len(held_out))
-        gap = float(held_out.mean()) - training
-        return not gap > 2.0 * error + MARGIN * abs(training)
+        return early or bool(self.other_scale) or not gap > 2.0 * error + MARGIN * abs(training)
+
+    def _compare_scales(self, gap: float, level: float, training: float) -> None:
+        """Nothing is overfitted as early: a first gap this large shows another loss, or one that was divided."""
+        self.other_scale = gap > OTHER_SCALE * abs(level)
+        if self.other_scale:
+            warn(
+                f"the first window's training loss is {training:.4g} and the probe's loss {level:.4g}, so the two are "
+                f"not on one scale, and knobs of the forward pass that lie on a bound (dropout at 0) stay there; give "
+                f"engine.step the mean loss of each replica's batch, undivided by the number of micro-batches"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"other_scale": self.other_scale}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.other_scale = state["other_scale"]
 
     def told(self, estimates: Mapping[int, Estimate], harvest: Harvest) -> dict[str, Estimate]:
         """What every knob's controller is told, from slopes of one step by the knobs' numbers.
