@@ -25,12 +25,16 @@ class PooledState:
         relative: the part of the shift that is the group's alone, in coordinates.
         slopes: discounted sums of relative slopes by sub-batch, as they would be at the present shift.
         curvature: the discounted sum of curvatures.
+        last_move: what the last window moved the relative part by.
+        expected_shift: the whole shift after that window, if bounds cut off nothing.
     """
 
     common: Mapping[str, Any]
     relative: float = 0.0
     slopes: tuple[float, ...] = ()
     curvature: float = 0.0
+    last_move: float = 0.0
+    expected_shift: float = 0.0
 
 
 @register
@@ -45,7 +49,7 @@ class Pooled(Controller):
         move = -(mean(Z) / C) max(0, 1 - (significance / t)^2), at most `limit`
 
     t is a Student t on J - 1 degrees of freedom, taken as the normal deviate that is as unlikely. What a move has
-    answered counts as answered: Z_j <- Z_j + move C.
+    answered counts as answered: Z_j <- Z_j + move C. What bounds or authority cut off a move is taken back from both.
 
     After a rewind or a new start the common part goes where its rule says; the relative part stays, and what had added
     up is forgotten.
@@ -85,6 +89,7 @@ class Pooled(Controller):
         return PooledState({"rule": self.common.start()})
 
     def step(self, state: PooledState, estimate: Estimate, context: Context) -> tuple[float, PooledState]:
+        state = _placed(state, context)
         shared, rule = self.common.step(state.common["rule"], estimate, _apart(context, state))
         state = replace(state, common={"rule": rule})
         own = estimate.relative
@@ -97,20 +102,23 @@ class Pooled(Controller):
         state = replace(state, slopes=slopes, curvature=kept + own.curvature)
         move = self._move(state)
         answered = tuple(slope + move * state.curvature for slope in slopes)
-        return shared + move, replace(state, relative=state.relative + move, slopes=answered)
+        state = replace(state, relative=state.relative + move, slopes=answered, last_move=move)
+        return shared + move, replace(state, expected_shift=context.shift + (shared + move))
 
     def explain(self, state: PooledState, estimate: Estimate, context: Context) -> dict[str, str]:
         """Why the common part moves."""
-        return self.common.explain(state.common["rule"], estimate, _apart(context, state))
+        return self.common.explain(state.common["rule"], estimate, _apart(context, _placed(state, context)))
 
     def retreat(self, state: PooledState, context: Context, worked: float) -> tuple[float, PooledState]:
         """The common part goes on as its rule says; `worked` held the relative part too."""
+        state = _placed(state, context)
         alone = worked * math.exp(-state.relative)
         move, rule = self.common.retreat(state.common["rule"], _apart(context, state), alone)
         return move, PooledState({"rule": rule}, state.relative)
 
     def restart(self, state: PooledState, context: Context) -> tuple[float, PooledState]:
         """The common part goes on as its rule says."""
+        state = _placed(state, context)
         move, rule = self.common.restart(state.common["rule"], _apart(context, state))
         return move, PooledState({"rule": rule}, state.relative)
 
@@ -123,6 +131,14 @@ class Pooled(Controller):
         move = newton * (1.0 - (self.significance / t) ** 2)
         move = max(-self.limit, min(self.limit, move))
         return max(-self.reach, min(self.reach, state.relative + move)) - state.relative
+
+
+def _placed(state: PooledState, context: Context) -> PooledState:
+    """The state where the shift is now: of the last move, which bounds may have cut off, the group's own part first."""
+    missing = state.expected_shift - context.shift
+    own = min(max(missing, min(state.last_move, 0.0)), max(state.last_move, 0.0))
+    slopes = tuple(slope - own * state.curvature for slope in state.slopes)
+    return replace(state, relative=state.relative - own, slopes=slopes, last_move=0.0)
 
 
 def _apart(context: Context, state: PooledState) -> Context:

@@ -51,7 +51,8 @@ def test_a_sure_group_goes_to_the_bottom_of_its_parabola_and_stays() -> None:
     pooled = Pooled(common=Hold())
     state, shift = pooled.start(), 0.0
     for _ in range(20):
-        move, state = pooled.step(state, relative([shift - 1.0 + noise for noise in (-0.01, 0.01, 0.0)]), HALFWAY)
+        noisy = relative([shift - 1.0 + noise for noise in (-0.01, 0.01, 0.0)])
+        move, state = pooled.step(state, noisy, replace(HALFWAY, shift=shift))
         assert abs(move) <= pooled.limit
         shift += move
     assert shift == pytest.approx(1.0, abs=0.03)
@@ -63,7 +64,8 @@ def test_what_a_move_answered_is_not_asked_for_again() -> None:
     pooled = Pooled(common=Hold(), limit=10.0)
     _, state = pooled.step(pooled.start(), relative(SURE), HALFWAY)
     left = 0.2 + state.relative
-    move, _ = pooled.step(state, relative([slope + state.relative for slope in SURE]), HALFWAY)
+    there = replace(HALFWAY, shift=state.relative)
+    move, _ = pooled.step(state, relative([slope + state.relative for slope in SURE]), there)
     assert 0.0 < -move < left < 0.05
 
 
@@ -75,7 +77,8 @@ def test_what_is_not_proved_moves_nothing() -> None:
         pooled = Pooled(common=Hold())
         state = pooled.start()
         for _ in range(20):
-            _, state = pooled.step(state, relative(rng.normal(0.0, 0.2, size=8) + state.relative), HALFWAY)
+            noise = relative(rng.normal(0.0, 0.2, size=8) + state.relative)
+            _, state = pooled.step(state, noise, replace(HALFWAY, shift=state.relative))
         ends.append(state.relative)
     assert np.median(np.abs(ends)) == 0.0
     assert np.abs(ends).max() < 0.3
@@ -83,7 +86,35 @@ def test_what_is_not_proved_moves_nothing() -> None:
 
 def test_no_group_goes_beyond_its_reach() -> None:
     pooled = Pooled(common=Hold(), reach=0.5)
-    assert math.fsum(moves(pooled, *[(relative(SURE), HALFWAY)] * 9)) == pytest.approx(-0.5)
+    state, shift = pooled.start(), 0.0
+    for _ in range(9):
+        move, state = pooled.step(state, relative(SURE), replace(HALFWAY, shift=shift))
+        shift += move
+    assert shift == pytest.approx(-0.5)
+    assert move == 0.0
+
+
+def test_what_bounds_cut_off_a_move_is_no_part_of_the_group_nor_answered() -> None:
+    """A bound lies 0.1 below: the group is as far as it got, and asks for the rest again."""
+    pooled = Pooled(common=Hold(), limit=10.0)
+    _, state = pooled.step(pooled.start(), relative(SURE), HALFWAY)
+    assert state.relative < -0.15
+    stopped = replace(HALFWAY, shift=-0.1)
+    _, placed = pooled.step(state, NOTHING, stopped)
+    assert placed.relative == pytest.approx(-0.1)
+    assert placed.slopes == pytest.approx([slope - 0.1 for slope in SURE])
+    assert pooled.step(placed, NOTHING, stopped)[1] == placed
+    _, free = pooled.step(state, NOTHING, replace(HALFWAY, shift=state.relative))
+    assert free.relative == pytest.approx(state.relative)
+
+
+def test_what_bounds_cut_off_the_common_move_leaves_the_groups_own() -> None:
+    pooled = Pooled()
+    move, state = pooled.step(pooled.start(), relative(SURE, common=AT_LAST), HALFWAY)
+    shared = move - state.relative
+    assert shared > 0.0 > state.relative
+    _, after = pooled.step(state, NOTHING, replace(HALFWAY, shift=move - 0.1))
+    assert after.relative == pytest.approx(state.relative)
 
 
 def test_nothing_is_heard_after_the_common_rule_has_stopped_listening() -> None:
@@ -100,12 +131,12 @@ def test_another_number_of_sub_batches_begins_the_sums_anew() -> None:
 def test_after_a_rewind_the_group_keeps_its_place_among_the_others() -> None:
     """The common part goes below what worked for it; and what had added up is forgotten."""
     pooled = Pooled()
-    state = pooled.step(pooled.start(), relative(SURE), HALFWAY)[1]
+    state = pooled.step(pooled.start(), relative(SURE), replace(HALFWAY, shift=0.4))[1]
     context = replace(HALFWAY, shift=state.relative + 0.4)
     move, after = pooled.retreat(state, context, worked=math.exp(state.relative) * 0.9)
     wanted, _ = Calibrate().retreat(Calibrate().start(), replace(HALFWAY, shift=0.4), worked=0.9)
     assert move == pytest.approx(wanted)
-    assert (after.relative, after.slopes, after.curvature) == (state.relative, (), 0.0)
+    assert (after.relative, after.slopes, after.curvature) == (pytest.approx(state.relative), (), 0.0)
     move, after = pooled.restart(state, context)
     assert move == Calibrate().restart(Calibrate().start(), context)[0]
-    assert (after.relative, after.slopes) == (state.relative, ())
+    assert (after.relative, after.slopes) == (pytest.approx(state.relative), ())
