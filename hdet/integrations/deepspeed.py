@@ -91,6 +91,8 @@ class EngineOptimizer(Optimizer):
         super().__init__([{"params": list(group)} for group in groups], {})
         self._step = wrapped.step
         wrapped.step = self.step
+        # Before any other hook: what is known of a step before it is made is not what the one before it came to.
+        self.register_step_pre_hook(self._forget_skipped)
         self._link_state()
 
     @classmethod
@@ -138,6 +140,9 @@ class EngineOptimizer(Optimizer):
                 real.update({key: value for key, value in before.items() if key != "params"})
         self.found_inf.fill_(float(bool(getattr(self.wrapped, "overflow", False))))
         self._link_state()
+
+    def _forget_skipped(self, *_: Any) -> None:
+        self.found_inf.zero_()
 
     def _link_state(self) -> None:
         """The first parameter of each group has all of this rank's state of the group."""

@@ -74,11 +74,13 @@ class ReportedLosses:
     def judge(self, reported: float, held_out: float, passes: int) -> None:
         """Find out the scale, once, from the first losses and the held-out loss at the same weights.
 
+        Losses that are not finite, as where a loss scale is still too large, leave it to the next step.
+
         Args:
             reported: the mean over passes and processes.
             passes: micro-batches of this process in the step.
         """
-        self._known = True
+        self._known = math.isfinite(reported)
         if not (0.0 < reported < math.inf and 0.0 < held_out < math.inf):
             return
         off = math.log(reported / held_out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
@@ -52,6 +53,17 @@ def test_of_two_passes_backward_tells_what_the_loss_alone_does_not(off: float) -
         (reported / 2).backward()
     losses.judge(HELD_OUT * off, HELD_OUT, 2)
     assert not losses.divided
+
+
+@pytest.mark.parametrize("first", [math.inf, math.nan])
+def test_losses_that_are_not_finite_leave_the_scale_to_the_next_step(first: float) -> None:
+    losses = judged(first, 4)
+    assert not losses.known
+    losses.clear()
+    for number in range(4):
+        losses.note(number, torch.tensor(HELD_OUT / 4))
+    losses.judge(HELD_OUT / 4, HELD_OUT, 4)
+    assert (losses.known, losses.divided) == (True, True)
 
 
 def test_one_pass_is_never_divided() -> None:
