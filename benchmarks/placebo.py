@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import hdet
-from hdet.controllers import Context, Controller, Estimate, Gated, Hold
+from hdet.controllers import Context, Estimate, Gated, Hold
 
 WINDOWS, STEPS, WEIGHTS, SUB_BATCHES, EXAMPLES = 12, 16, 16, 8, 4
 MEMORY = 0.8
@@ -101,14 +101,13 @@ def estimates(knob: hdet.Knob, seed: int, fixed: bool) -> list[Estimate]:
     return found
 
 
-def taus(windows: list[Estimate], rule: Controller, forget_sub_batches: bool) -> list[float]:
+def taus(windows: list[Estimate], rule: Gated, forget_sub_batches: bool) -> list[float]:
     """The accumulated t after each window."""
-    assert isinstance(rule, Gated)
     state, found = rule.start(), []
     for estimate in windows:
         told = Estimate(estimate.slope, stderr=estimate.stderr) if forget_sub_batches else estimate
-        state, tau = rule.gather(state, told, Context())
-        found.append(tau)
+        _, state = rule.step(state, told, Context())
+        found.append(state.tau)
     return found
 
 
