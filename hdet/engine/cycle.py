@@ -16,6 +16,7 @@ from hdet.engine.declaration import declaration
 from hdet.engine.guard import Watch
 from hdet.engine.plan import Plan
 from hdet.engine.probe_size import ProbeSize
+from hdet.engine.standstill import Standstill
 from hdet.engine.tally import Losses, Reading, Tally
 from hdet.errors import DivergedError, HdetError
 from hdet.evidence import Collector, Harvest, Scene, Window
@@ -70,6 +71,7 @@ class Cycle:
         self.watch: Watch | None = plan.guard.watch(scene) if plan.guard is not None else None
         self.merger = plan.merge.at_work(scene)
         self.tally = Tally(self.home, stay_alike=not plan.apart)
+        self._standstill = Standstill(scene)
         self._probe_size = ProbeSize(self.knobs, plan.signal, plan.gradients)
         self.home.begin(
             Terms(
@@ -221,6 +223,7 @@ class Cycle:
         reading = self.tally.read(self.step_count)
         if reading.apart:
             require_alike(self.home, reading.valid, self.anchor, self.step_count)
+        self._standstill.look(window, trained=self._begun)
         last = window.stop - 1
         bases = {knob.name: knob.base(last) for knob in self.knobs}
         shown = range(min(self.home.size, MOST_REPLICAS))

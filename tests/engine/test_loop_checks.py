@@ -43,3 +43,44 @@ def test_groups_that_are_there_from_the_start_may_train_later(problem: Any, trai
         model[0].requires_grad_(True)
     train(engine)
     assert engine.finished
+
+
+def run_without(engine: Engine, problem: Any, *, stepping: int) -> None:
+    """Two windows of the documented loop, in which only the first few optimizers are stepped."""
+    for step in range(10):
+        losses = []
+        for replica in engine.replicas:
+            with replica:
+                loss = problem.loss(replica.model, problem.batch(step, replica.index))
+                loss.backward()
+            losses.append(loss.detach())
+        engine.share_gradients()
+        for number, optimizer in enumerate(engine.optimizers):
+            if number < stepping:
+                optimizer.step()
+            optimizer.zero_grad()
+        engine.step(losses)
+
+
+@pytest.mark.parametrize(
+    ("home", "stepping", "still"), [("copies", 0, "0, 1"), ("copies", 1, "1"), ("seats", 0, "0, 1")]
+)
+def test_a_loop_that_leaves_out_the_optimizers_step_is_told(
+    problem: Any, home: str, stepping: int, still: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    engine = engine_of(problem, hdet.replicate if home == "copies" else hdet.micro_batches)
+    run_without(engine, problem, stepping=stepping)
+    (warning,) = recwarn
+    assert f"no weight of replica {still} has changed in steps 0 to 4" in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_weights_that_a_rate_of_zero_holds_are_no_fault(problem: Any, train: Any) -> None:
+    """A window at rate 0 tells nothing; the next one does."""
+    model = problem.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = Engine(hdet.micro_batches(model, optimizer, n=2), [], window=5, total_steps=15)
+    train(engine, 5)
+    optimizer.param_groups[0]["lr"] = 0.1
+    with pytest.warns(UserWarning, match="no weight of replica 0, 1 has changed in steps 5 to 9"):
+        run_without(engine, problem, stepping=0)

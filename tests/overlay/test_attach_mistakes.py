@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import hdet
 from hdet.errors import CheckpointError, ConfigError, StepError
+from hdet.overlay.surroundings import OptimizedParameters
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -139,3 +140,29 @@ def test_a_group_that_is_added_later_is_named(follows: str) -> None:
     optimizer.add_param_group({"params": list(model.parameters())[2:]})
     with pytest.raises(StepError, match="holds 2 parameter groups at step 1, and held 1 when hdet was attached"):
         loss_of(model, batch(1))
+
+
+@pytest.mark.parametrize("attached_first", [True, False])
+def test_a_scheduler_that_explores_beside_it_is_noticed_in_the_first_step(attached_first: bool) -> None:
+    """Also where the scheduler was not given the model, and holds the optimizer's parameters alone."""
+    model = network()
+    optimizer = adamw(model)
+
+    def explored() -> Any:
+        replicas = hdet.replicate(OptimizedParameters(optimizer), optimizer, n=2)
+        return hdet.explore(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS), replicas=replicas)
+
+    scheduler = None if attached_first else explored()
+    search = hdet.attach(model, optimizer, probe=probe(), schedule=None, quiet=True)
+    scheduler = scheduler or explored()
+    search.loss(loss_of(model, batch(0))).backward()
+    for one, other in zip(model.parameters(), scheduler.engine.hosts[1][0].parameters(), strict=True):
+        other.grad = one.grad
+
+    def step() -> None:
+        for stepped in scheduler.engine.optimizers:
+            stepped.step()
+        scheduler.step([torch.tensor(1.0)] * 2)
+
+    with pytest.raises(StepError, match="another engine has been made on this model or its optimizer since"):
+        step()

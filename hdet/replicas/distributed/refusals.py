@@ -75,7 +75,8 @@ def pipelined(model: object, mesh: DeviceMesh | None) -> None:
 def _stage_of(model: object) -> Any:
     """The `PipelineStage` of this process that runs a module, wrapped or not; None where there is none.
 
-    A stage holds its module and not the other way round, so it is looked for among all that lives.
+    A stage holds its module and not the other way round, so it is looked for among all that lives. That is done once,
+    when replicas are made, and only in a process that has loaded torch's pipelines.
     """
     stages = sys.modules.get("torch.distributed.pipelining.stage")
     if stages is None:

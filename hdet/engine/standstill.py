@@ -1,0 +1,54 @@
+"""Whether the optimizers step at all: a loop that never calls them explores nothing, and fails in nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hdet.evidence import Scene, Window
+from hdet.user_warning import warn
+
+
+class Standstill:
+    """Compares each replica's weights with those of the window's opening, once, and says where none has changed.
+
+    A window without a training pass tells nothing, nor does one that ends at a learning rate of 0 in all groups, as at
+    the start of a warm-up.
+    """
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._done = False
+
+    def look(self, window: Window, *, trained: bool) -> None:
+        """A window's last step is done, and nothing is merged yet. A collective until a window has told.
+
+        Args:
+            trained: whether this process has entered a replica in this run.
+        """
+        if self._done:
+            return
+        hosts = [self._host(host) if trained else (0.0, 0.0) for host in range(len(self._scene.replicas.hosts))]
+        device = self._scene.moving.parameters[0][0].device if self._scene.moving.parameters[0] else None
+        rows = torch.tensor([hosts[replica.host] for replica in self._scene.replicas.local], device=device)
+        told = self._scene.replicas.gather(rows)
+        self._done = bool(told[:, 0].any())
+        still = [index for index, (stepped, changed) in enumerate(told.tolist()) if stepped and not changed]
+        if still:
+            named = ", ".join(map(str, still))
+            warn(
+                f"no weight of replica {named} has changed in steps {window.start} to {window.stop - 1}, so nothing is "
+                f"learnt of any hyperparameter: call step() on each of engine.optimizers, made from the parameters of "
+                f"the replica's model, before engine.step (steps that a GradScaler skipped change nothing either)"
+            )
+
+    def _host(self, host: int) -> tuple[float, float]:
+        """Whether a step would change a model's weights, and whether any has."""
+        opening, live = self._scene.opening(), self._scene.moving.values(host)
+        groups = self._scene.replicas.hosts[host][1].param_groups
+        return float(any(float(group["lr"]) != 0.0 for group in groups)), float(_differ(opening, live))
+
+
+def _differ(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether any of two lists' tensors differ; mostly the first do."""
+    return any(not torch.equal(one.to(other.device), other) for one, other in zip(some, others, strict=True))
