@@ -14,7 +14,8 @@ Layout (format 3)::
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,23 +69,47 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any]) -> None:
     Names, shapes and types of all that is loaded are checked before anything changes. What only the parts themselves
     can tell is found out while they load; for that the engine's own state is held until all has been loaded.
 
+    A collective: all processes load, and where one of them cannot, all go back. They hear of each other after the
+    checks, after knobs, models and optimizers, and at the end. Between the last two the window opens, and evidence may
+    meet there.
+
     Raises:
-        CheckpointError: another format, other knobs, or a model that does not fit. The engine is as it was.
+        CheckpointError: another format, other knobs, or a model that does not fit; or another process cannot load its
+            state. The engine is as it was.
     """
-    problem = _problem(cycle, state)
+    _refuse_unless_all(cycle, _problem(cycle, state))
+    before, course = state_dict(cycle), _course(cycle, state)
+    failure = _attempted(lambda: _load_point(cycle, state, course))
+    if all_agree(cycle, failure is None):
+        failure = _attempted(lambda: _take_up(cycle, state, course))
+        if all_agree(cycle, failure is None):
+            cycle.history.truncate(_windows(state))
+            return
+    back = _course(cycle, before)
+    _load_point(cycle, before, back)
+    _take_up(cycle, before, back)
+    _refuse_unless_all(cycle, failure)
+
+
+def _refuse_unless_all(cycle: Cycle, problem: HdetError | None) -> None:
+    """Raise this process's problem, or say that another has one."""
     if not all_agree(cycle, problem is None):
         raise problem or CheckpointError("another process cannot load its state; this one's engine is as it was")
-    before = state_dict(cycle)
+
+
+def _attempted(load: Callable[[], None]) -> HdetError | None:
+    """Load, and return what went wrong."""
     try:
-        _load(cycle, state)
+        load()
+    except HdetError as error:
+        return error
     except Exception as error:
-        _load(cycle, before)
-        if isinstance(error, HdetError):
-            raise
-        raise CheckpointError(
+        failure = CheckpointError(
             f"the checkpoint cannot be loaded ({type(error).__name__}: {error}); the engine is as it was"
-        ) from error
-    cycle.history.truncate(_windows(state))
+        )
+        failure.__cause__ = error
+        return failure
+    return None
 
 
 def _problem(cycle: Cycle, state: Mapping[str, Any]) -> HdetError | None:
@@ -103,41 +128,59 @@ def _windows(state: Mapping[str, Any]) -> int:
     return int(state["window"]) + (1 if state["finished"] else 0)
 
 
-def _load(cycle: Cycle, state: dict[str, Any]) -> None:
-    point = state["converged"]
+@dataclass(frozen=True)
+class Course:
+    """How a state is taken up, the same in all processes.
+
+    Attributes:
+        own_starts: each replica opens the window at a point of its own.
+        same_window: the window under way is gone on with.
+    """
+
+    own_starts: bool
+    same_window: bool
+
+
+def _course(cycle: Cycle, state: Mapping[str, Any]) -> Course:
+    opening, under_way, firsts = state["opening"], state["open"], _one_a_host(cycle)
+    known = opening is None or (state["size"] == cycle.home.size and all(str(r.index) in opening for r in firsts))
+    same = (
+        under_way is not None
+        and under_way["exploring"] == _exploring(cycle)
+        and all(str(replica.index) in under_way["replicas"] for replica in firsts)
+    )
+    return Course(all_agree(cycle, known) and opening is not None, all_agree(cycle, same))
+
+
+def _load_point(cycle: Cycle, state: Mapping[str, Any], course: Course) -> None:
+    """Knobs, models, optimizers and guard as they were when the window opened. No collective."""
     for knob in cycle.knobs:
         knob.load_state_dict(state["knobs"][knob.name])
-    opening = state["opening"]
-    firsts = _one_a_host(cycle)
-    known = opening is None or (state["size"] == cycle.home.size and all(str(r.index) in opening for r in firsts))
-    own_starts = all_agree(cycle, known) and opening is not None
-    for replica in firsts:
+    for replica in _one_a_host(cycle):
         model, optimizer = cycle.hosts[replica.host]
-        start = opening[str(replica.index)] if own_starts else point
+        start = state["opening"][str(replica.index)] if course.own_starts else state["converged"]
         model.load_state_dict(start["model"])
         held_optimizer.load(optimizer, start["optimizer"])
     if cycle.watch is not None:
         cycle.watch.load_state_dict(state["watch"])
     cycle.restores = state["restores"]
-    cycle.step_count = point["step"]
+    cycle.step_count = state["converged"]["step"]
+
+
+def _take_up(cycle: Cycle, state: Mapping[str, Any], course: Course) -> None:
+    """Open the window, and go on in it where it is the same."""
     cycle.resume(state["window"], state["finished"])
     cycle.merger.forget()
     if state.get("merge", {}).get("state"):
         cycle.merger.load_state_dict(state["merge"]["state"])
     if cycle.finished:
         return
-    under_way = state["open"]
-    same = all_agree(
-        cycle,
-        under_way is not None
-        and under_way["exploring"] == _exploring(cycle)
-        and all(str(replica.index) in under_way["replicas"] for replica in _one_a_host(cycle)),
-    )
     for collector, own_state in zip(cycle.collectors, state["collectors"], strict=True):
-        collector.load_state_dict(own_state, cycle.window if same else None)
-    if not same:
+        collector.load_state_dict(own_state, cycle.window if course.same_window else None)
+    if not course.same_window:
         cycle.reapply()  # what outlives windows may decide who explores in this one
         return
+    under_way = state["open"]
     cycle.step_count = under_way["step"]
     cycle.tally.load_state_dict(under_way["tally"])
     cycle.averages.load_state_dict(under_way["averages"])

@@ -79,6 +79,18 @@ def four_ranks(folder: Path) -> Found:
     train(again, cases.STEPS)
     found["first's"] = cases.outcome(again)
 
+    # A state that rank 1 alone cannot load, which shows only while it loads: all go back, and go on.
+    again = ddp_engine()
+    train(again, STOP)
+    knob = next(iter(own["knobs"]))
+    broken = {**own["knobs"][knob], "controller": {}} if dist.get_rank() == 1 else own["knobs"][knob]
+    try:
+        again.load_state_dict({**own, "knobs": {**own["knobs"], knob: broken}})
+    except CheckpointError as error:
+        found["one cannot"] = str(error)
+    train(again, cases.STEPS)
+    found["one could not"] = cases.outcome(again)
+
     # In the background, beside training that goes on; two, so that an older one is dropped.
     engine = ddp_engine()
     background = hdet.CheckpointFolder(folder / "async", keep=1)
@@ -250,6 +262,14 @@ def test_each_ranks_own_state_resumes_in_mid_window(four: list[Found]) -> None:
     assert [found["own at"] for found in four] == [STOP] * 4
     for found in four:
         same_end(found["own"], found["whole"])
+
+
+def test_where_one_rank_cannot_load_its_state_all_go_back_and_are_told(four: list[Found]) -> None:
+    told = [found["one cannot"] for found in four]
+    assert "has the fields" in told.pop(1)
+    assert set(told) == {"another process cannot load its state; this one's engine is as it was"}
+    for found in four:
+        same_end(found["one could not"], found["whole"])
 
 
 def test_one_ranks_state_for_all_resumes_from_the_windows_opening(four: list[Found]) -> None:
