@@ -14,7 +14,7 @@ from launch import free_port, start
 from training import batch, difference, loss_of, network
 
 import hdet
-from hdet.app.run import Run, RunConfig
+from hdet.app.run import Run, RunConfig, launching
 
 DECLARED = """
 task: {kind: digits, dropout: 0.0}
@@ -47,10 +47,22 @@ def declared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def as_on_the_page(rank: int, ranks: int, port: int, code: str) -> None:
-    """What torchrun does, around the page's script."""
+def become(rank: int, ranks: int, port: int) -> None:
+    """What torchrun does."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def as_a_rank(rank: int, ranks: int, port: int, declared: Path, folder: Path) -> None:
+    """What `hdet run` does under torchrun."""
+    become(rank, ranks, port)
+    with launching.ranks("cpu"):
+        Run(RunConfig.load(declared), folder)()
+
+
+def as_on_the_page(rank: int, ranks: int, port: int, code: str) -> None:
+    """The page's script under torchrun."""
+    become(rank, ranks, port)
     batches = [batch(step, rank) for step in range(201)][:200]
     names = {"build_model": network, "loss_fn": loss_of, "batches": batches, "__name__": "page"}
     exec(compile(code, "docs/distributed.md", "exec"), names)
@@ -87,8 +99,10 @@ def test_processes_share_the_replicas_and_come_to_the_same_result(declared: Path
 
 
 def test_several_replicas_on_each_process_explore_the_same_designs(declared: Path, tmp_path: Path) -> None:
-    ended = hdet_run(str(declared), "--replicas", "4", "--processes", "2", "--out", str(tmp_path / "ranks"))
-    assert ended.returncode == 0, ended.stderr
+    processes = start(as_a_rank, 2, free_port(), declared, tmp_path / "ranks")
+    for process in processes:
+        process.join(timeout=100)
+    assert [process.exitcode for process in processes] == [0, 0]
     torch.set_num_threads(1)
     Run(RunConfig.load(declared), tmp_path / "one")()
     ours, theirs = (hdet.History(tmp_path / name / "history.jsonl") for name in ("ranks", "one"))
