@@ -9,7 +9,7 @@
 """
 
 from hdet.controllers.calibrate import Calibrate
-from hdet.controllers.controller import Context, Controller
+from hdet.controllers.controller import Context, Controller, Judgement
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.gated import Gated, GatedState
 from hdet.controllers.heavy_ball import HeavyBall, MomentumState
@@ -19,7 +19,7 @@ from hdet.controllers.paper import Paper, PaperState
 from hdet.controllers.part import Rule, Veto
 from hdet.controllers.pooled import Pooled
 from hdet.controllers.regularize import Regularize
-from hdet.controllers.ruled import Judgement, Ruled, RuledState
+from hdet.controllers.ruled import Ruled, RuledState
 from hdet.controllers.state import NoState, from_plain, to_plain
 
 __all__ = [

@@ -55,6 +55,28 @@ class Context:
         return self.schedule_now / self.peak if self.peak > 0 else 1.0
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """What a window's estimate came to.
+
+    Attributes:
+        move: of the base, in coordinates.
+        state: the controller's, which goes with it.
+        rule: the kind of the rule that spoke; empty where none did.
+        veto: the kind of the veto that held the move back; empty where none did. Of several it is the last to do so.
+    """
+
+    move: float
+    state: Any
+    rule: str = ""
+    veto: str = ""
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Who decided, by `rule` and `veto`; {} where there is nothing to tell."""
+        return {name: kind for name, kind in (("rule", self.rule), ("veto", self.veto)) if kind}
+
+
 class Controller(Spec, family="controller"):
     """The rule that turns estimates into moves of one base. Pure: the same input gives the same move.
 
@@ -91,9 +113,10 @@ class Controller(Spec, family="controller"):
     def step(self, state: Any, estimate: Estimate, context: Context) -> tuple[float, Any]:
         """The move of the base for the next window, and the state that goes with it."""
 
-    def explain(self, state: Any, estimate: Estimate, context: Context) -> dict[str, str]:
-        """Why `step` makes its move, in a few words by their topic; {} where there is nothing to tell."""
-        return {}
+    def judge(self, state: Any, estimate: Estimate, context: Context) -> Judgement:
+        """What `step` gives, and who decided, for controllers that are made of parts."""
+        move, state = self.step(state, estimate, context)
+        return Judgement(move, state)
 
     def retreat(self, state: Any, context: Context, worked: float) -> tuple[float, Any]:
         """The move and state with which to go on after the run went back to an earlier point.

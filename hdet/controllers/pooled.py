@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from hdet.controllers.calibrate import Calibrate
-from hdet.controllers.controller import Context, Controller
+from hdet.controllers.controller import Context, Controller, Judgement
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.sub_batches import accumulated, student
 from hdet.spec import register
@@ -89,25 +89,27 @@ class Pooled(Controller):
         return PooledState({"rule": self.common.start()})
 
     def step(self, state: PooledState, estimate: Estimate, context: Context) -> tuple[float, PooledState]:
+        judged = self.judge(state, estimate, context)
+        return judged.move, judged.state
+
+    def judge(self, state: PooledState, estimate: Estimate, context: Context) -> Judgement:
+        """Both parts' moves, and who decided on the common one."""
         state = _placed(state, context)
-        shared, rule = self.common.step(state.common["rule"], estimate, _apart(context, state))
-        state = replace(state, common={"rule": rule})
+        common = self.common.judge(state.common["rule"], estimate, _apart(context, state))
+        state = replace(state, common={"rule": common.state})
         own = estimate.relative
         if own is None or not own.has_sub_batches or not own.curvature or own.curvature <= 0.0:
-            return shared, state
+            return replace(common, state=state)
         if not self.listens(context.step, context.total_steps):
-            return shared, state
+            return replace(common, state=state)
         slopes = accumulated(state.slopes, own.slopes, self.memory)
         kept = self.memory * state.curvature if len(state.slopes) == len(own.slopes) else 0.0
         state = replace(state, slopes=slopes, curvature=kept + own.curvature)
         move = self._move(state)
         answered = tuple(slope + move * state.curvature for slope in slopes)
-        state = replace(state, relative=state.relative + move, slopes=answered, last_move=move)
-        return shared + move, replace(state, expected_shift=context.shift + (shared + move))
-
-    def explain(self, state: PooledState, estimate: Estimate, context: Context) -> dict[str, str]:
-        """Why the common part moves."""
-        return self.common.explain(state.common["rule"], estimate, _apart(context, _placed(state, context)))
+        both = common.move + move
+        moved = replace(state, relative=state.relative + move, slopes=answered, last_move=move)
+        return replace(common, move=both, state=replace(moved, expected_shift=context.shift + both))
 
     def retreat(self, state: PooledState, context: Context, worked: float) -> tuple[float, PooledState]:
         """The common part goes on as its rule says; `worked` held the relative part too."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from hdet.controllers.controller import Context, Controller
+from hdet.controllers.controller import Context, Controller, Judgement
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Part, Rule, Veto
 from hdet.errors import ConfigError
@@ -21,21 +21,6 @@ class RuledState:
     """The state of each rule and veto, by its kind."""
 
     parts: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """What a window's estimate came to.
-
-    Attributes:
-        rule: the kind of the rule that spoke; empty where none did.
-        veto: the kind of the veto that held the move back; empty where none did. Of several it is the last to do so.
-    """
-
-    move: float
-    state: RuledState
-    rule: str = ""
-    veto: str = ""
 
 
 @register
@@ -154,12 +139,7 @@ class Ruled(Controller):
         judged = self.judge(state, estimate, context)
         return judged.move, judged.state
 
-    def explain(self, state: RuledState, estimate: Estimate, context: Context) -> dict[str, str]:
-        judged = self.judge(state, estimate, context)
-        return {name: kind for name, kind in (("rule", judged.rule), ("veto", judged.veto)) if kind}
-
     def judge(self, state: RuledState, estimate: Estimate, context: Context) -> Judgement:
-        """The move, the state that goes with it, and who decided."""
         if not estimate.testable or not self.listens(context.step, context.total_steps):
             return Judgement(0.0, state)
         if self.needs_averaged and estimate.averaged is None and estimate.offset <= 0:

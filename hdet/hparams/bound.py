@@ -57,7 +57,7 @@ class BoundKnob:
         shift: the learned displacement from the schedule, in coordinate units.
         levels: [N] offsets of this window, summing to zero; zeros where the knob does not diverge.
         centre: offset of the levels' mean from the base (one-sided spreads).
-        reasons: why the controller made its last move (`Controller.explain`).
+        reasons: why the controller made its last move (`Controller.judge`).
     """
 
     def __init__(self, spec: Knob, bindings: Sequence[Binding], n: int) -> None:
@@ -196,9 +196,9 @@ class BoundKnob:
     def judge(self, estimate: Estimate, moment: Moment) -> float:
         """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units."""
         context = self._context(moment)
-        self.reasons = self.controller.explain(self.state, estimate, context)
-        move, self.state = self.controller.step(self.state, estimate, context)
-        return self._move(float(move))
+        judged = self.controller.judge(self.state, estimate, context)
+        self.state, self.reasons = judged.state, judged.reasons
+        return self._move(float(judged.move))
 
     def retreat(self, worked: float, moment: Moment) -> float:
         """The run went back to a point at which the base was `worked`. Returns the move made, as `judge` does."""

@@ -18,8 +18,8 @@ BELOW = Context(shift=-1.0)
 
 
 def told(controller: Controller, estimate: Estimate, context: Context = BELOW) -> tuple[float, dict[str, str]]:
-    state = controller.start()
-    return controller.step(state, estimate, context)[0], controller.explain(state, estimate, context)
+    judged = controller.judge(controller.start(), estimate, context)
+    return judged.move, judged.reasons
 
 
 def test_the_first_rule_that_speaks_decides() -> None:
@@ -47,10 +47,10 @@ def test_a_base_above_a_vetos_highest_shift_is_brought_down_to_it() -> None:
     capped = Ruled(rules=(Lower(), Raise()), vetoes=(Cap(),))
     _, state = capped.retreat(capped.start(), Context(), worked=math.exp(-2.0))
     for estimate, rule in ((MORE, "raise"), (LESS, "lower"), (replace(MORE, slope=0.0), None)):
-        move, _ = capped.step(state, estimate, BELOW)
-        assert move == pytest.approx(-1.0)
+        judged = capped.judge(state, estimate, BELOW)
+        assert judged.move == pytest.approx(-1.0)
         wanted = {"veto": "cap"} if rule is None else {"rule": rule, "veto": "cap"}
-        assert capped.explain(state, estimate, BELOW) == wanted
+        assert judged.reasons == wanted
 
 
 def test_estimates_ahead_of_the_base_are_for_rules_that_look_ahead() -> None:
