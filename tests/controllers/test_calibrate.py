@@ -186,13 +186,13 @@ def test_looking_ahead_raises_to_the_ceiling_only_and_lowers_from_above_it() -> 
     assert step(ahead(3), 0.5) == -0.6
 
 
-def shifts(t: float, windows: int, shift: float, offset: float) -> float:
+def shifts(t: float, windows: int, shift: float, offset: float, total_steps: int | None = None) -> float:
     """Where the shift stands after windows that all call for more with the same t."""
     calibrate = Calibrate()
     state = calibrate.start()
     estimate = replace(bracket(t, 0), offset=offset)
     for _ in range(windows):
-        moved, state = calibrate.step(state, estimate, replace(LATE, shift=shift))
+        moved, state = calibrate.step(state, estimate, replace(LATE, shift=shift, total_steps=total_steps))
         shift += moved
     return shift
 
@@ -203,6 +203,16 @@ def test_above_the_schedule_as_given_a_raise_takes_the_more_proof_the_further_it
     assert shifts(-3.0, windows=10, shift=-1.4, offset=offset) < math.log(3.0), "2 (1 + shift / log 3) > 3 from 1.7 on"
     assert shifts(-13.0, windows=5, shift=0.0, offset=offset) >= math.log(10.0), "far too low is proved many times over"
     assert shifts(-2.1, windows=1, shift=-0.1, offset=offset) > 0.0, "back to what was given, as ever"
+
+
+def test_a_short_run_is_asked_for_less_proof() -> None:
+    """It has few windows to bring it in; the plateau that the proof is for is one of long runs."""
+
+    def raised(total_steps: int | None) -> float:
+        return shifts(-3.0, windows=3, shift=math.log(2.0), offset=0.0, total_steps=total_steps)
+
+    assert raised(100) > math.log(5.0)
+    assert raised(1000) == raised(None) == math.log(2.0)
 
 
 def test_by_default_the_ceiling_is_far_above() -> None:
