@@ -56,6 +56,7 @@ EXAMPLES: list[Spec] = [
     rules.Raise(),
     rules.Return(),
     rules.SlopeSum(memory=0.5),
+    rules.Restore(silent_below=0.5),
     rules.Leap(min_effect=0.1),
     vetoes.AboveGiven(),
     vetoes.AgreesNow(),

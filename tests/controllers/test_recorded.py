@@ -34,7 +34,7 @@ CONTROLLERS: dict[str, Controller] = {
         stall_ratio=1.2,
         return_step=0.1,
     ).without("above_given"),
-    "regularize": Regularize(early_until=0.0),
+    "regularize": Regularize(early_until=0.0).without("restore"),
     "regularize_other": Regularize(
         rate=0.1,
         gate=0.5,
@@ -50,7 +50,7 @@ CONTROLLERS: dict[str, Controller] = {
         max_extrapolation=1.0,
         min_harm=0.1,
         min_effect=0.2,
-    ),
+    ).without("restore"),
 }
 
 

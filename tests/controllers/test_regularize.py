@@ -197,3 +197,32 @@ def test_a_base_near_the_smallest_number_there_is_is_no_error() -> None:
     estimate = Estimate(slope=0.1, stderr=0.1, level=2.0, span=1.0, slopes=(0.1, -0.1, 0.3))
     moved, state = regularize.step(regularize.start(), estimate, Context(base=tiny, loss=1.8))
     assert (moved, state.parts["slope_sum"].sums) == (0.0, ())
+
+
+def test_what_was_lowered_early_goes_back_to_what_was_set_once_nothing_calls_for_less() -> None:
+    """Three early windows call for less by 5 standard errors; what comes after them says nothing, or goes on."""
+
+    def course(later: Estimate) -> list[float]:
+        regularize, shift, shifts = Regularize(), 0.0, []
+        state = regularize.start()
+        for window in range(14):
+            context = Context(
+                base=math.exp(shift), shift=shift, loss=1.9, length=30, step=30 * (window + 1), total_steps=500
+            )
+            moved, state = regularize.step(state, slope(0.1, t=5.0) if window < 3 else later, context)
+            shift += moved
+            shifts.append(shift)
+        return shifts
+
+    quiet = course(Estimate(-0.001, stderr=0.1, level=2.0, span=9.0))
+    assert quiet[2] < -1.0
+    assert quiet[-1] == pytest.approx(0.0), "and no further"
+    assert quiet == sorted(quiet[:3], reverse=True) + sorted(quiet[3:]), "nothing lowers it again"
+    assert course(slope(0.1, t=5.0))[-1] < -1.0, "a decay that is far too strong is called for less all along"
+
+
+def test_a_reason_says_that_what_was_set_is_restored() -> None:
+    judged = Regularize().judge(
+        Regularize().start(), Estimate(-0.01, stderr=0.1, level=2.0, span=9.0), Context(shift=-0.6, loss=1.9, length=30)
+    )
+    assert (judged.move, judged.rule) == (0.25, "restore")

@@ -29,41 +29,16 @@ class SlopeSumState(GatedState):
     against: int = 0
 
 
-@register
-class SlopeSum(Rule):
-    """Move against the sum of slopes once it passes a gate, as `Gated` does.
-
-        S <- memory S + slope / value,   tau = S / stderr(S)
-        move = -rate clip(tau / saturation, -1, 1)  if |tau| > gate
-
-    `Gated` sums t-statistics. A sum of slopes does not believe most the windows whose probe batches are easy: their
-    errors are small. Four windows in a row that say the opposite begin it anew.
+class SummedSlopes(Rule):
+    """Keeps the discounted sum of slopes; what it says is the rule's.
 
     Args:
-        rate: largest move in a window of `window_steps` steps, in coordinates. Other windows have their share of it,
-            by their length.
-        gate: |tau| below which the base holds. At 2 a knob without effect is moved by one window in twenty.
-        early_gate: the same before the share `early_until` of the run, if it is higher than `gate`: what loss falls
-            fastest with now is no measure yet of what generalizes. A run without a known end has no share.
-        saturation: |tau| at which a move is as large as it gets.
         memory: share of the sum that is kept over `window_steps` steps.
-        window_steps: steps of a window that `rate` and `memory` are meant for.
-        max_scale: how many `rate` a longer window may move by.
-
-    >>> rule = SlopeSum(rate=0.5)
-    >>> state = rule.observe(rule.start(), Estimate(slope=0.4, stderr=0.1), Context(length=30))
-    >>> rule.propose(state, Estimate(slope=0.4, stderr=0.1), Context(length=30))
-    -0.5
+        window_steps: steps of a window that `memory` is meant for.
     """
 
-    rate: float = Field(default=0.4, gt=0, le=10)
-    gate: float = Field(default=2.0, ge=0, le=100)
-    early_gate: float = Field(default=3.0, ge=0, le=100)
-    early_until: float = Field(default=0.3, ge=0, le=1)
-    saturation: float = Field(default=4.0, gt=0, le=100)
     memory: float = Field(default=0.8, ge=0, lt=1)
     window_steps: int | None = Field(default=30, ge=1)
-    max_scale: float = Field(default=4.0, gt=0, le=100)
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
         return False
@@ -85,6 +60,41 @@ class SlopeSum(Rule):
         if not (math.isfinite(total) and math.isfinite(variance)):
             return self.start()
         return SlopeSumState(total, variance, sums, against % _WINDOWS_AGAINST)
+
+
+@register
+class SlopeSum(SummedSlopes):
+    """Move against the sum of slopes once it passes a gate, as `Gated` does.
+
+        S <- memory S + slope / value,   tau = S / stderr(S)
+        move = -rate clip(tau / saturation, -1, 1)  if |tau| > gate
+
+    `Gated` sums t-statistics. A sum of slopes does not believe most the windows whose probe batches are easy: their
+    errors are small. Four windows in a row that say the opposite begin it anew.
+
+    Args:
+        rate: largest move in a window of `window_steps` steps, in coordinates. Other windows have their share of it,
+            by their length.
+        gate: |tau| below which the base holds. At 2 a knob without effect is moved by one window in twenty.
+        early_gate: the same before the share `early_until` of the run, if it is higher than `gate`: what loss falls
+            fastest with now is no measure yet of what generalizes. A run without a known end has no share.
+        saturation: |tau| at which a move is as large as it gets.
+        max_scale: how many `rate` a longer window may move by.
+        memory: share of the sum that is kept over `window_steps` steps.
+        window_steps: steps of a window that `rate` and `memory` are meant for.
+
+    >>> rule = SlopeSum(rate=0.5)
+    >>> state = rule.observe(rule.start(), Estimate(slope=0.4, stderr=0.1), Context(length=30))
+    >>> rule.propose(state, Estimate(slope=0.4, stderr=0.1), Context(length=30))
+    -0.5
+    """
+
+    rate: float = Field(default=0.4, gt=0, le=10)
+    gate: float = Field(default=2.0, ge=0, le=100)
+    early_gate: float = Field(default=3.0, ge=0, le=100)
+    early_until: float = Field(default=0.3, ge=0, le=1)
+    saturation: float = Field(default=4.0, gt=0, le=100)
+    max_scale: float = Field(default=4.0, gt=0, le=100)
 
     def propose(self, state: SlopeSumState, estimate: Estimate, context: Context) -> float | None:
         if context.base <= 0.0:
