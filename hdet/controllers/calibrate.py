@@ -28,8 +28,8 @@ class Calibrate(Ruled):
     | `Raise` | goes up, if the last weights call for more |
     | `Return` | goes back up to the schedule as given, if only looking ahead has lowered it |
 
-    `AboveGiven` asks for the more proof the further the base is raised above the schedule as given, and for less in short
-    runs. `Cap` bounds it by what the warm-up has shown, and by what had worked before a rewind.
+    `AboveGiven` asks for the more proof the further the base is raised above the schedule as given, and for less in a
+    short run. `Cap` bounds it by what the warm-up has shown, and by what had worked before a rewind.
 
     Args:
         rules, vetoes: see above; a number of theirs can be given here, and every part that has it takes it.
