@@ -12,8 +12,8 @@ from hdet.report import series
 from hdet.report.reading import AHEAD, AVERAGED, LAST, ONLY, TURNS
 from hdet.report.reported import ReportedRun
 
-# Okabe and Ito's colours, one a run; yellow and black, which one of the two backgrounds swallows, are left out.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# One a run. Four of Okabe and Ito's colours, a grey and a violet: each has contrast 3 on the light page and the dark.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#707070", "#8A7BD0")
 SYMBOLS = {AVERAGED: "circle", LAST: "square-open", AHEAD: "diamond", ONLY: "circle"}
 HEIGHT = 340
 MOST_FAULTS = 200
@@ -45,22 +45,8 @@ def values(runs: Sequence[ReportedRun], knob: str) -> Chart:
     for number, run in enumerate(runs):
         if knob not in run.knobs:
             continue
-        label, colour = _label(run, runs), colour_of(number)
-        made = run.courses[knob]
-        if made.spread:
-            band = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": f"levels {number}"}
-            data.append({**band, "x": made.steps, "y": made.low, "showlegend": False})
-            filled = {"fill": "tonexty", "fillcolor": _faint(colour), "name": f"levels{label}"}
-            data.append({**band, **filled, "x": made.steps, "y": made.high})
-        if made.scheduled:
-            trace = _line(made.steps, made.in_force, f"in force, schedule included{label}", colour)
-            data.append({**trace, "line": {"color": colour, "width": 1.2, "dash": "dash"}})
-        if made.learned:
-            trace = _line(made.edges, made.learned, f"learned{label}", colour)
-            data.append({**trace, "line": {"color": colour, "width": 2.5, "shape": "hv"}})
-            trace = _line([made.edges[0], made.edges[-1]], [made.start] * 2, f"as it was set{label}", colour)
-            data.append({**trace, "line": {"color": colour, "width": 1, "dash": "dot"}, "mode": "lines"})
-        data.extend(_moves(made, label, colour))
+        traces = _course(run.courses[knob], _label(run, runs), colour_of(number))
+        data.extend(_one_entry(traces, number, runs))
     positive = [value for trace in data for value in trace["y"] if value is not None]
     logarithmic = bool(positive) and min(positive) > 0 and max(positive) > 4 * min(positive)
     chart = _chart(data, knob, runs)
@@ -76,17 +62,18 @@ def evidence(runs: Sequence[ReportedRun], knob: str) -> Chart:
     data: list[dict[str, Any]] = []
     ends: list[float] = []
     for number, run in enumerate(runs):
+        own: list[dict[str, Any]] = []
         for made in series.evidence(run.windows, knob):
             bars = [2 * error for error in made.error]
             ends.extend(abs(gain) + bar for gain, bar in zip(made.gain, bars, strict=True))
             said = [
-                f"asks for {'more' if t < 0 else 'less'}, t = {t:.2f}"
+                f"{made.source}: asks for {'more' if t < 0 else 'less'}, t = {t:.2f}"
                 + (f", mean of {count} windows" if count > 1 else "")
                 for t, count in zip(made.t, made.count, strict=True)
             ]
             colour = colour_of(number)
             error = {"type": "data", "array": bars, "thickness": 1, "width": 0, "color": _faint(colour, 0.55)}
-            data.append(
+            own.append(
                 {
                     "type": "scatter",
                     "mode": "markers",
@@ -99,6 +86,7 @@ def evidence(runs: Sequence[ReportedRun], knob: str) -> Chart:
                     "hovertemplate": "step %{x}: %{y:.3g}<br>%{text}<extra></extra>",
                 }
             )
+        data.extend(_one_entry(own, number, runs))
     chart = _chart(data, "saved by one unit more", runs)
     chart["layout"]["yaxis"]["zeroline"] = True
     ends.sort()
@@ -144,6 +132,33 @@ def printable(text: object) -> str:
 def shown(text: str) -> str:
     """Text as plotly shows it letter by letter: it takes a little HTML for markup."""
     return html.escape(printable(text))
+
+
+def _course(made: series.Course, label: str, colour: str) -> list[dict[str, Any]]:
+    traces: list[dict[str, Any]] = []
+    if made.spread:
+        band = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": f"levels{label}"}
+        traces.append({**band, "x": made.steps, "y": made.low, "showlegend": False})
+        filled = {"fill": "tonexty", "fillcolor": _faint(colour), "name": f"levels{label}"}
+        traces.append({**band, **filled, "x": made.steps, "y": made.high})
+    if made.scheduled:
+        trace = _line(made.steps, made.in_force, f"in force, schedule included{label}", colour)
+        traces.append({**trace, "line": {"color": colour, "width": 1.2, "dash": "dash"}})
+    if made.learned:
+        trace = _line(made.edges, made.learned, f"learned{label}", colour)
+        traces.append({**trace, "line": {"color": colour, "width": 2.5, "shape": "hv"}})
+        trace = _line([made.edges[0], made.edges[-1]], [made.start] * 2, f"as it was set{label}", colour)
+        traces.append({**trace, "line": {"color": colour, "width": 1, "dash": "dot"}, "mode": "lines"})
+    return traces + _moves(made, label, colour)
+
+
+def _one_entry(traces: list[dict[str, Any]], number: int, runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
+    """A run's traces; beside other runs with one entry in the legend, which hides and shows them all."""
+    if len(runs) == 1 or not traces:
+        return traces
+    group = {"legendgroup": f"run {number}"}
+    entry = _line([None], [None], shown(runs[number].name), colour_of(number))
+    return [{**entry, **group}, *({**trace, **group, "showlegend": False} for trace in traces)]
 
 
 def _moves(made: series.Course, label: str, colour: str) -> list[dict[str, Any]]:
@@ -201,7 +216,7 @@ def objection(held: series.HeldBack) -> str:
     return f"step {held.step}: stays at {held.value:.4g}; rule {held.rule} asked, {held.veto} forbade it{several}"
 
 
-def _line(steps: Sequence[float], heights: Sequence[float | None], name: str, colour: str) -> dict[str, Any]:
+def _line(steps: Sequence[float | None], heights: Sequence[float | None], name: str, colour: str) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines",
@@ -222,9 +237,13 @@ def _chart(data: list[dict[str, Any]], y: str, runs: Sequence[ReportedRun]) -> C
         "layout": {
             "height": HEIGHT,
             "margin": {"l": 64, "r": 12, "t": 24, "b": 32},
-            "xaxis": {"range": [first - 0.02 * (last - first), last + 0.02 * (last - first)], "zeroline": False},
+            "xaxis": {
+                "title": {"text": "step", "standoff": 0},
+                "range": [first - 0.02 * (last - first), last + 0.02 * (last - first)],
+                "zeroline": False,
+            },
             "yaxis": {"title": {"text": shown(y)}, "automargin": True, "zeroline": False, "exponentformat": "e"},
-            "legend": {"orientation": "h", "y": -0.12, "yanchor": "top", "x": 0},
+            "legend": {"orientation": "h", "y": -0.18, "yanchor": "top", "x": 0},
             "hovermode": "closest",
             "shapes": _faults(runs),
         },

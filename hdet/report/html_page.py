@@ -21,6 +21,12 @@ THEMES = {
     "dark": {"text": "#e6e8eb", "grid": "#343a43", "zero": "#7d8590", "hover": "#20242a"},
 }
 
+COURSE = (
+    "solid: learned, dashed: in force with its schedule, dotted: as it was set; triangles are moves, hollow on weak "
+    "evidence; crosses are moves that a veto forbade"
+)
+EVIDENCE = "diamonds look ahead, hollow squares are of the last weights, circles of averaged ones or the only evidence"
+
 
 def page(runs: ReportedRun | Iterable[ReportedRun] | Iterable[WindowRecord], *, title: str = "") -> str:
     """One self-contained HTML page on one run, or on several side by side.
@@ -63,8 +69,11 @@ def page(runs: ReportedRun | Iterable[ReportedRun] | Iterable[WindowRecord], *, 
         knobs=[
             {
                 "name": knob,
-                "course": draw(charts.values(given, knob), f"{knob}; triangles are moves, hollow on weak evidence"),
-                "evidence": draw(charts.evidence(given, knob), f"Evidence on {knob} with two standard errors"),
+                "course": draw(charts.values(given, knob), f"{knob}; {COURSE}"),
+                "evidence": draw(
+                    charts.evidence(given, knob), f"Evidence on {knob} with two standard errors; {EVIDENCE}"
+                ),
+                "counted": telling.counted(given, knob),
                 "moves": telling.moves(given, knob),
             }
             for knob in dict.fromkeys(knob for run in given for knob in run.knobs)

@@ -45,6 +45,15 @@ def of_run(number: int, run: ReportedRun) -> dict[str, Any]:
     }
 
 
+def counted(runs: Sequence[ReportedRun], knob: str) -> str:
+    """How often a knob was moved, and how often a veto forbade it."""
+    courses = [run.courses[knob] for run in runs if knob in run.courses]
+    moved = sum(move.count for made in courses for move in made.moves)
+    vetoed = sum(held.count for made in courses for held in made.held_back)
+    told = f"{moved} move{'s' * (moved != 1)}"
+    return f"{told}, and {vetoed} that a veto forbade" if vetoed else told
+
+
 def moves(runs: Sequence[ReportedRun], knob: str) -> list[tuple[str, str]]:
     """Every move of a knob, and every one that a veto forbade: the run's name, and what happened and why."""
     told = []

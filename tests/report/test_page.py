@@ -9,6 +9,7 @@ import math
 import re
 import sys
 from html.parser import HTMLParser
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hdet.document import parse
 from hdet.errors import ConfigError, MissingExtraError
 from hdet.record import WindowRecord
 from hdet.report import ReportedRun, page
+from hdet.report.charts import COLOURS
 from hdet.report.series import course, evidence
 
 
@@ -136,6 +138,36 @@ def test_several_runs_stand_side_by_side_and_their_differences_are_told() -> Non
     assert "Where the runs differ run seed held-out loss a run 0 1.2500 a run (2) 1 1.2500" in reader.words
     names = [trace["name"] for trace in reader.data["chart-0"]["data"]]
     assert names == [f"{what} loss, {who}" for who in ("a run", "a run (2)") for what in ("training", "held-out")]
+
+
+def test_of_several_runs_each_has_one_entry_in_a_knobs_legend() -> None:
+    reader = Reader(page([run(), run()]))
+    for chart in (reader.data["chart-1"], reader.data["chart-2"]):
+        entries = [trace for trace in chart["data"] if trace.get("showlegend", True)]
+        assert [trace["name"] for trace in entries] == ["a run", "a run (2)"]
+        assert {trace["legendgroup"] for trace in chart["data"]} == {trace["legendgroup"] for trace in entries}
+
+
+def test_moves_and_forbidden_moves_are_counted_apart() -> None:
+    told = windows()
+    for record in told[6:8]:
+        record.reasons["learning_rate"] = {"rule": "lower", "veto": "cap"}
+    assert "In words: 4 moves, and 2 that a veto forbade" in Reader(page(told)).words
+
+
+def test_a_runs_colour_has_contrast_on_the_light_page_and_on_the_dark() -> None:
+    """3 to 1, as WCAG 2.1 asks of graphics (1.4.11)."""
+    style = files("hdet.report").joinpath("page.css").read_text(encoding="utf-8")
+    for background in map(luminance, re.findall(r"--back: (#\w{6})", style)):
+        for colour in map(luminance, COLOURS):
+            dark, light = sorted((background + 0.05, colour + 0.05))
+            assert light / dark >= 3.0
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def test_what_a_history_says_is_text_and_never_markup() -> None:
