@@ -1,0 +1,109 @@
+"""No rank takes a number from a tensor between window ends, whatever shares or shards its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import sharded_over
+from launch import launch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import WIDTH, batch, loss_of
+
+import hdet
+from hdet.controllers import Hold
+
+WINDOW = 4
+READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+)
+
+
+class Reads(TorchDispatchMode):
+    """Notes what takes a number from a tensor to the host, step counts aside, which torch keeps there."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self._besides = {state["step"].data_ptr() for state in optimizer.state.values() if "step" in state}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS and args[0].data_ptr() not in self._besides:
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), hdet.nn.Dropout(0.1), nn.Linear(16, 1))
+
+
+KNOBS = {
+    "line": hdet.LearningRate(evidence=hdet.Line(read_average_above=None), controller=Hold()),
+    "group lines": hdet.LearningRate(evidence=hdet.GroupLines(), controller=Hold()),
+    "analytic": hdet.WeightDecay(evidence=hdet.Analytic(), controller=Hold()),
+    "recursion": hdet.Beta1(evidence=hdet.Recursion(), controller=Hold()),
+    "contrast": hdet.Dropout(evidence=hdet.Contrast(horizon=20), controller=Hold()),
+    "contrast of one window": hdet.Dropout(evidence=hdet.Contrast(refresh=2), controller=Hold()),
+    "mixed": hdet.Dropout(evidence=hdet.MixedDifference(), controller=Hold()),
+    "diverged": hdet.LearningRate(controller=Hold()),
+}
+REFUSED = {("fsdp2", name) for name in ("recursion", "contrast", "contrast of one window", "diverged")}
+
+
+def read(home: str, name: str) -> list[int]:
+    """How many numbers each step of two windows takes."""
+    model: nn.Module = network()
+    if home == "fsdp2":
+        mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
+        model = sharded_over(mesh["shard"])(model)
+        options: dict[str, Any] = {"mesh": mesh, "replicate": "replicate", "micro_batches": 2}
+    else:
+        model, options = DistributedDataParallel(model), {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=home == "ddp")
+    engine = hdet.Engine(
+        hdet.distribute(model, optimizer, **options),
+        [KNOBS[name]],
+        window=WINDOW,
+        total_steps=3 * WINDOW,
+        signal=hdet.Probe(loss_of, [batch(-1 - j, 99) for j in range(2)]),
+        objective=hdet.Objective(loss_of, [batch(50, 10 + j) for j in range(2)]),
+    )
+    counts = []
+    for step in range(2 * WINDOW):
+        with Reads(optimizer) as reads:
+            losses = []
+            for replica in engine.replicas:
+                with replica:
+                    loss = loss_of(replica.model, batch(step, replica.index))
+                    loss.backward()
+                losses.append(loss.detach())
+            engine.share_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        with reads:
+            engine.step(losses)
+        counts.append(len(reads.seen))
+    return counts
+
+
+def each() -> dict[tuple[str, str], list[int]]:
+    return {
+        (home, name): read(home, name) for home in ("ddp", "fsdp2") for name in KNOBS if (home, name) not in REFUSED
+    }
+
+
+def test_no_step_but_a_windows_last_takes_a_number() -> None:
+    for found in launch(each, 2):
+        for case, counts in found.items():
+            # The first step of a run may look at what it was given.
+            middle = [count for step, count in enumerate(counts) if step % WINDOW != WINDOW - 1][1:]
+            assert middle == [0] * len(middle), f"{case}: {counts}"
+        assert any(counts[WINDOW - 1] for counts in found.values())
