@@ -1,4 +1,4 @@
-"""What hdet's calls take in a step between window ends, beside the training itself, by the number of tensors.
+"""What hdet's calls take in a step, and at a window's end, beside the training itself, by the number of tensors.
 
     python benchmarks/per_step.py [--quick]
 
@@ -113,8 +113,47 @@ def updates(tensors: int, count: int) -> dict[str, float]:
     return {part: statistics.median(own[5:]) for part, own in spent.items()}
 
 
+def window_ends(tensors: int, count: int) -> dict[str, float]:
+    """The recipe's rates and decay, and its guard: a window's end beside the forward passes of the probe."""
+    clock = time.thread_time
+    probing = 0.0
+
+    def loss(model: nn.Module, scale: float) -> Tensor:
+        nonlocal probing
+        began = clock()
+        found: Tensor = model() * scale
+        probing += clock() - began
+        return found
+
+    model = Many(tensors)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = Engine(
+        hdet.micro_batches(model, optimizer, 1),
+        [
+            hdet.LearningRate(evidence=hdet.Line(read_average_above=None), controller=Hold()),
+            hdet.WeightDecay(evidence=hdet.Analytic(), controller=Hold()),
+        ],
+        window=2,
+        signal=hdet.Probe(loss, [1.0, 1.1]),
+        guard=hdet.Rewind(),
+    )
+    spent: dict[str, list[float]] = {"beyond the probes": [], "the probes": []}
+    for _ in range(2 * max(3, count // 5)):
+        model().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        probing, began = 0.0, clock()
+        record = engine.step([torch.ones(())])
+        taken = clock() - began
+        if record is not None:
+            spent["beyond the probes"].append(taken - probing)
+            spent["the probes"].append(probing)
+    return {part: statistics.median(own[1:]) for part, own in spent.items()}
+
+
 ROWS: dict[str, Callable[[int, int], dict[str, float]]] = {
     "Line() and Analytic()": updates,
+    "a window's end": window_ends,
     "Contrast(horizon=400)": contrast(400, 1e-3),
     "Contrast(horizon=400), tensor rate": contrast(400, torch.tensor(1e-3)),
     "Contrast()": contrast(0, 1e-3),

@@ -43,6 +43,7 @@ class Cycle:
         window: the one under way.
         anchor: the point it opened at.
         restores: windows on end in which all replicas became non-finite.
+        observes_passes: some evidence looks at each pass's gradient, and at the rates it will be taken at.
         run: a name that the run's checkpoints share, given by the first of them.
     """
 
@@ -68,6 +69,7 @@ class Cycle:
             plan.objective,
         )
         self.collectors: list[Collector] = [source.collect(scene, plan.judged_by(source)) for source in plan.evidence]
+        self.observes_passes = any(type(collector).exit is not Collector.exit for collector in self.collectors)
         self.watch: Watch | None = plan.guard.watch(scene) if plan.guard is not None else None
         self.merger = plan.merge.at_work(scene)
         self.tally = Tally(self.home, stay_alike=not plan.apart)
@@ -78,7 +80,7 @@ class Cycle:
                 gradients=plan.gradients,
                 explored=plan.explored or plan.counterfactual,
                 apart=plan.apart,
-                observed=any(type(collector).exit is not Collector.exit for collector in self.collectors),
+                observed=self.observes_passes,
                 anchor=self.anchor,
                 merge=plan.merge.to_dict(),
                 declaration=declaration(plan),
