@@ -14,7 +14,7 @@ from hdet.engine import admission, snapshot
 from hdet.engine.cycle import Cycle
 from hdet.engine.driver import Driver
 from hdet.engine.guard import Guard
-from hdet.engine.loop_checks import LoopChecks
+from hdet.engine.loop_checks import LoopChecks, PlainDropouts
 from hdet.engine.plan import Bind, Plan
 from hdet.engine.tally import Losses
 from hdet.errors import StepError
@@ -120,6 +120,7 @@ class Engine:
         )
         self.cycle = Cycle(self.plan, held)
         self._checks = LoopChecks(replicas)
+        self._plain_dropouts: PlainDropouts | None = PlainDropouts(self.plan.knobs)
         self._driver = Driver(replicas)
         self._numbers = CommonNumbers(seed, [model for model, _ in replicas.hosts])
         # With nothing to compare this is training as it is, the global RNG's numbers included.
@@ -273,6 +274,8 @@ class Engine:
         self._refuse_if_over()
         self._entered = True
         self.cycle.enter(replica)
+        if self._plain_dropouts is not None:
+            self._plain_dropouts.begin()
 
     def _needs_passes(self) -> str | None:
         """Why each replica has to be entered in every step; `None` where a loop may leave it."""
@@ -286,6 +289,9 @@ class Engine:
         return self._numbers.of(replica, self.step_count, together=together)
 
     def _exit(self, replica: Replica) -> None:
+        if self._plain_dropouts is not None:
+            looked, self._plain_dropouts = self._plain_dropouts, None
+            looked.end()
         self.cycle.exit(replica)
         self._checks.passed(replica)
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch.nn.modules.dropout import _DropoutNd
+
 from hdet.errors import StepError
+from hdet.hparams.binding import Attribute, ModelBinding
+from hdet.hparams.bound import BoundKnob
 from hdet.replicas import Replica, Replicas
 
 
@@ -60,6 +67,51 @@ class LoopChecks:
                 f"{groups[host]} parameters in its groups instead of {self._groups[host]}. Knobs, anchors and merges "
                 f"go by the number of a group. Make the engine after the last add_param_group, or give the optimizer "
                 f"all parameters from the start and train some later: parameter.requires_grad_(False)"
+            )
+
+
+class PlainDropouts:
+    """Notices in the first pass that the loop runs a compiled model whose plain dropouts knobs write.
+
+    A model that is compiled when the engine is made is refused then. What `torch.compile(model)` returns leaves no mark
+    on the model.
+    """
+
+    def __init__(self, knobs: Sequence[BoundKnob]) -> None:
+        bindings = [binding for knob in knobs if knob.spec.spread.width for binding in knob.bindings]
+        cells = [cell for binding in bindings if isinstance(binding, ModelBinding) for cell in binding.cells]
+        self._modules = [
+            cell.module for cell in cells if isinstance(cell, Attribute) and isinstance(cell.module, _DropoutNd)
+        ]
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._compiled: list[bool] = []
+
+    def begin(self) -> None:
+        """The first pass begins, or does so again after one that failed."""
+        if self._hooks:
+            return
+        compiled = self._compiled
+
+        def look(*_: object) -> None:
+            if torch.compiler.is_compiling():
+                compiled.append(True)
+
+        self._hooks = [module.register_forward_pre_hook(look) for module in self._modules]
+
+    def end(self) -> None:
+        """The first pass is over.
+
+        Raises:
+            StepError: it was compiled.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._modules, self._hooks = [], []
+        if self._compiled:
+            raise StepError(
+                "the loop runs what torch.compile made of the model, and its dropouts are plain nn.Dropout, which "
+                "would recompile at every new rate; call hdet.nn.swap(model) before torch.compile, and before the "
+                "engine is made"
             )
 
 

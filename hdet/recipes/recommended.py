@@ -90,14 +90,20 @@ def choose(
     return _adapted(choices, knobs, exclude)
 
 
-def own_schedule(optimizer: Optimizer, total_steps: int | None, group: int = 0) -> Schedule:
+def own_schedule(optimizer: Optimizer, total_steps: int | None, group: int | None = None) -> Schedule:
     """The recipe's schedule of a learning rate, around what a parameter group holds.
+
+    Args:
+        group: which; by default the first that has a rate, which all others keep their ratio to.
 
     Raises:
         ConfigError: without the run's length; a scheduler drives the rate.
     """
     if total_steps is None:
         raise ConfigError("the recipe's schedule ends with the run; give total_steps=, or a schedule of your own")
+    if group is None:
+        rates = [given(optimizer, index, "lr") for index in range(len(optimizer.param_groups))]
+        group = next((index for index, rate in enumerate(rates) if rate != 0.0), 0)
     if "initial_lr" in optimizer.param_groups[group]:
         raise ConfigError(
             f"a torch scheduler drives this optimizer (its groups hold 'initial_lr'), so the rate it holds now, "

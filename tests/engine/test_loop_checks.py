@@ -84,3 +84,28 @@ def test_weights_that_a_rate_of_zero_holds_are_no_fault(problem: Any, train: Any
     optimizer.param_groups[0]["lr"] = 0.1
     with pytest.warns(UserWarning, match="no weight of replica 0, 1 has changed in steps 5 to 9"):
         run_without(engine, problem, stepping=0)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_loop_that_runs_a_compiled_model_is_told_of_plain_dropouts(problem: Any, swapped: bool) -> None:
+    """`torch.compile(model)` leaves no mark on the model that the engine was given."""
+    model = problem.model(torch.nn.Dropout(0.2))
+    if swapped:
+        hdet.nn.swap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(
+        hdet.micro_batches(model, optimizer, n=1), [hdet.Dropout()], window=5, signal=problem.probe(), total_steps=10
+    )
+    compiled = torch.compile(model, backend="eager")
+
+    def first_pass(called: Any) -> None:
+        with engine.replicas[0]:
+            problem.loss(called, problem.batch(0, 0)).backward()
+
+    if swapped:
+        first_pass(compiled)
+    else:
+        with pytest.raises(StepError, match=r"plain nn\.Dropout.*hdet\.nn\.swap"):
+            first_pass(compiled)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    first_pass(model)
