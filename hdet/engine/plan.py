@@ -35,7 +35,7 @@ class Plan:
         knobs: bound to the replicas of this process, with their evidence and controllers filled in.
         evidence: the distinct declarations, in the order of the knobs that name them.
         explored: whether any knob is explored by replicas that diverge.
-        apart: whether replicas come apart within a window.
+        apart: whether replicas may hold other weights than each other at a window's end.
         paired: whether replicas go in pairs that take the same data.
         total_steps: the run's length; None for an open end.
     """
@@ -114,6 +114,7 @@ class Plan:
         for knob in bound:
             assert isinstance(knob.evidence, Evidence)  # each that can be declared is one
             sources[knob.evidence] = None
+        merge = merge if merge is not None else Mean()
         explored = any(knob.evidence.diverges and knob.spec.spread.width for knob in bound)
         return cls(
             replicas=replicas,
@@ -121,7 +122,7 @@ class Plan:
             evidence=list(sources),
             windows=FixedWindow(window) if isinstance(window, int) else window,
             signal=signal,
-            merge=merge if merge is not None else Mean(),
+            merge=merge,
             gradients=gradients,
             seed=seed,
             total_steps=total_steps,
@@ -130,7 +131,7 @@ class Plan:
             guard=guard,
             objective=objective,
             explored=explored,
-            apart=replicas.diverge and (gradients == "local" or explored),
+            apart=replicas.diverge and (gradients == "local" or explored or not merge.makes_alike),
             paired=paired,
         )
 

@@ -20,9 +20,11 @@ class Merge(Spec, family="merge"):
 
     Attributes:
         is_mean: whether the result is a weighted mean of the replicas, so that alike ones stay as they are.
+        makes_alike: whether all replicas hold the same weights after it.
     """
 
     is_mean: ClassVar[bool] = True
+    makes_alike: ClassVar[bool] = True
 
     @abstractmethod
     def at_work(self, scene: Scene) -> Merger:

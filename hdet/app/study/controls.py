@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from hdet.evidence.scene import Harvest, Scene
 from hdet.merging import Merge, Merger
 from hdet.spec import register
@@ -14,6 +16,8 @@ class Apart(Merge):
     The rows of the paper's Table 1 that do not average. It breaks the engine's promise that a window opens
     with all replicas alike, and a replica that fails stays failed.
     """
+
+    makes_alike: ClassVar[bool] = False
 
     def at_work(self, scene: Scene) -> Alone:
         return Alone(scene)
