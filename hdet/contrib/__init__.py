@@ -16,8 +16,12 @@ To come in, a member needs all of these:
 `import hdet` registers it, so that YAML and checkpoints name it by its kind as any other.
 """
 
+from hdet.contrib.adam import Adam
+from hdet.contrib.antithetic import Antithetic
+from hdet.contrib.evolution import EvolutionStrategy
+from hdet.contrib.gaussian import Gaussian
 from hdet.contrib.geometric import Geometric
 from hdet.contrib.kalman import Kalman
 from hdet.contrib.marginal import Marginal
 
-__all__ = ["Geometric", "Kalman", "Marginal"]
+__all__ = ["Adam", "Antithetic", "EvolutionStrategy", "Gaussian", "Geometric", "Kalman", "Marginal"]
