@@ -1,5 +1,5 @@
 """How N replicas become one."""
 
-from hdet.merging import Averager, Grawa, Mean, Merge, Merger, Outer, Weighted
+from hdet.merging import Averager, Exploit, Grawa, Mean, Merge, Merger, Outer, Weighted
 
-__all__ = ["Averager", "Grawa", "Mean", "Merge", "Merger", "Outer", "Weighted"]
+__all__ = ["Averager", "Exploit", "Grawa", "Mean", "Merge", "Merger", "Outer", "Weighted"]

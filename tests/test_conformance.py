@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 import hdet
 import hdet.testing
 from hdet.app.study.controls import Apart
-from hdet.contrib import Geometric, Kalman, Marginal
+from hdet.contrib import EvolutionStrategy, Gaussian, Geometric, Kalman, Marginal
 from hdet.controllers import Calibrate, Context, Controller, Estimate, Gated, Newton, Paper, Rule, Veto
 from hdet.controllers.state import NoState
 from hdet.designs import Design, Hadamard
@@ -35,7 +35,7 @@ from hdet.hparams.binding import Binding, ModelBinding
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.knob import ActsOn
 from hdet.hparams.schedule import HeldOneCycle
-from hdet.merges import Grawa, Mean, Merge, Merger, Outer, Weighted
+from hdet.merges import Exploit, Grawa, Mean, Merge, Merger, Outer, Weighted
 from hdet.schedules import WSD, Constant, Cosine, FromCallable, OneCycle, Replay, Schedule
 from hdet.spaces import Linear, Log, Logit, Space
 from hdet.spec import Spec
@@ -66,6 +66,8 @@ FAMILIES: tuple[type[Spec], ...] = (
 EXAMPLES: dict[type[Spec], list[Spec]] = {
     TwoLevel: [TwoLevel(0.3)],
     Geometric: [Geometric(0.4), Geometric(0.4, ratio=5.0)],
+    Gaussian: [Gaussian(0.3)],
+    EvolutionStrategy: [EvolutionStrategy(), EvolutionStrategy(ranks=False)],
     OneSided: [OneSided(0.3), OneSided(0.3, side="down")],
     Linear: [Linear(), Linear(10.0)],
     Hadamard: [Hadamard(), Hadamard(foldover=True)],
@@ -103,6 +105,7 @@ EXAMPLES: dict[type[Spec], list[Spec]] = {
     Mean: [Mean(), Mean("keep"), Mean("reset")],
     Weighted: [Weighted(), Weighted(0.0), Weighted(None, trim=0.25, optimizer="keep")],
     Grawa: [Grawa(), Grawa(layers=True, momentum=0.0, optimizer="keep")],
+    Exploit: [Exploit(), Exploit("tournament")],
     Outer: [Outer(), Outer(1.0, options={}), Outer(0.1, optimizer="Adam", options={}, merge=Weighted())],
 }
 """What is checked of a kind; of one that is not here, its instance by default."""

@@ -19,13 +19,13 @@ import hdet.spec
 from hdet.app.run.optimizer import Optimizer
 from hdet.app.run.signal import Signal
 from hdet.app.tasks.task import Task
-from hdet.contrib import Geometric, Kalman, Marginal
+from hdet.contrib import Adam, Antithetic, EvolutionStrategy, Gaussian, Geometric, Kalman, Marginal
 from hdet.controllers import Calibrate, Gated, HeavyBall, Hold, Newton, Paper, Pooled, Regularize, Ruled, rules, vetoes
 from hdet.designs import Design, Fixed, Hadamard, LatinHypercube, Permutation
 from hdet.errors import ConfigError
 from hdet.estimators import LeastSquares, Softmax
 from hdet.hparams import schedule
-from hdet.merges import Grawa, Mean, Outer, Weighted
+from hdet.merges import Exploit, Grawa, Mean, Outer, Weighted
 from hdet.schedules import WSD, Constant, Cosine, FromCallable, OneCycle, Replay
 from hdet.spaces import Arcsine, Linear, Log, Logit, Relative, Space
 from hdet.spec import Spec, lookup, members, register
@@ -38,8 +38,10 @@ EXAMPLES: list[Spec] = [
     LeastSquares(curvature=True, replica_noise=True),
     Kalman(),
     Softmax(0.002),
+    EvolutionStrategy(ranks=False),
     # controllers
     Hold(),
+    Adam(0.1, beta2=0.9),
     Gated(0.06, gate=0.0, saturation=2.0, memory=0.7),
     Regularize(rate=0.4, memory=0.8, raise_after=0.3),
     HeavyBall(),
@@ -79,6 +81,7 @@ EXAMPLES: list[Spec] = [
     hdet.Line(width=0.2),
     hdet.GroupLines(line=hdet.Line(width=0.2)),
     hdet.MixedDifference(every=2),
+    hdet.evidence.Population(resample=0.5),
     hdet.Recursion(width=0.2),
     # schedules
     Constant(0.1),
@@ -95,6 +98,8 @@ EXAMPLES: list[Spec] = [
     Logit(),
     Relative(),
     # spreads
+    Gaussian(0.3),
+    Antithetic(),
     Geometric(0.5, 3.0),
     OneSided(0.5, "down"),
     Symmetric(1 / 9),
@@ -113,6 +118,7 @@ EXAMPLES: list[Spec] = [
     Mean("reset"),
     Weighted(None, trim=0.25),
     Grawa(layers=True),
+    Exploit("tournament"),
     Outer(0.1, optimizer="Adam", options={"betas": [0.9, 0.95]}, merge=Weighted(0.0)),
     hdet.FixedWindow(7),
     hdet.GrowingWindow(minimum=5, fraction=0.2),
@@ -212,7 +218,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
     ),
     "an unknown kind": (
         lambda: Design.from_dict("sobol"),
-        r"^no design is called 'sobol'; there are \['fixed',",
+        r"^no design is called 'sobol'; there are \['antithetic', 'fixed',",
     ),
     "another member": (
         lambda: hdet.LearningRate.from_dict({"kind": "beta1"}),

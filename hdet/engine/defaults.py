@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hdet.controllers import Calibrate, Controller, Gated, Pooled, Regularize
+from hdet.controllers import Calibrate, Controller, Gated, Hold, Pooled, Regularize
 from hdet.evidence.analytic import Analytic
 from hdet.evidence.collector import Evidence
 from hdet.evidence.contrast import Contrast
@@ -10,6 +10,7 @@ from hdet.evidence.divergent import Divergent
 from hdet.evidence.group_lines import GroupLines
 from hdet.evidence.line import Line
 from hdet.evidence.mixed_difference import MixedDifference
+from hdet.evidence.population import Population
 from hdet.evidence.recursion import Recursion
 from hdet.hparams.evidence_needs import EvidenceNeeds
 from hdet.hparams.forward import ModuleKnob
@@ -48,6 +49,8 @@ def controller(knob: Knob, evidence: EvidenceNeeds) -> Controller:
     """The rule that suits a knob and its evidence."""
     if isinstance(evidence, Line):
         return Calibrate()
+    if isinstance(evidence, Population):
+        return Hold()
     if isinstance(evidence, GroupLines):
         return Pooled()
     if isinstance(evidence, Analytic) and isinstance(knob.space, Log):

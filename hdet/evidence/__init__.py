@@ -7,6 +7,7 @@ from hdet.evidence.divergent import Divergent
 from hdet.evidence.group_lines import GroupLines
 from hdet.evidence.line import Line
 from hdet.evidence.mixed_difference import MixedDifference
+from hdet.evidence.population import Population
 from hdet.evidence.recursion import Recursion
 from hdet.evidence.scene import Harvest, Scene, Window
 
@@ -20,6 +21,7 @@ __all__ = [
     "Harvest",
     "Line",
     "MixedDifference",
+    "Population",
     "Recursion",
     "Scene",
     "Window",

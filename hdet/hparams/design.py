@@ -249,6 +249,11 @@ def mirrored(pairs: int, *, seed: int, window: int, names: Sequence[str]) -> NDA
     return np.stack([half, -half], axis=1).reshape(2 * pairs, knobs).astype(np.float64)
 
 
+def uniform(count: int, *, seed: int, window: int, purpose: str, names: Sequence[str] = ()) -> NDArray[np.float64]:
+    """[count] numbers in [0, 1) that depend on nothing but the arguments, the same on every machine."""
+    return (_raw(count, seed, window, purpose, *names) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 def _signs(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
     return np.where(keys >> np.uint64(63), 1, -1)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
-from hdet.replicas import optimizer_states, tensors, weighting
+from hdet.replicas import copies, optimizer_states, tensors, weighting
 from hdet.replicas.held_optimizer import HeldOptimizer
 from hdet.replicas.parallel import require_alone
 from hdet.replicas.replica import Replica
@@ -68,6 +68,11 @@ class Copies(Replicas):
         elif optimizer_state == "reset":
             for _, optimizer in self.hosts:
                 optimizer.state.clear()
+
+    @torch.no_grad()
+    def copy(self, sources: Sequence[int]) -> None:
+        for target, source in copies.ordered(sources):
+            transplant(self.hosts[source], self.hosts[target])
 
     def mean_buffers(self, valid: Sequence[bool]) -> None:
         self._mean_buffers(weighting.shares(valid, None))
@@ -124,6 +129,9 @@ class Seats(Replicas):
     def mean(self, valid: Sequence[bool], optimizer_state: str, weights: NDArray[np.float64] | None = None) -> None:
         """Nothing: seats share one model."""
 
+    def copy(self, sources: Sequence[int]) -> None:
+        """Nothing: seats share one model."""
+
     def mean_buffers(self, valid: Sequence[bool]) -> None:
         """Nothing: seats share one model."""
 
@@ -165,6 +173,15 @@ def micro_batches(model: nn.Module, optimizer: Optimizer, n: int) -> Seats:
     check_pair(model, optimizer, n)
     require_alone(model, "hdet.micro_batches")
     return Seats(model, optimizer, n)
+
+
+def transplant(source: tuple[nn.Module, Optimizer], target: tuple[nn.Module, Optimizer]) -> None:
+    """Overwrite one model and its optimizer's state by another's; settings in parameter groups stay."""
+    tensors.copy_(tensors.parameters(target[0]), tensors.parameters(source[0]))
+    tensors.copy_([tensors.local(b) for b in target[0].buffers()], [tensors.local(b) for b in source[0].buffers()])
+    held = HeldOptimizer(source[1])
+    held.take()
+    held.put_back(target[1])
 
 
 def _mean(members: Sequence[Sequence[Tensor]], shares: Sequence[float]) -> None:

@@ -143,6 +143,13 @@ class Replicas(ABC):
         """
 
     @abstractmethod
+    def copy(self, sources: Sequence[int]) -> None:
+        """Overwrite replica r by replica sources[r]: parameters, buffers, optimizer state. Who is its own source stays.
+
+        All are taken as they were. Nothing else travels than what is copied.
+        """
+
+    @abstractmethod
     def mean_buffers(self, valid: Sequence[bool]) -> None:
         """The part of `mean` that concerns buffers; calling it twice does no more than once."""
 

@@ -24,7 +24,7 @@ REPLICAS = 4
 
 
 class Trained:
-    """Replicas at the end of a window of three steps, each trained on the batches of a number of its own.
+    """Replicas at the end of a window of three steps, each trained on the batches of a number of its own, and of a run.
 
     Args:
         batches: the number of each; the lower it is, the better the replica's signal.
@@ -52,7 +52,7 @@ class Trained:
         """End the window; the replica `failed` is not valid."""
         valid = np.arange(len(self.hosts)) != (-1 if failed is None else failed)
         losses = np.where(valid, self.losses, np.nan)
-        merge.at_work(self.scene).merge(Harvest(Window(0, 0, 3), losses, valid))
+        merge.at_work(self.scene).merge(Harvest(Window(0, 0, 3, 3), losses, valid))
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import batch, batch_normed, difference, loss_of, network, train
 
 import hdet
-from hdet.merges import Grawa, Merge, Outer, Weighted
+from hdet.merges import Exploit, Grawa, Merge, Outer, Weighted
 
 Found = dict[str, Any]
 
@@ -52,7 +52,16 @@ def on_ranks() -> Found:
         )
         found[f"resumed {name}"] = resumed(options, None)
         found[f"hsdp resumed {name}"] = resumed(options, mesh)
+    for rule in ("truncation", "tournament"):
+        found[f"ddp {rule}"] = cases.many_ranks(DistributedDataParallel, batch_normed, **population(rule))
+        found[f"copies {rule}"] = cases.many_ranks(make=batch_normed, home={"copies": 2}, **population(rule))
     return found
+
+
+def population(rule: Any) -> Found:
+    evidence = hdet.evidence.Population()
+    knob = hdet.LearningRate(spread=hdet.spreads.Symmetric(1.0), evidence=evidence)
+    return {"gradients": "local", "merge": Exploit(rule, share=0.5), "knobs": [knob], "window": 3}
 
 
 def resumed(options: Found, mesh: Any) -> Found:
@@ -120,3 +129,17 @@ def test_it_is_taken_up_where_it_was(ranks: list[Found], name: str) -> None:
     for rank in ranks:
         assert rank[f"resumed {name}"]["difference"] == 0.0
         assert rank[f"hsdp resumed {name}"]["difference"] == 0.0
+
+
+@pytest.mark.parametrize("rule", ["truncation", "tournament"])
+@pytest.mark.parametrize(("home", "n"), [("ddp", 4), ("copies", 8)])
+def test_a_population_on_ranks_is_one_in_one_process_bit_for_bit(
+    ranks: list[Found], rule: str, home: str, n: int
+) -> None:
+    """Copies travel as they are, so that even their number and the loop's home make no difference."""
+    found = alike(ranks, f"{home} {rule}")
+    torch.set_num_threads(1)
+    expected = cases.one_process(n, batch_normed, **population(rule))
+    assert found["history"] == expected["history"]
+    assert difference(found["weights"], expected["weights"]) == 0.0
+    assert all(map(torch.equal, found["buffers"], expected["buffers"]))

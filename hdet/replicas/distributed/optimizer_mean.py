@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.replicas import optimizer_states
@@ -17,7 +17,7 @@ from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.held_optimizer import kept_in_groups
 from hdet.replicas.optimizer_states import mean_number
-from hdet.replicas.tensors import local
+from hdet.replicas.tensors import local, parameters
 
 Entry = tuple[int, int, str]
 """Group, place of the parameter in it, and key of the state."""
@@ -102,6 +102,37 @@ def take_over(exchange: Exchange, optimizers: Sequence[Optimizer], valid: Sequen
             _slot(optimizer, entry, *every[entry]).copy_(tensor)
         for (index, key), value in numbers.items():
             optimizer.param_groups[index][key] = value
+
+
+def send(exchange: Exchange, host: tuple[nn.Module, Optimizer], place: int) -> None:
+    """Send a replica's parameters, buffers and optimizer state to the rank at `place`, which calls `receive`."""
+    model, optimizer = host
+    every = structure(optimizer)
+    peer, group = exchange.layout.global_peers[place], exchange.layout.peers()
+    dist.send_object_list([(every, _numbers(optimizer))], peer, group=group, device=exchange.device)
+    for tensor in [*_of(model), *(_tensor(optimizer, entry) for entry in every)]:
+        dist.send(tensor.to(exchange.device).contiguous(), peer, group=group)
+
+
+@torch.no_grad()
+def receive(exchange: Exchange, host: tuple[nn.Module, Optimizer], place: int) -> None:
+    """Overwrite a replica by the one that the rank at `place` sends."""
+    model, optimizer = host
+    peer, group = exchange.layout.global_peers[place], exchange.layout.peers()
+    told: list[Any] = [None]
+    dist.recv_object_list(told, peer, group=group, device=exchange.device)
+    every, numbers = told[0]
+    _keep_only(optimizer, every)
+    for tensor in [*_of(model), *(_slot(optimizer, entry, *every[entry]) for entry in every)]:
+        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=exchange.device)
+        dist.recv(sent, peer, group=group)
+        tensor.copy_(sent)
+    for (index, key), value in numbers.items():
+        optimizer.param_groups[index][key] = value
+
+
+def _of(model: nn.Module) -> list[Tensor]:
+    return [*parameters(model), *(local(buffer) for buffer in model.buffers())]
 
 
 def mark(optimizer: Optimizer, device: torch.device) -> Tensor:

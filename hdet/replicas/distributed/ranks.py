@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError, StepError
-from hdet.replicas import tensors, weighting
+from hdet.replicas import copies, tensors, weighting
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.distributed import fully_sharded, optimizer_mean, refusals
 from hdet.replicas.distributed.agreement import agree
@@ -26,6 +26,7 @@ from hdet.replicas.distributed.layout import Group, pooled
 from hdet.replicas.distributed.lost_rank import translated
 from hdet.replicas.distributed.overlap import Flight
 from hdet.replicas.distributed.own_gradient import OwnGradient, Take
+from hdet.replicas.in_process import transplant
 from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas, Terms
 from hdet.replicas.shared_parameters import not_in_all, trained_in_all, with_elements
@@ -250,6 +251,19 @@ class Ranks(Replicas):
             return
         with translated("merging replicas"):
             self._merge(list(valid), optimizer_state, weights)
+
+    def copy(self, sources: Sequence[int]) -> None:
+        if not self.diverge:
+            return
+        with translated("copying replicas"):
+            for target, source in copies.ordered(sources):
+                (to, into), (of, out) = divmod(target, self._each), divmod(source, self._each)
+                if to == of == self.layout.place:
+                    transplant(self.hosts[out], self.hosts[into])
+                elif of == self.layout.place:
+                    optimizer_mean.send(self.exchange, self.hosts[out], to)
+                elif to == self.layout.place:
+                    optimizer_mean.receive(self.exchange, self.hosts[into], of)
 
     def mean_buffers(self, valid: Sequence[bool]) -> None:
         if (self.size > 1 or self._pooled is not None) and not self.left_to_loop:
