@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -154,15 +154,24 @@ class Watch:
         """The point that it would go back to; None while there is none."""
         return self.held if self.bases else self.first
 
-    def state_dict(self) -> dict[str, Any]:
-        """The best point and what is known of it; the first weights while they are kept."""
+    @property
+    def points(self) -> list[Anchor]:
+        """Those that it keeps."""
+        return [*([self.held] if self.bases else []), *([self.first] if self.first is not None else [])]
+
+    def state_dict(self, leave_out: Collection[str] = ()) -> dict[str, Any]:
+        """The best point and what is known of it; the first weights while they are kept.
+
+        Args:
+            leave_out: names of the model's entries that the points do without.
+        """
         return {
             "lowest": self.lowest,
             "since": self.since,
             "bases": dict(self.bases),
-            "held": self.held.state_dict() if self.bases else None,
+            "held": self.held.state_dict(leave_out=leave_out) if self.bases else None,
             "ahead": dict(self.ahead),
-            "first": self.first.state_dict() if self.first is not None else None,
+            "first": self.first.state_dict(leave_out=leave_out) if self.first is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ Layout (format 3)::
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,18 @@ from hdet.engine.fit import require_fit
 from hdet.errors import CheckpointError, HdetError
 from hdet.hparams.schedule import Schedule
 from hdet.replicas import Replica, held_optimizer, tensors
+from hdet.replicas.anchor import copied_state
 from hdet.replicas.distributed.fingerprint import fingerprint
 
 FORMAT = 3
 
 
-def state_dict(cycle: Cycle) -> dict[str, Any]:
-    """See the module's layout. With the window just opened, `open` holds no replicas: all are the converged one."""
+def state_dict(cycle: Cycle, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """See the module's layout. With the window just opened, `open` holds no replicas: all are the converged one.
+
+    Args:
+        leave_out: names of the model's entries that no point and no replica in it has, and that are not copied.
+    """
     cycle.home.settle()
     # A replica that a merge has still to reach is no state to go on from.
     fresh = cycle.tally.steps == 0 or cycle.home.in_flight
@@ -45,9 +50,11 @@ def state_dict(cycle: Cycle) -> dict[str, Any]:
         "window": cycle.window.index,
         "finished": cycle.finished,
         "restores": cycle.restores,
-        "converged": _finished_point(cycle) if cycle.finished else cycle.anchor.state_dict(fresh=fresh),
-        "opening": _replicas(cycle) if apart else None,
-        "watch": cycle.watch.state_dict() if cycle.watch is not None else None,
+        "converged": _finished_point(cycle, leave_out)
+        if cycle.finished
+        else cycle.anchor.state_dict(fresh=fresh, leave_out=leave_out),
+        "opening": _replicas(cycle, leave_out) if apart else None,
+        "watch": cycle.watch.state_dict(leave_out) if cycle.watch is not None else None,
         "knobs": {knob.name: knob.state_dict() for knob in cycle.knobs},
         "collectors": [collector.state_dict() for collector in cycle.collectors],
         "merge": {"declared": cycle.plan.merge.to_dict(), "state": cycle.merger.state_dict()},
@@ -58,7 +65,7 @@ def state_dict(cycle: Cycle) -> dict[str, Any]:
             "exploring": _exploring(cycle),
             "tally": cycle.tally.state_dict(),
             "averages": cycle.averages.state_dict(),
-            "replicas": _replicas(cycle),
+            "replicas": _replicas(cycle, leave_out),
         },
     }
 
@@ -264,10 +271,10 @@ def _one_a_host(cycle: Cycle) -> list[Replica]:
     return list({replica.host: replica for replica in reversed(cycle.home.local)}.values())
 
 
-def _replicas(cycle: Cycle) -> dict[str, Any]:
+def _replicas(cycle: Cycle, leave_out: Collection[str]) -> dict[str, Any]:
     return {
         str(replica.index): {
-            "model": copy.deepcopy(cycle.hosts[replica.host][0].state_dict()),
+            "model": copied_state(cycle.hosts[replica.host][0], leave_out),
             "optimizer": copy.deepcopy(replica.optimizer.state_dict()),
         }
         for replica in _one_a_host(cycle)
@@ -300,10 +307,10 @@ def _exploring(cycle: Cycle) -> dict[str, Any]:
     }
 
 
-def _finished_point(cycle: Cycle) -> dict[str, Any]:
+def _finished_point(cycle: Cycle, leave_out: Collection[str]) -> dict[str, Any]:
     model, optimizer = cycle.hosts[0]
     return {
         "step": cycle.step_count,
-        "model": copy.deepcopy(model.state_dict()),
+        "model": copied_state(model, leave_out),
         "optimizer": copy.deepcopy(optimizer.state_dict()),
     }

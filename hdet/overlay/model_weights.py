@@ -7,30 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from hdet.engine import snapshot
+from hdet.engine.cycle import Cycle
 from hdet.replicas import tensors
 
 State = dict[str, Any]
 
 
-def without_frozen(state: State, model: nn.Module, optimizer: Optimizer) -> State:
+def state_without_frozen(cycle: Cycle) -> State:
     """An engine's state whose points and replicas lack the frozen parameters; under `"frozen"` it names them.
 
     Of a model that is frozen but for its LoRA adapters, the adapters are left. A frozen parameter that has changed all
     the same since one of the points (a teacher that follows by moving averages) stays.
     """
-    live = _frozen(model, optimizer)
-    changed: set[str] = set()
-
-    def compared(part: Mapping[str, Any]) -> Mapping[str, Any]:
-        changed.update(name for name, parameter in live.items() if not _same(part.get(name), parameter))
-        return part
-
-    _each_model(state, compared)
-    names = live.keys() - changed
-    without = _each_model(state, lambda part: {name: entry for name, entry in part.items() if name not in names})
-    return {**without, "frozen": sorted(names)}
+    names = _unchanged(cycle)
+    return {**snapshot.state_dict(cycle, leave_out=names), "frozen": names}
 
 
 def with_frozen(state: State, model: nn.Module) -> State:
@@ -54,19 +46,27 @@ def written_since(state: State, model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _frozen(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def _unchanged(cycle: Cycle) -> list[str]:
+    """The frozen parameters that every point and every replica holds as the first model does now, sorted."""
+    (model, optimizer), *others = cycle.hosts
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return {
-        name: parameter.detach()
+    frozen = {
+        name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if not parameter.requires_grad and id(parameter) not in trained
     }
+    points = [cycle.anchor, *(cycle.watch.points if cycle.watch is not None else ())]
+    held = [dict(zip(frozen, point.values(list(frozen.values())), strict=True)) for point in points]
+    held += [dict(other.named_parameters(remove_duplicate=False)) for other, _ in others]
+    return sorted(name for name, own in frozen.items() if all(_same(part[name], own) for part in held))
 
 
 def _same(held: Any, live: Tensor) -> bool:
     if not isinstance(held, Tensor):
         return False
-    one, other = tensors.local(held), tensors.local(live)
+    one, other = tensors.local(held.detach()), tensors.local(live.detach())
+    if one.data_ptr() == other.data_ptr() and one.shape == other.shape:
+        return True  # nothing is held of what nothing changes: it is the model's own
     return one.shape == other.shape and torch.equal(one.to(other.device), other)
 
 

@@ -18,7 +18,7 @@ from hdet.history import History, WindowRecord
 from hdet.hparams.learned import Learned
 from hdet.overlay.hooks import Hooks, Output
 from hdet.overlay.lent_bindings import kept, put_back
-from hdet.overlay.model_weights import with_frozen, without_frozen, written_since
+from hdet.overlay.model_weights import state_without_frozen, with_frozen, written_since
 from hdet.overlay.rank_states import AllRanks
 from hdet.overlay.rates import Rates
 from hdet.overlay.riding import Build, Riding
@@ -130,13 +130,13 @@ class Search(AbstractContextManager["Search"]):
         parameters are in the model's own state.
         """
         riding = self._riding
-        engine, model = riding.engine.state_dict(), riding.engine.hosts[0][0]
+        engine = state_without_frozen(riding.engine.cycle)
         return {
             "format": FORMAT,
             "micro_batches": None if riding.counting else len(riding.engine.replicas),
             "part": self._part,
-            "engine": without_frozen(engine, model, self.optimizer),
-            "written": written_since(engine, model),
+            "engine": engine,
+            "written": written_since(engine, riding.engine.hosts[0][0]),
             "peaks": {knob.name: knob.peak for knob in riding.engine.knobs},
             "rates": riding.rates.state_dict(),
             "losses": riding.losses.state_dict(),

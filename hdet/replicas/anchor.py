@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -143,13 +143,16 @@ class Anchor:
         with tensors.substituted([live for live, _ in pairs], [held for _, held in pairs]):
             yield
 
-    def state_dict(self, *, fresh: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, fresh: bool = False, leave_out: Collection[str] = ()) -> dict[str, Any]:
         """The point as a model's and an optimizer's state dict; `fresh` as of `optimizer_state`.
 
         Of an optimizer whose state is lent and that has made steps since, the moments are those it has now.
+
+        Args:
+            leave_out: names of the model's entries that are not copied and not there.
         """
         with self.substituted():
-            model = copy.deepcopy(self._model.state_dict())
+            model = copied_state(self._model, leave_out)
         return {"step": self.step, "model": model, "optimizer": copy.deepcopy(self._nearest_state(fresh))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -160,6 +163,14 @@ class Anchor:
             pairs = self._pairs(self._model)
             tensors.copy_([held for _, held in pairs], [live for live, _ in pairs])
         self._state.load_state_dict(state["optimizer"])
+
+
+def copied_state(model: nn.Module, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """A copy of a model's state dict, but for some entries."""
+    state = model.state_dict()
+    for name in leave_out:
+        state.pop(name, None)
+    return copy.deepcopy(state)
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

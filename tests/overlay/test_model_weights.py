@@ -9,6 +9,7 @@ import pytest
 import torch
 from attach_parts import STEPS, batch, loss_of, probe
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hdet
 from hdet.errors import CheckpointError
@@ -90,6 +91,31 @@ def test_without_frozen_weights_it_is_the_same_run(
     resumed.train(at, STEPS, late=late)
     assert_same(straight.model.state_dict(), resumed.model.state_dict())
     assert straight.search.shifts == resumed.search.shifts
+
+
+class Made(TorchDispatchMode):
+    """The sizes of all tensors that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not any(out is given for given in args):
+            own = [given for given in args if isinstance(given, Tensor)]
+            if all(out.untyped_storage().data_ptr() != given.untyped_storage().data_ptr() for given in own):
+                self.sizes.append(out.numel())
+        return out
+
+
+@pytest.mark.parametrize("at", [10, 13])
+def test_frozen_weights_are_not_even_copied(at: int) -> None:
+    run = Run()
+    run.train(0, at)
+    with Made() as made:
+        run.search.state_dict()
+    assert 0 < max(made.sizes) < run.model.frozen.bias.numel()
 
 
 @pytest.mark.parametrize("at", [10, 13])
