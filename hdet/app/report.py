@@ -34,7 +34,10 @@ def report(
     if figures is not None:
         for run in given:
             folder = figures if len(given) == 1 else figures / run.name
-            written = save_figures(run.windows, folder, title=title or run.name)
+            try:
+                written = save_figures(run.windows, folder, title=title or run.name)
+            except OSError as error:
+                raise ConfigError(f"figures cannot be written to {folder}: {error}; choose another --figures") from None
             print(f"{len(written)} figures written to {folder}")
         return
     beside = runs[0] if runs[0].is_dir() else runs[0].parent
