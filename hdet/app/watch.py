@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -105,9 +106,9 @@ def shown(run: ReportedRun) -> Group:
         return Group(Text(f"{one_line(run.name)}: no window has closed yet"))
     last = run.windows[-1]
     steps = run.declared.get("steps")
-    parts: list[Text | ProgressBar | Table] = [Text(_headline(run.name, last, steps))]
+    parts: list[Text | Padding | Table] = [Text(_headline(run.name, last, steps))]
     if isinstance(steps, int):
-        parts.append(ProgressBar(total=steps, completed=last.stop, width=60))
+        parts.append(Padding(ProgressBar(total=steps, completed=last.stop, width=60)))  # a bar alone ends no line
     parts += [_losses(run), _knobs(run)]
     faults = [(record, fault) for record in run.windows for fault in record.faults]
     if faults:

@@ -57,7 +57,7 @@ def test_a_run_under_way_is_shown(under_way: Path, capsys: pytest.CaptureFixture
     assert "under_way: step 12 of 24, window 2" in said
     assert "s left" in said
     assert "learning_rate" in said
-    assert "training loss" in said
+    assert "\ntraining loss" in said
     assert "over: " not in said
     last = hdet.History(under_way / "history.jsonl").windows[-1]
     assert f"{last.learned['learning_rate']['closed']:.4g}" in said
