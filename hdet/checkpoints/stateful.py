@@ -33,6 +33,14 @@ class ReplicaControlPart(Strict):
     stateless: list[str]
 
 
+class MergeControlPart(Strict):
+    """What a merge remembers: its declaration, plain numbers, and how its tensors lie."""
+
+    declared: dict[str, Any]
+    plain: dict[str, Any]
+    tensors: dict[str, dict[str, Any]]
+
+
 class ControlPart(ReplicaControlPart):
     """The plain numbers of a point."""
 
@@ -46,6 +54,7 @@ class ControlPart(ReplicaControlPart):
     collectors: list[Any]
     sizes: list[int]
     replicas: list[str]
+    merge: MergeControlPart | None = None
 
 
 class Stateful:
@@ -66,6 +75,7 @@ class Stateful:
 
     - `model`: parameters and buffers by name, as in the model's own state dict.
     - `optimizer`: by parameter name, its state's tensors.
+    - `merge`: by path, the tensors that the merge remembers (an outer optimizer's state).
     - `control`: bytes by `torch.save` of plain numbers: window, step, bases, controllers, parameter groups.
 
     What a guard would go back to is not in it: after a load it looks for the best point anew, and has no first one.
@@ -98,6 +108,9 @@ class Stateful:
             whole = len(starts) == len(engine.hosts) and not engine.finished
             control = self._control(first, found.pop("stateless"), differing if whole else [])
             found["control"] = self._first_places(_packed(control))
+            remembered = _flat(engine.cycle.merger.state_dict())
+            if remembered:
+                found["merge"] = remembered
             if apart:
                 found = _copied(found)
                 self._take_first_places([*_tensors(found["model"]), *_tensors(found["optimizer"])])
@@ -108,6 +121,12 @@ class Stateful:
     def template(self, control: Mapping[str, Any]) -> dict[str, Any]:
         """What a checkpoint of this control is loaded into: a copy, with this process's replicas if it has all."""
         found = self.state_dict()
+        found.pop("merge", None)
+        if control.get("merge") and control["merge"]["tensors"]:
+            model = _flat(found["model"])
+            found["merge"] = {
+                name: _blank(layout, model.get(layout["like"])) for name, layout in control["merge"]["tensors"].items()
+            }
         if control["replicas"] and control["size"] == self.engine.size and self.engine.home.diverge:
             found["replicas"] = {
                 str(index): {"control": b"", **{key: _copied(found[key]) for key in control["replicas"]}}
@@ -145,6 +164,7 @@ class Stateful:
                 "open": None,
                 "opening": opening or None,
                 "converged": {"step": control["step"], **shared},
+                "merge": _merge_of(control.get("merge"), state.get("merge", {})),
             },
         )
         self.engine.cycle.run = control["run"]
@@ -223,10 +243,28 @@ class Stateful:
             "knobs": {knob.name: knob.state_dict() for knob in engine.knobs},
             # Tensors in there belong to the window under way, which is run again.
             "collectors": [_without_tensors(collector.state_dict()) for collector in engine.cycle.collectors],
+            "merge": self._merge(first),
             "sizes": [len(group["params"]) for group in first.state["param_groups"]],
             "groups": first.groups(),
             "stateless": stateless,
             "replicas": replicas,
+        }
+
+    def _merge(self, first: Start) -> dict[str, Any]:
+        """What the merge remembers: its plain part, and how its tensors lie, like which of the model's."""
+        state = self.engine.cycle.merger.state_dict()
+        model = _flat(_model_by_name(first.model, first.held))
+        return {
+            "declared": self.engine.cycle.plan.merge.to_dict(),
+            "plain": _without_tensors(state),
+            "tensors": {
+                name: {
+                    "like": next((other for other, own in model.items() if _lie_alike(own, tensor)), None),
+                    "shape": list(tensor.shape),
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                }
+                for name, tensor in _flat(state).items()
+            },
         }
 
 
@@ -428,6 +466,47 @@ def _zeros(value: Any, owner: nn.Parameter, parameter: nn.Parameter) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.zeros_like(parameter, dtype=value.dtype) if value.shape == owner.shape else torch.zeros_like(value)
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of nested dictionaries and lists, by their path."""
+    if isinstance(value, Tensor):
+        return {prefix: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found: dict[str, Tensor] = {}
+    for key, item in items:
+        found.update(_flat(item, f"{prefix}/{key}" if prefix else str(key)))
+    return found
+
+
+def _blank(layout: Mapping[str, Any], like: Tensor | None) -> Tensor:
+    """Zeros of a shape and dtype, sharded as another tensor of that shape is."""
+    dtype = getattr(torch, layout["dtype"])
+    return torch.zeros(layout["shape"], dtype=dtype) if like is None else torch.zeros_like(like, dtype=dtype)
+
+
+def _nested(plain: Any, tensors_by_path: Mapping[str, Tensor], prefix: str = "") -> Any:
+    """What `_without_tensors` and `_flat` took apart."""
+    if prefix in tensors_by_path:
+        return tensors_by_path[prefix]
+    path = f"{prefix}/" if prefix else ""
+    if isinstance(plain, dict):
+        return {key: _nested(item, tensors_by_path, f"{path}{key}") for key, item in plain.items()}
+    if isinstance(plain, list):
+        return [_nested(item, tensors_by_path, f"{path}{number}") for number, item in enumerate(plain)]
+    return plain
+
+
+def _merge_of(control: Mapping[str, Any] | None, held: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What a merge remembers, as an engine's state has it; nothing where its tensors were not loaded."""
+    if control is None or not set(control["tensors"]) <= set(held):
+        return {}
+    return {"declared": control["declared"], "state": _nested(control["plain"], held)}
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one shape, and are sharded in one way."""
+    return one.shape == other.shape and getattr(one, "placements", None) == getattr(other, "placements", None)
 
 
 def _without_tensors(value: Any) -> Any:

@@ -27,6 +27,7 @@ MERGES: dict[str, Merge] = {
     "outer": Outer(),
     "outer adam": Outer(0.01, optimizer="Adam", options={}, merge=Weighted(1.0)),
 }
+STORED = ("outer", "grawa", "outer adam")
 
 
 def options_of(name: str) -> Found:
@@ -34,7 +35,7 @@ def options_of(name: str) -> Found:
     return {"gradients": "local", "merge": MERGES[name], "objective": objective}
 
 
-def on_ranks() -> Found:
+def on_ranks(folder: str) -> Found:
     found: Found = {}
     for name in MERGES:
         options = options_of(name)
@@ -52,6 +53,9 @@ def on_ranks() -> Found:
         )
         found[f"resumed {name}"] = resumed(options, None)
         found[f"hsdp resumed {name}"] = resumed(options, mesh)
+    for name in STORED:
+        found[f"stored {name}"] = stored(options_of(name), None, f"{folder}/ddp {name}")
+        found[f"hsdp stored {name}"] = stored(options_of(name), mesh, f"{folder}/hsdp {name}")
     for rule in ("truncation", "tournament"):
         found[f"ddp {rule}"] = cases.many_ranks(DistributedDataParallel, batch_normed, **population(rule))
         found[f"copies {rule}"] = cases.many_ranks(make=batch_normed, home={"copies": 2}, **population(rule))
@@ -64,28 +68,44 @@ def population(rule: Any) -> Found:
     return {"gradients": "local", "merge": Exploit(rule, share=0.5), "knobs": [knob], "window": 3}
 
 
-def resumed(options: Found, mesh: Any) -> Found:
-    """A run that is taken up in the middle of its second window, each rank by its own state."""
+def fresh(options: Found, mesh: Any) -> hdet.Engine:
+    model = network()
+    if mesh is not None:
+        model = cases.sharded_over(mesh)(model)
+    home = {"mesh": mesh} if mesh is not None else {}
+    return cases.engine_of(hdet.distribute(model, cases.optimizer_of(model), **home), **options)
 
-    def fresh() -> hdet.Engine:
-        model = network()
-        if mesh is not None:
-            model = cases.sharded_over(mesh)(model)
-        home = {"mesh": mesh} if mesh is not None else {}
-        return cases.engine_of(hdet.distribute(model, cases.optimizer_of(model), **home), **options)
 
-    parts = {"parts": (mesh.get_local_rank("dp_shard"),), "each": 2} if mesh is not None else {}
-    whole, second = fresh(), fresh()
-    train(whole, 6, **parts)
-    second.load_state_dict(whole.state_dict())
+def parts_of(mesh: Any) -> Found:
+    return {"parts": (mesh.get_local_rank("dp_shard"),), "each": 2} if mesh is not None else {}
+
+
+def compared(whole: hdet.Engine, second: hdet.Engine, parts: Found) -> Found:
     train(whole, cases.STEPS, **parts)
     train(second, cases.STEPS, **parts)
     return {"difference": difference(cases.outcome(whole)["weights"], cases.outcome(second)["weights"])}
 
 
+def resumed(options: Found, mesh: Any) -> Found:
+    """A run that is taken up in the middle of its second window, each rank by its own state."""
+    whole, second = fresh(options, mesh), fresh(options, mesh)
+    train(whole, 6, **parts_of(mesh))
+    second.load_state_dict(whole.state_dict())
+    return compared(whole, second, parts_of(mesh))
+
+
+def stored(options: Found, mesh: Any, folder: str) -> Found:
+    """The same by a folder of checkpoints, at the opening of the third window."""
+    whole, second = fresh(options, mesh), fresh(options, mesh)
+    train(whole, 8, **parts_of(mesh))
+    checkpoints = hdet.CheckpointFolder(folder)
+    checkpoints.save(whole)
+    return {"at": checkpoints.resume(second), **compared(whole, second, parts_of(mesh))}
+
+
 @pytest.fixture(scope="module")
-def ranks() -> list[Found]:
-    return launch(on_ranks, 4, limit=240.0)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    return launch(on_ranks, 4, str(tmp_path_factory.mktemp("merges")), limit=300.0)
 
 
 @cache
@@ -129,6 +149,14 @@ def test_it_is_taken_up_where_it_was(ranks: list[Found], name: str) -> None:
     for rank in ranks:
         assert rank[f"resumed {name}"]["difference"] == 0.0
         assert rank[f"hsdp resumed {name}"]["difference"] == 0.0
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("home", ["", "hsdp "])
+def test_a_folder_of_checkpoints_holds_what_a_merge_remembers(ranks: list[Found], name: str, home: str) -> None:
+    for rank in ranks:
+        assert rank[f"{home}stored {name}"]["at"] == 8
+        assert rank[f"{home}stored {name}"]["difference"] == 0.0
 
 
 @pytest.mark.parametrize("rule", ["truncation", "tournament"])
