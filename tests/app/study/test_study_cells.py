@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hdet.app.run.config import RunConfig
 from hdet.app.study import Budget, Study, cells, shard
 from hdet.app.study.declaration import label
+from hdet.app.study.timing import seconds_per_step
 from hdet.errors import ConfigError
 
 BASE: dict[str, Any] = {
@@ -220,6 +221,16 @@ def test_the_shipped_studies_are_valid() -> None:
         for quick in (False, True):
             found = cells(declared, quick=quick)
             assert all(isinstance(cell.config, RunConfig) or cell.command for cell in found), path
+
+
+def test_every_row_of_the_shipped_table_trains() -> None:
+    """As a dry run has it, in fewer and shorter windows: what sets replicas apart differs from row to row."""
+    declared = Study.load(Path(__file__).parents[3] / "studies" / "table1.yaml")
+    rows = {cell.key: cell.config for cell in cells(declared) if cell.config and cell.config.seed == 0}
+    on_digits = [config for config in rows.values() if config.task.kind == "digits"]
+    assert len(on_digits) >= 14
+    for config in on_digits:
+        seconds_per_step(RunConfig.from_dict({**config.to_dict(), "replicas": 2, "window": 3}))
 
 
 def test_levels_are_named_after_their_values() -> None:
