@@ -19,6 +19,7 @@ from hdet.app.text import one_line
 from hdet.errors import ConfigError, HdetError
 
 COOKIE = "hdet_token"
+EVERY_ADDRESS = ("0.0.0.0", "::", "")
 PATIENCE_SECONDS = 10.0
 """For a browser that begins a request and does not end it."""
 
@@ -58,7 +59,8 @@ class PageServer(ThreadingHTTPServer):
             super().__init__((host, port), _Request)
         except OSError as error:
             raise ConfigError(f"nothing can listen at {host}, port {port}: {error}; choose another") from None
-        self.host = f"[{host}]" if ":" in host else host
+        named = socket.gethostname() if host in EVERY_ADDRESS else host  # browsers elsewhere cannot open 0.0.0.0
+        self.host = f"[{named}]" if ":" in named else named
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that goes away before it has the page is no error."""
