@@ -24,6 +24,7 @@ from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.space import Log, Relative, Space
+from hdet.replicas import tensors
 from hdet.spec import register
 
 
@@ -143,9 +144,18 @@ class LineCollector(Collector):
     def _stretched(
         self, start: Sequence[Tensor], end: Sequence[Tensor], factor: float, moved: Sequence[bool]
     ) -> Iterator[Tensor]:
-        """start + factor (end - start) where `moved`, else `end`; one by one, beside the weights."""
-        for own, a, b, moves in zip(self.scene.moving.values(), start, end, moved, strict=True):
-            yield torch.lerp(a.to(own.device), b.to(own.device, a.dtype), factor) if moves else b
+        """start + factor (end - start) where `moved`, else `end`; part by part, beside the weights."""
+        live = self.scene.moving.values()
+        for part in tensors.slices(live):
+            pairs = list(zip(live[part], start[part], end[part], moved[part], strict=True))
+            first = [a if a.device == own.device else a.to(own.device) for own, a, _, moves in pairs if moves]
+            last = [
+                b if b.device == own.device and b.dtype == a.dtype else b.to(own.device, a.dtype)
+                for own, a, b, moves in pairs
+                if moves
+            ]
+            found = iter(torch._foreach_lerp(first, last, factor) if first else ())
+            yield from (next(found) if moves else b for *_, b, moves in pairs)
 
     def _points(self) -> tuple[list[float], list[float]]:
         """The two ends in coordinate units, and what lies between."""

@@ -64,9 +64,8 @@ class Anchor:
 
     def _moving(self) -> dict[int, Tensor]:
         """The parameters that training can change, by their number in the model."""
-        chosen = tensors.can_move(self._model, self._optimizer)
         moving = {}
-        for number, (parameter, moves) in enumerate(zip(self._model.parameters(), chosen, strict=True)):
+        for number, (parameter, moves) in enumerate(tensors.can_move(self._model, self._optimizer)):
             version = 0 if parameter.is_inference() else parameter._version
             moves = moves or number in self._parameters or self._versions.get(number, version) != version
             if moves:
@@ -77,9 +76,11 @@ class Anchor:
 
     def values(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """The anchored values of some of the model's parameters; those that nothing changes are the model's own."""
+        tensors.reshard(self._model)
         place = {id(parameter): number for number, parameter in enumerate(self._model.parameters())}
-        every = self._all_parameters()
-        return [every[place[id(parameter)]] for parameter in parameters]
+        held = [self._parameters.get(place[id(parameter)]) for parameter in parameters]
+        pairs = zip(held, parameters, strict=True)
+        return [tensors.local(parameter.detach()) if own is None else own for own, parameter in pairs]
 
     @property
     def held(self) -> list[Tensor]:

@@ -32,10 +32,12 @@ class Moving:
 
     def open(self) -> None:
         """A window opens: look them up."""
-        model, optimizer = self._hosts[0]
-        whole = zip(tensors.can_move(model, optimizer), model.parameters(), strict=True)
-        self.flags = [moves for moves, parameter in whole if parameter.numel()]
-        self.parameters = [tensors.moving_parameters(*host) for host in self._hosts]
+        whole = [
+            [(parameter, moves) for parameter, moves in tensors.can_move(*host) if parameter.numel()]
+            for host in self._hosts
+        ]
+        self.flags = [moves for _, moves in whole[0]]
+        self.parameters = [[parameter for parameter, moves in own if moves] for own in whole]
         self._sharded = [[hasattr(p, "to_local") for p in own] for own in self.parameters]
         self._values: list[list[Tensor]] = [[] for _ in self._hosts]
         self._memory: list[list[int]] = [[] for _ in self._hosts]
@@ -48,7 +50,11 @@ class Moving:
         """
         own: Sequence[Tensor] = self.parameters[host]
         if any(self._sharded[host]):
-            own = [tensors.local(p) if cut else p for p, cut in zip(own, self._sharded[host], strict=True)]
+            # `to_local` makes a tensor anew for autograd, which of hundreds takes longer than the rest of a step.
+            held = [
+                getattr(p, "_local_tensor", None) if cut else p for p, cut in zip(own, self._sharded[host], strict=True)
+            ]
+            own = [tensors.local(p) if part is None else part for p, part in zip(own, held, strict=True)]
         memory = [tensor.data_ptr() for tensor in own]
         if memory != self._memory[host] or not self._values[host]:
             self._memory[host] = memory

@@ -39,17 +39,16 @@ def parameters(model: nn.Module) -> list[Tensor]:
     return [local(parameter.detach()) for parameter in model.parameters() if parameter.numel()]
 
 
-def can_move(model: nn.Module, optimizer: Optimizer) -> list[bool]:
-    """Which of `model.parameters()` training can change: trained ones, and frozen ones that the optimizer holds."""
+def can_move(model: nn.Module, optimizer: Optimizer) -> list[tuple[nn.Parameter, bool]]:
+    """Each of `model.parameters()`, and whether training can change it: it is trained, or the optimizer holds it."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     reshard(model)
-    return [parameter.requires_grad or id(parameter) in held for parameter in model.parameters()]
+    return [(parameter, parameter.requires_grad or id(parameter) in held) for parameter in model.parameters()]
 
 
 def moving_parameters(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters that training can change."""
-    flags = can_move(model, optimizer)
-    return [p for p, moves in zip(model.parameters(), flags, strict=True) if moves and p.numel()]
+    return [parameter for parameter, moves in can_move(model, optimizer) if moves and parameter.numel()]
 
 
 def moving(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
@@ -115,8 +114,10 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def finite(tensors: Sequence[Tensor]) -> Tensor:
     """[len(tensors)] booleans, on the device of the first: no element is infinite or NaN. No synchronisation."""
     # The largest absolute value is not finite if any element is not, and unlike a sum it overflows in no format.
-    norms = torch._foreach_norm(list(tensors), math.inf)
-    return torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite()
+    norms: Sequence[Tensor] = torch._foreach_norm(list(tensors), math.inf)
+    if len({(norm.dtype, norm.device) for norm in norms}) > 1:
+        norms = [norm.float().to(norms[0].device) for norm in norms]
+    return torch.stack(list(norms)).isfinite()
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:

@@ -242,7 +242,9 @@ class Ranks(Replicas):
                     f"engine.replicas in their order, or give hdet.distribute the model without "
                     f"DistributedDataParallel"
                 )
-            gradients = [p.grad for p in tensors.trained(self.hosts[0][0]) if p.grad is not None]
+            # This rank's parts: an operator on hundreds of DTensors takes longer than all else of a step.
+            own = tensors.trained(self.hosts[0][0])
+            gradients = [tensors.local(p.grad) for p in own if p.grad is not None]
             torch._foreach_mul_(gradients, 1.0 / self._seats)
         self._summed = None
 
