@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hdet.contrib import Adam
 from hdet.controllers import (
     Calibrate,
     Context,
@@ -30,6 +31,7 @@ from hdet.spec import members
 
 CONTROLLERS = [
     Hold(),
+    Adam(),
     Gated(),
     Gated(0.06, gate=0, saturation=2, memory=0.7),
     Regularize(rate=0.6, memory=0.6, raise_after=0.0),
