@@ -21,7 +21,7 @@ class Gaussian(Spread):
 
     >>> from hdet.contrib import Gaussian
     >>> Gaussian(0.5).levels(4).round(3).tolist()
-    [-0.68, -0.188, 0.188, 0.68]
+    [-0.681, -0.189, 0.189, 0.681]
     """
 
     def _levels(self, n: int) -> NDArray[np.float64]:
