@@ -53,6 +53,9 @@ class Simulated(Replicas):
     def mean(self, valid: Sequence[bool], optimizer_state: str) -> None:
         pass
 
+    def copy(self, sources: Sequence[int]) -> None:
+        pass
+
     def mean_buffers(self, valid: Sequence[bool]) -> None:
         pass
 
