@@ -50,7 +50,7 @@ class Simulated(Replicas):
     def share_gradients(self) -> None:
         pass
 
-    def mean(self, valid: Sequence[bool], optimizer_state: str) -> None:
+    def mean(self, valid: Sequence[bool], optimizer_state: str, weights: NDArray[np.float64] | None = None) -> None:
         pass
 
     def copy(self, sources: Sequence[int]) -> None:
