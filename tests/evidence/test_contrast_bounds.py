@@ -1,0 +1,152 @@
+"""Contrast at and near the bounds of a knob: when it explores there, and between which levels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contrast_parts import AIM, ONE_STEP, RATE, SCALE, SLOPE, WIDTH, knob, make, noisy, on_bound, regulariser, train
+from torch import Tensor
+
+from hdet import Contrast, Engine
+
+
+def constant(model: Any, batch: float) -> Tensor:
+    loss: Tensor = batch + 0.0 * model.w.sum()
+    return loss
+
+
+def explored_windows(
+    engine: Engine, training: Callable[[int], float], of: Callable[[Any], float] = lambda model: model.late
+) -> list[int]:
+    """The windows in which a knob left its base, where the training loss of a step is `training`."""
+    seen: list[float] = []
+    base = of(engine.replicas[0].model)
+    train(
+        engine,
+        watch=lambda model: seen.append(of(model)),
+        report=lambda step, own: torch.tensor(training(step)),
+    )
+    windows = np.array(seen).reshape(-1, engine.cycle.window.stop - engine.cycle.window.start, engine.size)
+    return [number for number, window in enumerate(windows) if (window != base).any()]
+
+
+def test_on_its_bound_a_regulariser_is_explored_inside_where_held_out_loss_exceeds_training_loss() -> None:
+    """Half of the passes of every step run at sin^2(2 * 0.15), the others at 0 itself."""
+    engine = make([regulariser()], window=10, windows=10, probe=constant)
+    seen: list[float] = []
+    train(engine, watch=lambda model: seen.append(model.late), report=lambda step, own: torch.tensor(0.8))
+    steps = np.array(seen).reshape(100, 4)
+    assert not steps[:30].any()
+    for step in range(30, 100):
+        assert sorted(steps[step]) == pytest.approx([0.0, 0.0, math.sin(0.3) ** 2, math.sin(0.3) ** 2])
+
+
+@pytest.mark.parametrize(("bound_from", "first"), [(0.0, 1), (0.3, 3), (0.55, 6), (1.0, None)])
+def test_on_its_bound_a_regulariser_rests_before_a_share_of_the_run(bound_from: float, first: int | None) -> None:
+    """And always in the first window, before which no training loss is known."""
+    engine = make([regulariser(Contrast(bound_from=bound_from))], window=10, windows=10, probe=constant)
+    want = [] if first is None else list(range(first, 10))
+    assert explored_windows(engine, lambda step: 0.8) == want
+
+
+@pytest.mark.parametrize(
+    ("batches", "training", "explores"),
+    [
+        ((1.0, 1.0), 0.97, True),  # 0.03 above, and 2 % of it are 0.0194
+        ((1.0, 1.0), 0.985, False),
+        ((1.0, 1.2), 0.85, True),  # 0.25 above 1.1; two standard errors are 0.2 and 2 % 0.017
+        ((1.0, 1.2), 0.89, False),
+        ((-1.0, -1.0), -1.03, True),
+        ((-1.0, -1.0), -1.01, False),
+        ((1.0, 1.0), 5.0, False),
+    ],
+)
+def test_the_gap_must_exceed_two_standard_errors_and_two_percent(
+    batches: tuple[float, float], training: float, explores: bool
+) -> None:
+    engine = make([regulariser(Contrast(bound_from=0.0))], window=5, windows=3, probe=constant, batches=batches)
+    assert explored_windows(engine, lambda step: training) == ([1, 2] if explores else [])
+
+
+def test_it_goes_by_the_last_windows_training_loss() -> None:
+    engine = make([regulariser(Contrast(bound_from=0.0))], window=5, windows=6, probe=constant)
+    assert explored_windows(engine, lambda step: 0.5 if step // 5 in (1, 3) else 1.5) == [2, 4]
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_a_loss_divided_by_the_micro_batches_is_no_sign_of_overfitting(micro_batches: int) -> None:
+    """And it is said, once, at the line of the loop."""
+    engine = make([regulariser(Contrast(bound_from=0.5))], window=5, windows=6, probe=constant)
+    with pytest.warns(UserWarning, match="not on one scale") as caught:
+        assert explored_windows(engine, lambda step: 1.0 / micro_batches) == []
+    assert [warning.filename for warning in caught] == [train.__code__.co_filename]
+    # What was found out is part of the state: the loop that goes on in mid-run explores nothing, and is told no more.
+    again = make([regulariser(Contrast(bound_from=0.5))], window=5, windows=6, probe=constant)
+    with pytest.warns(UserWarning, match="not on one scale"):
+        train(again, 17, report=lambda step, own: torch.tensor(1.0 / micro_batches))
+    resumed = make([regulariser(Contrast(bound_from=0.5))], window=5, windows=6, probe=constant)
+    resumed.load_state_dict(again.state_dict())
+    assert [collector.levels.other_scale for collector in resumed.cycle.collectors] == [True]
+
+
+def test_a_knob_that_acts_in_eval_mode_is_explored_on_its_bound_from_the_start() -> None:
+    engine = make([on_bound()], window=5, windows=6, probe=constant)
+    assert explored_windows(engine, lambda step: 1.5, of=lambda model: model.rate) == list(range(6))
+
+
+def test_off_its_bound_a_regulariser_is_explored_from_the_start() -> None:
+    engine = make([regulariser(schedule=0.1)], window=5, windows=6, probe=constant)
+    seen: list[float] = []
+    train(engine, watch=lambda model: seen.append(model.late), report=lambda step, own: torch.tensor(1.5))
+    assert 0.1 not in seen
+    assert len(seen) == 6 * 5 * 4
+
+
+def test_on_its_bound_the_estimate_is_taken_between_the_levels() -> None:
+    """And says so: half a width off the base on the inner side."""
+
+    def leaky(model: Any, step: int, index: int) -> Tensor:
+        return (1.0 - model.rate) * (SLOPE @ model.w)
+
+    (record,) = train(make([on_bound()], n=4, window=64), loss=leaky)
+    estimate = record.estimates["rate"]
+    assert estimate["offset"] == pytest.approx(0.15)
+    per_step = -RATE * float(AIM @ SLOPE) * -(math.sin(0.3) ** 2) / 0.3
+    assert estimate["slope"] == pytest.approx(64 * per_step, rel=1e-4)
+
+
+def test_near_a_bound_the_levels_lie_inside() -> None:
+    engine = make([knob(bounds=(0.01, SCALE * math.exp(0.1)))], window=8)
+    seen: list[float] = []
+    (record,) = train(engine, watch=lambda model: seen.append(model.a))
+    low, high = min(seen), max(seen)
+    assert high == pytest.approx(SCALE * math.exp(0.1))
+    assert low == pytest.approx(SCALE * math.exp(0.1 - 2 * WIDTH))
+    estimate = record.estimates["a"]
+    assert estimate["offset"] == pytest.approx(-0.1)
+    want = -RATE * float(AIM @ SLOPE) * (high - low) / (2 * WIDTH)
+    assert estimate["slope"] == pytest.approx(8 * want, rel=1e-4)
+
+
+def test_where_both_bounds_are_near_the_width_gives_way() -> None:
+    engine = make([knob(bounds=(SCALE * math.exp(-0.05), SCALE * math.exp(0.03)))])
+    seen: list[float] = []
+    (record,) = train(engine, watch=lambda model: seen.append(model.a))
+    assert (min(seen), max(seen)) == pytest.approx((SCALE * math.exp(-0.05), SCALE * math.exp(0.03)))
+    assert record.estimates["a"]["slope"] == pytest.approx(8 * ONE_STEP, rel=0.02)
+
+
+def test_a_knob_that_rests_starves_no_other() -> None:
+    """And what rests adds no noise and takes no rows."""
+    engine = make([knob(), regulariser()], n=4, window=8, windows=8)
+    records = train(engine, loss=noisy, report=lambda step, own: torch.tensor(1e6))
+    assert all(record.estimates["a"]["t"] != 0.0 for record in records)
+    assert not any(record.estimates["regulariser_for_tests"]["t"] for record in records)
+    alone = train(make([knob()], n=4, window=8, windows=8), loss=noisy)
+    sizes = [np.median([record.estimates["a"]["stderr"] for record in run]) for run in (records, alone)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.25)
