@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdet.contrib import Kalman, Marginal
+from hdet.contrib import EvolutionStrategy, Kalman, Marginal
 from hdet.controllers import Estimate, from_plain, to_plain
 from hdet.controllers.estimators import Comparison, Estimator, LeastSquares, Softmax
 from hdet.spec import members
@@ -21,9 +21,11 @@ ESTIMATORS = [
     LeastSquares(replica_noise=True),
     Kalman(),
     Kalman(replica_noise=True),
+    EvolutionStrategy(ranks=False),
+    EvolutionStrategy(),
     Softmax(0.1),
 ]
-SLOPES = [each for each in ESTIMATORS if not isinstance(each, Softmax)]
+SLOPES = [each for each in ESTIMATORS if not isinstance(each, Softmax) and each != EvolutionStrategy()]
 every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
 seeds = st.integers(0, 2**32 - 1)
 brisk = settings(max_examples=15, deadline=None)
