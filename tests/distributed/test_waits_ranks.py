@@ -8,36 +8,16 @@ import torch
 import torch.distributed as dist
 from cases import sharded_over
 from launch import launch
+from reads import Reads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from training import WIDTH, batch, loss_of
 
 import hdet
 from hdet.controllers import Hold
 
 WINDOW = 4
-READS = (
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.is_nonzero.default,
-    torch.ops.aten.equal.default,
-    torch.ops.aten.nonzero.default,
-)
-
-
-class Reads(TorchDispatchMode):
-    """Notes what takes a number from a tensor to the host, step counts aside, which torch keeps there."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self._besides = {state["step"].data_ptr() for state in optimizer.state.values() if "step" in state}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS and args[0].data_ptr() not in self._besides:
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def network() -> nn.Module:
@@ -78,7 +58,8 @@ def read(home: str, name: str) -> list[int]:
     )
     counts = []
     for step in range(2 * WINDOW):
-        with Reads(optimizer) as reads:
+        counted = [state["step"] for state in optimizer.state.values() if "step" in state]  # torch keeps these there
+        with Reads(besides=counted) as reads:
             losses = []
             for replica in engine.replicas:
                 with replica:

@@ -6,13 +6,13 @@ The models here are on the "meta" device, whose tensors hold no numbers: whateve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from reads import Reads
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hdet
 import hdet.nn
@@ -163,28 +163,6 @@ def test_no_evidence_reads_anything_before_the_window_ends(name: str, rate: Any)
         engine.step(losses)
     with pytest.raises((NotImplementedError, RuntimeError), match=r"meta tensor"):
         engine.step(losses)
-
-
-READS = (
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.is_nonzero.default,
-    torch.ops.aten.equal.default,
-    torch.ops.aten.nonzero.default,
-)
-
-
-class Reads(TorchDispatchMode):
-    """Notes every operator that takes a number from a tensor to the host; `besides` those of some tensors."""
-
-    def __init__(self, besides: Sequence[torch.Tensor] = ()) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self._besides = {tensor.data_ptr() for tensor in besides}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS and args[0].data_ptr() not in self._besides:
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["float", "tensor"])

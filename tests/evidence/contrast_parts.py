@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import explicit_loop
 import pytest
 import torch
 from torch import Tensor, nn
@@ -79,33 +81,7 @@ def make(
     )
 
 
-def train(
-    engine: Engine,
-    until: int | None = None,
-    *,
-    loss: Callable[[Any, int, int], Tensor] = scaled,
-    watch: Callable[[Any], object] = lambda model: None,
-    report: Callable[[int, Tensor], Tensor] = lambda step, own: own,
-) -> list[hdet.WindowRecord]:
-    records = []
-    last = engine.total_steps if until is None else until
-    assert last is not None
-    for step in range(engine.step_count, last):
-        losses = []
-        for replica in engine.replicas:
-            with replica:
-                watch(replica.model)
-                own = loss(replica.model, step, replica.index)
-                own.backward()
-            losses.append(report(step, own.detach()))
-        engine.share_gradients()
-        for optimizer in engine.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        record = engine.step(losses)
-        if record is not None:
-            records.append(record)
-    return records
+train = partial(explicit_loop.train, loss=scaled)
 
 
 def secant(width: float = WIDTH) -> float:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import explicit_loop
 import numpy as np
 import pytest
 import torch
@@ -116,23 +117,7 @@ def train(
     batch: Callable[[int, int], Any] = lambda step, index: 1.0,
     report: Callable[[int, Tensor], Tensor] = lambda step, own: own,
 ) -> list[hdet.WindowRecord]:
-    records = []
-    assert engine.total_steps is not None
-    for step in range(engine.step_count, engine.total_steps):
-        losses = []
-        for replica in engine.replicas:
-            with replica:
-                own = loss(replica.model, batch(step, replica.index))
-                own.backward()
-            losses.append(report(step, own.detach()))
-        engine.share_gradients()
-        for optimizer in engine.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        record = engine.step(losses)
-        if record is not None:
-            records.append(record)
-    return records
+    return explicit_loop.train(engine, loss=lambda model, step, index: loss(model, batch(step, index)), report=report)
 
 
 def slope_of(engine: Engine, knob: str = "quiet_in_mixed_tests", **options: Any) -> float:

@@ -1,0 +1,46 @@
+"""The loop that is written for an engine, with a loss for each replica and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+import hdet
+
+
+def train(
+    engine: hdet.Engine,
+    until: int | None = None,
+    *,
+    loss: Callable[[Any, int, int], Tensor],
+    watch: Callable[[Any], object] = lambda model: None,
+    report: Callable[[int, Tensor], Tensor] = lambda step, own: own,
+) -> list[hdet.WindowRecord]:
+    """The windows that close until a step, by default the run's end.
+
+    Args:
+        loss: of a replica's model, at a step, by the replica's number.
+        watch: is shown each model in its pass.
+        report: what the engine is told of a step's loss.
+    """
+    records = []
+    last = engine.total_steps if until is None else until
+    assert last is not None
+    for step in range(engine.step_count, last):
+        losses = []
+        for replica in engine.replicas:
+            with replica:
+                watch(replica.model)
+                own = loss(replica.model, step, replica.index)
+                own.backward()
+            losses.append(report(step, own.detach()))
+        engine.share_gradients()
+        for optimizer in engine.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        record = engine.step(losses)
+        if record is not None:
+            records.append(record)
+    return records
