@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from hdet.evidence import Collector, Harvest, Scene, Window
 from hdet.history import History, WindowRecord
 from hdet.hparams.bound import Moment
 from hdet.record import MOST_REPLICAS
-from hdet.replicas import Replica, Terms
+from hdet.replicas import Replica, Terms, tensors
 from hdet.replicas.alike import require_alike
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.average import Averages
@@ -241,8 +241,9 @@ class Cycle:
         if reading.valid.any():
             self.restores = 0
             harvest = Harvest(window, reading.losses, reading.valid)
-            for collector in self.collectors:
-                estimates.update(collector.close(harvest))
+            with self._evaluated():
+                for collector in self.collectors:
+                    estimates.update(collector.close(harvest))
             merged = self._converge(reading, harvest)
             moment = self._moment(window, harvest.loss)
             for knob in self.knobs:
@@ -295,6 +296,14 @@ class Cycle:
         self._record(record)  # last: where the disk is full, the engine can go on all the same
         self._refuse_to_go_on(reading, bases)
         return record
+
+    @contextmanager
+    def _evaluated(self) -> Iterator[None]:
+        """All models hold the weights that their optimizers evaluate, and evidence reads."""
+        with ExitStack() as stack:
+            for host in self.hosts:
+                stack.enter_context(tensors.evaluated_weights(*host))
+            yield
 
     def _record(self, record: WindowRecord) -> None:
         """Append to the history. Where one rank cannot write it, none goes on to wait for that one.

@@ -125,7 +125,7 @@ class Watch:
         batches = scene.probe.draw(harvest.window.index)
         with scene.at_base():
             now = scene.probe.measure(model, harvest.window.index, optimizer, batches)
-            with self.held.substituted():
+            with self.held.evaluated():
                 then = scene.probe.measure(model, harvest.window.index, optimizer, batches)
         # Every process uses the losses of the first process: others may differ in the last bits.
         rows = scene.replicas.gather(torch.cat([then, now]).expand(len(scene.replicas.local), -1))

@@ -101,7 +101,7 @@ class GroupLinesCollector(Collector):
         scene = self.scene
         flags = zip(*(moved_by(knob, scene) for knob in self.knobs), strict=True)
         groups = [next((k for k, moves in enumerate(own) if moves), -1) for own in flags]
-        start, averaged = scene.opening(), scene.averaged(harvest.valid, self.spec.line.stride)
+        start, averaged = scene.origin(), scene.averaged(harvest.valid, self.spec.line.stride)
         slopes = GroupSlopes(scene, harvest, groups, start, averaged)
         return among_the_others(slopes.mean(start), slopes.by_sub_batch(averaged))
 

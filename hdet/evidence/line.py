@@ -92,7 +92,7 @@ class LineCollector(Collector):
         if not any(heard):
             return found
         knobs = list(compress(self.knobs, heard))
-        start = self.scene.opening()
+        start = self.scene.origin()
         last = self.scene.weights(harvest.valid)
         kept = None if self.scene.apart else last
         ends, between = self._points()

@@ -66,6 +66,13 @@ class Scene:
         """The weights at the window's opening, where the anchor lies."""
         return self.anchor.values(self.moving.parameters[0])
 
+    def origin(self) -> list[Tensor]:
+        """Where a line along the window's update begins, where the anchor lies: the opening, for most optimizers.
+
+        With a Schedule-Free one, it is where the average that it evaluates would be now, had nothing been stepped.
+        """
+        return self.anchor.origin(self.moving.parameters[0])
+
     def weights(self, valid: NDArray[np.bool_]) -> list[Tensor]:
         """A copy of the weights now; the mean over valid replicas where these have come apart (a collective then)."""
         if self.apart:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hdet.errors import ConfigError
 from hdet.evidence.scene import Harvest, Scene
 from hdet.spec import Spec
 
@@ -77,6 +78,11 @@ class Averager(Merger):
 
     def __init__(self, scene: Scene, optimizer: OptimizerState) -> None:
         super().__init__(scene)
+        if optimizer != "average" and scene.moving.evaluates_average:
+            raise ConfigError(
+                f"optimizer={optimizer!r} would merge the weights that a Schedule-Free optimizer trains and not those "
+                f"that it steps, which are its state; merge with optimizer='average'"
+            )
         self.optimizer = optimizer
 
     @abstractmethod

@@ -153,6 +153,11 @@ class OuterStep(Merger):
         self.optimizer.step()
         merged = [tensors.local(origin.detach()) for origin in origins]
         torch._foreach_add_(merged, displaced)  # 0, exactly, after a step of rate 1
+        for host, (_, optimizer) in enumerate(self.scene.replicas.hosts):
+            states = [optimizer.state.get(parameter, {}) for parameter in moving.parameters[host]]
+            for change, state in zip(merged, states, strict=True):
+                if moving.evaluates_average and "z" in state:  # z comes along, and x with both
+                    tensors.local(state["z"]).add_(change)
         torch._foreach_add_(merged, own)
         for host in range(len(self.scene.replicas.hosts)):
             tensors.copy_(moving.values(host), merged)

@@ -82,6 +82,13 @@ class Anchor:
         pairs = zip(held, parameters, strict=True)
         return [tensors.local(parameter.detach()) if own is None else own for own, parameter in pairs]
 
+    def origin(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Where the weights that the optimizer evaluates would be now, had it stood still since.
+
+        These are `values`, unless it is Schedule-Free: its average goes on towards where it is.
+        """
+        return self._state.averaged(parameters, self.values(parameters), now=True)
+
     @property
     def held(self) -> list[Tensor]:
         """The anchored values of all parameters and buffers, in the model's order; of sharded ones this rank's part.
@@ -142,6 +149,16 @@ class Anchor:
         """The anchored parameters and buffers in place of the model's, inside a block."""
         pairs = self._pairs(self._model)
         with tensors.substituted([live for live, _ in pairs], [held for _, held in pairs]):
+            yield
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """`substituted`, as the optimizer then would evaluate the model: in eval mode, if it has modes."""
+        parameters = tensors.moving_parameters(self._model, self._optimizer)
+        own = [tensors.local(parameter.detach()) for parameter in parameters]
+        held = self._state.averaged(parameters, self.values(parameters))
+        switched = tensors.evaluated_weights(self._model, self._optimizer)
+        with switched, self.substituted(), tensors.substituted(own, held):
             yield
 
     def state_dict(self, *, fresh: bool = False, leave_out: Collection[str] = ()) -> dict[str, Any]:

@@ -156,9 +156,10 @@ class Averages:
             mean.reset()
 
     def add(self) -> None:
-        """A step was made."""
-        for mean in self._means.values():
-            mean.add()
+        """A step was made. What a Schedule-Free optimizer evaluates is an average already, and takes no second."""
+        if not self._moving.evaluates_average:
+            for mean in self._means.values():
+                mean.add()
 
     def state_dict(self) -> dict[str, Any]:
         """Every mean by `host/stride`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from hdet.replicas import tensors
+from hdet.replicas import schedule_free, tensors
 
 State = dict[str, Any]
 
@@ -146,6 +146,30 @@ class HeldOptimizer:
         for index, key in kept_in_groups(optimizer):
             if key in self._groups[index]:
                 _write(optimizer.param_groups[index], key, self._groups[index][key])
+
+    def averaged(self, parameters: Sequence[nn.Parameter], y: Sequence[Tensor], *, now: bool = False) -> list[Tensor]:
+        """The average that a Schedule-Free optimizer evaluates, of the time of the held state; y of any other.
+
+        Args:
+            parameters: some of the optimizer's.
+            y: their values at that time.
+            now: where the average would be now, had z stood still since.
+        """
+        states = iter(self._states)
+        zs: dict[int, tuple[Tensor, State, State]] = {}
+        for then, group in zip(self._groups, self._optimizer.param_groups, strict=True):
+            for parameter, state in zip(group["params"], states, strict=False):
+                if "z" in state:
+                    zs[id(parameter)] = tensors.local(state["z"]), then, group
+
+        def of(parameter: nn.Parameter, value: Tensor) -> Tensor:
+            if id(parameter) not in zs:
+                return value
+            z, then, group = zs[id(parameter)]
+            kept = then["weight_sum"] / group["weight_sum"] if now and group["weight_sum"] else 1.0
+            return schedule_free.average(self._optimizer, then, value, z, kept)
+
+        return [of(*pair) for pair in zip(parameters, y, strict=True)]
 
     def state_dict(self, *, live: bool = False) -> dict[str, Any]:
         """The state as the optimizer's `state_dict` would have given it, groups included; held tensors, not copies.

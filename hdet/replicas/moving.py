@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.replicas import tensors
+from hdet.replicas.schedule_free import is_schedule_free
 
 
 class Moving:
@@ -22,12 +23,14 @@ class Moving:
         hosts: copies of one model with their optimizers.
 
     Attributes:
+        evaluates_average: whether the optimizer averages the weights itself (`hdet.replicas.schedule_free`).
         flags: which of `hdet.replicas.tensors.parameters` they are, the same in all copies.
         parameters: for each host, in the model's order.
     """
 
     def __init__(self, hosts: Sequence[tuple[nn.Module, Optimizer]]) -> None:
         self._hosts = hosts
+        self.evaluates_average = is_schedule_free(hosts[0][1])
         self.open()
 
     def open(self) -> None:

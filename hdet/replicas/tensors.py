@@ -188,27 +188,39 @@ def substituted(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator
 def evaluating(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
     """Eval mode inside the block; afterwards each submodule is as it was, however mixed they were.
 
-    An optimizer with modes of its own (Schedule-Free: `optimizer.eval()`) is switched as well, and the weights
-    that its switching back would only restore up to rounding are put back exactly.
+    The weights are those that the optimizer evaluates (`evaluated_weights`).
     """
     training = [module for module in model.modules() if module.training]
-    switched: Any = optimizer if hasattr(optimizer, "eval") else None
-    if switched is not None and not all(group.get("train_mode", True) for group in switched.param_groups):
-        switched = None  # it is in eval mode already
-    weights = parameters(model) if switched is not None else []
-    saved = clones(weights)
     model.eval()
-    if switched is not None:
-        switched.eval()
     try:
-        yield
+        with evaluated_weights(model, optimizer):
+            yield
     finally:
-        if switched is not None:
-            switched.train()
-            copy_(weights, saved)
         reshard(model)  # else the next forward would take the weights gathered here
         for module in training:
             module.training = True
+
+
+@contextmanager
+def evaluated_weights(model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
+    """An optimizer with modes of its own (Schedule-Free: `optimizer.eval()`) is in eval mode inside the block.
+
+    Weights that its switching back would only restore up to rounding are put back exactly.
+    """
+    switched: Any = optimizer
+    trains = getattr(optimizer, "train_mode", True)  # a wrapper's; else every group's
+    if not hasattr(optimizer, "eval") or not all(group.get("train_mode", trains) for group in switched.param_groups):
+        yield  # it has no modes, or is in eval mode already
+        return
+    weights = parameters(model)
+    saved = clones(weights)
+    switched.eval()
+    try:
+        yield
+    finally:
+        reshard(model)
+        switched.train()
+        copy_(weights, saved)
 
 
 @contextmanager
