@@ -16,11 +16,11 @@ from training import difference, network, optimizer_of, train, weights
 import hdet
 
 
-@pytest.mark.timeout(400)  # seconds, but nine starts of Python and torch on a machine that may be busy
+@pytest.mark.timeout(400)  # seconds, but five starts of Python and torch on a machine that may be busy
 def test_a_kill_a_restart_and_the_same_result(tmp_path: Path) -> None:
     ended = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--max-restarts=3"),
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3"),
             *("--monitor-interval=0.2", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-backend=c10d"),
             *(elastic_script.__file__, str(tmp_path)),
         ],
@@ -40,7 +40,7 @@ def test_a_kill_a_restart_and_the_same_result(tmp_path: Path) -> None:
 
     torch.set_num_threads(1)
     model = network()
-    engine = elastic_script.engine_of(hdet.replicate(model, optimizer_of(model), n=4))
+    engine = elastic_script.engine_of(hdet.replicate(model, optimizer_of(model), n=2))
     train(engine, elastic_script.STEPS)
     found = torch.load(tmp_path / "end.pt", weights_only=True)
     assert difference(found["weights"], weights(engine)[0]) == 0.0

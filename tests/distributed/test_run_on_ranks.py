@@ -17,7 +17,7 @@ import hdet
 from hdet.app.run import Run, RunConfig, launching
 
 DECLARED = """
-task: {kind: digits, dropout: 0.0}
+task: {kind: text, width: 8, depth: 1, heads: 1, context: 8, test_sequences: 64}
 steps: 12
 batch_size: 8
 replicas: 4

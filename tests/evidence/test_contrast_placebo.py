@@ -81,7 +81,7 @@ def placebo(
 @STANDS_STILL
 @pytest.mark.parametrize(
     ("n", "shards", "windows"),
-    [(1, 0.0, 200), (8, 0.0, 250), (2, 3.0, 200), (4, 3.0, 250)],
+    [(1, 0.0, 200), (8, 0.0, 250), (2, 3.0, 200)],
 )
 def test_a_knob_without_effect_has_a_t_of_unit_spread(n: int, shards: float, windows: int) -> None:
     """Student's t with 11 degrees of freedom: sd 1.11, and |t| > 2 in 7 % of windows."""
@@ -93,7 +93,7 @@ def test_a_knob_without_effect_has_a_t_of_unit_spread(n: int, shards: float, win
 
 
 @STANDS_STILL
-@pytest.mark.parametrize(("n", "shards", "windows"), [(4, 3.0, 250), (1, 3.0, 150), (8, 3.0, 200)])
+@pytest.mark.parametrize(("n", "shards", "windows"), [(4, 3.0, 250), (1, 3.0, 150)])
 def test_traces_of_a_knob_without_effect_have_students_spread(n: int, shards: float, windows: int) -> None:
     """Of eight groups: 7 degrees of freedom, sd 1.18, and |t| > 2.365 in 5 % of windows."""
     ts = placebo_ts(n, windows, shards, horizon=400)
