@@ -42,6 +42,8 @@ class WindowRecord:
             (`hdet.controllers.Ruled`); a key is absent where there was none.
         replicas: N; 0 in a history written without it, whose losses are those of all.
         ranges: by knob, the lowest and the highest value of all replicas; empty where `values` has them all.
+        found: by knob of a population, in its last window, the value at each step of the run in the line of the replica
+            that it ended as. Such a knob has no `course`: no replica need have trained at its base.
         mean_loss: over all replicas that stayed finite; `None` where `losses` has them all, or none did.
     """
 
@@ -66,6 +68,7 @@ class WindowRecord:
     replicas: int = 0
     ranges: dict[str, list[float]] = field(default_factory=dict)
     mean_loss: float | None = None
+    found: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:

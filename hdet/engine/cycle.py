@@ -232,7 +232,8 @@ class Cycle:
         values = {knob.name: knob.values(last, shown) for knob in self.knobs}
         told_in_full = len(shown) == self.home.size
         ranges = {} if told_in_full else {knob.name: list(knob.range(last)) for knob in self.knobs}
-        courses = {knob.name: knob.course(window.start, window.stop) for knob in self.knobs}
+        by_member = [knob.name for collector in self.collectors if collector.by_member for knob in collector.knobs]
+        courses = {k.name: k.course(window.start, window.stop) for k in self.knobs if k.name not in by_member}
         opened = {knob.name: knob.learned for knob in self.knobs}
         estimates: dict[str, Estimate] = {}
         moves = {knob.name: 0.0 for knob in self.knobs}
@@ -287,6 +288,7 @@ class Cycle:
             replicas=self.home.size,
             ranges=ranges,
             mean_loss=None if told_in_full else _mean(reading),
+            found=self._found() if self.step_count == self._last_step else {},
         )
         record.hints.extend(self._probe_size.look(self.history.latest, record))
         if self.step_count == self._last_step:
@@ -304,6 +306,11 @@ class Cycle:
             for host in self.hosts:
                 stack.enter_context(tensors.evaluated_weights(*host))
             yield
+
+    def _found(self) -> dict[str, list[float]]:
+        return {
+            name: own for collector in self.collectors if collector.by_member for name, own in collector.found().items()
+        }
 
     def _record(self, record: WindowRecord) -> None:
         """Append to the history. Where one rank cannot write it, none goes on to wait for that one.

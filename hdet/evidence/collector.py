@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from hdet.controllers import Estimate
 from hdet.evidence.scene import Harvest, Scene, Window
@@ -22,7 +22,13 @@ class Evidence(EvidenceNeeds):
 
 
 class Collector:
-    """Gathers evidence on some knobs. Every hook may be left out; they run in the order given here."""
+    """Gathers evidence on some knobs. Every hook may be left out; they run in the order given here.
+
+    Attributes:
+        by_member: whether each replica's values are its own from window to window, so that none may train at the base.
+    """
+
+    by_member: ClassVar[bool] = False
 
     def __init__(self, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         self.scene = scene
@@ -55,6 +61,10 @@ class Collector:
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         """The window's last step is done, nothing is merged yet: an estimate for each knob by name."""
+        raise NotImplementedError
+
+    def found(self) -> dict[str, list[float]]:
+        """By knob the values at each step of the run in the line of the replica it ended as (asked if `by_member`)."""
         raise NotImplementedError
 
     def forget(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from hdet.evidence.collector import Evidence
@@ -42,33 +43,35 @@ class Population(Evidence):
 
 
 class PopulationCollector(DivergentCollector):
-    """Keeps every member's offsets from the base, and the course that led to them.
+    """Keeps every member's offsets from the base, and how they came about.
 
     Attributes:
         offsets: [N, K] in coordinate units, within bounds.
-        courses: by member, the start of each window of its line and its offsets [K] then.
+        opened: of each window its start, whom each member had gone on from, the offsets, and the [K] bases' shifts.
     """
+
+    by_member: ClassVar[bool] = True
 
     def __init__(self, spec: Population, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         super().__init__(Divergent(), scene, knobs)
         self.population = spec
-        n = scene.replicas.size
         self.offsets = np.stack(self.ladders, axis=1) + np.array(self.centres)
-        self.courses: list[list[tuple[int, list[float]]]] = [[] for _ in range(n)]
+        self.opened: list[tuple[int, list[int], list[list[float]], list[float]]] = []
         self._seen = -1
+        self._stop = 0
 
     def open(self, window: Window) -> None:
         if window.index != self._seen:
             self._seen = window.index
             self._inherit(window)
-        self._place()
+        for k, knob in enumerate(self.knobs):
+            _place(knob, self.offsets[:, k])
         self.shrink = [0.0] * len(self.knobs)
         self.steps = 0
 
     def _inherit(self, window: Window) -> None:
         sources = self.scene.lineage.sources or list(range(len(self.offsets)))
         self.offsets = self.offsets[sources]
-        self.courses = [list(self.courses[source]) for source in sources]
         for k, knob in enumerate(self.knobs):
             draws = uniform(
                 3 * len(sources), seed=self.scene.seed, window=window.index, purpose="explore", names=[knob.name]
@@ -81,35 +84,55 @@ class PopulationCollector(DivergentCollector):
                 elif source != member:
                     self.offsets[member, k] += self.population.step * (1.0 if draws[2, member] < 0.5 else -1.0)
             self.offsets[:, k] = np.clip(self.offsets[:, k], -down, up)
-        for member, course in enumerate(self.courses):
-            course.append((window.start, self.offsets[member].tolist()))
+        self.opened.append((window.start, sources, self.offsets.tolist(), [knob.shift for knob in self.knobs]))
 
-    def _place(self) -> None:
-        for k, knob in enumerate(self.knobs):
-            centre = float(self.offsets[:, k].mean())
-            knob.spread(self.offsets[:, k] - centre, centre)
+    def after_update(self, window: Window, step: int) -> None:
+        super().after_update(window, step)
+        self._stop = step + 1
 
-    def found(self, name: str, steps: int) -> list[float]:
-        """The value of one knob at each of the run's steps, in the line of the member that the run ended with."""
-        k = [knob.name for knob in self.knobs].index(name)
-        course = self.courses[(self.scene.lineage.sources or [0])[0]]
-        stops = [start for start, _ in course[1:]] + [steps]
-        return [
-            self.knobs[k].displaced(step, offsets[k])
-            for (start, offsets), stop in zip(course, stops, strict=True)
-            for step in range(start, stop)
-        ]
+    def found(self) -> dict[str, list[float]]:
+        pieces: list[list[list[float]]] = []
+        member, stop = (self.scene.lineage.sources or [0])[0], self._stop
+        for start, sources, offsets, shifts in reversed(self.opened):
+            pieces.append(
+                [
+                    _values(knob, range(start, stop), member, column, shift)
+                    for knob, column, shift in zip(self.knobs, np.array(offsets).T, shifts, strict=True)
+                ]
+            )
+            member, stop = sources[member], start
+        return {
+            knob.name: [value for piece in reversed(pieces) for value in piece[k]] for k, knob in enumerate(self.knobs)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         own = {"offsets": self.offsets.tolist(), "seen": self._seen, "lineage": list(self.scene.lineage.sources)}
-        return {**super().state_dict(), **own, "courses": [[list(at) for at in course] for course in self.courses]}
+        return {**super().state_dict(), **own, "opened": [list(entry) for entry in self.opened], "stop": self._stop}
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
         super().load_state_dict(state, window)
         if len(state["offsets"]) != len(self.offsets):
             return  # another number of members: their values begin at the spread's levels
         self.offsets = np.array(state["offsets"])
-        self.courses = [[(int(start), list(offsets)) for start, offsets in course] for course in state["courses"]]
-        self._seen = int(state["seen"])
+        self.opened = [(int(start), sources, offsets, shifts) for start, sources, offsets, shifts in state["opened"]]
+        self._seen, self._stop = int(state["seen"]), int(state["stop"])
         self.scene.lineage.sources = [int(source) for source in state["lineage"]]
-        self._place()
+        for k, knob in enumerate(self.knobs):
+            _place(knob, self.offsets[:, k])
+
+
+def _place(knob: BoundKnob, offsets: NDArray[np.float64]) -> None:
+    """Put the members at [N] offsets."""
+    centre = float(offsets.mean())
+    knob.spread(offsets - centre, centre)
+
+
+def _values(knob: BoundKnob, steps: range, member: int, offsets: NDArray[np.float64], shift: float) -> list[float]:
+    """A member's values at some steps, when the members were at [N] offsets from a base that had this shift."""
+    held = knob.shift, knob.levels, knob.centre
+    knob.shift = shift
+    _place(knob, offsets)
+    values = [knob.values(step, [member])[0] for step in steps]
+    knob.shift = held[0]
+    knob.spread(*held[1:])
+    return values

@@ -10,7 +10,7 @@ from hdet.spec import meant
 
 
 def recorded_course(windows: Iterable[WindowRecord], knob: str) -> tuple[float, ...]:
-    """A knob's base at every step of a run, to the last bit.
+    """A knob's base at every step of a run, or what a population found in its place, to the last bit.
 
     Args:
         windows: the run's, from the first: a `hdet.History`, say.
@@ -20,6 +20,9 @@ def recorded_course(windows: Iterable[WindowRecord], knob: str) -> tuple[float, 
         ConfigError: there is no window, no such knob, or a step whose base the history does not hold.
     """
     course: list[float] = []
+    windows = list(windows)
+    if windows and knob in windows[-1].found:
+        return tuple(windows[-1].found[knob])
     for record in windows:
         if knob not in record.bases:
             known = sorted(record.bases)
@@ -32,8 +35,9 @@ def recorded_course(windows: Iterable[WindowRecord], knob: str) -> tuple[float, 
         bases = record.course.get(knob)
         if bases is None:
             raise ConfigError(
-                f"the history holds {knob!r} at windows' ends only, as hdet 0.1.0 wrote it, and not at every step; "
-                f"train again to replay the run, or set the learned values that hdet report names"
+                f"the history holds {knob!r} at windows' ends only, as hdet 0.1.0 wrote it, or it is the knob of a "
+                f"population, which is told at the run's end; train on, or anew, to replay the run, or set the learned "
+                f"values that hdet report names"
             )
         course.extend(bases if len(bases) > 1 else bases * (record.stop - record.start))
     if not course:
