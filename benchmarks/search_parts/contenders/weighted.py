@@ -1,0 +1,21 @@
+"""Replicas with local gradients, merged by weights that favour lower losses."""
+
+from __future__ import annotations
+
+from hdet.merges import Merge, Weighted
+from search_parts.replicated import Replicated
+
+
+class ByLoss(Replicated):
+    """The rate is the given one, under the fixed cosine."""
+
+    name = "weighted"
+    title = "weighted merges, fixed cosine"
+    order = 44
+    adaptive = False
+
+    def merge(self) -> Merge:
+        return Weighted(optimizer="keep")
+
+
+CONTENDER = ByLoss()

@@ -1,0 +1,67 @@
+"""Four replicas under one engine, on one plain run's examples."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, Literal
+
+import hdet
+from hdet.controllers import Hold
+from hdet.merges import Merge
+from hdet.schedules import Cosine, Schedule
+from hdet.spreads import TwoLevel
+from search_parts.contender import Contender, Outcome, begin, update
+from search_parts.meter import Meter
+from search_parts.task import Setting, Task, split
+
+REPLICAS = 4
+WINDOWS = 12
+
+
+class Replicated(Contender):
+    """The replicas train 12 windows.
+
+    Attributes:
+        whole_runs: each takes whole batches, and a quarter of the steps; else a quarter of each batch, and all steps.
+    """
+
+    whole_runs: ClassVar[bool] = False
+    gradients: ClassVar[Literal["shared", "local"]] = "local"
+
+    @abstractmethod
+    def merge(self) -> Merge:
+        """How the replicas become one."""
+
+    def knob(self, schedule: Schedule) -> hdet.LearningRate:
+        """What is explored: nothing."""
+        return hdet.LearningRate(schedule=schedule, spread=TwoLevel(0.0), controller=Hold())
+
+    def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
+        problem, model = begin(task, setting, seed, meter)
+        optimizer = task.optimizer(problem.groups(model), setting)
+        steps = task.steps // REPLICAS if self.whole_runs else task.steps
+        engine = hdet.Engine(
+            hdet.replicate(model, optimizer, n=REPLICAS),
+            [self.knob(Cosine(peak=setting.lr, total_steps=steps, warmup=0.3))],
+            window=max(1, steps // WINDOWS),
+            merge=self.merge(),
+            gradients=self.gradients,
+            total_steps=steps,
+            seed=seed,
+        )
+        for step in range(steps):
+            if self.whole_runs:
+                batches = [problem.batch(REPLICAS * step + index) for index in range(REPLICAS)]
+            else:
+                batches = split(problem.batch(step), REPLICAS)
+            losses = []
+            for replica in engine.replicas:
+                with replica:
+                    loss = problem.loss(replica.model, batches[replica.index])
+                    loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach())
+            engine.share_gradients()
+            for own in engine.optimizers:
+                update(task, own)
+            engine.step(losses)
+        return Outcome(engine.replicas[0].model, problem)
