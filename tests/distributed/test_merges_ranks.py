@@ -28,6 +28,7 @@ MERGES: dict[str, Merge] = {
     "outer adam": Outer(0.01, optimizer="Adam", options={}, merge=Weighted(1.0)),
 }
 STORED = ("outer", "grawa", "outer adam")
+RULES = ("truncation", "tournament")
 
 
 def options_of(name: str) -> Found:
@@ -37,29 +38,34 @@ def options_of(name: str) -> Found:
 
 def on_ranks(folder: str) -> Found:
     found: Found = {}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     for name in MERGES:
         options = options_of(name)
         home: Found = {"exact": True}
         found[f"ddp {name}"] = cases.many_ranks(DistributedDataParallel, batch_normed, home=home, **options)
         found[f"reduced {name}"] = cases.many_ranks(DistributedDataParallel, **options)
         found[f"copies {name}"] = cases.many_ranks(home={"copies": 2, "exact": True}, **options)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-        found[f"hsdp {name}"] = cases.many_ranks(
-            cases.sharded_over(mesh),
-            home={"mesh": mesh},
-            part=mesh.get_local_rank("dp_shard"),
-            each=2,
-            **options,
-        )
+        found[f"hsdp {name}"] = over_shards(mesh, options)
         found[f"resumed {name}"] = resumed(options, None)
         found[f"hsdp resumed {name}"] = resumed(options, mesh)
     for name in STORED:
         found[f"stored {name}"] = stored(options_of(name), None, f"{folder}/ddp {name}")
         found[f"hsdp stored {name}"] = stored(options_of(name), mesh, f"{folder}/hsdp {name}")
-    for rule in ("truncation", "tournament"):
+    for rule in RULES:
         found[f"ddp {rule}"] = cases.many_ranks(DistributedDataParallel, batch_normed, **population(rule))
         found[f"copies {rule}"] = cases.many_ranks(make=batch_normed, home={"copies": 2}, **population(rule))
+        found[f"hsdp {rule}"] = over_shards(mesh, population(rule))
+        found[f"resumed {rule}"] = resumed(population(rule), None)
+        found[f"hsdp resumed {rule}"] = resumed(population(rule), mesh)
+        found[f"stored {rule}"] = stored(population(rule), None, f"{folder}/ddp {rule}")
+        found[f"hsdp stored {rule}"] = stored(population(rule), mesh, f"{folder}/hsdp {rule}")
     return found
+
+
+def over_shards(mesh: Any, options: Found) -> Found:
+    """Two replicas of two ranks each."""
+    home, part = {"mesh": mesh}, mesh.get_local_rank("dp_shard")
+    return cases.many_ranks(cases.sharded_over(mesh), home=home, part=part, each=2, **options)
 
 
 def population(rule: Any) -> Found:
@@ -159,7 +165,7 @@ def test_a_folder_of_checkpoints_holds_what_a_merge_remembers(ranks: list[Found]
         assert rank[f"{home}stored {name}"]["difference"] == 0.0
 
 
-@pytest.mark.parametrize("rule", ["truncation", "tournament"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("home", "n"), [("ddp", 4), ("copies", 8)])
 def test_a_population_on_ranks_is_one_in_one_process_bit_for_bit(
     ranks: list[Found], rule: str, home: str, n: int
@@ -171,3 +177,21 @@ def test_a_population_on_ranks_is_one_in_one_process_bit_for_bit(
     assert found["history"] == expected["history"]
     assert difference(found["weights"], expected["weights"]) == 0.0
     assert all(map(torch.equal, found["buffers"], expected["buffers"]))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_population_of_sharded_members_is_one_in_one_process_bit_for_bit(ranks: list[Found], rule: str) -> None:
+    found = ranks[0][f"hsdp {rule}"]
+    torch.set_num_threads(1)
+    expected = cases.one_process(2, network, 2, **population(rule))
+    assert all(rank[f"hsdp {rule}"]["history"] == found["history"] for rank in ranks)
+    assert difference(found["weights"], expected["weights"]) == 0.0
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("home", ["", "hsdp "])
+def test_every_member_is_taken_up_where_it_was(ranks: list[Found], rule: str, home: str) -> None:
+    """By each rank's own state in mid-window, and by a folder of checkpoints, while members are apart."""
+    for rank in ranks:
+        assert rank[f"{home}resumed {rule}"]["difference"] == 0.0
+        assert rank[f"{home}stored {rule}"] == {"at": 6, "difference": 0.0}
