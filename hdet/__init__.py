@@ -40,7 +40,7 @@ from hdet.windows import FixedWindow, GrowingWindow, Windows
 
 __version__ = "0.1.0"
 
-_INTEGRATIONS = frozenset({"deepspeed", "lightning", "loggers", "transformers"})
+_INTEGRATIONS = frozenset({"deepspeed", "lightning", "loggers", "torchft", "transformers"})
 
 
 def __getattr__(name: str) -> ModuleType:

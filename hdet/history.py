@@ -201,13 +201,26 @@ class History:
         Raises:
             HdetError: the file cannot be written; it is as it was.
         """
-        kept = [record for record in self.windows if record.window < windows]
+        self._become([record for record in self.windows if record.window < windows])
+
+    def take_over(self, windows: Sequence[WindowRecord]) -> None:
+        """Hold other windows instead: those of a process that was there when this one was not; atomically.
+
+        Raises:
+            HdetError: the file cannot be written; it is as it was.
+        """
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch()
+        self._become(list(windows))
+
+    def _become(self, windows: list[WindowRecord]) -> None:
         if self.path is not None and self.path.exists():
             try:
-                replace(self.path, _lines(kept).encode())
+                replace(self.path, _lines(windows).encode())
             except OSError as error:
                 raise HdetError(f"the history {self.path} could not be written: {error}") from error
-        self.latest, self._torn, self._unwritten, self._in_file = kept, False, 0, 0
+        self.latest, self._torn, self._unwritten, self._in_file = windows, False, 0, 0
 
     def bases(self, knob: str) -> NDArray[np.float64]:
         """[windows, 2]: the step a window stopped at, and the knob's base there.

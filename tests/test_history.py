@@ -151,6 +151,20 @@ def test_truncating_drops_windows_in_memory_and_on_disk(tmp_path: Path) -> None:
     assert [one.window for one in History(path)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("held", [0, 2, 5])
+def test_taking_over_another_processs_windows_leaves_them_alone_in_the_file(tmp_path: Path, held: int) -> None:
+    theirs = write(tmp_path / "theirs.jsonl", 4)
+    path = tmp_path / "folder" / "history.jsonl"
+    path.parent.mkdir()
+    if held:
+        write(path, held)
+    history = History(path)
+    history.take_over(theirs)
+    assert list(history) == list(History(path)) == theirs
+    history.append(record(4))
+    assert [one.window for one in History(path)] == [0, 1, 2, 3, 4]
+
+
 def test_a_history_in_memory_alone(tmp_path: Path) -> None:
     history = History()
     history.append(record(0))

@@ -73,7 +73,7 @@ class Cycle:
         self.watch: Watch | None = plan.guard.watch(scene) if plan.guard is not None else None
         self.merger = plan.merge.at_work(scene)
         self.tally = Tally(self.home, stay_alike=not plan.apart)
-        self._standstill = Standstill(scene)
+        self.standstill = Standstill(scene)
         self._probe_size = ProbeSize(self.knobs, plan.signal, plan.gradients)
         self.home.begin(
             Terms(
@@ -225,7 +225,7 @@ class Cycle:
         reading = self.tally.read(self.step_count)
         if reading.apart:
             require_alike(self.home, reading.valid, self.anchor, self.step_count)
-        self._standstill.look(window, trained=self._begun)
+        self.standstill.look(window, trained=self._begun)
         last = window.stop - 1
         bases = {knob.name: knob.base(last) for knob in self.knobs}
         shown = range(min(self.home.size, MOST_REPLICAS))
@@ -325,7 +325,7 @@ class Cycle:
             failure = error
         if isinstance(self.home, Ranks):
             row = torch.full((len(self.home.local), 1), float(failure is not None), device=self.tally.sums.device)
-            if self.home.gather(row).any() and failure is None:
+            if (self.home.gather(row) == 1.0).any() and failure is None:
                 failure = HdetError(
                     "another process of this run could not write its history, and says why; the window is kept in "
                     "memory there, and is written with the next"

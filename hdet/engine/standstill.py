@@ -14,11 +14,14 @@ class Standstill:
 
     A window without a training pass tells nothing, nor does one that ends at a learning rate of 0 in all groups, as at
     the start of a warm-up.
+
+    Attributes:
+        done: whether a window has told; the same in all processes.
     """
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
-        self._done = False
+        self.done = False
 
     def look(self, window: Window, *, trained: bool) -> None:
         """A window's last step is done, and nothing is merged yet. A collective until a window has told.
@@ -26,13 +29,13 @@ class Standstill:
         Args:
             trained: whether this process has entered a replica in this run.
         """
-        if self._done:
+        if self.done:
             return
         hosts = [self._host(host) if trained else (0.0, 0.0) for host in range(len(self._scene.replicas.hosts))]
         device = self._scene.moving.parameters[0][0].device if self._scene.moving.parameters[0] else None
         rows = torch.tensor([hosts[replica.host] for replica in self._scene.replicas.local], device=device)
         told = self._scene.replicas.gather(rows)
-        self._done = bool(told[:, 0].any())
+        self.done = bool(told[:, 0].any())
         still = [index for index, (stepped, changed) in enumerate(told.tolist()) if stepped and not changed]
         if still:
             named = ", ".join(map(str, still))

@@ -26,9 +26,9 @@ class Reading:
 
     Attributes:
         losses: [N] mean training losses; NaN where a replica is not valid or reported none.
-        valid: [N] replicas whose losses, parameters, optimizer state and buffers all stayed finite.
-        faults: an entry for each that is not: where, and the step at which it became non-finite; of very many one
-            for all but the first.
+        valid: [N] replicas that are there, and whose losses, parameters, optimizer state and buffers all stayed finite.
+        faults: an entry for each that is not: absent, or where and at which step it became non-finite; of very many
+            one for all but the first.
         apart: whether valid replicas that were to stay alike hold different weights.
     """
 
@@ -160,13 +160,16 @@ class Tally:
         faults: list[dict[str, Any]] = []
         failed = np.flatnonzero(~valid)
         for index in failed[:MOST_REPLICAS].tolist():
+            if math.isnan(told[index]):  # nothing was gathered of it
+                faults.append({"kind": "absent", "replica": index, "step": step - 1})
+                continue
             since = math.ceil(bad_steps[index])
             where = ("loss", *PLACES)[int(finite[:, index].argmin())]
             # A loss that stayed finite leaves the last update to blame.
             faults.append({"kind": "non_finite", "replica": index, "step": step - max(1, since), "where": where})
         if len(failed) > MOST_REPLICAS:
             more = failed[MOST_REPLICAS:]
-            since = math.ceil(bad_steps[more].max())
+            since = math.ceil(np.nan_to_num(bad_steps[more]).max())
             faults.append({"kind": "non_finite", "more_replicas": len(more), "step": step - max(1, since)})
         apart = _differ(closed[valid]) and not _differ(opened)
         return Reading(np.where(valid & (told > 0), loss, np.nan), valid, faults, apart)

@@ -33,6 +33,19 @@ def test_means_and_the_step_of_the_first_bad_loss(tally: Tally) -> None:
     assert rows[2, 1] == 1
 
 
+def test_a_replica_of_which_nothing_was_gathered_is_absent(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    tally.add([1.0, 2.0, math.nan])
+    gathered = tally.rows().double().numpy()
+    gathered[0] = math.nan
+    monkeypatch.setattr(tally._replicas, "gather", lambda rows: gathered)
+    reading = tally.read(7)
+    assert reading.valid.tolist() == [False, True, False]
+    assert reading.faults == [
+        {"kind": "absent", "replica": 0, "step": 6},
+        {"kind": "non_finite", "replica": 2, "step": 6, "where": "loss"},
+    ]
+
+
 def test_infinities_that_cancel_do_not_hide(tally: Tally) -> None:
     for loss in (math.inf, -math.inf, 1.0):
         tally.add([loss] * 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,12 +35,16 @@ class Exchange:
             work; the result is bit for bit that of `hdet.replicas.tensors.mean_` over the same tensors, and
             members that are identical stay as they are.
         capacity: elements in a bucket.
+
+    Attributes:
+        present: by place, whether a peer is there.
     """
 
     def __init__(self, layout: Layout, device: torch.device, exact: bool, capacity: int = CAPACITY) -> None:
         self.layout = layout
         self.device = device
         self.exact = exact
+        self.present = [True] * layout.places
         self._capacity = -(-capacity // layout.places) * layout.places
         self._kept: dict[tuple[torch.dtype, int], Tensor] = {}
 
@@ -59,7 +64,7 @@ class Exchange:
         """
         total = sum(weights)
         own = weights[self.layout.place] / total if mean else weights[self.layout.place]
-        under_way: list[tuple[dist.Work, Bucket]] = []
+        under_way: list[tuple[Callable[[], object], Bucket]] = []
         for number, bucket in enumerate(self._buckets(sources, targets, narrow=self.exact)):
             flat = self._memory(bucket.dtype, number % 2, bucket.padded(self.layout.places))
             bucket.pack(flat, 1.0 if self.exact else own)
@@ -68,9 +73,7 @@ class Exchange:
                 self._fold_and_tell(flat, rows, weights, mean)
                 bucket.unpack(flat)
                 continue
-            work = dist.all_reduce(flat, group=self.layout.peers(), async_op=True)
-            assert work is not None
-            under_way.append((work, bucket.held(flat)))
+            under_way.append((self.begin_sum(flat), bucket.held(flat)))
             if len(under_way) == 2:
                 _land(under_way.pop(0))
         for item in under_way:
@@ -113,12 +116,11 @@ class Exchange:
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor], place: int) -> None:
         """Overwrite every rank's tensors by those of the rank at `place`."""
-        source = self.layout.global_peers[place]
         for bucket in self._buckets(tensors, tensors, narrow=True):
             flat = self._memory(bucket.dtype, 0, bucket.size)
             if self.layout.place == place:
                 bucket.pack(flat)
-            dist.broadcast(flat, source, group=self.layout.peers())
+            self.send(flat, place)
             if self.layout.place != place:
                 bucket.unpack(flat)
 
@@ -129,6 +131,29 @@ class Exchange:
         rows = torch.empty(ranks * row.numel(), dtype=row.dtype, device=self.device)
         _gather_single(rows, row, group=self.layout.everyone())
         return rows.view(ranks, row.numel())
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        """An object of each peer, by place; None for a place that is vacant."""
+        held: list[Any] = [None] * self.layout.places
+        dist.all_gather_object(held, own, group=self.layout.peers())
+        return held
+
+    def broadcast_object(self, own: Any, place: int) -> Any:
+        """The object of the peer at `place`."""
+        told = [own]
+        dist.broadcast_object_list(told, self.layout.global_peers[place], self.layout.peers(), device=self.device)
+        return told[0]
+
+    def begin_sum(self, flat: Tensor) -> Callable[[], object]:
+        """Begin to overwrite a bucket by the sum over all peers. Returns what waits for it."""
+        work = dist.all_reduce(flat, group=self.layout.peers(), async_op=True)
+        assert work is not None
+        wait: Callable[[], object] = work.wait
+        return wait
+
+    def send(self, flat: Tensor, place: int) -> None:
+        """Overwrite every peer's bucket by that of the peer at `place`."""
+        dist.broadcast(flat, self.layout.global_peers[place], group=self.layout.peers())
 
     def _slices(self, flat: Tensor, rows: Tensor) -> Tensor:
         """[places, M / places]: this rank's slice of every place's bucket, in the memory of `rows`."""
@@ -255,7 +280,7 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)
 
 
-def _land(item: tuple[dist.Work, Bucket]) -> None:
-    work, bucket = item
-    work.wait()
+def _land(item: tuple[Callable[[], object], Bucket]) -> None:
+    wait, bucket = item
+    wait()
     bucket.unpack()

@@ -84,9 +84,9 @@ def take_over(exchange: Exchange, optimizers: Sequence[Optimizer], valid: Sequen
     layout, each = exchange.layout, len(optimizers)
     place, number = divmod(list(valid).index(True), each)
     source = optimizers[number] if layout.place == place else None
-    told: list[Any] = [(structure(source), _numbers(source)) if source is not None else None]
-    dist.broadcast_object_list(told, layout.global_peers[place], group=layout.peers(), device=exchange.device)
-    every, numbers = told[0]
+    every, numbers = exchange.broadcast_object(
+        (structure(source), _numbers(source)) if source is not None else None, place
+    )
     sent = [
         _tensor(source, entry)
         if source is not None
@@ -167,13 +167,12 @@ def _agree_on(exchange: Exchange, optimizers: Sequence[Optimizer], own: Structur
         for optimizer in optimizers:
             optimizer.param_groups[index][key] = mean_number(values, taking) if apart else values[0]
     # Ranks that hold other parts of the model hold other tensors; each compares with its own peers.
-    codes = rows[:, 0].contiguous().view(torch.int64)
+    codes = rows[torch.tensor(exchange.present), 0].contiguous().view(torch.int64)
     return bool((codes == codes[0]).all())
 
 
 def _union(exchange: Exchange, own: Structure) -> list[tuple[Entry, tuple[tuple[int, ...], str], list[bool]]]:
-    held: list[Any] = [None] * exchange.layout.places
-    dist.all_gather_object(held, own, group=exchange.layout.peers())
+    held: list[Structure] = [found or {} for found in exchange.gather_objects(own)]
     every: Structure = {}
     for found in held:
         every.update(found)

@@ -1,0 +1,168 @@
+"""`hdet.torchft`: replica groups that are killed and come back, in real processes under a real lighthouse."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import free_port
+
+import hdet
+
+pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="pip install 'hdet[torchft]'")
+HERE = Path(__file__).parent
+Found = dict[str, Any]
+LIGHTHOUSE = Path(sys.executable).parent / "torchft_lighthouse"
+STEPS, WINDOW = 60, 10  # torchft_job.py's and the example's
+
+
+@contextmanager
+def lighthouse(folder: Path) -> Iterator[str]:
+    """torchft's lighthouse, which lets a window open when both groups are there."""
+    port = free_port()
+    options = ("--bind", f"[::]:{port}", "--min_replicas", "2", "--join_timeout_ms", "500")
+    with (folder / "lighthouse.txt").open("w") as told:
+        process = subprocess.Popen(
+            [str(LIGHTHOUSE), *options, "--heartbeat_timeout_ms", "2000"],
+            stdout=told,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield f"http://localhost:{port}"
+        finally:
+            process.kill()
+            process.wait()
+
+
+def group(number: int, folder: Path, address: str, stop: int = 0, where: str = "nowhere") -> subprocess.Popen[bytes]:
+    path = os.pathsep.join([str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RUST_LOG": "warn", "TORCHFT_LIGHTHOUSE": address}
+    with (folder / f"group{number}.txt").open("a") as told:
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "torchft_job.py"), str(number), str(folder), str(stop), where],
+            env={**os.environ, **environment},
+            stdout=told,
+            stderr=subprocess.STDOUT,
+        )
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """What two groups found, of which the second was killed in the third window, and in the fifth's end."""
+    folder = tmp_path_factory.mktemp("torchft")
+    with lighthouse(folder) as address:
+        groups = [group(0, folder, address), group(1, folder, address, 30, "window")]
+        try:
+            assert groups[1].wait(60) == -signal.SIGKILL, told(folder)
+            groups[1] = group(1, folder, address, 50, "meeting")
+            assert groups[1].wait(60) == -signal.SIGKILL, told(folder)
+            groups[1] = group(1, folder, address)
+            assert [process.wait(60) for process in groups] == [0, 0], told(folder)
+        finally:
+            for process in groups:
+                process.kill()
+    return [torch.load(folder / f"group{number}.pt", weights_only=False) for number in range(2)]
+
+
+def told(folder: Path) -> str:
+    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.txt")))
+
+
+def test_killed_groups_come_back_and_end_with_equal_bases_and_weights(ends: list[Found], assert_same: Any) -> None:
+    one, other = ends
+    assert one["bases"] == other["bases"]
+    assert one["learned"] == other["learned"] > 1e-4
+    assert_same(one["weights"], other["weights"])
+    assert_same(one["moments"], other["moments"])
+
+
+def test_a_group_killed_in_a_window_is_a_replica_without_a_loss(ends: list[Found]) -> None:
+    window = json.loads(ends[0]["windows"][2])
+    assert (window["start"], window["stop"]) == (20, 30)
+    assert window["losses"][0] is not None
+    assert window["losses"][1] is None
+    assert window["faults"] == [{"kind": "absent", "replica": 1, "step": 29}]
+
+
+def test_a_window_at_whose_end_a_group_is_killed_is_thrown_away_and_made_again(ends: list[Found]) -> None:
+    assert ends[0]["thrown_away"] == [50]
+    window = json.loads(ends[0]["windows"][4])
+    assert (window["start"], window["stop"], window["faults"]) == (40, 50, [])
+    assert None not in window["losses"]
+
+
+def test_until_a_group_is_killed_it_is_the_run_of_copies_in_one_process(
+    ends: list[Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = imported(monkeypatch)
+    torch.manual_seed(0)
+    model = example.made()
+    engine = hdet.Engine(
+        hdet.replicate(model, torch.optim.AdamW(model.parameters(), lr=1e-4), 2), **example.declared(2 * WINDOW)
+    )
+    while not engine.finished:
+        losses = []
+        for replica in engine.replicas:
+            with replica:
+                loss = example.loss_of(replica.model, example.batch(engine.step_count, replica.data_index))
+                loss.backward()
+            losses.append(loss)
+        for optimizer in engine.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.step(losses)
+    for record, line in zip(engine.history, ends[0]["windows"][: len(engine.history)], strict=True):
+        found = json.loads(line)
+        assert found["losses"] == pytest.approx(record.losses, rel=1e-6)
+        assert found["bases"] == pytest.approx(record.bases, rel=1e-6)
+
+
+def test_what_cannot_do_without_a_replica_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = imported(monkeypatch)
+    model = example.made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with lighthouse(tmp_path) as address:
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
+        manager = example.managed(0, store)
+        try:
+            with pytest.raises(hdet.errors.ConfigError, match="from 0 to 1; got 2"):
+                hdet.torchft.distribute(manager, model, optimizer, group=2, groups=2)
+            for message, options in {
+                "gradients='local'": {"gradients": "shared"},
+                "line evidence needs numbers of every replica": {"evidence": hdet.Line()},
+                "a guard goes by the first replica": {"guard": hdet.Rewind()},
+                "Exploit copies single replicas": {"merge": hdet.merges.Exploit()},
+            }.items():
+                replicas = hdet.torchft.distribute(manager, model, optimizer, group=0, groups=2)
+                engine = hdet.Engine(replicas, **{**example.declared(WINDOW), **options})
+                with pytest.raises(hdet.errors.ConfigError, match=message):
+                    hdet.torchft.ManagedEngine(engine)
+        finally:
+            manager.shutdown(wait=False)
+
+
+def imported(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(HERE.parent.parent / "examples")
+    return importlib.import_module("torchft_replicas")
+
+
+def test_a_group_that_comes_back_has_the_whole_history(ends: list[Found]) -> None:
+    assert len(ends[0]["windows"]) == STEPS // WINDOW
+    stops, restarted = [json.loads(line)["stop"] for line in ends[1]["windows"]], ends[1]["windows"]
+    assert stops == list(range(WINDOW, STEPS + 1, WINDOW))
+    decided = [{key: json.loads(line)[key] for key in ("bases", "losses", "moves")} for line in restarted]
+    assert decided == [
+        {key: json.loads(line)[key] for key in ("bases", "losses", "moves")} for line in ends[0]["windows"]
+    ]
