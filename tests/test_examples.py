@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 import runpy
 import sys
 import warnings
@@ -92,6 +93,17 @@ def test_a_history_is_read_drawn_and_told(tmp_path: Path, capsys: pytest.Capture
     assert "learning_rate: 0.0001 -> " in capsys.readouterr().out
     assert (tmp_path / "report" / "overview.pdf").read_bytes().startswith(b"%PDF")
     assert "<!DOCTYPE html>" in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+
+
+def one_cycle_on_a_rank(spread: float) -> dict[str, float]:
+    found: dict[str, float] = loaded("one_cycle.py")["train"](STEPS, spread)
+    return found
+
+
+def test_the_scheduler_in_the_place_of_torchs_explores_on_ranks_alone() -> None:
+    plain, explored = (launch(one_cycle_on_a_rank, 2, spread)[0] for spread in (0.0, 0.2))
+    assert plain["rate"] == loaded("one_cycle.py")["train"](STEPS)["rate"] != explored["rate"]
+    assert math.isfinite(explored["test_loss"])
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("ddp.py", 2), ("hsdp.py", 4)])
@@ -186,4 +198,5 @@ def test_every_run_in_yaml_is_valid() -> None:
 def test_every_example_is_tested() -> None:
     tests = (Path(__file__), *Path(__file__).parent.glob("integrations/test_*.py"))
     source = "\n".join(path.read_text(encoding="utf-8") for path in tests)
-    assert not [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in source]
+    quoted = set(re.findall(r'"\w+(?:\.py)?"', source))
+    assert not [path.name for path in EXAMPLES.glob("*.py") if not {f'"{path.name}"', f'"{path.stem}"'} & quoted]
