@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/one_cycle.py --steps 200
 
-Two lines of an ordinary loop are changed: the scheduler's class, with a spread, and the loss that its step takes. In one
+Two lines of an ordinary loop change: the scheduler's class, with a spread, and the loss that its step takes. In one
 process, or with --spread 0, it is OneCycleLR to the last bit.
 """
 
