@@ -18,7 +18,7 @@ from hdet.engine.plan import Plan
 from hdet.engine.probe_size import ProbeSize
 from hdet.engine.standstill import Standstill
 from hdet.engine.tally import Losses, Reading, Tally
-from hdet.errors import DivergedError, HdetError
+from hdet.errors import ConfigError, DivergedError, HdetError
 from hdet.evidence import Collector, Harvest, Scene, Window
 from hdet.history import History, WindowRecord
 from hdet.hparams.bound import Moment
@@ -56,7 +56,7 @@ class Cycle:
         self.anchor = Anchor(*self.hosts[0], device="cpu" if plan.anchor == "host" else None)
         self.moving = Moving(self.hosts)
         self.averages = Averages(self.moving, device="cpu" if plan.averages == "host" else None)
-        scene = Scene(
+        self.scene = scene = Scene(
             self.home,
             plan.signal,
             plan.gradients,
@@ -258,6 +258,7 @@ class Cycle:
         else:
             self.restores += 1
             faults.append(recovery.restore(self.plan, self.anchor))
+            self.averages.reset()
             self.merger.forget()
             if self.watch is not None:
                 moves = recovery.retreat(self.knobs, bases, self._moment(window, None))
@@ -298,6 +299,26 @@ class Cycle:
         self._record(record)  # last: where the disk is full, the engine can go on all the same
         self._refuse_to_go_on(reading, bases)
         return record
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """All models hold the window-averaged weights: of the window under way, or of the last before its first step.
+
+        Raises:
+            ConfigError: no evidence averages weights.
+        """
+        strides = self.averages.strides
+        if not (strides or self.moving.evaluates_average):
+            raise ConfigError(
+                "nothing here averages weights over a window; take evidence that does (Line, Analytic), or a probe "
+                "with at='average'"
+            )
+        with self.at_base(), self._evaluated(), ExitStack() as stack:
+            everyone = np.ones(self.home.size, dtype=bool)
+            mean = self.scene.averaged(everyone, min(strides), before=True) if strides else []
+            for host in range(len(self.hosts) if mean else 0):
+                stack.enter_context(tensors.substituted(self.moving.values(host), mean))
+            yield
 
     @contextmanager
     def _evaluated(self) -> Iterator[None]:
@@ -382,6 +403,7 @@ class Cycle:
         went_back = recovery.guarded(self.plan, self.watch, harvest, bases, ahead, moment)
         if went_back is not None:
             self._met = went_back.alike
+            self.averages.reset()
             self.merger.forget()
             for collector in self.collectors:
                 collector.forget()

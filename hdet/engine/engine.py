@@ -252,6 +252,19 @@ class Engine:
         """Every knob at its base inside the block, to evaluate or save a model in mid-window."""
         return self.cycle.at_base()
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Every model at its window-averaged weights inside the block, and every knob at its base: for evaluation.
+
+        These are the averages that evidence keeps (`Line`, `Analytic`, a probe with `at="average"`); no second copy is
+        held. They are of the window under way, or, before its first step, of the window before. Where there is none
+        (the run has just begun, was taken up or went back) the weights are as they are. With a Schedule-Free optimizer
+        they are its own average. Buffers are not averaged. Where replicas come apart it is a collective.
+
+        Raises:
+            ConfigError: nothing here averages weights.
+        """
+        return self.cycle.averaged()
+
     def finish(self) -> WindowRecord | None:
         """End the run now: closes and merges a window under way. Every replica then holds the result."""
         return self.cycle.finish()

@@ -84,14 +84,18 @@ class Scene:
         for host in range(len(self.replicas.hosts) if self.apart else 1):
             self.averages.follow(host, stride)
 
-    def averaged(self, valid: NDArray[np.bool_], stride: int) -> list[Tensor]:
+    def averaged(self, valid: NDArray[np.bool_], stride: int, *, before: bool = False) -> list[Tensor]:
         """The window-averaged weights, where averages lie; the mean over valid replicas where these have come apart (a
-        collective)."""
+        collective).
+
+        Args:
+            before: of the window before, where no step has been made in this one.
+        """
         if not self.apart:
-            return self.averages.follow(0, stride).mean()
+            return self.averages.follow(0, stride).mean(before=before)
         with ExitStack() as stack:
             for host in range(len(self.replicas.hosts)):
-                means = self.averages.follow(host, stride).mean()
+                means = self.averages.follow(host, stride).mean(before=before)
                 stack.enter_context(tensors.substituted(self.moving.values(host), means))
             return self.moving.of(self.replicas.combine(valid / valid.sum()))
 

@@ -39,7 +39,8 @@ class Outer(Merge):
     the inner merge itself, bit for bit. Below 1 and with one replica it is Lookahead (Zhang et al. 2019,
     arXiv 1907.08610). With `gradients="local"` and long windows it is DiLoCo (Douillard et al. 2023, arXiv 2311.08105).
 
-    Memory: the outer optimizer's state and three copies of the weights while it steps; every process holds its own. The
+    Memory: the outer optimizer's state, and four copies of the weights while it steps; every process holds its own. So
+    Lookahead has no slow weights of its own: they are the window's opening, which an engine holds anyway. The
     first window's merge is the inner one alone where replicas did not open it alike (`hdet.perturb`), since their
     displacement has no common origin. A run that goes back to an earlier point begins with a new outer state.
 
@@ -97,7 +98,7 @@ class Outer(Merge):
 class OuterStep(Merger):
     """The outer optimizer at work.
 
-    Its parameters stand for displacements from the window's opening and are 0 between steps.
+    Its parameters stand for displacements from the window's opening, and take memory while it steps only.
     """
 
     moves_alike: ClassVar[bool] = True
@@ -114,11 +115,13 @@ class OuterStep(Merger):
         """The optimizer of the parameters that move now; what it knows of them is kept."""
         known, states = self._origins, self.optimizer.state if self._origins else {}
         self._origins = {
-            id(parameter): known[id(parameter)] if id(parameter) in known else _zeros(parameter)
+            id(parameter): known[id(parameter)] if id(parameter) in known else _displacement(parameter)
             for parameter in self.scene.moving.parameters[0]
         }
         optimizer = self.spec.made(list(self._origins.values()))
         optimizer.state.update({origin: states[origin] for origin in self._origins.values() if origin in states})
+        for origin in self._origins.values():
+            _take_memory(origin)
         return optimizer
 
     def open_apart(self) -> None:
@@ -147,6 +150,8 @@ class OuterStep(Merger):
         starts = [tensors.wide(value.to(now.device)) for value, now in zip(self.scene.opening(), own, strict=True)]
         displaced = torch._foreach_sub(starts, own)
         origins = list(self._origins.values())
+        for origin in origins:
+            _give_memory(origin)
         for origin, gradient in zip(origins, displaced, strict=True):
             origin.grad = torch.zeros_like(origin)
             tensors.local(origin.grad).copy_(gradient)
@@ -162,7 +167,7 @@ class OuterStep(Merger):
         for host in range(len(self.scene.replicas.hosts)):
             tensors.copy_(moving.values(host), merged)
         for origin in origins:
-            origin.zero_()
+            _take_memory(origin)
             origin.grad = None
 
     def forget(self) -> None:
@@ -192,7 +197,17 @@ class OuterStep(Merger):
         self._opened = list(opened) if len(opened) == len(self.scene.replicas.hosts) else []
 
 
-def _zeros(parameter: nn.Parameter) -> nn.Parameter:
-    """A displacement of a parameter, sharded as it is, in float32 at least."""
+def _displacement(parameter: nn.Parameter) -> nn.Parameter:
+    """One of a parameter, sharded as it is, in float32 at least."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
-    return nn.Parameter(torch.zeros_like(parameter.detach(), dtype=wide))
+    return nn.Parameter(torch.empty_like(parameter.detach(), dtype=wide))
+
+
+def _give_memory(displacement: nn.Parameter) -> None:
+    own = tensors.local(displacement.detach())
+    own.untyped_storage().resize_(own.numel() * own.element_size())
+    own.zero_()
+
+
+def _take_memory(displacement: nn.Parameter) -> None:
+    tensors.local(displacement.detach()).untyped_storage().resize_(0)

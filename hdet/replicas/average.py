@@ -40,6 +40,7 @@ class RunningMean:
         self._stride = stride
         self.device = device
         self._calls = 0
+        self._before = 0
         self.count = 0
         self.values: list[Tensor] = []
         self._layout: list[tuple[object, ...]] = []
@@ -49,8 +50,8 @@ class RunningMean:
         self._flat: list[list[Tensor]] = []
 
     def reset(self) -> None:
-        """Forget what was added."""
-        self._calls = 0
+        """Forget what was added, and after a second time what the mean was before, too."""
+        self._calls, self._before = 0, self.count
         self.count = 0
 
     @torch.no_grad()
@@ -100,9 +101,13 @@ class RunningMean:
                 held[number] = piece.view(current[number].shape)
         self.values = [held[number] for number in range(len(current))]
 
-    def mean(self) -> list[Tensor]:
-        """The mean so far, where it lies; the current tensors themselves where nothing was added."""
-        return self.values if self.count else self._current()
+    def mean(self, *, before: bool = False) -> list[Tensor]:
+        """The mean so far, where it lies; the current tensors themselves where nothing was added.
+
+        Args:
+            before: where nothing was added since `reset`, what had been the mean until then.
+        """
+        return self.values if self.count or (before and self._before) else self._current()
 
     def state_dict(self) -> dict[str, object]:
         values = tensors.clones(self.values) if self.count else []
@@ -149,6 +154,11 @@ class Averages:
             current = partial(self._moving.values, host)
             self._means[host, stride] = RunningMean(current, stride, self.device)
         return self._means[host, stride]
+
+    @property
+    def strides(self) -> list[int]:
+        """Of the means of one model."""
+        return [stride for host, stride in self._means if host == 0]
 
     def reset(self) -> None:
         """A window opens."""

@@ -116,6 +116,22 @@ def test_of_one_model_it_is_lookahead(home: str, problem: Any, train: Any) -> No
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("options", "copies"), [({}, 0), ({"momentum": 0.9, "nesterov": True}, 1)])
+def test_between_its_steps_it_holds_the_outer_state_alone(
+    options: dict[str, Any], copies: int, problem: Any, train: Any
+) -> None:
+    """Lookahead's slow weights are the window's opening, of which there is no second copy."""
+    engine = engine_of(problem, Outer(0.5, options=options), n=1)  # type: ignore[arg-type]
+    train(engine, 8)
+    optimizer = engine.cycle.merger.optimizer  # type: ignore[attr-defined]
+    state = [value for own in optimizer.state.values() for value in own.values() if isinstance(value, torch.Tensor)]
+    slow = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    size = sum(
+        tensor.untyped_storage().nbytes() for tensor in [*slow, *state, *(p.grad for p in slow if p.grad is not None)]
+    )
+    assert size == copies * sum(value.numel() * value.element_size() for value in held(engine))
+
+
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(state, file)
