@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
-from hdet.evidence.parts.directional import Direction, Directional, DirectionalCollector
+from hdet.evidence.parts.directional import Block, Direction, Directional, DirectionalCollector
 from hdet.evidence.parts.preconditioner import decoupled, preconditioner
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.space import Log, Relative, Space
+from hdet.replicas import tensors
 from hdet.spec import register
 
 
@@ -49,6 +52,26 @@ class Analytic(Directional):
         return AnalyticCollector(self, scene, knobs)
 
 
+@dataclass(frozen=True)
+class Pull:
+    """What decay did to the parameters of a group.
+
+    Attributes:
+        total: the sum of lr * decay over the window's steps.
+        is_direct: whether decay acts on the weights and not through their gradient.
+    """
+
+    optimizer: Optimizer
+    group: dict[str, Any]
+    total: float
+    is_direct: bool
+
+    def through_gradient(self, parameter: nn.Parameter, weights: Tensor) -> Tensor | None:
+        """What it did to one parameter where it acts through the gradient, and so through the preconditioner."""
+        scale, lr = preconditioner(self.optimizer, self.group, parameter), float(self.group["lr"])
+        return weights * scale * (-self.total / lr) if scale is not None and lr > 0.0 else None
+
+
 class AnalyticCollector(DirectionalCollector):
     """Sums what decay multiplied the weights by over the window."""
 
@@ -78,23 +101,32 @@ class AnalyticCollector(DirectionalCollector):
     def direction(self, k: int, harvest: Harvest) -> Direction:
         binding, pulls = self.bindings[k], [float(pull) for pull in self.pulls[k]]
         weights = self.scene.moving.parameters[0]
-        group_of = {
-            id(parameter): (binding.optimizer.param_groups[index], pull)
-            for index, pull in zip(binding.indices, pulls, strict=True)
-            for parameter in binding.optimizer.param_groups[index]["params"]
-            if pull != 0.0 and parameter.requires_grad
-        }
+        pull_of: dict[int, Pull] = {}
+        for index, pull in zip(binding.indices, pulls, strict=True):
+            group = binding.optimizer.param_groups[index]
+            if pull != 0.0:
+                own = Pull(binding.optimizer, group, pull, decoupled(binding.optimizer, group))
+                pull_of.update({id(parameter): own for parameter in group["params"] if parameter.requires_grad})
+        every = [pull_of.get(id(parameter)) for parameter in weights]
 
-        def of(parameter: nn.Parameter, centre: Tensor) -> Tensor | None:
-            if id(parameter) not in group_of:
-                return None
-            group, pull = group_of[id(parameter)]
-            if decoupled(binding.optimizer, group):
-                return centre * -pull
-            scale, lr = preconditioner(binding.optimizer, group, parameter), float(group["lr"])
-            return centre * scale * (-pull / lr) if scale is not None and lr > 0.0 else None
+        def of(part: slice, centre: Sequence[Tensor]) -> list[Block]:
+            found: list[Block] = []
+            direct: dict[tuple[float, torch.dtype, torch.device], list[int]] = {}
+            for place, (pull, own) in enumerate(zip(every[part], centre, strict=True)):
+                if pull is None:
+                    continue
+                if pull.is_direct:
+                    direct.setdefault((pull.total, own.dtype, own.device), []).append(place)
+                    continue
+                way = pull.through_gradient(weights[part][place], own)
+                if way is not None:
+                    found.append(Block([place], own.reshape(-1), way.reshape(-1)))
+            for (total, *_), places in direct.items():
+                joined = tensors.joined([centre[place] for place in places])
+                found.append(Block(places, joined, joined * -total))
+            return found
 
-        return lambda part, centre: [of(*pair) for pair in zip(weights[part], centre, strict=True)]
+        return of
 
     def norms(self, weights: Tensor, direction: Tensor) -> tuple[float, float]:
         # Of sharded weights each process sees a part; a replica's number is the mean over its parts.

@@ -9,18 +9,18 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
 
 from hdet.controllers import Estimate
 from hdet.controllers.estimators import Comparison, Estimator, LeastSquares
 from hdet.controllers.state import from_plain, to_plain
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
-from hdet.evidence.parts.losses_at import losses_at
+from hdet.evidence.parts.losses_at import Write, losses_at
 from hdet.evidence.parts.replica_losses import ReplicaLosses
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.design import Design, Hadamard, Permutation
+from hdet.replicas import tensors
 from hdet.signals import Probe
 from hdet.spec import register
 
@@ -138,14 +138,14 @@ class DivergentCollector(Collector):
             found[knob.name] = _summary(slopes, curvatures, offset)
         return found
 
-    def _tilt(self, step: int, weights: NDArray[np.float64], k: int, offset: float) -> list[Tensor]:
-        """The combined weights; as a side effect knobs of the forward pass are set, the k-th off its base."""
+    def _tilt(self, step: int, weights: NDArray[np.float64], k: int, offset: float) -> Write:
+        """Writes the combined weights; as a side effect knobs of the forward pass are set, the k-th off its base."""
         for number, knob in enumerate(self.knobs):
             if knob.spec.acts_on == "forward":
                 value = knob.displaced(step, offset if number == k else 0.0)
                 for host in range(len(self.scene.replicas.hosts)):
                     knob.write(host, value)
-        return self.scene.moving.of(self.scene.replicas.combine(weights))
+        return partial(tensors.copy_, sources=self.scene.moving.of(self.scene.replicas.combine(weights)))
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
 from typing import ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 from torch import Tensor
@@ -20,11 +19,11 @@ from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.line_fit import along
 from hdet.evidence.parts.losses_at import Point, losses_at
+from hdet.evidence.parts.segment import Segment
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.space import Log, Relative, Space
-from hdet.replicas import tensors
 from hdet.spec import register
 
 
@@ -99,10 +98,10 @@ class LineCollector(Collector):
         centres = [self._centre(knob, window) for knob in knobs]
         moves = [self.moved(knob) for knob in knobs]
 
-        def measure(end: Sequence[Tensor], chosen: Sequence[int], offsets: Sequence[float]) -> NDArray[np.float64]:
+        def measure(lines: Sequence[Segment], chosen: Sequence[int], offsets: Sequence[float]) -> NDArray[np.float64]:
             points: list[Point] = [
-                partial(self._stretched, start, end, math.exp(centres[k] + x), moves[k])
-                for k in chosen
+                partial(line.at, math.exp(centres[k] + x))
+                for k, line in zip(chosen, lines, strict=True)
                 for x in offsets
             ]
             with self.scene.at_base():
@@ -110,11 +109,12 @@ class LineCollector(Collector):
             return losses.reshape(len(chosen), len(offsets), -1)
 
         def read(end: Sequence[Tensor], chosen: Sequence[int], averaged: bool) -> dict[int, Estimate]:
-            lines = dict(zip(chosen, measure(end, chosen, ends), strict=True))
+            segments = {k: Segment(start, end, moves[k]) for k in chosen}
+            lines = dict(zip(chosen, measure(list(segments.values()), chosen, ends), strict=True))
             told = {k: replace(along(ends, line), offset=centres[k]) for k, line in lines.items()}
             curved = [k for k in chosen if self.curvature_wanted(knobs[k], told[k], averaged)]
             if curved:
-                for k, line in zip(curved, measure(end, curved, between), strict=True):
+                for k, line in zip(curved, measure([segments[k] for k in curved], curved, between), strict=True):
                     told[k] = replace(along([*ends, *between], np.concatenate([lines[k], line])), offset=centres[k])
             return told
 
@@ -124,7 +124,9 @@ class LineCollector(Collector):
         doubted = [k for k, told in at_last.items() if (threshold is None or told.t > threshold) and not centres[k]]
         at_average = dict.fromkeys(range(len(knobs)), Estimate.nothing())
         if doubted:
-            at_average.update(read(self.scene.averaged(harvest.valid, self.spec.stride), doubted, averaged=True))
+            average = self.scene.averaged(harvest.valid, self.spec.stride)
+            is_last = average is self.scene.moving.values()  # of which there is a copy
+            at_average.update(read(last if is_last else average, doubted, averaged=True))
         for k, knob in enumerate(knobs):
             found[knob.name] = replace(at_last[k], averaged=at_average[k])
         return found
@@ -140,22 +142,6 @@ class LineCollector(Collector):
     def curvature_wanted(self, knob: BoundKnob, slope: Estimate, averaged: bool) -> bool:
         """Whether a curvature could change what is done with a slope."""
         return knob.controller.wants_curvature(slope, averaged=averaged)
-
-    def _stretched(
-        self, start: Sequence[Tensor], end: Sequence[Tensor], factor: float, moved: Sequence[bool]
-    ) -> Iterator[Tensor]:
-        """start + factor (end - start) where `moved`, else `end`; part by part, beside the weights."""
-        live = self.scene.moving.values()
-        for part in tensors.slices(live):
-            pairs = list(zip(live[part], start[part], end[part], moved[part], strict=True))
-            first = [a if a.device == own.device else a.to(own.device) for own, a, _, moves in pairs if moves]
-            last = [
-                b if b.device == own.device and b.dtype == a.dtype else b.to(own.device, a.dtype)
-                for own, a, b, moves in pairs
-                if moves
-            ]
-            found = iter(torch._foreach_lerp(first, last, factor) if first else ())
-            yield from (next(found) if moves else b for *_, b, moves in pairs)
 
     def _points(self) -> tuple[list[float], list[float]]:
         """The two ends in coordinate units, and what lies between."""

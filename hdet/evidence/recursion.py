@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hdet.errors import ConfigError
-from hdet.evidence.parts.directional import Direction, Directional, DirectionalCollector
+from hdet.evidence.parts.directional import Block, Direction, Directional, DirectionalCollector
 from hdet.evidence.parts.weight_derivative import FirstTrace, MomentumTrace, SecondTrace, Trace, Value
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
@@ -119,7 +119,23 @@ class RecursionCollector(DirectionalCollector):
                     stack.enter_context(tensors.substituted(live, values))
                 mean = moving.of(self.scene.replicas.combine(harvest.valid / harvest.valid.sum()))
             found = [None if d is None else m for m, d in zip(mean, rows[0], strict=True)]
-        return lambda part, _: found[part]
+
+        def of(part: slice, centre: Sequence[Tensor]) -> list[Block]:
+            alike: dict[tuple[torch.dtype, torch.dtype, torch.device], list[int]] = {}
+            for place, (d, own) in enumerate(zip(found[part], centre, strict=True)):
+                if d is not None:
+                    alike.setdefault((own.dtype, d.dtype, own.device), []).append(place)
+            directions = found[part]
+            return [
+                Block(
+                    places,
+                    tensors.joined([centre[place] for place in places]),
+                    torch.cat([d.reshape(-1) for d in (directions[place] for place in places) if d is not None]),
+                )
+                for places in alike.values()
+            ]
+
+        return of
 
     def state_dict(self) -> dict[str, Any]:
         return {"traces": [[[trace.state_dict() for trace in host] for host in hosts] for hosts in self.traces]}

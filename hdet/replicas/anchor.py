@@ -56,22 +56,29 @@ class Anchor:
         self._state.keep()
 
     def _refilled(self, held: dict[Any, Tensor], live: dict[Any, Tensor]) -> dict[Any, Tensor]:
-        fits = {key for key in live if key in held and held[key].shape == live[key].shape}
-        tensors.copy_([held[key] for key in live if key in fits], [live[key] for key in live if key in fits])
-        return {
-            key: held[key] if key in fits else value.to(device=self._device, copy=True) for key, value in live.items()
-        }
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        found: dict[Any, Tensor] = {}
+        for key, value in live.items():
+            own = held.get(key)
+            if own is not None and own.shape == value.shape:
+                found[key] = own
+                targets.append(own)
+                sources.append(value)
+            else:
+                found[key] = value.to(device=self._device, copy=True)
+        tensors.copy_(targets, sources)
+        return found
 
     def _moving(self) -> dict[int, Tensor]:
         """The parameters that training can change, by their number in the model."""
         moving = {}
         for number, (parameter, moves) in enumerate(tensors.can_move(self._model, self._optimizer)):
-            version = 0 if parameter.is_inference() else parameter._version
-            moves = moves or number in self._parameters or self._versions.get(number, version) != version
-            if moves:
-                moving[number] = tensors.local(parameter.detach())
-            else:
-                self._versions[number] = version
+            if not moves and number not in self._parameters:
+                version = 0 if parameter.is_inference() else parameter._version
+                if self._versions.setdefault(number, version) == version:
+                    continue
+            moving[number] = tensors.local(parameter.detach())
         return moving
 
     def values(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -17,9 +17,6 @@ from torch import Tensor
 from hdet.replicas import tensors
 from hdet.replicas.moving import Moving
 
-SMALL = 2**13
-"""Elements up to which tensors are joined: one alone costs an operator's call, which is more than its arithmetic."""
-
 
 class RunningMean:
     """The mean of tensors over the steps at which `add` is called, one copy of their size in memory.
@@ -84,7 +81,7 @@ class RunningMean:
         together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         self._alone = []
         for number, tensor in enumerate(current):
-            if tensor.numel() <= SMALL and tensor.is_contiguous():
+            if tensor.numel() <= tensors.SMALL and tensor.is_contiguous():
                 together.setdefault((tensor.dtype, tensor.device), []).append(number)
             else:
                 self._alone.append(number)

@@ -35,9 +35,11 @@ class Finiteness:
         """A window opens."""
         self._opened = self._buffers()
 
+    @torch.no_grad()
     def flags(self) -> Tensor:
         """[3] booleans, in the order of `PLACES`: all is finite there."""
-        parameters = tensors.all_finite(tensors.parameters(self._model))
+        tensors.reshard(self._model)
+        parameters = tensors.all_finite([tensors.local(p) for p in self._model.parameters()])
         states = tensors.all_finite([t for state in self._states() for t in with_mean(state)])
         now = self._buffers()
         kept = [now[name] | ~self._opened[name] for name in now if name in self._opened]
@@ -58,8 +60,8 @@ class Finiteness:
 def with_mean(state: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors of one parameter's optimizer state that a merge takes a mean of; of sharded ones this rank's part."""
     for value in state.values():
-        if isinstance(value, Tensor) and value.dim() and _is_real(value):
-            yield tensors.local(value.detach())
+        if isinstance(value, Tensor) and value.dim() and value.dtype in PLAIN and value.numel():
+            yield tensors.local(value.detach() if value.requires_grad else value)
 
 
 def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
+
+SMALL = 2**13
+"""Elements up to which tensors are joined: one alone costs an operator's call, which is more than its arithmetic."""
 
 PASSING = 2**18
 """Elements up to which small tensors are worked on together where all of the weights need not be in memory."""
@@ -100,7 +104,8 @@ def with_mean(model: nn.Module) -> list[bool]:
 
 def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies, without a graph."""
-    return [t.detach().clone() for t in tensors]
+    with torch.no_grad():
+        return list(torch._foreach_clone(list(tensors))) if tensors else []
 
 
 @torch.no_grad()
@@ -120,10 +125,25 @@ def finite(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(norms)).isfinite()
 
 
+@torch.no_grad()
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """A 0-dim boolean tensor: no element of any floating tensor is infinite or NaN. No synchronisation."""
     floating = [t for t in tensors if t.is_floating_point() and t.numel()]
-    return finite(floating).all() if floating else torch.tensor(True)
+    large = [t for t in floating if t.numel() > SMALL]
+    flags = [finite(large).all()] if large else []
+    for own in alike(floating if not large else [t for t in floating if t.numel() <= SMALL]):
+        flags += [torch.linalg.vector_norm(joined(own[part]), math.inf).isfinite() for part in slices(own)]
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).all() if flags else torch.tensor(True)
+
+
+def alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Those of one dtype and device together."""
+    if len({(t.dtype, t.device) for t in tensors}) == 1:
+        return [list(tensors)]
+    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(found.values())
 
 
 @torch.no_grad()
@@ -166,6 +186,16 @@ def slices(of: Sequence[Tensor], elements: int = PASSING) -> Iterator[slice]:
         total += tensor.numel()
     if first < len(of):
         yield slice(first, len(of))
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of all, one after another; of one contiguous tensor its own memory."""
+    return _flatten_dense_tensors(list(tensors))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def parted(whole: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Views of what `joined` made of tensors of these shapes."""
+    return _unflatten_dense_tensors(whole, list(like))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,13 +14,29 @@ from torch import Tensor
 from hdet.controllers import Estimate
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.line_fit import along
-from hdet.evidence.parts.losses_at import losses_at
+from hdet.evidence.parts.losses_at import Write, losses_at
 from hdet.evidence.scene import Harvest, Scene
 from hdet.hparams.bound import BoundKnob
 from hdet.replicas import tensors
 
-Direction = Callable[[slice, Sequence[Tensor]], Sequence[Tensor | None]]
-"""D of a slice of the weights, by the centre's values there; `None` for weights that the knob does not move."""
+
+@dataclass(frozen=True)
+class Block:
+    """Weights that a knob moves, of one dtype and device, one after another in one tensor.
+
+    Attributes:
+        places: which of a slice of the weights they are.
+        centre: [n] their values at the centre.
+        direction: [n] D, in memory of its own.
+    """
+
+    places: Sequence[int]
+    centre: Tensor
+    direction: Tensor
+
+
+Direction = Callable[[slice, Sequence[Tensor]], Sequence[Block]]
+"""D of a slice of the weights, by the centre's values there, but for weights that the knob does not move."""
 
 
 class Directional(Evidence):
@@ -67,7 +83,7 @@ class DirectionalCollector(Collector):
         raise NotImplementedError
 
     def norms(self, weights: Tensor, direction: Tensor) -> tuple[float, float]:
-        """Of the weights that D moves, and of D, from those of each tensor."""
+        """Of the weights that D moves, and of D, from those of each block."""
         return float(torch.linalg.vector_norm(weights)), float(torch.linalg.vector_norm(direction))
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
@@ -96,27 +112,35 @@ class DirectionalCollector(Collector):
     @torch.no_grad()
     def _width(self, centre: Sequence[Tensor], direction: Direction) -> float:
         """The width, or as much of it as moves the weights by no more than `reach` of their norm; 0 without any D."""
-        weights: list[Tensor] = []
-        moves: list[Tensor] = []
-        for part, own in self._parts(centre):
-            pairs = [(c, d) for c, d in zip(own, direction(part, own), strict=True) if d is not None]
-            weights += torch._foreach_norm([c for c, _ in pairs]) if pairs else ()
-            moves += torch._foreach_norm([d for _, d in pairs]) if pairs else ()
-        if not moves:
+        blocks = [
+            (torch.linalg.vector_norm(block.centre).double(), torch.linalg.vector_norm(block.direction).double())
+            for part, own in self._parts(centre)
+            for block in direction(part, own)
+        ]
+        if not blocks:
             return 0.0
-        length, change = self.norms(torch.stack(weights).double(), torch.stack(moves).double())
+        length, change = self.norms(*(torch.stack(own) for own in zip(*blocks, strict=True)))
         furthest = max(map(abs, self.spec.points)) * change
         return min(self.spec.width, self.spec.reach * length / furthest) if furthest > 0.0 else 0.0
 
+    def _moved(self, centre: Sequence[Tensor], direction: Direction, factor: float) -> Write:
+        """The point centre + factor D."""
+        return partial(self._write, centre, direction, factor)
+
     @torch.no_grad()
-    def _moved(self, centre: Sequence[Tensor], direction: Direction, factor: float) -> Iterator[Tensor]:
-        """centre + factor D, part by part."""
+    def _write(self, centre: Sequence[Tensor], direction: Direction, factor: float, live: Sequence[Tensor]) -> None:
         for part, own in self._parts(centre):
-            found = direction(part, own) if factor else [None] * len(own)
-            yield from (c if d is None else torch.mul(d, factor).add_(c) for c, d in zip(own, found, strict=True))
+            for block in direction(part, own) if factor else ():
+                moved = block.direction.mul_(factor).add_(block.centre)
+                like = [own[place] for place in block.places]
+                for place, value in zip(block.places, tensors.parted(moved, like), strict=True):
+                    own[place] = value
+            tensors.copy_(live[part], own)
 
     def _parts(self, centre: Sequence[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
         """The centre a part at a time, beside the weights."""
         live = self.scene.moving.values()
+        beside = all(c.device == own.device for c, own in zip(centre, live, strict=True))
         for part in tensors.slices(live):
-            yield part, [c.to(own.device) for c, own in zip(centre[part], live[part], strict=True)]
+            own = list(centre[part])
+            yield part, own if beside else [c.to(one.device) for c, one in zip(own, live[part], strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,7 +14,11 @@ from hdet.evidence.scene import Harvest, Scene
 from hdet.replicas import tensors
 from hdet.user_warning import warn
 
-Point = Callable[[], Iterable[Tensor]]
+Write = Callable[[Sequence[Tensor]], None]
+"""Writes the weights of a point over the tensors that it is given, those of `Scene.moving` in one model."""
+
+Point = Callable[[], Write]
+"""Works out what every process has to work out together, and says how the point is written."""
 
 
 def losses_at(
@@ -22,9 +26,8 @@ def losses_at(
 ) -> NDArray[np.float64]:
     """[P, J] probe losses at P points, the same on every process.
 
-    Each point is a function that gives the weights there (those of `Scene.moving`, in its order). Every process calls
-    every point, because that may take a collective, but evaluates only those that fall to its own replicas: a point
-    that gives its weights one by one is never in memory as a whole.
+    Every process calls every point, because that may take a collective, but writes and evaluates only those that fall
+    to its own replicas.
 
     Buffers are merged first, as they would be at the window's end: else BatchNorm's statistics, which follow each
     replica's own data, would differ between points that are compared.
@@ -36,15 +39,17 @@ def losses_at(
     replicas.mean_buffers(harvest.valid.tolist())
     batches = probe.draw(window)
     rows: dict[tuple[int, int], Tensor] = {}
-    saved: dict[int, Sequence[Tensor]] = {} if kept is None else {0: kept}
+    aside: dict[int, _PutAside] = {}
     # A process that no point falls to evaluates one all the same, to learn J; its result is not counted.
     idle = all(replica.index >= len(points) for replica in replicas.local)
     for number, point in enumerate(points):
-        weights = point()
+        write = point()
         for row, replica in enumerate(replicas.local):
             if replica.index != number % replicas.size and not (idle and row == number == 0):
                 continue
-            with _at(scene, replica.host, weights, saved):
+            if replica.host not in aside:
+                aside[replica.host] = _PutAside(scene, replica.host, kept if replica.host == 0 else None)
+            with aside[replica.host].at(write):
                 measured = probe.measure(replicas.hosts[replica.host][0], window, replica.optimizer, batches)
             rows[row, number] = torch.zeros_like(measured) if idle else measured
     missing = torch.zeros_like(next(iter(rows.values())))
@@ -60,21 +65,25 @@ def losses_at(
     return losses
 
 
-@contextmanager
-def _at(scene: Scene, host: int, weights: Iterable[Tensor], saved: dict[int, Sequence[Tensor]]) -> Iterator[None]:
-    """Weights in place of a model's own inside the block; `saved` keeps copies of these from one point to the next."""
-    tensors.reshard(scene.replicas.hosts[host][0])
-    live = scene.moving.values(host)
-    if host not in saved:
-        saved[host] = tensors.clones(live)
-    try:
-        with torch.no_grad():
-            for own, value in zip(live, weights, strict=True):
-                own.copy_(value)
-        yield
-    finally:
-        tensors.reshard(scene.replicas.hosts[host][0])
-        tensors.copy_(live, saved[host])
+class _PutAside:
+    """One model's weights, and a copy of them to put back after a point."""
+
+    def __init__(self, scene: Scene, host: int, kept: Sequence[Tensor] | None) -> None:
+        self._model = scene.replicas.hosts[host][0]
+        tensors.reshard(self._model)
+        self._live = scene.moving.values(host)
+        self._kept = tensors.clones(self._live) if kept is None else kept
+
+    @contextmanager
+    def at(self, write: Write) -> Iterator[None]:
+        """A point in place of the weights inside the block."""
+        tensors.reshard(self._model)
+        try:
+            write(self._live)
+            yield
+        finally:
+            tensors.reshard(self._model)
+            tensors.copy_(self._live, self._kept)
 
 
 def _notice_unusable(losses: NDArray[np.float64]) -> None:

@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from hdet.controllers import Estimate
 from hdet.controllers.vetoes.gap import OTHER_SCALE
 from hdet.evidence.parts.line_fit import along
-from hdet.evidence.parts.losses_at import Point, losses_at
+from hdet.evidence.parts.losses_at import Point, Write, losses_at
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound import BoundKnob
+from hdet.replicas import tensors
 from hdet.user_warning import warn
 
 MARGIN = 0.02
@@ -124,10 +124,10 @@ class Levels:
         pairs = losses.reshape(len(numbers), 2, -1)
         return {k: along((-self.half[k], self.half[k]), pair) for k, pair in zip(numbers, pairs, strict=True)}
 
-    def _displaced(self, number: int, offset: float, step: int) -> list[Tensor]:
-        """The weights as they are; as a side effect one knob is off its base and the others at theirs."""
+    def _displaced(self, number: int, offset: float, step: int) -> Write:
+        """Writes the first model's weights as they are; as a side effect one knob is off its base."""
         self.write(step, number, offset)
-        return self.scene.moving.values()
+        return partial(tensors.copy_, sources=self.scene.moving.values())
 
     def write(self, step: int, number: int, offset: float) -> None:
         """Put one knob off its base at a step, and the others at theirs, in all models of this process."""
