@@ -19,6 +19,7 @@ from hdet.hparams.knob import Knob
 from hdet.recipes.recommended import DEFAULT_GUARD
 from hdet.replicas import tensors
 from hdet.replicas.held_optimizer import OF_GRADIENTS
+from hdet.replicas.schedule_free import is_schedule_free
 
 Place = Literal["device", "host"]
 When = Literal["always", "early", "window's end"]
@@ -179,7 +180,8 @@ def footprint(
         assert isinstance(knob.evidence, Evidence)
         sources.setdefault(knob.evidence, []).append(knob)
     lines = [source.line if isinstance(source, GroupLines) else source for source in sources]
-    for stride in dict.fromkeys(s.stride for s in lines if isinstance(s, (Line, Analytic))):
+    strides = [source.stride for source in lines if isinstance(source, (Line, Analytic))]
+    for stride in dict.fromkeys(strides if not is_schedule_free(optimizer) else ()):
         named = f"the average weights{f', stride {stride}' if stride > 1 else ''}"
         held.append(Held(named, averages, weights.wide))
         over: Link = "memory" if averages == "device" else "host link"

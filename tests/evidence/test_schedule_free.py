@@ -16,6 +16,7 @@ import hdet
 from hdet import Engine
 from hdet.controllers import Hold
 from hdet.errors import ConfigError
+from hdet.recipes.footprint import footprint
 from hdet.replicas.anchor import Anchor
 from hdet.schedules import Constant
 from hdet.spreads import TwoLevel
@@ -212,3 +213,11 @@ def test_no_average_is_kept_beside_its_own() -> None:
             held = [mean.values for mean in engine.cycle.averages._means.values()]
             assert held == [[]]
         engine.step(loss)
+
+
+def test_a_footprint_foretells_none_either() -> None:
+    model = Vector()
+    optimizer = MAKES["adamw"](model.parameters())
+    optimizer.train()
+    found = footprint(model, optimizer, [hdet.LearningRate(), hdet.WeightDecay()])
+    assert not any("average" in held.what for held in found.held)
