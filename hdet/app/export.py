@@ -106,8 +106,8 @@ def as_yaml(windows: Sequence[WindowRecord]) -> str:
         lines += [f"{json.dumps(knob)}:", f"  total_steps: {len(course)}", "  bases:"]
         held: float | None = None
         for record in windows:
-            bases = record.course[knob]
-            if len(bases) > 1:
+            bases = course[record.start : record.stop]
+            if any(base != bases[0] for base in bases):
                 lines.append(f"    {record.start}: [{', '.join(map(_written, bases))}]")
                 held = None
             elif bases[0] != held:
