@@ -36,6 +36,7 @@ from hdet.replicas.distributed import distribute, process_group
 from hdet.replicas.perturb import perturb
 from hdet.signals import Objective, Probe, TrainingLoss
 from hdet.spec import Spec, register
+from hdet.trials import Found, find
 from hdet.windows import FixedWindow, GrowingWindow, Windows
 
 __version__ = "0.1.0"
@@ -66,6 +67,7 @@ __all__ = [
     "Engine",
     "Evidence",
     "FixedWindow",
+    "Found",
     "GroupLines",
     "GrowingWindow",
     "HdetError",
@@ -99,6 +101,7 @@ __all__ = [
     "errors",
     "estimators",
     "explore",
+    "find",
     "merges",
     "micro_batches",
     "paper_engine",

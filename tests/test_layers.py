@@ -117,6 +117,7 @@ FLOORS = (
     {"hdet.engine"},
     {"hdet.checkpoints", "hdet.recipes"},
     {"hdet.overlay"},
+    {"hdet.trials"},
     {"hdet.integrations"},
     {"hdet.testing"},
     {"hdet.contrib", "hdet.spaces", "hdet.spreads", "hdet.designs", "hdet.schedules", "hdet.estimators", "hdet.merges"},

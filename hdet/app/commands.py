@@ -12,6 +12,7 @@ from rich.console import Console
 import hdet
 from hdet.app.doctor import doctor
 from hdet.app.export import export
+from hdet.app.find import find
 from hdet.app.knobs import knobs
 from hdet.app.planning.command import plan
 from hdet.app.report import report
@@ -108,6 +109,7 @@ def _run(declared: RunConfig, folder: Path, *, compare: bool, force: bool, resum
 
 
 application.command()(plan)
+application.command()(find)
 application.command()(report)
 application.command()(watch)
 application.command()(export)

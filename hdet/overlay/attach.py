@@ -174,6 +174,13 @@ def attach(
     return search
 
 
+def searched(optimizer: Optimizer) -> bool:
+    """Whether a search is attached to an optimizer."""
+    reference = _searches.get(optimizer)
+    search = reference() if reference is not None else None
+    return search is not None and search.attached
+
+
 def _inner(optimizer: Any) -> Optimizer:
     """The torch optimizer inside a trainer's wrapper.
 

@@ -1,0 +1,77 @@
+"""`hdet find`: a tenth of a declared run, spent before it, on what its learning rate should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hdet.app.run.config import RunConfig
+from hdet.app.run.launching import world
+from hdet.errors import ConfigError
+from hdet.hparams import LearningRate, Schedule
+from hdet.hparams.schedule import sampled
+from hdet.replicas.perturb import perturb
+from hdet.signals import Probe
+from hdet.trials import find as found_by_trials
+
+
+def find(
+    config: Annotated[Path, typer.Argument(help="YAML file that declares the run.")],
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a field, as hdet run does.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of all trials together; by default a tenth of the run's.")
+    ] = None,
+    trials: Annotated[int, typer.Option(min=3, help="How many rates to try.")] = 5,
+    figure: Annotated[Path | None, typer.Option(help="Draw the trials there: a .pdf, .svg or .png file.")] = None,
+) -> None:
+    """Find a learning rate for a run by short trials of it, and print the lines to put into its file.
+
+    Nothing is written but --figure. Every replica's batch counts as a micro-batch of one model.
+
+    Example: hdet find examples/quickstart.yaml
+    """
+    if world() > 1:
+        raise ConfigError("hdet find tries rates in one process; start it without torchrun")
+    if figure is not None and figure.suffix not in (".pdf", ".svg", ".png"):
+        raise ConfigError(f"--figure {figure}: figures are written as .pdf, .svg or .png; give such a name")
+    declared = RunConfig.load(config, assignments or ())
+    workload = declared.task.build(seed=declared.seed, batch_size=declared.batch_size, device=declared.device)
+    model = workload.model()
+    perturb(model, 0.0, replica=0, checkpoint=declared.start_path)
+    schedule = _schedule(declared)
+    peak = declared.optimizer.lr if schedule is None else max(sampled(schedule))
+    optimizer = declared.optimizer.replace(lr=peak).build(workload.groups(model))
+    size = declared.replicas
+    found = found_by_trials(
+        model,
+        optimizer,
+        loss=workload.loss,
+        batches=lambda number: workload.batch(number // size, number % size),
+        probe=Probe(workload.loss, workload.probe),
+        total_steps=declared.steps,
+        steps=steps,
+        trials=trials,
+        schedule=schedule,
+        micro_batches=size,
+        clip=declared.clip,
+        seed=declared.seed,
+    )
+    print(f"{found}\n\n{found.to_yaml()}")
+    if peak != declared.optimizer.lr:
+        print(f"# {config} gives its schedule a peak of its own, {peak:g}: set that too")
+    if figure is not None:
+        try:
+            found.plot().savefig(figure, dpi=200)
+        except OSError as error:
+            raise ConfigError(f"{figure} cannot be written: {error}; choose another --figure") from None
+        print(f"{figure} written")
+
+
+def _schedule(declared: RunConfig) -> Schedule | None:
+    """Of the learning rate: of the first knob that has one of its own, else the run's."""
+    own = [knob.schedule for knob in declared.knobs or () if isinstance(knob, LearningRate) and knob.schedule]
+    return own[0] if own else declared.schedule

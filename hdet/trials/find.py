@@ -1,0 +1,220 @@
+"""`hdet.find`: a tenth of a run, spent before it, on what its learning rate should be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet.errors import ConfigError, StepError
+from hdet.hparams import LearningRate, Schedule
+from hdet.hparams.binding import given
+from hdet.hparams.schedule import LinearDecay, sampled
+from hdet.overlay.attach import searched
+from hdet.recipes.recommended import WARMUP
+from hdet.replicas.in_process import check_pair, twin
+from hdet.replicas.parallel import require_alone
+from hdet.replicas.random_numbers import accelerators, seeded
+from hdet.signals import Probe
+from hdet.trials.bracket import Trial, minimum, next_rate
+from hdet.trials.found import Found
+
+SHARE = 0.1
+FACTOR = 4.0
+LOOKS = 8
+"""How often in a trial it is asked whether the loss is still finite, which waits for the device."""
+
+DRAWS = 4
+"""Windows' batches that a trial is judged on, of a probe that has fresh ones for each."""
+
+Batches = Callable[[int], Any] | Iterable[Any]
+
+
+def find(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    loss: Callable[[Any, Any], Tensor],
+    batches: Batches,
+    probe: Probe,
+    total_steps: int,
+    steps: int | None = None,
+    trials: int = 5,
+    schedule: Schedule | None = None,
+    micro_batches: int = 1,
+    clip: float | None = None,
+    seed: int = 0,
+) -> Found:
+    """A learning rate for a run, from short trials on copies of the model and the optimizer.
+
+    Each trial trains a copy from the given weights over the whole schedule, compressed to a trial's steps, and is
+    judged by the held-out loss it ends with. All see the same batches and random numbers. The first is at the rate that
+    the optimizer holds. The next are four times higher, as long as that is not clearly worse, or four times lower; the
+    last ones lie between the best and its neighbour. The best rate for such short runs is lowered by
+    (trial steps / total_steps)^0.2 for the run. The given model and optimizer and torch's generators are left as they
+    were; the generators of Python and NumPy are left alone.
+
+    Args:
+        model, optimizer: as the run will begin with. Memory for one copy of both is needed.
+        loss: `loss(model, batch)`, the training loss of one batch.
+        batches: training batches: a DataLoader, a list or another iterable that can be gone through again and again, or
+            a function from 0, 1, 2, ... to them.
+        probe: the held-out loss; of a probe with fresh batches for each window the first four windows' are used.
+        total_steps: the run's length in optimizer steps.
+        steps: of all trials together; by default a tenth of `total_steps`.
+        trials: how many, 3 or more.
+        schedule: of the run, of which the shape is kept; by default 30 % warm-up and a straight line to 0.
+        micro_batches: batches whose mean gradient makes a step.
+        clip: the largest norm of the gradient; None leaves it as it is.
+        seed: of the trials' random numbers.
+
+    Raises:
+        ConfigError: what was given cannot be; the message names it and the way out.
+        StepError: `batches` has none.
+
+    >>> import torch, hdet
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    >>> data = [(x, x.sum(1, keepdim=True)) for x in torch.randn(40, 8, 4)]
+    >>> loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+    >>> probe = hdet.Probe(loss, data[:8])
+    >>> found = hdet.find(model, optimizer, loss=loss, batches=data[8:], probe=probe, total_steps=500)
+    >>> found.learning_rate > 0.01, optimizer.param_groups[0]["lr"]
+    (True, 0.001)
+    """
+    _require(model, optimizer, probe, batches)
+    steps = max(1, round(SHARE * total_steps)) if steps is None else steps
+    if trials < 3:
+        raise ConfigError(f"trials must be 3 or more, of which two lie on both sides of the best; got {trials}")
+    if steps // trials < 2:
+        raise ConfigError(
+            f"{steps} steps in {trials} trials leave fewer than 2 a trial; raise steps (by default a tenth of "
+            f"total_steps={total_steps})"
+        )
+    length = steps // trials
+    start = given(optimizer, _first_group(optimizer), "lr")
+    shape = _shape(schedule, length)
+
+    def trial(rate: float) -> Trial:
+        copied, other = twin(model, optimizer)
+        rates = LearningRate().bind(copied, other)
+        with seeded(accelerators(copied), f"hdet.find:{seed}"):
+            following = _endless(batches)
+            for step in range(length):
+                rates.write(rate * shape[step])
+                told = _step(copied, other, loss, following, micro_batches, clip)
+                if (step + 1) % max(1, length // LOOKS) == 0 and not math.isfinite(float(told)):
+                    return Trial(rate, None)
+            return Trial(rate, _judged(probe, copied, other))
+
+    with seeded(accelerators(model), f"hdet.find:{seed}"):
+        copied, other = twin(model, optimizer)
+        before = Trial(0.0, _judged(probe, copied, other))
+    done = [trial(start)]
+    while len(done) < trials:
+        done.append(trial(next_rate(done, before, FACTOR)))
+    return Found(start, length, total_steps, before, tuple(done), minimum(done, before))
+
+
+def _require(model: nn.Module, optimizer: Optimizer, probe: Probe, batches: Batches) -> None:
+    """
+    Raises:
+        ConfigError: trials cannot be run on these.
+    """
+    if not isinstance(probe, Probe):
+        raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    check_pair(model, optimizer, 1)
+    require_alone(model, "hdet.find")
+    if searched(optimizer):
+        raise ConfigError("a search is attached to this optimizer; call hdet.find before hdet.attach, or detach it")
+    if not model.training:
+        raise ConfigError("the model is in eval mode, in which it would not train as in the run; call model.train()")
+    if isinstance(batches, Iterator):
+        raise ConfigError(
+            f"batches is a {type(batches).__name__}, which can be gone through once, and every trial begins anew; give "
+            f"a DataLoader, a list, or a function from 0, 1, 2, ... to a batch"
+        )
+    if not (callable(batches) or isinstance(batches, Iterable)):
+        raise ConfigError(f"batches is an iterable or a function from a number, got {type(batches).__name__}")
+
+
+def _first_group(optimizer: Optimizer) -> int:
+    """The first parameter group with a rate, which all others keep their ratio to.
+
+    Raises:
+        ConfigError: there is none, or a scheduler has set the rate that it holds now.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        if "initial_lr" in group:
+            raise ConfigError(
+                f"a torch scheduler drives this optimizer (its groups hold 'initial_lr'), so the rate it holds now, "
+                f"{float(group['lr']):g}, is no peak; call hdet.find before the scheduler is made"
+            )
+        if given(optimizer, index, "lr") > 0.0:
+            return index
+    raise ConfigError("every parameter group has a learning rate of 0, which no factor moves; set one above 0")
+
+
+def _shape(schedule: Schedule | None, length: int) -> list[float]:
+    """The schedule of a trial, as a share of its peak."""
+    if schedule is None:
+        schedule = LinearDecay(peak=1.0, total_steps=length, warmup=WARMUP)
+    peak = max(sampled(schedule))
+    if not peak > 0.0:
+        raise ConfigError("the schedule is 0 at every step; give one with a peak above 0")
+    total = schedule.total_steps or length
+    return [schedule(round(step * (total - 1) / max(1, length - 1))) / peak for step in range(length)]
+
+
+def _endless(batches: Batches) -> Iterator[Any]:
+    """Batch after batch, from the first, and round again.
+
+    Raises:
+        StepError: there is none.
+    """
+    if callable(batches):
+        number = 0
+        while True:
+            yield batches(number)
+            number += 1
+    while True:
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            raise StepError("batches is empty; give at least one training batch")
+
+
+def _step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: Callable[[Any, Any], Tensor],
+    batches: Iterator[Any],
+    micro_batches: int,
+    clip: float | None,
+) -> Tensor:
+    """One optimizer step; returns the loss of its last batch."""
+    for _ in range(micro_batches):
+        told = loss(model, next(batches))
+        (told / micro_batches).backward()  # type: ignore[no-untyped-call]
+    if clip is not None:
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return told.detach()
+
+
+def _judged(probe: Probe, model: nn.Module, optimizer: Optimizer) -> tuple[float, ...] | None:
+    """The held-out loss by sub-batch; None where one is not finite."""
+    losses = torch.cat(
+        [probe.measure(model, number, optimizer) for number in range(DRAWS if callable(probe.batches) else 1)]
+    )
+    return tuple(losses.tolist()) if bool(torch.isfinite(losses).all()) else None

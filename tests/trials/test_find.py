@@ -1,0 +1,191 @@
+"""`hdet.find` on whole models: what it finds, what it leaves as it was, what it refuses."""
+
+import copy
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hdet
+from hdet.errors import ConfigError, StepError
+from hdet.replicas.random_numbers import seeded
+from hdet.trials import Trial
+from hdet.trials.bracket import Minimum
+
+CENTRES = torch.randn(10, 20, generator=torch.Generator().manual_seed(0))
+
+
+def examples(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(10, (count,), generator=generator)
+    return CENTRES[labels] + 2 * torch.randn(count, 20, generator=generator), labels
+
+
+def build(rate: float = 1e-3, dropout: float = 0.1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 10))
+    head = {"params": model[4].parameters(), "lr": rate / 2}
+    return model, torch.optim.AdamW([{"params": model[:4].parameters()}, head], lr=rate)
+
+
+def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+TRAIN = [examples(32, seed) for seed in range(100, 140)]
+PROBE = hdet.Probe(loss, [examples(64, seed) for seed in range(8)])
+
+
+def found(rate: float = 1e-3, **given: object) -> hdet.Found:
+    model, optimizer = build(rate)
+    settings = {"loss": loss, "batches": TRAIN, "probe": PROBE, "total_steps": 1000, **given}
+    return hdet.find(model, optimizer, **settings)
+
+
+def test_the_start_hardly_matters() -> None:
+    rates = [found(rate, trials=7, steps=140).learning_rate for rate in (1e-4, 1e-2, 1.0)]
+    assert max(rates) < 3 * min(rates)
+    assert 1e-3 < min(rates) < max(rates) < 1e-1
+
+
+def test_the_rate_found_trains_better_than_one_ten_times_off() -> None:
+    best = found(1e-4).learning_rate
+
+    def trained(rate: float) -> float:
+        model, optimizer = build(rate)
+        for batch in TRAIN * 3:
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            return float(loss(model, examples(500, 99)))
+
+    assert trained(best) < min(trained(best / 30), trained(best * 30))
+
+
+def test_model_optimizer_and_generators_are_as_they_were() -> None:
+    model, optimizer = build()
+    loss(model, TRAIN[0]).backward()
+    optimizer.step()  # so that there is state to change
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    gradients = [p.grad.clone() for p in model.parameters()]
+    numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    hdet.find(model, optimizer, loss=loss, batches=TRAIN, probe=PROBE, total_steps=200)
+    after = model.state_dict(), optimizer.state_dict()
+    assert all(torch.equal(after[0][name], value) for name, value in before[0].items())
+    assert after[1]["param_groups"] == before[1]["param_groups"]
+    for index, state in before[1]["state"].items():
+        assert all(torch.equal(after[1]["state"][index][name], value) for name, value in state.items())
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), gradients, strict=True))
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), numbers[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == numbers[1:]
+
+
+def test_trials_share_batches_and_random_numbers() -> None:
+    """With shuffled data and dropout, what is found twice is the same; another seed has other masks."""
+    data = torch.utils.data.TensorDataset(*examples(512, 7))
+    loader = torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
+    one, two, other = found(batches=loader), found(batches=loader), found(batches=loader, seed=1)
+    assert one == two
+    assert one.trials[0] != other.trials[0]
+
+
+def test_a_trial_is_the_run_compressed() -> None:
+    """At the given rate a trial is plain training over the schedule's shape, bit for bit; groups keep their ratio."""
+    schedule = hdet.schedules.OneCycle(3.0, total_steps=900)
+    trials = found(0.01, schedule=schedule, steps=30, trials=3, micro_batches=2, clip=0.5).trials
+    model, optimizer = build(0.01, dropout=0.1)
+    with seeded([], "hdet.find:0"):
+        for step in range(10):
+            for group, ratio in zip(optimizer.param_groups, (1.0, 0.5), strict=True):
+                group["lr"] = 0.01 * (schedule(round(step * 899 / 9)) / 3.0) * ratio
+            for number in (2 * step, 2 * step + 1):
+                (loss(model, TRAIN[number]) / 2).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert trials[0] == Trial(0.01, tuple(PROBE.measure(model, 0).tolist()))
+
+
+def test_too_large_rates_end_early_and_are_no_answer() -> None:
+    model = nn.Linear(20, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e3)
+    square = lambda model, batch: model(batch[0]).square().mean()  # noqa: E731
+    probe = hdet.Probe(square, [examples(16, seed) for seed in range(4)])
+    told = hdet.find(model, optimizer, loss=square, batches=TRAIN, probe=probe, total_steps=10_000, trials=9)
+    assert told.trials[0] == Trial(1e3, None)
+    assert math.isfinite(min(told.trials, key=lambda one: one.loss).loss)
+    assert told.learning_rate < 1.0
+    assert "not finite" in str(told)
+
+
+def test_steps_and_trials_are_what_was_asked_for() -> None:
+    told = found(steps=40, trials=4)
+    assert (len(told.trials), told.trial_steps, told.total_steps) == (4, 10, 1000)
+    assert len({trial.rate for trial in told.trials}) == 4
+
+
+def test_the_answer_in_words_yaml_and_a_picture() -> None:
+    trials = Trial(0.1, (1.0, 1.2)), Trial(3e3, None)
+    told = hdet.Found(0.1, 10, 320, Trial(0.0, (2.0, 2.2)), trials, Minimum(6e-6, 3e-6, None, "flat"))
+    assert told.learning_rate == pytest.approx(3e-6)
+    assert told.low == pytest.approx(3e-6 / 2 / 12)
+    assert told.to_dict()["high"] is None
+    assert "learning rate 0.1 -> 3e-06 (between 1.25e-07 and ?), flat" in str(told)
+    yaml = pytest.importorskip("yaml")
+    assert yaml.safe_load(told.to_yaml()) == {"optimizer": {"lr": 3e-6}}
+    pytest.importorskip("matplotlib")
+    assert told.plot().axes[0].get_xscale() == "log"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"trials": 2}, "trials must be 3 or more"),
+        ({"steps": 9}, "fewer than 2 a trial"),
+        ({"probe": PROBE.loss}, "probe must be an hdet.Probe"),
+        ({"batches": iter(TRAIN)}, "can be gone through once"),
+        ({"batches": 3}, "batches is an iterable or a function"),
+        ({"schedule": hdet.schedules.Constant(0.0)}, "the schedule is 0 at every step"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        found(**given)
+
+
+def test_no_batches_are_told() -> None:
+    with pytest.raises(StepError, match="batches is empty"):
+        found(batches=[])
+
+
+def test_a_model_in_use_is_refused() -> None:
+    model, optimizer = build()
+    settings = {"loss": loss, "batches": TRAIN, "probe": PROBE, "total_steps": 100}
+    search = hdet.attach(model, optimizer, probe=PROBE, total_steps=10, quiet=True)
+    with pytest.raises(ConfigError, match=r"call hdet\.find before hdet\.attach"):
+        hdet.find(model, optimizer, **settings)
+    search.detach()
+    model.eval()
+    with pytest.raises(ConfigError, match="eval mode"):
+        hdet.find(model, optimizer, **settings)
+    model.train()
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with pytest.raises(ConfigError, match="before the scheduler is made"):
+        hdet.find(model, optimizer, **settings)
+
+
+def test_a_group_at_rate_0_stays_there() -> None:
+    model, optimizer = build()
+    optimizer.param_groups[0]["lr"] = 0.0
+    told = hdet.find(model, optimizer, loss=loss, batches=TRAIN, probe=PROBE, total_steps=500)
+    assert told.given == 5e-4
+    optimizer.param_groups[1]["lr"] = 0.0
+    with pytest.raises(ConfigError, match="learning rate of 0"):
+        hdet.find(model, optimizer, loss=loss, batches=TRAIN, probe=PROBE, total_steps=500)
