@@ -82,7 +82,7 @@ TASK = LineTask(
     clip=1.0,
 )
 SETTING = Setting(0.02, 1e-4, 0.1)
-EVERYONE = found.all_contenders()
+EVERYONE = found.chosen(found.all_contenders(), None, "contender")
 
 
 class Counting(Contender):

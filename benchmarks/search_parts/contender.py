@@ -34,12 +34,14 @@ class Contender(ABC):
         name: of its results. title: for people.
         order: where it stands in tables.
         adaptive: whether it claims to find settings by itself.
+        needs: the package that not everybody has installed; its own extra brings it.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     order: ClassVar[int] = 50
     adaptive: ClassVar[bool] = True
+    needs: ClassVar[str | None] = None
 
     @abstractmethod
     def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:

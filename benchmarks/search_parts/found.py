@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TypeVar
 
@@ -28,13 +29,14 @@ def all_contenders() -> dict[str, Contender]:
 
 
 def chosen(there: Mapping[str, Kind], names: Iterable[str] | None, what: str) -> dict[str, Kind]:
-    """Those of some names; all without names.
+    """Those of some names; without names all whose packages are installed.
 
     Raises:
         ValueError: there is no such.
     """
     if names is None:
-        return dict(there)
+        needs = {name: getattr(one, "needs", None) for name, one in there.items()}
+        return {name: one for name, one in there.items() if needs[name] is None or find_spec(needs[name])}
     unknown = sorted(set(names) - set(there))
     if unknown:
         raise ValueError(f"no {what} is called {', '.join(unknown)}; there are {', '.join(there)}")

@@ -20,7 +20,10 @@ from launch import free_port
 
 import hdet
 
-pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="pip install 'hdet[torchft]'")
+pytestmark = [
+    pytest.mark.skipif(find_spec("torchft") is None, reason="pip install 'hdet[torchft]'"),
+    pytest.mark.timeout(400),  # three lives of a group, each of which imports torch
+]
 HERE = Path(__file__).parent
 Found = dict[str, Any]
 LIGHTHOUSE = Path(sys.executable).parent / "torchft_lighthouse"
@@ -45,12 +48,12 @@ def lighthouse(folder: Path) -> Iterator[str]:
             process.wait()
 
 
-def group(number: int, folder: Path, address: str, stop: int = 0, where: str = "nowhere") -> subprocess.Popen[bytes]:
+def group(number: int, folder: Path, address: str, *given: object, job: str = "job") -> subprocess.Popen[bytes]:
     path = os.pathsep.join([str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RUST_LOG": "warn", "TORCHFT_LIGHTHOUSE": address}
     with (folder / f"group{number}.txt").open("a") as told:
         return subprocess.Popen(
-            [sys.executable, str(HERE / "torchft_job.py"), str(number), str(folder), str(stop), where],
+            [sys.executable, str(HERE / f"torchft_{job}.py"), str(number), str(folder), *map(str, given)],
             env={**os.environ, **environment},
             stdout=told,
             stderr=subprocess.STDOUT,
@@ -64,11 +67,11 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     with lighthouse(folder) as address:
         groups = [group(0, folder, address), group(1, folder, address, 30, "window")]
         try:
-            assert groups[1].wait(60) == -signal.SIGKILL, told(folder)
+            assert groups[1].wait(90) == -signal.SIGKILL, told(folder)
             groups[1] = group(1, folder, address, 50, "meeting")
-            assert groups[1].wait(60) == -signal.SIGKILL, told(folder)
+            assert groups[1].wait(90) == -signal.SIGKILL, told(folder)
             groups[1] = group(1, folder, address)
-            assert [process.wait(60) for process in groups] == [0, 0], told(folder)
+            assert [process.wait(90) for process in groups] == [0, 0], told(folder)
         finally:
             for process in groups:
                 process.kill()
@@ -112,16 +115,7 @@ def test_until_a_group_is_killed_it_is_the_run_of_copies_in_one_process(
         hdet.replicate(model, torch.optim.AdamW(model.parameters(), lr=1e-4), 2), **example.declared(2 * WINDOW)
     )
     while not engine.finished:
-        losses = []
-        for replica in engine.replicas:
-            with replica:
-                loss = example.loss_of(replica.model, example.batch(engine.step_count, replica.data_index))
-                loss.backward()
-            losses.append(loss)
-        for optimizer in engine.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        engine.step(losses)
+        trained(engine, example)
     for record, line in zip(engine.history, ends[0]["windows"][: len(engine.history)], strict=True):
         found = json.loads(line)
         assert found["losses"] == pytest.approx(record.losses, rel=1e-6)
@@ -151,6 +145,54 @@ def test_what_cannot_do_without_a_replica_is_refused(tmp_path: Path, monkeypatch
                     hdet.torchft.ManagedEngine(engine)
         finally:
             manager.shutdown(wait=False)
+
+
+def test_the_outer_merge_is_torchfts_diloco(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nesterov SGD over AdamW: to float tolerance, the same anchors window by window."""
+    with lighthouse(tmp_path) as address:
+        groups = [group(number, tmp_path, address, job="diloco_job") for number in range(2)]
+        try:
+            assert [process.wait(90) for process in groups] == [0, 0], told(tmp_path)
+        finally:
+            for process in groups:
+                process.kill()
+    theirs = [torch.load(tmp_path / f"anchors{number}.pt") for number in range(2)]
+    example = imported(monkeypatch)
+    torch.manual_seed(0)
+    model = example.made()
+    started = [parameter.detach().clone() for parameter in model.parameters()]
+    engine = hdet.Engine(
+        hdet.replicate(model, torch.optim.AdamW(model.parameters(), lr=1e-2), 2),
+        [hdet.LearningRate(spread=hdet.spreads.TwoLevel(0.0))],
+        window=WINDOW,
+        gradients="local",
+        merge=hdet.merges.Outer(0.7, options={"momentum": 0.9, "nesterov": True}),
+        total_steps=4 * WINDOW,
+    )
+    anchors = []
+    while not engine.finished:
+        if trained(engine, example) is not None:
+            anchors.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert len(anchors) == len(theirs[0]) == len(theirs[1]) == 4
+    for own, one, other in zip(anchors, *theirs, strict=True):
+        torch.testing.assert_close(own, one, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    moved = [float((now - then).abs().max()) for now, then in zip(anchors[-1], started, strict=True)]
+    assert min(moved) > 0.1  # so that the tolerance says something
+
+
+def trained(engine: hdet.Engine, example: Any) -> hdet.WindowRecord | None:
+    """One step of an engine's copies in this process."""
+    losses = []
+    for replica in engine.replicas:
+        with replica:
+            loss = example.loss_of(replica.model, example.batch(engine.step_count, replica.data_index))
+            loss.backward()
+        losses.append(loss)
+    for optimizer in engine.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return engine.step(losses)
 
 
 def imported(monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -71,4 +71,5 @@ def main(group: int, folder: Path, stop: int, where: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    stop, where = sys.argv[3:] or ("0", "nowhere")
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(stop), where)
