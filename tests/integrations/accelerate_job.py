@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,19 @@ def loss_of(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
 class Job:
     """What a script makes and prepares."""
 
-    def __init__(self, *, knobs: Any = None, raw: bool = False, precision: str = "no") -> None:
+    def __init__(
+        self, *, knobs: Any = None, raw: bool = False, precision: str = "no", overflowing: Sequence[int] = ()
+    ) -> None:
         for state in (AcceleratorState, PartialState, GradientState):
             state._reset_state() if state is not PartialState else PartialState._shared_state.clear()
         if dist.is_initialized():
             rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
             os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=PARTS, mixed_precision=precision)
+        self.overflowing = overflowing
+        if overflowing:  # what fp16 brings, which Accelerate has on GPUs only
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        self.skipped: list[int] = []
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
@@ -81,9 +88,13 @@ class Job:
                 if self.search is not None:
                     self.search.loss(loss)
                 self.accelerator.backward(loss)
+                if micro in self.overflowing:
+                    next(self.model.parameters()).grad[0, 0] = torch.inf
                 if self.accelerator.sync_gradients:
                     self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
                 self.optimizer.step()
+                if self.accelerator.sync_gradients and self.accelerator.optimizer_step_was_skipped:
+                    self.skipped.append(micro)
                 self.scheduler.step()
                 self.optimizer.zero_grad()
         return self

@@ -7,7 +7,7 @@ from typing import Any
 
 import accelerate_job as cases
 import pytest
-from accelerate_job import HELD, Job
+from accelerate_job import HELD, STEPS, Job
 from launch import launch
 
 import hdet
@@ -21,6 +21,18 @@ def test_held_it_is_the_loop_without_it_bit_for_bit(raw: bool, precision: str, a
     assert held.search is not None
     assert held.search.finished
     assert len(held.search.history) == 5
+    assert_same(held.left(), plain.left())
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_steps_that_its_gradient_scaler_skips_are_none(raw: bool, assert_same: Any) -> None:
+    overflowing = [11, 13, 28]  # the last micro-batch of a step, of the next, and the first of another
+    plain = Job(overflowing=overflowing).train()
+    held = Job(knobs=HELD, raw=raw, overflowing=overflowing).train()
+    assert held.skipped == plain.skipped == [11, 13, 29]
+    assert held.search is not None
+    assert held.search.engine.step_count == STEPS - len(plain.skipped)
+    assert len(held.search.history) == held.search.engine.step_count // 5
     assert_same(held.left(), plain.left())
 
 
