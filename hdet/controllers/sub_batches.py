@@ -33,8 +33,27 @@ def accumulated(sums: Sequence[float], slopes: Sequence[float], kept: float) -> 
     return totals if all(map(math.isfinite, totals)) else tuple(slopes)
 
 
+def scatter_t(sums: Sequence[float]) -> float:
+    """The mean of J numbers over the standard error that their scatter tells: t on J - 1 degrees of freedom.
+
+    0 for fewer than two, and infinite where they are all the same.
+
+    >>> round(scatter_t([1.0, 2.0, 3.0, 2.0]), 2)
+    4.9
+    """
+    values = np.asarray(sums, dtype=np.float64)
+    largest = float(np.abs(values).max(initial=0.0))
+    if len(values) < 2 or largest == 0.0 or not math.isfinite(largest):
+        return 0.0
+    values = values / largest  # squares of very large or small numbers would overflow or vanish
+    mean, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values))
+    if mean == 0.0:
+        return 0.0
+    return mean / error if error > 0.0 else math.copysign(math.inf, mean)
+
+
 def student(sums: Sequence[float]) -> float:
-    """t of the mean of J >= 2 numbers over their own scatter, as its normal equivalent on J - 1 degrees of freedom.
+    """`scatter_t` of J numbers as its normal equivalent.
 
     Windows on one fixed probe err alike, and windows on fresh ones do not. The scatter over j of sums that were kept
     apart by sub-batch shows which it was; adding up the windows' variances would have to assume it.
@@ -42,12 +61,4 @@ def student(sums: Sequence[float]) -> float:
     >>> round(student([1.0, 2.0, 3.0, 2.0]), 2)
     2.38
     """
-    values = np.asarray(sums, dtype=np.float64)
-    largest = float(np.abs(values).max())
-    if largest == 0.0 or not math.isfinite(largest):
-        return 0.0
-    values = values / largest  # squares of very large or small numbers would overflow or vanish
-    mean, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values))
-    if mean == 0.0:
-        return 0.0
-    return normal_equivalent(mean / error, len(values) - 1) if error > 0.0 else math.copysign(math.inf, mean)
+    return normal_equivalent(scatter_t(sums), len(sums) - 1)

@@ -111,11 +111,14 @@ class LineCollector(Collector):
         def read(end: Sequence[Tensor], chosen: Sequence[int], averaged: bool) -> dict[int, Estimate]:
             segments = {k: Segment(start, end, moves[k]) for k in chosen}
             lines = dict(zip(chosen, measure(list(segments.values()), chosen, ends), strict=True))
-            told = {k: replace(along(ends, line), offset=centres[k]) for k, line in lines.items()}
+            told = {
+                k: replace(along(ends, line), offset=centres[k], level=float(line.mean())) for k, line in lines.items()
+            }
             curved = [k for k in chosen if self.curvature_wanted(knobs[k], told[k], averaged)]
             if curved:
                 for k, line in zip(curved, measure([segments[k] for k in curved], curved, between), strict=True):
-                    told[k] = replace(along([*ends, *between], np.concatenate([lines[k], line])), offset=centres[k])
+                    fit = along([*ends, *between], np.concatenate([lines[k], line]))
+                    told[k] = replace(fit, offset=centres[k], level=told[k].level)
             return told
 
         at_last = read(last, range(len(knobs)), averaged=False)

@@ -1,6 +1,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from windows import moves
 
@@ -213,6 +214,38 @@ def test_a_short_run_is_asked_for_less_proof() -> None:
 
     assert raised(100) > math.log(5.0)
     assert raised(1000) == raised(None) == math.log(2.0)
+
+
+def on_a_probe(window: int, fixed: bool) -> Estimate:
+    """A window with t = -3 by itself: on a probe of its own, or on the one of every window."""
+    errors = np.random.default_rng(0 if fixed else window).standard_normal(8)
+    errors = (errors - errors.mean()) / errors.std(ddof=1) * math.sqrt(8)
+    slopes = (errors - 3.0) / 10
+    return Estimate(float(slopes.mean()), stderr=0.1, averaged=Estimate.nothing(), slopes=tuple(slopes))
+
+
+def test_windows_that_prove_little_each_prove_it_together_but_not_on_one_probe_that_errs_alike() -> None:
+    """Twofold above the schedule as given |t| = 3.3 is asked for."""
+    at = replace(LATE, shift=math.log(2.0))
+    fresh, repeated = (moves(Calibrate(), *[(on_a_probe(k, fixed), at) for k in range(5)]) for fixed in (False, True))
+    assert fresh[0] == 0.0
+    assert max(fresh) == 0.5
+    assert fresh[fresh.index(0.5) + 1] == 0.0, (
+        "what was proved where the base stood says nothing of where it stands now"
+    )
+    assert repeated == [0.0] * 5
+
+
+def test_a_rate_at_which_the_run_leads_nowhere_is_raised_on_little_proof() -> None:
+    """Ten windows of this length are left, and each gains what its slope says."""
+    at = replace(LATE, shift=math.log(10.0), step=500, total_steps=1000, length=50)
+    for gain, moved in ((0.02, 0.5), (0.03, 0.0)):  # 0.2 and 0.3 in the rest of the run
+        estimate = Estimate(-gain, stderr=gain / 2.5, averaged=Estimate.nothing(), level=-1.0)
+        assert move(estimate, at) == moved, "a quarter of the loss, whatever its sign"
+        assert move(estimate, replace(at, total_steps=None)) == 0.0, "without an end nothing is left to promise"
+        assert move(replace(estimate, level=None), at) == 0.0
+        strict = Calibrate(min_gain=0.0)
+        assert strict.step(strict.start(), estimate, at)[0] == 0.0
 
 
 def test_by_default_the_ceiling_is_far_above() -> None:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
 
 from pydantic import Field
 
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Veto
+from hdet.controllers.sub_batches import accumulated, scatter_t
 from hdet.spec import register
+
+
+@dataclass(frozen=True)
+class AboveGivenState:
+    """What has been proved where the base stands.
+
+    Attributes:
+        sums: by sub-batch the sum of the slopes since the base last moved.
+    """
+
+    sums: tuple[float, ...] = ()
 
 
 @register
@@ -19,7 +31,12 @@ class AboveGiven(Veto):
 
     Early in training larger steps look better than they are, by an error that no standard error tells. Where a plateau
     shows little either way, each window would raise a rate that was set well. Where the rate is far too low, windows
-    prove it many times over.
+    prove it many times over. So t may be that of the window, or that of all windows since the base last moved: their
+    slopes are summed by sub-batch.
+
+    Far too low is also a rate at which the run leads nowhere. A window's slope in log space is about what its steps
+    have gained. If the steps that are left would gain less than `min_gain` of the loss in this way, no more is asked
+    for than the rule that raises asks for itself.
 
     A short run has few windows to prove it in, and a rate that is raised late costs it more than one that is somewhat
     too high. So s = min(1, total_steps / full_from) reduces what is asked for. Without a known end s is 1.
@@ -28,8 +45,10 @@ class AboveGiven(Veto):
         significance: |t| that is asked for at the schedule as given, and below it.
         doubled_at: shift at which twice as much is asked for in a long run; by default a factor of 3.
         full_from: steps of a run from which the proof is asked for in full; 0 asks for it in every run.
+        min_gain: share of the loss that the rest of the run has to promise. 0 asks for the proof in any case, and so
+            does a run without a known end.
 
-    >>> veto, proof = AboveGiven(), Estimate(slope=-3.0, stderr=1.0)
+    >>> veto, proof = AboveGiven(), Estimate(slope=-3.0, stderr=1.0, level=1.0)
     >>> runs = [Context(shift=math.log(3.0), total_steps=steps) for steps in (100, 10_000)]
     >>> [veto.allow(0.5, veto.start(), proof, run) for run in runs]
     [0.5, 0.0]
@@ -38,10 +57,29 @@ class AboveGiven(Veto):
     significance: float = Field(default=2.0, gt=0, le=100)
     doubled_at: float = Field(default=math.log(3.0), gt=0)
     full_from: int = Field(default=1000, ge=0)
+    min_gain: float = Field(default=0.25, ge=0, le=1)
 
-    def allow(self, move: float, state: Any, estimate: Estimate, context: Context) -> float:
-        if move <= 0 or context.shift <= 0:
+    def start(self) -> AboveGivenState:
+        return AboveGivenState()
+
+    def observe(self, state: AboveGivenState, estimate: Estimate, context: Context) -> AboveGivenState:
+        return AboveGivenState(accumulated(state.sums, estimate.slopes, 1.0)) if estimate.has_sub_batches else state
+
+    def moved(
+        self, state: AboveGivenState, wish: float, move: float, estimate: Estimate, context: Context
+    ) -> AboveGivenState:
+        return state if move == 0 else self.start()
+
+    def allow(self, move: float, state: AboveGivenState, estimate: Estimate, context: Context) -> float:
+        if move <= 0 or context.shift <= 0 or self._leads_nowhere(estimate, context):
             return move
         steps = math.inf if context.total_steps is None else context.total_steps
         share = steps / self.full_from if steps < self.full_from else 1.0
-        return move if estimate.t < -self.significance * (1.0 + share**2 * context.shift / self.doubled_at) else 0.0
+        asked = self.significance * (1.0 + share**2 * context.shift / self.doubled_at)
+        return move if min(estimate.t, scatter_t(state.sums)) < -asked else 0.0
+
+    def _leads_nowhere(self, estimate: Estimate, context: Context) -> bool:
+        if context.total_steps is None or estimate.level is None:
+            return False
+        promised = -estimate.slope * (context.total_steps - context.step) / context.length
+        return promised < self.min_gain * abs(estimate.level)
