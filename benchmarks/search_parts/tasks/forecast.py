@@ -46,7 +46,7 @@ def examples() -> dict[str, Examples]:
 
 
 class Forecaster(nn.Module):
-    """Four residual causal convolutions with growing gaps, and a layer on the last step, which begins at 0."""
+    """Four residual causal convolutions with growing gaps, and a layer on the last step, whose weights begin at 0."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Forecaster(nn.Module):
         self.layers = nn.ModuleList(nn.Conv1d(CHANNELS, CHANNELS, 3, dilation=gap) for gap in DILATIONS)
         self.dropout = Dropout(dropout)
         self.head = nn.Linear(CHANNELS, AHEAD)
-        nn.init.zeros_(self.head.weight)  # begins with the mean of all series
+        nn.init.zeros_(self.head.weight)  # begins near the mean of all series, which is 0
 
     def forward(self, seen: Tensor) -> Tensor:
         """[batch, 48] to [batch, 6]."""

@@ -24,7 +24,7 @@ Examples = tuple[Tensor, Tensor, Tensor]
 def examples() -> dict[str, Examples]:
     """(force [n, 32], times [n, 8, 1], motion [n, 8]) of each split.
 
-    A pendulum at rest, x'' = -sin(3 x) - 0.3 x' + f(t), is pushed by a random sum of five sines. Its place at eight
+    A pendulum at rest, x'' = -sin(3 x) - 0.3 x' + 2 f(t), is pushed by a random sum of five sines. Its place at eight
     times of each push, in units of the standard deviation over all, with noise of 0.1 on what is trained on.
     """
     rng = np.random.default_rng(20260113)
