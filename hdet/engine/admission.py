@@ -10,6 +10,7 @@ from hdet.evidence.contrast import Contrast
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.evidence_needs import EvidenceNeeds
 from hdet.hparams.knob import Knob
+from hdet.merging import Merge
 from hdet.replicas import Replicas
 from hdet.signals import Objective, Probe, Signal
 
@@ -147,4 +148,22 @@ def guarded(guard: Guard | None, signal: Signal) -> None:
         raise ConfigError(
             f"guard={type(guard).__name__}() compares the held-out loss at two points; give the engine "
             f"signal=hdet.Probe(...)"
+        )
+
+
+def one_model(merge: Merge, guard: Guard | None, knobs: Sequence[BoundKnob]) -> None:
+    """What looks at the one model that all replicas become needs a merge that makes them one."""
+    if merge.makes_alike:
+        return
+    if guard is not None:
+        raise ConfigError(
+            f"the merge {merge.kind} leaves replicas apart, and {type(guard).__name__} would judge the first of them "
+            f"and send all back to its point; give guard=None (Exploit itself gives up members that do badly)"
+        )
+    lines = [knob.name for knob in knobs if not knob.evidence.diverges]
+    if lines:
+        raise IdentifiabilityError(
+            f"{', '.join(lines)}: the merge {merge.kind} leaves replicas apart, so there are no common weights about "
+            f"which a held-out loss could be read; take evidence that compares replicas, such as "
+            f"hdet.evidence.Population()"
         )

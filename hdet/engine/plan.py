@@ -115,6 +115,7 @@ class Plan:
             assert isinstance(knob.evidence, Evidence)  # each that can be declared is one
             sources[knob.evidence] = None
         merge = merge if merge is not None else Mean()
+        admission.one_model(merge, guard, bound)
         explored = any(knob.evidence.diverges and knob.spec.spread.width for knob in bound)
         return cls(
             replicas=replicas,
