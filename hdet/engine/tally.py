@@ -171,7 +171,7 @@ class Tally:
             more = failed[MOST_REPLICAS:]
             since = math.ceil(np.nan_to_num(bad_steps[more]).max())
             faults.append({"kind": "non_finite", "more_replicas": len(more), "step": step - max(1, since)})
-        apart = _differ(closed[valid]) and not _differ(opened)
+        apart = _differ(closed[valid] if len(failed) else closed) and not _differ(opened)
         return Reading(np.where(valid & (told > 0), loss, np.nan), valid, faults, apart)
 
     @torch.no_grad()

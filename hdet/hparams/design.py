@@ -149,7 +149,7 @@ class Hadamard(Design):
         width = order - skipped
         raw = _raw(n + width + 2 * knobs, seed, window, "hadamard", *names)
         row_keys, column_keys, knob_keys, sign_keys = np.split(raw, [n, n + width, n + width + knobs])
-        rows, columns = _order(row_keys), _order(column_keys)
+        rows, columns = _order(row_keys), _first(column_keys, min(knobs, width))
         # the knobs are shuffled too: else knobs k and k + width would be aliased in every window
         place = np.empty(knobs, dtype=np.int64)
         place[_order(knob_keys)] = np.arange(knobs) % width
@@ -158,8 +158,11 @@ class Hadamard(Design):
             upper[rows >= order] ^= True
         design = np.empty((knobs, n))  # knob by knob in memory
         for own, column, above in zip(design, levels, upper.T.copy(), strict=True):
-            own[~above] = column[: n // 2]
-            own[above] = column[n // 2 :]
+            low, high = column[: n // 2], column[n // 2 :]
+            if (low == low[0]).all() and (high == high[0]).all():  # two levels: who is which does not matter
+                own[:] = np.where(above, high[0], low[0])
+            else:
+                own[~above], own[above] = low, high
         return design.T
 
 
@@ -283,6 +286,17 @@ def _order(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
     ordered = np.take_along_axis(keys, order, axis=-1)
     tied = bool((ordered[..., 1:] == ordered[..., :-1]).any())
     return np.argsort(keys, axis=-1, kind="stable") if tied else order
+
+
+def _first(keys: NDArray[np.uint64], count: int) -> NDArray[np.int64]:
+    """`_order(keys)[:count]`; of thousands of columns a few knobs take a few, and no more are put in order."""
+    if count >= len(keys):
+        return _order(keys)
+    least = np.argpartition(keys, count)[: count + 1]
+    least = least[np.argsort(keys[least])]
+    ordered = keys[least]
+    tied = bool((ordered[1:] == ordered[:-1]).any())
+    return _order(keys)[:count] if tied else least[:count]
 
 
 def _raw(count: int, seed: int, window: int, purpose: str, *names: str) -> NDArray[np.uint64]:

@@ -50,7 +50,7 @@ def order_from(least: int) -> int:
     return next(order for order in itertools.count(least) if exists(order))
 
 
-def entries(order: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.int64]:
+def entries(order: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.int8]:
     """hadamard(order)[rows][:, columns], in memory for these entries: thousands of replicas have few knobs.
 
     A matrix doubled a times from one of order m has the entries (-1)^popcount(i // m & j // m) M[i % m, j % m].
@@ -65,16 +65,15 @@ def entries(order: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> 
         raise ValueError(f"no Hadamard matrix of order {order} is known here")
     matrix = hadamard(base)
     assert matrix is not None
-    narrow = np.min_scalar_type(order)
+    narrow = np.min_scalar_type(order - 1)
     high = (rows // base).astype(narrow)[:, None] & (columns // base).astype(narrow)
     for shift in (32, 16, 8, 4, 2, 1):
         if order >> shift:
             high = high ^ (high >> shift)
-    signs: NDArray[np.int64] = 1 - 2 * (high & 1).astype(np.int64)
+    signs: NDArray[np.int8] = 1 - 2 * (high & 1).astype(np.int8)
     if base == 1:
         return signs
-    found: NDArray[np.int64] = matrix[np.ix_(rows % base, columns % base)] * signs
-    return found
+    return matrix[np.ix_(rows % base, columns % base)].astype(np.int8) * signs
 
 
 def _undoubled(order: int) -> int | None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hdet.errors import ConfigError
+from hdet.hparams import design as designs
 from hdet.hparams.design import Design, Fixed, Hadamard, LatinHypercube, Permutation, mirrored
 from hdet.hparams.hadamard import hadamard, order_from
 from hdet.hparams.spread import OneSided, Symmetric, TwoLevel
@@ -295,3 +296,12 @@ def test_arguments_that_do_not_fit_are_refused(
 @each_design
 def test_a_design_survives_writing_down(design: Design) -> None:
     assert Design.from_dict(design.to_dict()) == design
+
+
+@pytest.mark.parametrize("largest", [4, 2**63])
+@pytest.mark.parametrize("count", [1, 3, 50])
+def test_the_first_of_an_order_are_those_of_the_whole_order(largest: int, count: int) -> None:
+    """Ties included, of which words below 4 have many."""
+    for seed in range(20):
+        keys = np.random.default_rng(seed).integers(0, largest, 50, dtype=np.uint64)
+        assert designs._first(keys, count).tolist() == designs._order(keys)[:count].tolist()

@@ -35,16 +35,19 @@ def varies(columns: FloatArray) -> NDArray[np.bool_]:
     """Which columns of [n, P] take more than one value, rounding aside."""
     if len(columns) == 0:
         return np.zeros(columns.shape[1], dtype=np.bool_)
-    return _moving(columns, columns - columns.mean(axis=0))
+    return _centred(columns)[1]
 
 
-def _moving(columns: FloatArray, centred: FloatArray) -> NDArray[np.bool_]:
-    return np.asarray(_largest(centred) > _NEGLIGIBLE * _largest(columns))
+def _centred(columns: FloatArray) -> tuple[FloatArray, NDArray[np.bool_]]:
+    """[P, n] the columns less their means, one after another in memory, and [P] which of them vary."""
+    rows = np.ascontiguousarray(columns.T)
+    centred = rows - columns.mean(axis=0)[:, None]
+    return centred, np.asarray(_largest(centred) > _NEGLIGIBLE * _largest(rows))
 
 
-def _largest(columns: FloatArray) -> FloatArray:
-    """[P] The largest absolute value of each of [n, P]; column by column in memory, which long ones are faster in."""
-    largest: FloatArray = np.abs(np.ascontiguousarray(columns.T)).max(axis=1)
+def _largest(rows: FloatArray) -> FloatArray:
+    """[P] The largest absolute value of each of [P, n]."""
+    largest: FloatArray = np.maximum(rows.max(axis=1), -rows.min(axis=1))
     return largest
 
 
@@ -67,19 +70,22 @@ def regress(columns: FloatArray, losses: FloatArray, *, replica_noise: bool = Fa
     nothing = Fit(np.zeros(count), np.full(count, np.inf), np.zeros(count, dtype=np.bool_), np.zeros((count, 0)))
     if n < 2:
         return nothing
-    centred = columns - columns.mean(axis=0)
-    moving = _moving(columns, centred)
+    centred, moving = _centred(columns)
     if not moving.any():
         return nothing
-    centred = centred[:, moving]  # column by column in memory
-    largest = _largest(centred)
-    scale = largest * np.sqrt(((centred / largest) ** 2).mean(axis=0))  # levels of 1e154 and more have no square
-    if not np.isfinite(centred / scale).all():
+    # Of thousands of replicas new memory takes longer than arithmetic, so that there is little of it.
+    centred = centred.T if moving.all() else centred[moving].T  # column by column in memory
+    largest = _largest(centred.T)
+    scaled = centred / largest
+    scale = largest * np.sqrt(np.square(scaled, out=scaled).mean(axis=0))  # levels of 1e154 and more have no square
+    np.divide(centred, scale, out=scaled)
+    if not np.isfinite(scaled).all():
         return nothing
-    left, singular, right = np.linalg.svd(centred / scale, full_matrices=False)
+    left, singular, right = np.linalg.svd(scaled, full_matrices=False)
     rank = int((singular > np.sqrt(n) * _NEGLIGIBLE * singular[0]).sum())
     left, singular, right = left[:, :rank], singular[:rank], right[:rank]
-    inverse = (right.T / singular) @ left.T / scale[:, None]
+    inverse = (right.T / singular) @ left.T
+    inverse /= scale[:, None]
 
     contrasts = losses - losses[0]  # first, so that equal losses leave 0 and not rounding, which would look certain
     contrasts = contrasts - contrasts.mean(axis=0)
@@ -97,7 +103,7 @@ def regress(columns: FloatArray, losses: FloatArray, *, replica_noise: bool = Fa
         if batches > 1 and freedom > 0:
             own = ((residuals - common[:, None]) ** 2).sum() / (freedom * (batches - 1))
             excess = max(excess - float(own) / batches, 0.0)
-        variance += excess * (inverse**2).sum(axis=1)
+        variance += excess * np.square(inverse, out=inverse).sum(axis=1)
 
     identified = np.zeros(count, dtype=np.bool_)
     identified[moving] = (right**2).sum(axis=0) > 1 - 1e-6
