@@ -37,7 +37,7 @@ from search_parts.task import SIZES, Setting, Task
 import hdet
 
 ROOT = Path(__file__).parents[1]
-TASKS = ("teacher", "digits_conv", "digits_noise", "ratings", "tabular", "denoise", "text_small")
+TASKS = ("teacher", "digits_conv", "digits_noise", "ratings", "tabular", "denoise")
 NEAR = 2.0
 SHORTER = (50, 10, 1)
 FACTORS = tuple(2.0**k for k in range(-5, 7))

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import search
 from search_parts import cell as cells
-from search_parts import found, statistics, sweep
+from search_parts import found, range_test, statistics, sweep
 from search_parts.cell import Cell, Result
 from search_parts.contender import Contender, Outcome, begin, train
 from search_parts.meter import Meter
@@ -175,6 +175,17 @@ def test_the_recommended_recipe_pays_for_its_probes_with_steps() -> None:
     trained = result.details["steps"] * 3 * TASK.batch
     assert trained < TASK.budget
     assert result.forward + 2 * result.backward > trained
+
+
+def test_the_range_tests_rules_are_those_of_their_makers() -> None:
+    finder = pytest.importorskip("lightning.pytorch.tuner.lr_finder")
+    rates = np.logspace(-8, 0, 100)
+    losses = 2.0 - 1.5 / (1.0 + (1e-3 / rates) ** 2) + 40.0 * rates**2 + 0.01 * np.sin(np.arange(100.0))
+    made = finder._LRFinder(mode="exponential", lr_min=1e-8, lr_max=1.0, num_training=100)
+    made.results = {"lr": rates.tolist(), "loss": losses.tolist()}
+    assert range_test.steepest(rates, losses) == pytest.approx(made.suggestion(), rel=0.25)
+    assert range_test.tenth_of_lowest(rates, losses) == pytest.approx(rates[losses.argmin()] / 10)
+    assert rates[10] < range_test.valley(rates, losses) < rates[losses.argmin()]
 
 
 def test_all_contenders_see_the_same_examples() -> None:
