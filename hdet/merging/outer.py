@@ -98,7 +98,12 @@ class Outer(Merge):
 class OuterStep(Merger):
     """The outer optimizer at work.
 
-    Its parameters stand for displacements from the window's opening, and take memory while it steps only.
+    Its parameters stand for displacements from the window's opening. They, and the optimizer, are made for each step:
+    in between there is its state alone.
+
+    Attributes:
+        state: what the outer optimizer knows of each parameter that moves.
+        groups: what it keeps in its parameter groups, its settings included.
     """
 
     moves_alike: ClassVar[bool] = True
@@ -107,22 +112,29 @@ class OuterStep(Merger):
         super().__init__(scene)
         self.spec = spec
         self.inner = spec.merge.at_work(scene)
-        self._origins: dict[int, nn.Parameter] = {}
         self._opened: list[Tensor] = []
-        self.optimizer = self._made()
+        self.state: dict[nn.Parameter, dict[str, Any]] = {}
+        self.groups = _settings(spec.made(self._displacements()))
+        self._declared = copy.deepcopy(self.groups)
 
-    def _made(self) -> Optimizer:
-        """The optimizer of the parameters that move now; what it knows of them is kept."""
-        known, states = self._origins, self.optimizer.state if self._origins else {}
-        self._origins = {
-            id(parameter): known[id(parameter)] if id(parameter) in known else _displacement(parameter)
-            for parameter in self.scene.moving.parameters[0]
-        }
-        optimizer = self.spec.made(list(self._origins.values()))
-        optimizer.state.update({origin: states[origin] for origin in self._origins.values() if origin in states})
-        for origin in self._origins.values():
-            _take_memory(origin)
-        return optimizer
+    def _displacements(self) -> list[nn.Parameter]:
+        return [_displacement(parameter) for parameter in self.scene.moving.parameters[0]]
+
+    def _made(self) -> tuple[Optimizer, list[nn.Parameter]]:
+        """The optimizer of the parameters that move now, with what is known of them; and its own parameters."""
+        displacements = self._displacements()
+        optimizer = self.spec.made(displacements)
+        for group, settings in zip(optimizer.param_groups, self.groups, strict=True):
+            group.update(settings)
+        for parameter, displacement in zip(self.scene.moving.parameters[0], displacements, strict=True):
+            if parameter in self.state:
+                optimizer.state[displacement] = self.state[parameter]
+        return optimizer, displacements
+
+    def _keep(self, optimizer: Optimizer, displacements: list[nn.Parameter]) -> None:
+        pairs = zip(self.scene.moving.parameters[0], displacements, strict=True)
+        self.state = {parameter: optimizer.state[own] for parameter, own in pairs if own in optimizer.state}
+        self.groups = _settings(optimizer)
 
     def open_apart(self) -> None:
         self.inner.open_apart()
@@ -144,70 +156,61 @@ class OuterStep(Merger):
     @torch.no_grad()
     def _step(self) -> None:
         moving = self.scene.moving
-        if list(self._origins) != [id(parameter) for parameter in moving.parameters[0]]:
-            self.optimizer = self._made()
         own = [tensors.wide(value) for value in moving.values()]
         starts = [tensors.wide(value.to(now.device)) for value, now in zip(self.scene.opening(), own, strict=True)]
         displaced = torch._foreach_sub(starts, own)
-        origins = list(self._origins.values())
-        for origin in origins:
-            _give_memory(origin)
-        for origin, gradient in zip(origins, displaced, strict=True):
-            origin.grad = torch.zeros_like(origin)
-            tensors.local(origin.grad).copy_(gradient)
-        self.optimizer.step()
-        merged = [tensors.local(origin.detach()) for origin in origins]
+        optimizer, displacements = self._made()
+        for displacement, gradient in zip(displacements, displaced, strict=True):
+            displacement.grad = torch.zeros_like(displacement)
+            tensors.local(displacement.grad).copy_(gradient)
+        optimizer.step()
+        self._keep(optimizer, displacements)
+        merged = [tensors.local(displacement.detach()) for displacement in displacements]
         torch._foreach_add_(merged, displaced)  # 0, exactly, after a step of rate 1
-        for host, (_, optimizer) in enumerate(self.scene.replicas.hosts):
-            states = [optimizer.state.get(parameter, {}) for parameter in moving.parameters[host]]
+        for host, (_, inner) in enumerate(self.scene.replicas.hosts):
+            states = [inner.state.get(parameter, {}) for parameter in moving.parameters[host]]
             for change, state in zip(merged, states, strict=True):
                 if moving.evaluates_average and "z" in state:  # z comes along, and x with both
                     tensors.local(state["z"]).add_(change)
         torch._foreach_add_(merged, own)
         for host in range(len(self.scene.replicas.hosts)):
             tensors.copy_(moving.values(host), merged)
-        for origin in origins:
-            _take_memory(origin)
-            origin.grad = None
 
     def forget(self) -> None:
         self.inner.forget()
-        self.optimizer.state.clear()
+        self.state, self.groups = {}, copy.deepcopy(self._declared)
 
     def state_dict(self) -> dict[str, Any]:
+        optimizer, _ = self._made()
         return {
             "inner": self.inner.state_dict(),
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "optimizer": copy.deepcopy(optimizer.state_dict()),
             "opened": tensors.clones(self._opened),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved, opened = state["optimizer"], state["opened"]
-        origins = list(self._origins.values())
+        optimizer, displacements = self._made()
+        known = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, entries in saved["state"].items():
             for key, value in entries.items():
-                if isinstance(value, Tensor) and value.dim() and value.shape != origins[number].shape:
+                if isinstance(value, Tensor) and value.dim() and value.shape != known[number].shape:
                     raise CheckpointError(
                         f"the checkpoint's outer {key} is {list(value.shape)}, and the parameter is "
-                        f"{list(origins[number].shape)}; build the model as it was"
+                        f"{list(known[number].shape)}; build the model as it was"
                     )
         self.inner.load_state_dict(state["inner"])
-        self.optimizer.load_state_dict(copy.deepcopy(saved))
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        self._keep(optimizer, displacements)
         # Of another number of replicas nothing is known but that they open alike.
         self._opened = list(opened) if len(opened) == len(self.scene.replicas.hosts) else []
 
 
 def _displacement(parameter: nn.Parameter) -> nn.Parameter:
-    """One of a parameter, sharded as it is, in float32 at least."""
+    """None yet, of a parameter: sharded as it is, in float32 at least."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
-    return nn.Parameter(torch.empty_like(parameter.detach(), dtype=wide))
+    return nn.Parameter(torch.zeros_like(parameter.detach(), dtype=wide))
 
 
-def _give_memory(displacement: nn.Parameter) -> None:
-    own = tensors.local(displacement.detach())
-    own.untyped_storage().resize_(own.numel() * own.element_size())
-    own.zero_()
-
-
-def _take_memory(displacement: nn.Parameter) -> None:
-    tensors.local(displacement.detach()).untyped_storage().resize_(0)
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

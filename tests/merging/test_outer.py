@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -123,13 +125,51 @@ def test_between_its_steps_it_holds_the_outer_state_alone(
     """Lookahead's slow weights are the window's opening, of which there is no second copy."""
     engine = engine_of(problem, Outer(0.5, options=options), n=1)  # type: ignore[arg-type]
     train(engine, 8)
-    optimizer = engine.cycle.merger.optimizer  # type: ignore[attr-defined]
-    state = [value for own in optimizer.state.values() for value in own.values() if isinstance(value, torch.Tensor)]
-    slow = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    size = sum(
-        tensor.untyped_storage().nbytes() for tensor in [*slow, *state, *(p.grad for p in slow if p.grad is not None)]
-    )
+    own = {name: value for name, value in vars(engine.cycle.merger).items() if name not in ("scene", "inner", "spec")}
+    size = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(own))
     assert size == copies * sum(value.numel() * value.element_size() for value in held(engine))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value, *([value.grad] if value.grad is not None else [])]
+    if isinstance(value, (list, tuple)):
+        return [tensor for entry in value for tensor in tensors_in(entry)]
+    if isinstance(value, torch.optim.Optimizer):
+        return tensors_in(vars(value))
+    return tensors_in(list(value.values())) if isinstance(value, dict) else []
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda engine: pickle.loads(pickle.dumps(engine))])
+@pytest.mark.parametrize("step", [0, 9])
+def test_an_engine_is_copied_with_it(step: int, copied: Any, problem: Any, train: Any) -> None:
+    """Its outer state goes along, and follows the copied weights."""
+    engine = engine_of(problem, Outer())
+    train(engine, step)
+    other = copied(engine)
+    train(engine)
+    train(other)
+    assert same(held(engine), held(other))
+
+
+def test_an_outer_optimizer_that_begins_with_a_state_begins_with_it_anew(problem: Any, train: Any) -> None:
+    """Adagrad makes its sums of squares as it is made; a run that goes back has them as at first."""
+    merge = Outer(0.1, optimizer="Adagrad", options={"initial_accumulator_value": 0.5})
+    engine = engine_of(problem, merge)
+    train(engine, 4)
+    train(engine, 8, loss=lambda model, batch: problem.loss(model, batch) * float("nan"))
+    engine.cycle.merger.forget()
+    first = engine_of(problem, merge)
+    assert all(
+        torch.equal(own["sum"], other["sum"])
+        for own, other in zip(
+            engine.cycle.merger.state_dict()["optimizer"]["state"].values(),
+            first.cycle.merger.state_dict()["optimizer"]["state"].values(),
+            strict=True,
+        )
+    )
+    train(engine)
+    assert all(value.isfinite().all() for value in held(engine))
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
