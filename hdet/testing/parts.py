@@ -38,7 +38,7 @@ def a_veto_only_shrinks(veto: Veto) -> None:
 
 
 def _vetoed(veto: Veto) -> Ruled:
-    return Ruled(rules=(SlopeSum(gate=0.0),), vetoes=(veto,))
+    return Ruled(rules=(SlopeSum(gate=0.0, lower_gate=0.0),), vetoes=(veto,))
 
 
 RULE_LAWS = (rules_keep_the_laws_of_controllers,)

@@ -34,10 +34,11 @@ CONTROLLERS: dict[str, Controller] = {
         stall_ratio=1.2,
         return_step=0.1,
     ).without("above_given"),
-    "regularize": Regularize(early_until=0.0).without("restore"),
+    "regularize": Regularize(gate=2.0, early_until=0.0).without("restore"),
     "regularize_other": Regularize(
         rate=0.1,
         gate=0.5,
+        lower_gate=0.5,
         early_until=0.0,
         saturation=2.0,
         memory=0.95,

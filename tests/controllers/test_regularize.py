@@ -7,7 +7,15 @@ from windows import moves
 
 from hdet.controllers import Context, Estimate, Gated, GatedState, Regularize, RuledState
 
-EAGER = {"rate": 0.1, "gate": 1.0, "memory": 0.0, "window_steps": None, "min_harm": 0.0, "min_effect": 0.0}
+EAGER = {
+    "rate": 0.1,
+    "gate": 1.0,
+    "lower_gate": 1.0,
+    "memory": 0.0,
+    "window_steps": None,
+    "min_harm": 0.0,
+    "min_effect": 0.0,
+}
 
 
 def rule(**options: Any) -> Regularize:
@@ -35,7 +43,7 @@ def later(regularize: Regularize, estimate: Estimate, loss: float | None) -> flo
 
 def test_slopes_are_added_per_unit_of_the_value_and_so_are_their_variances() -> None:
     """By hand: base 0.5 and slope 1 +- 0.2, then base 2 and slope -1 +- 2.4, of which memory .5 keeps half."""
-    regularize = rule(memory=0.5, saturation=100.0, gate=0.0, rate=1.0)
+    regularize = rule(memory=0.5, saturation=100.0, gate=0.0, lower_gate=0.0, rate=1.0)
     _, state = regularize.step(regularize.start(), Estimate(1.0, stderr=0.2), Context(base=0.5))
     summed = state.parts["slope_sum"]
     assert (summed.total, summed.variance) == pytest.approx((2.0, 0.4**2))
@@ -122,9 +130,17 @@ def test_weights_that_have_learnt_nothing_say_nothing_of_more() -> None:
     assert move(regularize, slope(1.0), step=29, total_steps=100) == pytest.approx(-0.1)
 
 
+def test_a_raise_takes_less_proof_than_a_lowering() -> None:
+    """More vetoes watch over it; and what calls for less decay now may call for more in the end."""
+    regularize = rule(gate=1.0, lower_gate=2.0)
+    for wanted, t, moved in ((-1.0, 1.1, 1), (-1.0, 0.9, 0), (1.0, 1.9, 0), (1.0, 2.1, -1)):
+        went = move(regularize, slope(wanted, t=t), step=500, total_steps=1000)
+        assert (went > 0) - (went < 0) == moved, t
+
+
 def test_early_in_the_run_more_proof_is_asked_for() -> None:
     """2.5 standard errors are enough from 30 % of the run on, where its end is known, and where a gate is higher."""
-    regularize = rule(gate=2.0, early_gate=3.0, early_until=0.3)
+    regularize = rule(lower_gate=2.0, early_gate=3.0, early_until=0.3)
     for t, step, total, moved in (
         (2.5, 29, 100, False),
         (3.5, 29, 100, True),
@@ -132,7 +148,7 @@ def test_early_in_the_run_more_proof_is_asked_for() -> None:
         (2.5, 29, None, True),
     ):
         assert (move(regularize, slope(1.0, t=t), step=step, total_steps=total) < 0.0) is moved
-    assert move(regularize.replace(rules=rule(gate=4.0).rules), slope(1.0, t=3.5), step=0, total_steps=100) == 0.0
+    assert move(regularize.replace(rules=rule(lower_gate=4.0).rules), slope(1.0, t=3.5), step=0, total_steps=100) == 0.0
 
 
 def test_a_knob_too_weak_to_do_harm_is_not_lowered() -> None:

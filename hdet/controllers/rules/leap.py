@@ -21,9 +21,11 @@ class Leap(SlopeSum):
     where that is further than `SlopeSum` would go.
 
     Args:
+        gate: |tau| that a leap takes; higher than that of a step.
         min_effect: |slope| as a share of the level from which a knob has an effect; 0 never leaps.
     """
 
+    gate: float = Field(default=2.0, ge=0, le=100)
     min_effect: float = Field(default=1e-2, ge=0)
 
     def propose(self, state: SlopeSumState, estimate: Estimate, context: Context) -> float | None:

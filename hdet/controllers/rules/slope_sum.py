@@ -75,9 +75,11 @@ class SlopeSum(SummedSlopes):
     Args:
         rate: largest move in a window of `window_steps` steps, in coordinates. Other windows have their share of it,
             by their length.
-        gate: |tau| below which the base holds. At 2 a knob without effect is moved by one window in twenty.
-        early_gate: the same before the share `early_until` of the run, if it is higher than `gate`: what loss falls
-            fastest with now is no measure yet of what generalizes. A run without a known end has no share.
+        gate: |tau| that a move up takes.
+        lower_gate: tau that a move down takes: a slope tells of the next steps, in which less decay is better more
+            often than in the run. At 2 a knob without effect is moved by one window in forty.
+        early_gate: the same before the share `early_until` of the run, if it is higher: what loss falls fastest with
+            now is no measure yet of what generalizes. A run without a known end has no share.
         saturation: |tau| at which a move is as large as it gets.
         max_scale: how many `rate` a longer window may move by.
         memory: share of the sum that is kept over `window_steps` steps.
@@ -90,7 +92,8 @@ class SlopeSum(SummedSlopes):
     """
 
     rate: float = Field(default=0.4, gt=0, le=10)
-    gate: float = Field(default=2.0, ge=0, le=100)
+    gate: float = Field(default=1.0, ge=0, le=100)
+    lower_gate: float = Field(default=2.0, ge=0, le=100)
     early_gate: float = Field(default=3.0, ge=0, le=100)
     early_until: float = Field(default=0.3, ge=0, le=1)
     saturation: float = Field(default=4.0, gt=0, le=100)
@@ -101,5 +104,6 @@ class SlopeSum(SummedSlopes):
             return None
         scale = min(window_share(self.window_steps, context), self.max_scale)
         early = context.total_steps is not None and context.step < self.early_until * context.total_steps
-        gate = max(self.gate, self.early_gate) if early else self.gate
+        down = max(self.lower_gate, self.early_gate) if early else self.lower_gate
+        gate = down if state.tau > 0 else self.gate
         return gated_move(state.tau, self.rate, gate, self.saturation, scale) or None
