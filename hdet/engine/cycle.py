@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hdet.controllers import Estimate
 from hdet.engine import recovery
@@ -93,6 +94,7 @@ class Cycle:
         self._last_step = plan.total_steps
         self._begun = False
         self._whole = False
+        self._sound = np.ones(self.home.size, dtype=bool)  # of the window that has closed
         self._met = False  # a warm noisy start (`hdet.perturb`) may have set the replicas apart
         self._seats_share_models = len(self.home.local) > len(self.hosts)
         self._places = _first_indices(self.home.local, len(self.hosts))
@@ -239,6 +241,7 @@ class Cycle:
         moves = {knob.name: 0.0 for knob in self.knobs}
         reasons: dict[str, dict[str, str]] = {}
         merged, faults = False, list(reading.faults)
+        self._sound = reading.valid
         if reading.valid.any():
             self.restores = 0
             harvest = Harvest(window, reading.losses, reading.valid)
@@ -258,8 +261,8 @@ class Cycle:
         else:
             self.restores += 1
             faults.append(recovery.restore(self.plan, self.anchor))
-            self.averages.reset()
-            self.merger.forget()
+            self._forget_averages()
+            self.merger.restored()
             if self.watch is not None:
                 moves = recovery.retreat(self.knobs, bases, self._moment(window, None))
         now = time.perf_counter()
@@ -314,11 +317,22 @@ class Cycle:
                 "with at='average'"
             )
         with self.at_base(), self._evaluated(), ExitStack() as stack:
-            everyone = np.ones(self.home.size, dtype=bool)
-            mean = self.scene.averaged(everyone, min(strides), before=True) if strides else []
+            sound = self._sound
+            if self.scene.apart and self.tally.steps and not self.finished:
+                sound = self.tally.read(self.step_count).valid
+            mean: list[Tensor] = []
+            if strides and sound.any():
+                mean = self.scene.averaged(sound, min(strides), before=True)
+            elif self.scene.apart and sound.any():
+                mean = self.scene.weights(sound)
             for host in range(len(self.hosts) if mean else 0):
                 stack.enter_context(tensors.substituted(self.moving.values(host), mean))
             yield
+
+    def _forget_averages(self) -> None:
+        """The models were put to another point."""
+        self.averages.forget()
+        self._sound = np.ones(self.home.size, dtype=bool)
 
     @contextmanager
     def _evaluated(self) -> Iterator[None]:
@@ -403,7 +417,7 @@ class Cycle:
         went_back = recovery.guarded(self.plan, self.watch, harvest, bases, ahead, moment)
         if went_back is not None:
             self._met = went_back.alike
-            self.averages.reset()
+            self._forget_averages()
             self.merger.forget()
             for collector in self.collectors:
                 collector.forget()
@@ -445,6 +459,7 @@ class Cycle:
     def resume(self, window: int, finished: bool) -> None:
         """Take up a run at `step_count`, where all replicas are alike: open a window, or be at the end."""
         self._last_step = self.plan.total_steps
+        self._forget_averages()
         self._met = window > 0
         self.home.restored(merged=self._met)
         self.finished = finished

@@ -61,6 +61,10 @@ class Merger(ABC):
     def forget(self) -> None:  # noqa: B027
         """The run went back to an earlier point: what is remembered came from where it led astray."""
 
+    def restored(self) -> None:
+        """All replicas failed, and this process has put its own back to the window's opening."""
+        self.forget()
+
     def state_dict(self) -> dict[str, Any]:
         """What outlives windows, as plain numbers and tensors."""
         return {}

@@ -47,9 +47,13 @@ class RunningMean:
         self._flat: list[list[Tensor]] = []
 
     def reset(self) -> None:
-        """Forget what was added, and after a second time what the mean was before, too."""
+        """Begin a new mean; this one is what it was before."""
         self._calls, self._before = 0, self.count
         self.count = 0
+
+    def forget(self) -> None:
+        """There is no mean, and was none before."""
+        self._calls = self._before = self.count = 0
 
     @torch.no_grad()
     def add(self) -> None:
@@ -161,6 +165,11 @@ class Averages:
         """A window opens."""
         for mean in self._means.values():
             mean.reset()
+
+    def forget(self) -> None:
+        """The run goes on from another point: its averages are of where it no longer is."""
+        for mean in self._means.values():
+            mean.forget()
 
     def add(self) -> None:
         """A step was made. What a Schedule-Free optimizer evaluates is an average already, and takes no second."""

@@ -106,6 +106,84 @@ def test_where_there_is_none_the_weights_are_as_they_are(problem: Any, train: An
     assert close(averaged(engine), weights_of(engine))
 
 
+def failing_at(step: int, engine: Engine, problem: Any, replicas: tuple[int, ...]) -> Any:
+    """The loss, which is NaN for some replicas from a step on."""
+    bad = [engine.replicas[index].model for index in replicas]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        own: Tensor = problem.loss(model, batch)
+        return own * float("nan") if model in bad and engine.step_count >= step else own
+
+    return loss
+
+
+@pytest.mark.parametrize("stop", [3, WINDOW, WINDOW + 1, TOTAL])
+def test_a_replica_that_failed_takes_no_part(stop: int, problem: Any, train: Any) -> None:
+    """Within the window, after it and at the run's end."""
+    engine = engine_of(problem, n=3, gradients="local")
+    rows: list[tuple[int, list[Tensor]]] = []
+
+    def after(step: int) -> None:
+        rows.extend((step, tensors.clones(tensors.parameters(engine.hosts[host][0]))) for host in (0, 2))
+
+    failed_at = {3: 2, WINDOW: 2, WINDOW + 1: 2, TOTAL: 9}[stop]
+    train(engine, min(stop, WINDOW) if stop != TOTAL else stop, loss=failing_at(failed_at, engine, problem, (1,)),
+          after_update=after)  # fmt: skip
+    if stop == WINDOW + 1:
+        train(engine, stop, after_update=after)
+    first = {3: 0, WINDOW: 0, WINDOW + 1: WINDOW, TOTAL: 8}[stop]
+    sound = [row for step, row in rows if step >= first]
+    if stop == WINDOW + 1:
+        sound.append(tensors.clones(tensors.parameters(engine.hosts[1][0])))
+    expected = [torch.stack(same).mean(dim=0) for same in zip(*sound, strict=True)]
+    for host in range(3):
+        with engine.averaged():
+            assert close(tensors.clones(tensors.parameters(engine.hosts[host][0])), expected)
+
+
+def test_where_all_failed_within_a_window_the_weights_are_as_they_are(problem: Any, train: Any) -> None:
+    engine = engine_of(problem, n=2, gradients="local")
+    train(engine, 3, loss=failing_at(1, engine, problem, (0, 1)))
+    with engine.averaged():
+        assert not any(value.isfinite().all() for value in weights_of(engine))
+
+
+def test_of_a_state_taken_up_in_a_used_engine_there_is_none(problem: Any, train: Any) -> None:
+    engine = engine_of(problem)
+    train(engine, WINDOW)
+    state = copy.deepcopy(engine.state_dict())
+    train(engine, 2 * WINDOW - 1)
+    engine.load_state_dict(state)
+    assert close(averaged(engine), weights_of(engine))
+
+
+def test_where_all_failed_in_the_last_window_there_is_none(problem: Any, train: Any) -> None:
+    engine = engine_of(problem)
+    train(engine, loss=failing_at(9, engine, problem, (0,)))
+    assert engine.finished
+    assert engine.history.latest[-1].faults[-1]["kind"] == "restored"
+    assert close(averaged(engine), weights_of(engine))
+
+
+def test_schedule_free_replicas_that_came_apart_are_averaged_together(problem: Any, train: Any) -> None:
+    """The mean of their own averages, though no evidence keeps one."""
+    model = problem.model()
+    optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.05)
+    optimizer.train()
+    knob = hdet.LearningRate(spread=TwoLevel(0.3))
+    engine = Engine(hdet.replicate(model, optimizer, n=2), [knob], window=WINDOW, gradients="local", total_steps=TOTAL)
+    train(engine, 3)
+    own = []
+    for host in engine.hosts:
+        with tensors.evaluated_weights(*host):
+            own.append(tensors.clones(tensors.parameters(host[0])))
+    assert not close(*own)
+    expected = [torch.stack(same).mean(dim=0) for same in zip(*own, strict=True)]
+    for host in range(2):
+        with engine.averaged():
+            assert close(tensors.clones(tensors.parameters(engine.hosts[host][0])), expected)
+
+
 def test_without_evidence_that_averages_it_is_refused(problem: Any) -> None:
     engine = engine_of(problem, n=2, knobs=[hdet.LearningRate(spread=TwoLevel(0.1))])
     with pytest.raises(ConfigError, match="nothing here averages weights"), engine.averaged():
