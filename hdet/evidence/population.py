@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from hdet.errors import CheckpointError
 from hdet.evidence.collector import Evidence
 from hdet.evidence.divergent import Divergent, DivergentCollector
 from hdet.evidence.scene import Scene, Window
@@ -55,10 +56,15 @@ class PopulationCollector(DivergentCollector):
     def __init__(self, spec: Population, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         super().__init__(Divergent(), scene, knobs)
         self.population = spec
-        self.offsets = np.stack(self.ladders, axis=1) + np.array(self.centres)
+        self.offsets = self._levels()
         self.opened: list[tuple[int, list[int], list[list[float]], list[float]]] = []
         self._seen = -1
         self._stop = 0
+
+    def _levels(self) -> NDArray[np.float64]:
+        """[N, K] what the members begin with."""
+        levels: NDArray[np.float64] = np.stack(self.ladders, axis=1) + np.array(self.centres)
+        return levels
 
     def open(self, window: Window) -> None:
         if window.index != self._seen:
@@ -76,15 +82,20 @@ class PopulationCollector(DivergentCollector):
             draws = uniform(
                 3 * len(sources), seed=self.scene.seed, window=window.index, purpose="explore", names=[knob.name]
             ).reshape(3, -1)
-            down, up = knob.spec.space.room(knob.base(window.start), knob.spec.bounds)
             low, high = min(self.ladders[k]) + self.centres[k], max(self.ladders[k]) + self.centres[k]
             for member, source in enumerate(sources):
                 if source != member and draws[0, member] < self.population.resample:
                     self.offsets[member, k] = low + draws[1, member] * (high - low)
                 elif source != member:
                     self.offsets[member, k] += self.population.step * (1.0 if draws[2, member] < 0.5 else -1.0)
+        self._enter_line(window.start, sources)
+
+    def _enter_line(self, start: int, sources: list[int]) -> None:
+        """A window opens at these offsets, as far as bounds allow."""
+        for k, knob in enumerate(self.knobs):
+            down, up = knob.spec.space.room(knob.base(start), knob.spec.bounds)
             self.offsets[:, k] = np.clip(self.offsets[:, k], -down, up)
-        self.opened.append((window.start, sources, self.offsets.tolist(), [knob.shift for knob in self.knobs]))
+        self.opened.append((start, sources, self.offsets.tolist(), [knob.shift for knob in self.knobs]))
 
     def after_update(self, window: Window, step: int) -> None:
         super().after_update(window, step)
@@ -111,12 +122,23 @@ class PopulationCollector(DivergentCollector):
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
         super().load_state_dict(state, window)
-        if len(state["offsets"]) != len(self.offsets):
-            return  # another number of members: their values begin at the spread's levels
-        self.offsets = np.array(state["offsets"])
+        missing = [key for key in ("offsets", "opened", "seen", "stop", "lineage") if key not in state]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint does not have its population's {', '.join(missing)}; it is of another version of "
+                f"hdet, so go on with that one, or begin the run anew"
+            )
         self.opened = [(int(start), sources, offsets, shifts) for start, sources, offsets, shifts in state["opened"]]
-        self._seen, self._stop = int(state["seen"]), int(state["stop"])
-        self.scene.lineage.sources = [int(source) for source in state["lineage"]]
+        if len(state["offsets"]) == len(self.offsets):
+            self.offsets = np.array(state["offsets"])
+            self._seen, self._stop = int(state["seen"]), int(state["stop"])
+            self.scene.lineage.sources = [int(source) for source in state["lineage"]]
+        else:
+            # All take up member 0's opening of the window, and begin with the spread's levels.
+            start, sources, _, _ = self.opened.pop()
+            self.offsets, self._stop = self._levels(), start
+            self._enter_line(start, sources[:1] * len(self.offsets))
+            self.scene.lineage.sources = []
         for k, knob in enumerate(self.knobs):
             _place(knob, self.offsets[:, k])
 

@@ -58,6 +58,7 @@ def on_ranks(folder: str) -> Found:
         found[f"resumed {rule}"] = resumed(population(rule), None)
         found[f"hsdp resumed {rule}"] = resumed(population(rule), mesh)
         found[f"stored {rule}"] = stored(population(rule), None, f"{folder}/ddp {rule}")
+        found[f"failing {rule}"] = failing(fresh(population(rule), None))
         found[f"hsdp stored {rule}"] = stored(population(rule), mesh, f"{folder}/hsdp {rule}")
     return found
 
@@ -98,6 +99,16 @@ def resumed(options: Found, mesh: Any) -> Found:
     train(whole, 6, **parts_of(mesh))
     second.load_state_dict(whole.state_dict())
     return compared(whole, second, parts_of(mesh))
+
+
+def failing(engine: hdet.Engine) -> Found:
+    """A run whose members all become non-finite in the second window."""
+    train(engine, 5)
+    for model, _ in engine.hosts:
+        for parameter in model.parameters():
+            parameter.detach().fill_(torch.nan)
+    train(engine, cases.STEPS)
+    return cases.outcome(engine)
 
 
 def stored(options: Found, mesh: Any, folder: str) -> Found:
@@ -195,3 +206,16 @@ def test_every_member_is_taken_up_where_it_was(ranks: list[Found], rule: str, ho
     for rank in ranks:
         assert rank[f"{home}resumed {rule}"]["difference"] == 0.0
         assert rank[f"{home}stored {rule}"] == {"at": 6, "difference": 0.0}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_after_all_members_failed_it_still_is_the_one_in_one_process(ranks: list[Found], rule: str) -> None:
+    """Each process holds the opening of its own members; all go on from member 0's."""
+    found = alike(ranks, f"failing {rule}")
+    torch.set_num_threads(1)
+    model = network()
+    home = hdet.replicate(model, cases.optimizer_of(model), n=4)
+    expected = failing(cases.engine_of(home, **population(rule)))
+    assert [fault["kind"] for fault in expected["history"][1]["faults"]].count("restored") == 1
+    assert found["history"] == expected["history"]
+    assert difference(found["weights"], expected["weights"]) == 0.0
