@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hdet.evidence import Scene, Window
+from hdet.replicas.replicas import present
 from hdet.user_warning import warn
 
 
@@ -35,8 +37,9 @@ class Standstill:
         device = self._scene.moving.parameters[0][0].device if self._scene.moving.parameters[0] else None
         rows = torch.tensor([hosts[replica.host] for replica in self._scene.replicas.local], device=device)
         told = self._scene.replicas.gather(rows)
-        self.done = bool(told[:, 0].any())
-        still = [index for index, (stepped, changed) in enumerate(told.tolist()) if stepped and not changed]
+        stepped, changed = (told.T > 0.0) & present(told)
+        self.done = bool(stepped.any())
+        still = np.flatnonzero(stepped & ~changed).tolist()
         if still:
             named = ", ".join(map(str, still))
             warn(

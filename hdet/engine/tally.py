@@ -16,6 +16,7 @@ from hdet.errors import StepError
 from hdet.record import MOST_REPLICAS
 from hdet.replicas import Replicas, alike
 from hdet.replicas.finite import PLACES, Finiteness
+from hdet.replicas.replicas import present
 
 Losses = Tensor | float | Sequence[Tensor | float]
 
@@ -158,9 +159,10 @@ class Tally:
         finite = np.stack([np.isfinite(loss), *(flags.T == 1.0)])  # of thousands of replicas row by row is faster
         valid: NDArray[np.bool_] = np.logical_and.reduce(finite, axis=0)
         faults: list[dict[str, Any]] = []
+        there = present(table)
         failed = np.flatnonzero(~valid)
         for index in failed[:MOST_REPLICAS].tolist():
-            if math.isnan(told[index]):  # nothing was gathered of it
+            if not there[index]:
                 faults.append({"kind": "absent", "replica": index, "step": step - 1})
                 continue
             since = math.ceil(bad_steps[index])
@@ -171,7 +173,7 @@ class Tally:
             more = failed[MOST_REPLICAS:]
             since = math.ceil(np.nan_to_num(bad_steps[more]).max())
             faults.append({"kind": "non_finite", "more_replicas": len(more), "step": step - max(1, since)})
-        apart = _differ(closed[valid] if len(failed) else closed) and not _differ(opened)
+        apart = _differ(closed[valid] if len(failed) else closed) and not _differ(opened[there])
         return Reading(np.where(valid & (told > 0), loss, np.nan), valid, faults, apart)
 
     @torch.no_grad()

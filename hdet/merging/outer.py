@@ -17,6 +17,7 @@ from hdet.evidence.scene import Harvest, Scene
 from hdet.merging.mean import Mean
 from hdet.merging.merge import Merge, Merger
 from hdet.replicas import alike, tensors
+from hdet.replicas.replicas import present
 from hdet.spec import register
 
 Option = str | bool | int | float | tuple[float, ...] | None
@@ -151,7 +152,8 @@ class OuterStep(Merger):
             return True
         marks = replicas.gather(torch.stack([self._opened[replica.host] for replica in replicas.local]))
         self._opened = []
-        return bool((marks == marks[0]).all())
+        own = marks[present(marks)]
+        return bool((own == own[:1]).all())
 
     @torch.no_grad()
     def _step(self) -> None:

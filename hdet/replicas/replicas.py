@@ -40,6 +40,11 @@ class Terms:
     declaration: Mapping[str, str]
 
 
+def present(table: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """[N] which replicas of a gathered [N, M] table are there; of the others nothing was gathered."""
+    return np.logical_not(np.isnan(table).all(axis=1))
+
+
 class Replicas(ABC):
     """N replicas, of which this process hosts some.
 
@@ -108,6 +113,8 @@ class Replicas(ABC):
     @abstractmethod
     def gather(self, rows: Tensor) -> NDArray[np.float64]:
         """[local, M] numbers of this process's replicas -> [N, M] of all, the same on every process.
+
+        Of a replica that is not there (`hdet.torchft`) the row is NaN: see `present`.
 
         The only communication a window's control needs, and the only place the device is waited for.
         """
