@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.engine.declaration import declaration
 from hdet.engine.engine import Engine
 from hdet.engine.tally import Losses
-from hdet.errors import ConfigError, LostRankError, MissingExtraError
+from hdet.errors import CheckpointError, ConfigError, LostRankError, MissingExtraError
 from hdet.evidence import Divergent
 from hdet.merging.exploit import Exploit
 from hdet.record import WindowRecord
@@ -223,12 +224,21 @@ class ManagedEngine:
 
     def _state(self) -> dict[str, Any]:
         return {
+            "declaration": declaration(self.engine.plan),
             "engine": self._kept,
             "windows": [record.to_json() for record in self.engine.history.windows],
             "looked": self.engine.cycle.standstill.done,
         }
 
     def _take_over(self, state: dict[str, Any]) -> None:
+        own, others = declaration(self.engine.plan), state["declaration"]
+        differing = sorted(field for field in {*own, *others} if own.get(field) != others.get(field))
+        if differing:
+            field = differing[0]
+            raise CheckpointError(
+                f"the replica groups disagree on {', '.join(differing)}: {field} is {own.get(field)} here and "
+                f"{others.get(field)} in the group to take over from; declare the same run in every group"
+            )
         if state["windows"]:
             self.engine.history.take_over([WindowRecord.from_json(line) for line in state["windows"]])
         self.engine.load_state_dict(state["engine"])
