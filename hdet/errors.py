@@ -24,7 +24,7 @@ class StepError(HdetError, RuntimeError):
 
 
 class DivergedError(HdetError, RuntimeError):
-    """Every replica became non-finite again and again; restoring the last merged model did not help."""
+    """Nothing that trains is left: every replica became non-finite again and again, or every trial diverged."""
 
 
 class CheckpointError(HdetError, RuntimeError):

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdet.controllers.sub_batches import student
+from hdet.errors import DivergedError
 
 SURE = 2.0
 """The t from which one trial counts as better than another."""
@@ -126,8 +127,16 @@ def minimum(trials: Sequence[Trial], before: Trial) -> Minimum:
     Args:
         trials: of one length, from the same weights, on the same batches.
         before: the losses of these weights.
+
+    Raises:
+        DivergedError: every trial has diverged, so that nothing is known of any rate that trains.
     """
     ordered = sound(trials, before)
+    if ordered[0].losses is None:
+        raise DivergedError(
+            f"all {len(ordered)} trials diverged, at learning rates from {ordered[0].rate:.3g} to "
+            f"{ordered[-1].rate:.3g}; {_way_out(before)}"
+        )
     best = min(ordered, key=lambda trial: trial.loss)
     if not is_better(best, before):
         return Minimum(best.rate, None, None, "no clear sign")
@@ -152,6 +161,12 @@ def minimum(trials: Sequence[Trial], before: Trial) -> Minimum:
         return Minimum(rate, None, high, "still falling")
     clear = is_better(best, below) and is_better(best, above)
     return Minimum(rate, low, high, "settled" if clear else "flat")
+
+
+def _way_out(before: Trial) -> str:
+    if before.losses is None:
+        return "the held-out loss was not finite before training either: look at the model's weights and the probe"
+    return "begin at a lower one, or give more trials"
 
 
 def _jackknife(three: Sequence[Trial]) -> NDArray[np.float64]:

@@ -75,6 +75,7 @@ def find(
     Raises:
         ConfigError: what was given cannot be; the message names it and the way out.
         StepError: `batches` has none.
+        DivergedError: every trial diverged, so that no rate can be told.
 
     >>> import torch, hdet
     >>> _ = torch.manual_seed(0)

@@ -67,6 +67,7 @@ def test_a_peak_of_the_schedules_own_is_where_it_begins(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("--set", "schedule.peak=1e30", "--figure", "found.png"), "all 5 trials diverged, at learning rates from"),
         (("--steps", 9), "9 steps in 5 trials leave fewer than 2 a trial"),
         (("--figure", "found.txt"), "figures are written as .pdf, .svg or .png"),
         (("--set", "step=3"), "no such field"),

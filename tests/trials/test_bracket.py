@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hdet.errors import DivergedError
 from hdet.trials.bracket import Minimum, Trial, is_better, minimum, next_rate
 
 BEFORE = Trial(0.0, tuple(9.0 + 0.1 * j for j in range(8)))
@@ -63,7 +64,8 @@ def test_a_low_loss_above_a_rate_that_diverged_is_chance() -> None:
     before = Trial(0.0, (1.0, 1.1, 1.2))
     trials = [Trial(0.16, (3.2, 3.1, 3.3)), Trial(0.64, (0.5, 0.6, 0.7)), Trial(2.56, None)]
     assert next_rate(trials, before, 4.0) == 0.04
-    assert minimum(trials, before).verdict == "no clear sign"
+    with pytest.raises(DivergedError):
+        minimum(trials, before)
 
 
 def test_on_a_plateau_it_looks_below_first() -> None:
@@ -108,6 +110,15 @@ def test_a_neighbour_that_is_as_good_widens_the_interval() -> None:
 def test_trials_that_learned_nothing_say_so() -> None:
     trials = [Trial(rate, tuple(loss + 1e-3 * rate for loss in BEFORE.losses)) for rate in (0.1, 0.4, 1.6)]
     assert minimum(trials, BEFORE) == Minimum(0.1, None, None, "no clear sign")
+
+
+@pytest.mark.parametrize(
+    ("before", "said"), [((1.0, 1.1), "begin at a lower one, or give more trials"), (None, "look at the model's weights")]
+)
+def test_of_trials_that_all_diverged_there_is_no_minimum(before: tuple[float, ...] | None, said: str) -> None:
+    trials = [Trial(rate, None) for rate in (4.0, 1.0, 0.25)]
+    with pytest.raises(DivergedError, match=rf"all 3 trials diverged, at learning rates from 0\.25 to 4; .*{said}"):
+        minimum(trials, Trial(0.0, before))
 
 
 def test_a_finite_trial_is_better_than_one_that_diverged() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hdet
-from hdet.errors import ConfigError, StepError
+from hdet.errors import ConfigError, DivergedError, StepError
 from hdet.replicas.random_numbers import seeded
 from hdet.trials import Trial
 from hdet.trials.bracket import Minimum
@@ -123,6 +123,16 @@ def test_too_large_rates_end_early_and_are_no_answer() -> None:
     assert math.isfinite(min(told.trials, key=lambda one: one.loss).loss)
     assert told.learning_rate < 1.0
     assert "not finite" in str(told)
+
+
+@pytest.mark.parametrize("rate", [1e9, 30.0])  # of which the second diverges to finite losses
+def test_where_every_trial_diverges_there_is_no_answer(rate: float) -> None:
+    model = nn.Linear(20, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    square = lambda model, batch: model(batch[0]).square().mean()  # noqa: E731
+    probe = hdet.Probe(square, [examples(16, seed) for seed in range(4)])
+    with pytest.raises(DivergedError, match=r"all 3 trials diverged, at learning rates from .* begin at a lower one"):
+        hdet.find(model, optimizer, loss=square, batches=TRAIN, probe=probe, total_steps=60, trials=3)
 
 
 def test_steps_and_trials_are_what_was_asked_for() -> None:
