@@ -101,6 +101,10 @@ def find(
     start = given(optimizer, _first_group(optimizer), "lr")
     shape = _shape(schedule, length)
 
+    def before_training() -> Trial:
+        with seeded(accelerators(model), f"hdet.find:{seed}"):
+            return Trial(0.0, _judged(probe, *twin(model, optimizer)))
+
     def trial(rate: float) -> Trial:
         copied, other = twin(model, optimizer)
         rates = LearningRate().bind(copied, other)
@@ -113,9 +117,7 @@ def find(
                     return Trial(rate, None)
             return Trial(rate, _judged(probe, copied, other))
 
-    with seeded(accelerators(model), f"hdet.find:{seed}"):
-        copied, other = twin(model, optimizer)
-        before = Trial(0.0, _judged(probe, copied, other))
+    before = before_training()
     done = [trial(start)]
     while len(done) < trials:
         done.append(trial(next_rate(done, before, FACTOR)))

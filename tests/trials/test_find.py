@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -85,6 +86,22 @@ def test_model_optimizer_and_generators_are_as_they_were() -> None:
     assert model.training
     assert torch.equal(torch.get_rng_state(), numbers[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == numbers[1:]
+
+
+def test_there_is_one_copy_at_a_time() -> None:
+    model, optimizer = build()
+    copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    alive: list[int] = []
+
+    def counted(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        copies.add(model)
+        alive.append(len(copies))
+        return loss(model, batch)
+
+    probe = hdet.Probe(counted, PROBE.batches)
+    hdet.find(model, optimizer, loss=counted, batches=TRAIN, probe=probe, total_steps=200)
+    assert model not in copies
+    assert max(alive) == 1
 
 
 def test_trials_share_batches_and_random_numbers() -> None:
