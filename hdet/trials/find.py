@@ -22,6 +22,7 @@ from hdet.replicas.random_numbers import accelerators, seeded
 from hdet.signals import Probe
 from hdet.trials.bracket import Trial, minimum, next_rate
 from hdet.trials.found import Found
+from hdet.trials.generators import generators_kept
 
 SHARE = 0.1
 FACTOR = 4.0
@@ -52,11 +53,14 @@ def find(
     """A learning rate for a run, from short trials on copies of the model and the optimizer.
 
     Each trial trains a copy from the given weights over the whole schedule, compressed to a trial's steps, and is
-    judged by the held-out loss it ends with. All see the same batches and random numbers. The first is at the rate that
-    the optimizer holds. The next are four times higher, as long as that is not clearly worse, or four times lower; the
-    last ones lie between the best and its neighbour. The best rate for such short runs is lowered by
-    (trial steps / total_steps)^0.2 for the run. The given model and optimizer and torch's generators are left as they
-    were; the generators of Python and NumPy are left alone.
+    judged by the held-out loss it ends with. The first is at the rate that the optimizer holds. The next are four times
+    higher, as long as that is not clearly worse, or four times lower; the last ones lie between the best and its
+    neighbour. The best rate for such short runs is lowered by (trial steps / total_steps)^0.2 for the run.
+
+    All trials draw the same random numbers from the global generators of torch, Python and NumPy and from those that a
+    DataLoader, its samplers and its data sets hold, so that shuffled batches are the same, too. These generators, model
+    and optimizer are left as they were. Generators that are held elsewhere are left alone, and so are those of
+    `persistent_workers`.
 
     Args:
         model, optimizer: as the run will begin with. Memory for one copy of both is needed.
@@ -102,13 +106,13 @@ def find(
     shape = _shape(schedule, length)
 
     def before_training() -> Trial:
-        with seeded(accelerators(model), f"hdet.find:{seed}"):
+        with seeded(accelerators(model), f"hdet.find:{seed}"), generators_kept(batches):
             return Trial(0.0, _judged(probe, *twin(model, optimizer)))
 
     def trial(rate: float) -> Trial:
         copied, other = twin(model, optimizer)
         rates = LearningRate().bind(copied, other)
-        with seeded(accelerators(copied), f"hdet.find:{seed}"):
+        with seeded(accelerators(copied), f"hdet.find:{seed}"), generators_kept(batches):
             following = _endless(batches)
             for step in range(length):
                 rates.write(rate * shape[step])

@@ -113,7 +113,8 @@ def test_trials_that_learned_nothing_say_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "said"), [((1.0, 1.1), "begin at a lower one, or give more trials"), (None, "look at the model's weights")]
+    ("before", "said"),
+    [((1.0, 1.1), "begin at a lower one, or give more trials"), (None, "look at the model's weights")],
 )
 def test_of_trials_that_all_diverged_there_is_no_minimum(before: tuple[float, ...] | None, said: str) -> None:
     trials = [Trial(rate, None) for rate in (4.0, 1.0, 0.25)]

@@ -38,6 +38,7 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 
 TRAIN = [examples(32, seed) for seed in range(100, 140)]
+DATA = examples(256, 7)
 PROBE = hdet.Probe(loss, [examples(64, seed) for seed in range(8)])
 
 
@@ -111,6 +112,54 @@ def test_trials_share_batches_and_random_numbers() -> None:
     one, two, other = found(batches=loader), found(batches=loader), found(batches=loader, seed=1)
     assert one == two
     assert one.trials[0] != other.trials[0]
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Examples with their numbers, and noise of the global generators and of generators of its own."""
+
+    def __init__(self) -> None:
+        self.torchs, self.pythons = torch.Generator().manual_seed(1), random.Random(1)
+        self.numpys, self.old_numpys = np.random.default_rng(1), np.random.RandomState(1)
+
+    def __len__(self) -> int:
+        return len(DATA[1])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        noise = [random.random(), np.random.rand(), self.pythons.random(), self.numpys.random(), self.old_numpys.rand()]
+        drawn = torch.tensor([index, *noise, torch.rand((), generator=self.torchs), torch.rand(())])
+        return DATA[0][index] + drawn[1:].mean(), DATA[1][index], drawn
+
+    def states(self) -> str:
+        held = self.torchs.get_state().tolist(), self.pythons.getstate(), self.numpys.bit_generator.state
+        return str(
+            (*held, self.old_numpys.get_state()[1].tolist(), random.getstate(), np.random.get_state()[1].tolist())
+        )
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "sampler", "batch_sampler"])
+def test_what_a_loader_draws_is_the_same_in_every_trial(kind: str) -> None:
+    """And its generators, which the run goes on with, are as they were."""
+    data, generator = Augmented(), torch.Generator().manual_seed(3)
+    sampler = torch.utils.data.RandomSampler(data, generator=generator)
+    options = {
+        "shuffle": {"batch_size": 32, "shuffle": True, "generator": generator},
+        "sampler": {"batch_size": 32, "sampler": sampler},
+        "batch_sampler": {"batch_sampler": torch.utils.data.BatchSampler(sampler, 32, drop_last=True)},
+    }
+    loader = torch.utils.data.DataLoader(torch.utils.data.Subset(data, range(len(data))), **options[kind])
+    before = generator.get_state(), data.states()
+    drawn: list[torch.Tensor] = []
+
+    def kept(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        drawn.append(batch[2])
+        return loss(model, batch[:2])
+
+    model, optimizer = build()
+    hdet.find(model, optimizer, loss=kept, batches=loader, probe=PROBE, total_steps=200, steps=12, trials=3)
+    first, *others = torch.stack(drawn).unflatten(0, (3, 4))
+    assert all(torch.equal(first, other) for other in others)
+    assert torch.equal(generator.get_state(), before[0])
+    assert data.states() == before[1]
 
 
 def test_a_trial_is_the_run_compressed() -> None:

@@ -1,0 +1,67 @@
+"""The generators of random numbers that batches draw from, beside torch's default ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+PARTS = ("sampler", "batch_sampler", "dataset")
+"""Attributes of a loader, of its samplers and of its data set, that may hold generators in turn."""
+
+
+@contextmanager
+def generators_kept(batches: object) -> Iterator[None]:
+    """Generators are after the block as they were before it, so that the next one draws the same numbers.
+
+    These are Python's and NumPy's global ones, and those that a DataLoader, its samplers and its data sets hold as
+    attributes. A generator that is held elsewhere, or by a worker process, is not seen.
+
+    >>> with generators_kept([]):
+    ...     first = random.random()
+    >>> random.random() == first
+    True
+    """
+    restores: list[Callable[[], object]] = [
+        partial(random.setstate, random.getstate()),
+        partial(np.random.set_state, np.random.get_state()),
+        *(restore for held in _held(batches) if (restore := _restore(held)) is not None),
+    ]
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
+
+
+def _held(batches: object) -> list[Any]:
+    """What the parts hold as attributes, each part looked at once."""
+    parts = [batches]
+    held: list[Any] = []
+    for part in parts:  # which grows as it is gone through
+        attributes = getattr(part, "__dict__", {})
+        held += attributes.values()
+        parts += [attributes[name] for name in PARTS if name in attributes and not _is_among(attributes[name], parts)]
+    return held
+
+
+def _is_among(one: object, others: list[object]) -> bool:
+    return any(one is other for other in others)
+
+
+def _restore(held: Any) -> Callable[[], object] | None:
+    """How a generator gets the state back that it has now; None for anything else."""
+    if isinstance(held, torch.Generator):
+        return partial(held.set_state, held.get_state())
+    if isinstance(held, random.Random):
+        return partial(held.setstate, held.getstate())
+    if isinstance(held, np.random.RandomState):
+        return partial(held.set_state, held.get_state())
+    if isinstance(held, np.random.Generator):
+        return partial(setattr, held.bit_generator, "state", held.bit_generator.state)
+    return None
