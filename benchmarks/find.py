@@ -50,7 +50,7 @@ class Uncorrected(FindThenTrain):
     title = "hdet find, not lowered, then cosine"
     order = 3
 
-    def rate(self, found: hdet.Found) -> float:
+    def rate(self, found: hdet.RateEstimate) -> float:
         return found.at_trial_length.rate
 
 

@@ -36,7 +36,7 @@ from hdet.replicas.distributed import distribute, process_group
 from hdet.replicas.perturb import perturb
 from hdet.signals import Objective, Probe, TrainingLoss
 from hdet.spec import Spec, register
-from hdet.trials import Found, find
+from hdet.trials import RateEstimate, find
 from hdet.windows import FixedWindow, GrowingWindow, Windows
 
 __version__ = "0.1.0"
@@ -67,7 +67,6 @@ __all__ = [
     "Engine",
     "Evidence",
     "FixedWindow",
-    "Found",
     "GroupLines",
     "GrowingWindow",
     "HdetError",
@@ -81,6 +80,7 @@ __all__ = [
     "Objective",
     "OneCycleHDET",
     "Probe",
+    "RateEstimate",
     "Recursion",
     "Replay",
     "ReplayLR",

@@ -14,7 +14,7 @@ from hdet.hparams import LearningRate, Schedule
 from hdet.hparams.schedule import sampled
 from hdet.replicas.perturb import perturb
 from hdet.signals import Probe
-from hdet.trials import find as found_by_trials
+from hdet.trials import find as rate_from_trials
 
 
 def find(
@@ -46,7 +46,7 @@ def find(
     peak = declared.optimizer.lr if schedule is None else max(sampled(schedule))
     optimizer = declared.optimizer.replace(lr=peak).build(workload.groups(model))
     size = declared.replicas
-    found = found_by_trials(
+    estimate = rate_from_trials(
         model,
         optimizer,
         loss=workload.loss,
@@ -60,12 +60,12 @@ def find(
         clip=declared.clip,
         seed=declared.seed,
     )
-    print(f"{found}\n\n{found.to_yaml()}")
+    print(f"{estimate}\n\n{estimate.to_yaml()}")
     if peak != declared.optimizer.lr:
         print(f"# {config} gives its schedule a peak of its own, {peak:g}: set that too")
     if figure is not None:
         try:
-            found.plot().savefig(figure, dpi=200)
+            estimate.plot().savefig(figure, dpi=200)
         except OSError as error:
             raise ConfigError(f"{figure} cannot be written: {error}; choose another --figure") from None
         print(f"{figure} written")

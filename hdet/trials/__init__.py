@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from hdet.trials.bracket import Trial, Verdict
 from hdet.trials.find import find
-from hdet.trials.found import Found
+from hdet.trials.rate_estimate import RateEstimate
 
-__all__ = ["Found", "Trial", "Verdict", "find"]
+__all__ = ["RateEstimate", "Trial", "Verdict", "find"]

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from hdet.controllers.sub_batches import student
 from hdet.errors import DivergedError
 
-SURE = 2.0
-"""The t from which one trial counts as better than another."""
+CLEAR_T = 2.0
+"""The t from which one trial counts as better than another, and the half width of intervals in standard errors."""
 
-LEVEL = 0.1
+LEVEL_SHARE = 0.1
 """Trials closer together than this share of what was learned are level: the best may lie on either side of them."""
 
-WORSE = 0.1
+DIVERGED_SHARE = 0.1
 """A trial that ends this share above the loss it began with, and clearly so, has diverged."""
 
 Verdict = Literal["settled", "flat", "still rising", "still falling", "no clear sign"]
@@ -69,7 +69,7 @@ def is_better(one: Trial, other: Trial) -> bool:
     """
     if one.losses is None or other.losses is None:
         return one.losses is not None and other.losses is None
-    return student([a - b for a, b in zip(one.losses, other.losses, strict=True)]) < -SURE
+    return student([a - b for a, b in zip(one.losses, other.losses, strict=True)]) < -CLEAR_T
 
 
 def sound(trials: Sequence[Trial], before: Trial) -> list[Trial]:
@@ -89,7 +89,7 @@ def sound(trials: Sequence[Trial], before: Trial) -> list[Trial]:
 def _diverged(trial: Trial, before: Trial) -> bool:
     if trial.losses is None:
         return True
-    return is_better(before, trial) and trial.loss - before.loss > WORSE * abs(before.loss)
+    return is_better(before, trial) and trial.loss - before.loss > DIVERGED_SHARE * abs(before.loss)
 
 
 def next_rate(trials: Sequence[Trial], before: Trial, factor: float) -> float:
@@ -108,7 +108,7 @@ def next_rate(trials: Sequence[Trial], before: Trial, factor: float) -> float:
     """
     ordered = sound(trials, before)
     best = min(ordered, key=lambda trial: trial.loss)
-    level = is_better(best, before) and ordered[0].loss - best.loss < LEVEL * (before.loss - best.loss)
+    level = is_better(best, before) and ordered[0].loss - best.loss < LEVEL_SHARE * (before.loss - best.loss)
     if ordered[-1].losses is not None and not is_better(best, ordered[-1]) and not (level and len(ordered) > 1):
         return ordered[-1].rate * factor
     if ordered[0] is best or level:
@@ -150,7 +150,7 @@ def minimum(trials: Sequence[Trial], before: Trial) -> Minimum:
         count = len(vertices) - 1
         spread = vertices[1:] - vertices[1:].mean()
         error = math.sqrt((count - 1) / count * float(spread @ spread))
-    low, high = rate * math.exp(-SURE * error), rate * math.exp(SURE * error)
+    low, high = rate * math.exp(-CLEAR_T * error), rate * math.exp(CLEAR_T * error)
     if below is not None and not is_better(best, below):
         low = min(low, below.rate)
     if above is not None and not is_better(best, above):

@@ -21,15 +21,19 @@ from hdet.replicas.parallel import require_alone
 from hdet.replicas.random_numbers import accelerators, seeded
 from hdet.signals import Probe
 from hdet.trials.bracket import Trial, minimum, next_rate
-from hdet.trials.found import Found
 from hdet.trials.generators import generators_kept
+from hdet.trials.rate_estimate import RateEstimate
 
-SHARE = 0.1
-FACTOR = 4.0
-LOOKS = 8
+SHARE_OF_RUN = 0.1
+"""The steps of all trials together, as a share of the run's."""
+
+RATE_FACTOR = 4.0
+"""By how much the next rate is above the highest or below the lowest."""
+
+FINITE_CHECKS = 8
 """How often in a trial it is asked whether the loss is still finite, which waits for the device."""
 
-DRAWS = 4
+PROBE_WINDOWS = 4
 """Windows' batches that a trial is judged on, of a probe that has fresh ones for each."""
 
 Batches = Callable[[int], Any] | Iterable[Any]
@@ -49,7 +53,7 @@ def find(
     micro_batches: int = 1,
     clip: float | None = None,
     seed: int = 0,
-) -> Found:
+) -> RateEstimate:
     """A learning rate for a run, from short trials on copies of the model and the optimizer.
 
     Each trial trains a copy from the given weights over the whole schedule, compressed to a trial's steps, and is
@@ -88,12 +92,12 @@ def find(
     >>> data = [(x, x.sum(1, keepdim=True)) for x in torch.randn(40, 8, 4)]
     >>> loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
     >>> probe = hdet.Probe(loss, data[:8])
-    >>> found = hdet.find(model, optimizer, loss=loss, batches=data[8:], probe=probe, total_steps=500)
-    >>> found.learning_rate > 0.01, optimizer.param_groups[0]["lr"]
+    >>> estimate = hdet.find(model, optimizer, loss=loss, batches=data[8:], probe=probe, total_steps=500)
+    >>> estimate.learning_rate > 0.01, optimizer.param_groups[0]["lr"]
     (True, 0.001)
     """
     _require(model, optimizer, probe, batches)
-    steps = max(1, round(SHARE * total_steps)) if steps is None else steps
+    steps = max(1, round(SHARE_OF_RUN * total_steps)) if steps is None else steps
     if trials < 3:
         raise ConfigError(f"trials must be 3 or more, of which two lie on both sides of the best; got {trials}")
     if steps // trials < 2:
@@ -117,15 +121,15 @@ def find(
             for step in range(length):
                 rates.write(rate * shape[step])
                 told = _step(copied, other, loss, following, micro_batches, clip)
-                if (step + 1) % max(1, length // LOOKS) == 0 and not math.isfinite(float(told)):
+                if (step + 1) % max(1, length // FINITE_CHECKS) == 0 and not math.isfinite(float(told)):
                     return Trial(rate, None)
             return Trial(rate, _judged(probe, copied, other))
 
     before = before_training()
     done = [trial(start)]
     while len(done) < trials:
-        done.append(trial(next_rate(done, before, FACTOR)))
-    return Found(start, length, total_steps, before, tuple(done), minimum(done, before))
+        done.append(trial(next_rate(done, before, RATE_FACTOR)))
+    return RateEstimate(start, length, total_steps, before, tuple(done), minimum(done, before))
 
 
 def _require(model: nn.Module, optimizer: Optimizer, probe: Probe, batches: Batches) -> None:
@@ -222,6 +226,6 @@ def _step(
 def _judged(probe: Probe, model: nn.Module, optimizer: Optimizer) -> tuple[float, ...] | None:
     """The held-out loss by sub-batch; None where one is not finite."""
     losses = torch.cat(
-        [probe.measure(model, number, optimizer) for number in range(DRAWS if callable(probe.batches) else 1)]
+        [probe.measure(model, number, optimizer) for number in range(PROBE_WINDOWS if callable(probe.batches) else 1)]
     )
     return tuple(losses.tolist()) if bool(torch.isfinite(losses).all()) else None

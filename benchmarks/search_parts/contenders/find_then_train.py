@@ -44,7 +44,7 @@ class FindThenTrain(Contender):
         details = {"lr": found.learning_rate, "low": found.low, "high": found.high, "verdict": found.verdict}
         return Outcome(model if trained else None, problem, details)
 
-    def rate(self, found: hdet.Found) -> float:
+    def rate(self, found: hdet.RateEstimate) -> float:
         """What the run is trained at. A variant is a subclass that overrides this."""
         return found.learning_rate
 

@@ -1,4 +1,4 @@
-"""What `hdet.find` found: a value to put into a config, how sure it is, and the trials it rests on."""
+"""What `hdet.find` returns: a value to put into a config, how sure it is, and the trials it rests on."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from hdet.report.figures import BLUE, GREY, RED, Figure, blank_figure
 from hdet.trials.bracket import Minimum, Trial, Verdict
 
-EXPONENT = 0.2
-"""The best peak falls with a run's length as length^-EXPONENT; docs/find.md has what it was chosen by.
+LENGTH_EXPONENT = 0.2
+"""The best peak falls with a run's length as length^-LENGTH_EXPONENT; docs/find.md has what it was chosen by.
 
 Language models of billions of tokens have 0.32 (Bjorck et al. 2024, arXiv:2409.19913).
 """
 
-MARGIN = 12.0
+INTERVAL_FACTOR = 12.0
 """By how much short runs may mislead about a long one, either way: docs/find.md says how often more."""
 
-WORDS: dict[Verdict, str] = {
+ADVICE: dict[Verdict, str] = {
     "settled": "rates on both sides ended clearly worse",
     "flat": "a neighbouring rate ended about as well",
     "still rising": "the highest rate that was tried is the best; give more trials or begin higher",
@@ -28,7 +28,7 @@ WORDS: dict[Verdict, str] = {
 
 
 @dataclass(frozen=True, repr=False)
-class Found:
+class RateEstimate:
     """A learning rate for a run, read off short trials of it.
 
     Attributes:
@@ -40,8 +40,8 @@ class Found:
 
     >>> from hdet.trials.bracket import Minimum, Trial
     >>> trials = tuple(Trial(rate, (loss, loss + 0.1)) for rate, loss in ((0.1, 1.5), (0.4, 1.0), (1.6, 1.4)))
-    >>> found = Found(0.1, 100, 3200, Trial(0.0, (2.3, 2.4)), trials, Minimum(0.45, 0.4, 0.5, "settled"))
-    >>> round(found.learning_rate, 3)
+    >>> estimate = RateEstimate(0.1, 100, 3200, Trial(0.0, (2.3, 2.4)), trials, Minimum(0.45, 0.4, 0.5, "settled"))
+    >>> round(estimate.learning_rate, 3)
     0.225
     """
 
@@ -61,13 +61,13 @@ class Found:
     def low(self) -> float | None:
         """The low end of the interval, 12 times below what the trials allow. None where no trial bounds it."""
         low = self.at_trial_length.low
-        return None if low is None else low * self._lowered / MARGIN
+        return None if low is None else low * self._lowered / INTERVAL_FACTOR
 
     @property
     def high(self) -> float | None:
         """The high end of the interval, 12 times above what the trials allow. None where no trial bounds it."""
         high = self.at_trial_length.high
-        return None if high is None else high * self._lowered * MARGIN
+        return None if high is None else high * self._lowered * INTERVAL_FACTOR
 
     @property
     def verdict(self) -> Verdict:
@@ -76,7 +76,7 @@ class Found:
 
     @property
     def _lowered(self) -> float:
-        return math.pow(self.trial_steps / self.total_steps, EXPONENT)
+        return math.pow(self.trial_steps / self.total_steps, LENGTH_EXPONENT)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and lists."""
@@ -91,7 +91,7 @@ class Found:
         between = f"{_end(self.low)} and {_end(self.high)}"
         lines = [
             f"learning rate {self.given:.3g} -> {self.learning_rate:.3g} (between {between}), {self.verdict}: "
-            f"{WORDS[self.verdict]}",
+            f"{ADVICE[self.verdict]}",
             f"  {len(self.trials)} trials of {self.trial_steps} steps, for a run of {self.total_steps}; the best for "
             f"runs as short as that is {self.at_trial_length.rate:.3g}",
             f"  {'rate':>10}  held-out loss at the end ({self.before.loss:.4f} at the beginning)",
