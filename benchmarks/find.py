@@ -50,8 +50,8 @@ class Uncorrected(FindThenTrain):
     title = "hdet find, not lowered, then cosine"
     order = 3
 
-    def rate(self, found: hdet.RateEstimate) -> float:
-        return found.at_trial_length.rate
+    def rate(self, estimate: hdet.RateEstimate) -> float:
+        return estimate.at_trial_length.rate
 
 
 def rows() -> dict[str, Contender]:
@@ -148,7 +148,7 @@ def show_intervals(results: Mapping[tuple[str, str, str, int], Result]) -> None:
     """How often the best rate of the sweep lies in the interval that was given, by verdict."""
     groups: dict[str, list[tuple[bool, bool, float]]] = {}
     for (name, _, who, _), result in results.items():
-        if who == "find":
+        if who == "find" and "lr" in result.details:
             told, best = result.details, BEST[name].lr
             low, high = told["low"] or 0.0, told["high"] or math.inf
             near = abs(math.log(told["lr"] / best)) <= math.log(NEAR)

@@ -23,6 +23,7 @@ from search_parts import found, range_test, statistics, sweep
 from search_parts.cell import Cell, Result
 from search_parts.contender import Contender, Outcome, begin, train
 from search_parts.meter import Meter
+from search_parts.range_test import STEPS, valley
 from search_parts.task import Grid, Problem, Setting, Start, Task, split
 
 Batch = tuple[Tensor, Tensor]
@@ -381,3 +382,11 @@ def test_a_start_that_is_another_by_another_name_is_one_case(bench: Callable[...
     text = (tmp_path / "docs" / "report.md").read_text()
     assert "mean rank over 2 cases" in text
     assert "Incomplete" not in text
+
+
+def test_fastais_valley() -> None:
+    """In the middle of the second third of the longest fall; at the first rate that counts where nothing falls."""
+    rates = np.geomspace(1e-7, 10.0, STEPS)
+    falling = np.concatenate([np.full(40, 3.0), np.linspace(2.9, 0.0, 30), np.linspace(1.0, 9.0, 30)])
+    assert valley(rates, falling) == rates[38 + 10 + 5]
+    assert valley(rates, np.linspace(1.0, 2.0, STEPS)) == rates[STEPS // 10]

@@ -61,7 +61,7 @@ def valley(rates: Curve, losses: Curve) -> float:
     for i in range(1, len(losses)):
         lengths[i] = 1 + max((lengths[j] for j in range(i) if losses[i] < losses[j]), default=0)
         end = i if lengths[i] > lengths[end] else end
-    start = end - lengths[end]
+    start = end - lengths[end] if end else 0  # fastai's start where no loss falls
     third = (end - start) / 3
     return float(rates[start + int(third) + int(third / 2)])
 

@@ -67,7 +67,6 @@ def test_a_peak_of_the_schedules_own_is_where_it_begins(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--set", "schedule.peak=1e30", "--figure", "found.png"), "all 5 trials diverged, at learning rates from"),
         (("--steps", 9), "9 steps in 5 trials leave fewer than 2 a trial"),
         (("--figure", "found.txt"), "figures are written as .pdf, .svg or .png"),
         (("--set", "step=3"), "no such field"),
@@ -81,3 +80,12 @@ def test_what_cannot_be_is_said_in_one_line(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_where_every_trial_diverges_nothing_is_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figure = tmp_path / "found.png"
+    assert call("find", declared(tmp_path), "--set", "schedule.peak=1e30", "--figure", figure) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("error: all 5 trials diverged, at learning rates from")
+    assert said.out == ""
+    assert not figure.exists()

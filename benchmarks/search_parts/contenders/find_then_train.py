@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import hdet
+from hdet.errors import DivergedError
 from hdet.schedules import Cosine
 from search_parts.contender import Contender, Outcome, begin, train
 from search_parts.meter import Meter
@@ -25,28 +26,36 @@ class FindThenTrain(Contender):
         def losses(model: nn.Module, batch: object) -> Tensor:
             return problem.example_losses(model, batch).view(task.sub_batches, -1).mean(dim=1)
 
-        found = hdet.find(
-            model,
-            task.optimizer(problem.groups(model), setting),
-            loss=problem.loss,
-            batches=problem.batch,
-            probe=hdet.Probe(losses, lambda window: [problem.probe(window)]),
-            total_steps=task.steps,
-            schedule=Cosine(peak=1.0, total_steps=task.steps, warmup=0.3),
-            clip=task.clip,
-            seed=seed,
-        )
+        try:
+            estimate = hdet.find(
+                model,
+                task.optimizer(problem.groups(model), setting),
+                loss=problem.loss,
+                batches=problem.batch,
+                probe=hdet.Probe(losses, lambda window: [problem.probe(window)]),
+                total_steps=task.steps,
+                schedule=Cosine(peak=1.0, total_steps=task.steps, warmup=0.3),
+                clip=task.clip,
+                seed=seed,
+            )
+        except DivergedError:
+            return Outcome(None, problem, {})
         torch.manual_seed(seed)
         steps = (task.budget - meter.passes) // (3 * task.batch)
         optimizer = task.optimizer(problem.groups(model), setting)
-        schedule = Cosine(peak=self.rate(found), total_steps=steps, warmup=0.3)
+        schedule = Cosine(peak=self.rate(estimate), total_steps=steps, warmup=0.3)
         trained = train(task, problem, model, optimizer, steps, schedule)
-        details = {"lr": found.learning_rate, "low": found.low, "high": found.high, "verdict": found.verdict}
+        details = {
+            "lr": estimate.learning_rate,
+            "low": estimate.low,
+            "high": estimate.high,
+            "verdict": estimate.verdict,
+        }
         return Outcome(model if trained else None, problem, details)
 
-    def rate(self, found: hdet.RateEstimate) -> float:
+    def rate(self, estimate: hdet.RateEstimate) -> float:
         """What the run is trained at. A variant is a subclass that overrides this."""
-        return found.learning_rate
+        return estimate.learning_rate
 
 
 CONTENDER = FindThenTrain()
