@@ -171,7 +171,8 @@ class ManagedEngine:
 
     Raises:
         ConfigError: the engine cannot be judged or merged without some of its replicas; the message says by what.
-        CheckpointError: the other groups declare another run.
+        CheckpointError: the group whose state this one takes over declares another run. (With a manager of
+            `init_sync=False` none is taken over at the start, and groups are not compared.)
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -180,6 +181,7 @@ class ManagedEngine:
         home = engine.home
         assert isinstance(home, Ranks)
         assert isinstance(home.exchange, ManagedExchange)
+        self._declaration = declaration(engine.plan)  # now: a loop's scheduler may write into the optimizer later
         self._exchange = home.exchange
         self._manager = home.exchange.manager
         self._kept = engine.state_dict()
@@ -224,14 +226,14 @@ class ManagedEngine:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "declaration": declaration(self.engine.plan),
+            "declaration": self._declaration,
             "engine": self._kept,
             "windows": [record.to_json() for record in self.engine.history.windows],
             "looked": self.engine.cycle.standstill.done,
         }
 
     def _take_over(self, state: dict[str, Any]) -> None:
-        own, others = declaration(self.engine.plan), state["declaration"]
+        own, others = self._declaration, state["declaration"]
         differing = sorted(field for field in {*own, *others} if own.get(field) != others.get(field))
         if differing:
             field = differing[0]
