@@ -68,7 +68,7 @@ def test_decay_moves_by_its_share_of_a_window() -> None:
     assert moved(DECAY_RULE, SURE, 10) == pytest.approx(-0.4 / 3)
     assert moved(DECAY_RULE, SURE, 1000) == pytest.approx(-1.6)
     assert moved(DECAY_RULE, UNSURE, 1000) == 0.0
-    for t, moves in ((1.9, False), (-1.9, False), (2.1, True), (-2.1, True)):
+    for t, moves in ((1.9, False), (-0.9, False), (2.1, True), (-1.1, True)):
         told = Estimate(slope=1e-3 * t, stderr=1e-3, level=0.1, span=1.0)
         context = Context(step=50, total_steps=100, length=30, loss=0.09)
         assert (DECAY_RULE.step(DECAY_RULE.start(), told, context)[0] != 0.0) is moves
