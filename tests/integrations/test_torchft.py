@@ -122,13 +122,6 @@ def test_until_a_group_is_killed_it_is_the_run_of_copies_in_one_process(
         assert found["bases"] == pytest.approx(record.bases, rel=1e-6)
 
 
-class AtHome(hdet.torchft.ManagedEngine):
-    """One that opens its window without the others."""
-
-    def _open(self) -> None:
-        self._kept = self.engine.state_dict()
-
-
 def test_what_cannot_do_without_a_replica_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example = imported(monkeypatch)
     model = example.made()
@@ -155,6 +148,10 @@ def test_what_cannot_do_without_a_replica_is_refused(tmp_path: Path, monkeypatch
 
 
 def test_a_group_that_declares_another_run_takes_nothing_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_alone(managed: Any) -> None:
+        managed._kept = managed.engine.state_dict()
+
+    monkeypatch.setattr(hdet.torchft.ManagedEngine, "_open", open_alone)
     example = imported(monkeypatch)
     model = example.made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -166,7 +163,7 @@ def test_a_group_that_declares_another_run_takes_nothing_over(tmp_path: Path, mo
                 store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
                 managers.append(example.managed(group, store))
                 replicas = hdet.torchft.distribute(managers[-1], model, optimizer, group=group, groups=2)
-                groups.append(AtHome(hdet.Engine(replicas, **example.declared(WINDOW), seed=seed)))
+                groups.append(hdet.torchft.ManagedEngine(hdet.Engine(replicas, **example.declared(WINDOW), seed=seed)))
             with pytest.raises(hdet.errors.CheckpointError, match="groups disagree on seed: seed is 7 here and 0 in"):
                 groups[1]._take_over(groups[0]._state())
             state = groups[0]._state()
