@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import ClassVar, Literal
 
 import hdet
 from hdet.controllers import Hold
-from hdet.merges import Merge
+from hdet.merges import Mean, Merge
 from hdet.schedules import Cosine, Schedule
 from hdet.spreads import TwoLevel
 from search_parts.contender import Contender, Outcome, begin, update
@@ -28,20 +27,18 @@ class Replicated(Contender):
     whole_runs: ClassVar[bool] = False
     gradients: ClassVar[Literal["shared", "local"]] = "local"
 
-    @abstractmethod
     def merge(self) -> Merge:
         """How the replicas become one."""
+        return Mean()
 
     def knob(self, schedule: Schedule) -> hdet.LearningRate:
         """What is explored: nothing."""
         return hdet.LearningRate(schedule=schedule, spread=TwoLevel(0.0), controller=Hold())
 
-    def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
-        problem, model = begin(task, setting, seed, meter)
-        optimizer = task.optimizer(problem.groups(model), setting)
-        steps = task.steps // REPLICAS if self.whole_runs else task.steps
-        engine = hdet.Engine(
-            hdet.replicate(model, optimizer, n=REPLICAS),
+    def engine(self, replicas: hdet.replicas.Replicas, setting: Setting, steps: int, seed: int) -> hdet.Engine:
+        """What trains them, for a number of steps."""
+        return hdet.Engine(
+            replicas,
             [self.knob(Cosine(peak=setting.lr, total_steps=steps, warmup=0.3))],
             window=max(1, steps // WINDOWS),
             merge=self.merge(),
@@ -49,6 +46,12 @@ class Replicated(Contender):
             total_steps=steps,
             seed=seed,
         )
+
+    def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
+        problem, model = begin(task, setting, seed, meter)
+        optimizer = task.optimizer(problem.groups(model), setting)
+        steps = task.steps // REPLICAS if self.whole_runs else task.steps
+        engine = self.engine(hdet.replicate(model, optimizer, n=REPLICAS), setting, steps, seed)
         for step in range(steps):
             if self.whole_runs:
                 batches = [problem.batch(REPLICAS * step + index) for index in range(REPLICAS)]

@@ -6,7 +6,6 @@ from typing import Literal
 
 import hdet
 from hdet.contrib import Adam, Antithetic, EvolutionStrategy, Gaussian
-from hdet.merges import Mean, Merge
 from hdet.schedules import Schedule
 from search_parts.replicated import Replicated
 
@@ -18,9 +17,6 @@ class Evolution(Replicated):
     title = "evolution strategies"
     order = 42
     gradients: Literal["shared"] = "shared"
-
-    def merge(self) -> Merge:
-        return Mean()
 
     def knob(self, schedule: Schedule) -> hdet.LearningRate:
         evidence = hdet.Divergent(design=Antithetic(), estimator=EvolutionStrategy())
