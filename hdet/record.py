@@ -6,10 +6,10 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError
 
 from hdet.errors import HdetError
 
@@ -42,8 +42,8 @@ class WindowRecord:
             (`hdet.controllers.Ruled`); a key is absent where there was none.
         replicas: N; 0 in a history written without it, whose losses are those of all.
         ranges: by knob, the lowest and the highest value of all replicas; empty where `values` has them all.
-        found: by knob of a population, in its last window, the value at each step of the run in the line of the replica
-            that it ended as. Such a knob has no `course`: no replica need have trained at its base.
+        best_schedule: by knob of a population, in its last window, the value at each step of the run in the line of
+            the replica that it ended as. Such a knob has no `course`: no replica need have trained at its base.
         mean_loss: over all replicas that stayed finite; `None` where `losses` has them all, or none did.
     """
 
@@ -68,7 +68,9 @@ class WindowRecord:
     replicas: int = 0
     ranges: dict[str, list[float]] = field(default_factory=dict)
     mean_loss: float | None = None
-    found: dict[str, list[float]] = field(default_factory=dict)
+    best_schedule: Annotated[
+        dict[str, list[float]], Field(validation_alias=AliasChoices("best_schedule", "found"))  # as first written
+    ] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:

@@ -262,7 +262,7 @@ class Cycle:
             self.restores += 1
             faults.append(recovery.restore(self.plan, self.anchor))
             self._forget_averages()
-            self.merger.restored()
+            self._tell_of_copies(self.merger.restored())
             if self.watch is not None:
                 moves = recovery.retreat(self.knobs, bases, self._moment(window, None))
         now = time.perf_counter()
@@ -292,7 +292,7 @@ class Cycle:
             replicas=self.home.size,
             ranges=ranges,
             mean_loss=None if told_in_full else _mean(reading),
-            found=self._found() if self.step_count == self._last_step else {},
+            best_schedule=self._best_schedule() if self.step_count == self._last_step else {},
         )
         record.hints.extend(self._probe_size.look(self.history.latest, record))
         if self.step_count == self._last_step:
@@ -342,10 +342,14 @@ class Cycle:
                 stack.enter_context(tensors.evaluated_weights(*host))
             yield
 
-    def _found(self) -> dict[str, list[float]]:
-        return {
-            name: own for collector in self.collectors if collector.by_member for name, own in collector.found().items()
-        }
+    def _tell_of_copies(self, sources: list[int] | None) -> None:
+        if sources is not None:
+            for collector in self.collectors:
+                collector.copied(sources)
+
+    def _best_schedule(self) -> dict[str, list[float]]:
+        by_member = (collector for collector in self.collectors if collector.by_member)
+        return {name: values for collector in by_member for name, values in collector.best_schedule().items()}
 
     def _record(self, record: WindowRecord) -> None:
         """Append to the history. Where one rank cannot write it, none goes on to wait for that one.
@@ -394,7 +398,7 @@ class Cycle:
         self._met = True
         if not (self.merger.moves_alike or (self.home.diverge and apart)):
             return False
-        self.merger.merge(harvest)
+        self._tell_of_copies(self.merger.merge(harvest))
         for knob in self.knobs:
             knob.forget()  # a failed replica took over another's optimizer, knob values included
         return True

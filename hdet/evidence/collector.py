@@ -63,7 +63,14 @@ class Collector:
         """The window's last step is done, nothing is merged yet: an estimate for each knob by name."""
         raise NotImplementedError
 
-    def found(self) -> dict[str, list[float]]:
+    def copied(self, sources: Sequence[int]) -> None:
+        """A merge has copied replicas and not made them one.
+
+        Args:
+            sources: [N] the index of the replica that each is a copy of now.
+        """
+
+    def best_schedule(self) -> dict[str, list[float]]:
         """By knob the values at each step of the run in the line of the replica it ended as (asked if `by_member`)."""
         raise NotImplementedError
 

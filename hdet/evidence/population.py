@@ -48,6 +48,7 @@ class PopulationCollector(DivergentCollector):
 
     Attributes:
         offsets: [N, K] in coordinate units, within bounds.
+        sources: [N] whom each member goes on from, as the last merge had it.
         opened: of each window its start, whom each member had gone on from, the offsets, and the [K] bases' shifts.
     """
 
@@ -58,8 +59,13 @@ class PopulationCollector(DivergentCollector):
         self.population = spec
         self.offsets = self._levels()
         self.opened: list[tuple[int, list[int], list[list[float]], list[float]]] = []
+        self.sources = self._everyone()
         self._seen = -1
         self._stop = 0
+
+    def _everyone(self) -> list[int]:
+        """Each member goes on from itself."""
+        return list(range(self.scene.replicas.size))
 
     def _levels(self) -> NDArray[np.float64]:
         """[N, K] what the members begin with."""
@@ -76,7 +82,7 @@ class PopulationCollector(DivergentCollector):
         self.steps = 0
 
     def _inherit(self, window: Window) -> None:
-        sources = self.scene.lineage.sources or list(range(len(self.offsets)))
+        sources = self.sources
         self.offsets = self.offsets[sources]
         for k, knob in enumerate(self.knobs):
             draws = uniform(
@@ -101,9 +107,12 @@ class PopulationCollector(DivergentCollector):
         super().after_update(window, step)
         self._stop = step + 1
 
-    def found(self) -> dict[str, list[float]]:
+    def copied(self, sources: Sequence[int]) -> None:
+        self.sources = list(sources)
+
+    def best_schedule(self) -> dict[str, list[float]]:
         pieces: list[list[list[float]]] = []
-        member, stop = (self.scene.lineage.sources or [0])[0], self._stop
+        member, stop = self.sources[0], self._stop
         for start, sources, offsets, shifts in reversed(self.opened):
             pieces.append(
                 [
@@ -117,28 +126,27 @@ class PopulationCollector(DivergentCollector):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"offsets": self.offsets.tolist(), "seen": self._seen, "lineage": list(self.scene.lineage.sources)}
-        return {**super().state_dict(), **own, "opened": [list(entry) for entry in self.opened], "stop": self._stop}
+        own = {"offsets": self.offsets.tolist(), "seen": self._seen, "stop": self._stop}
+        return {**super().state_dict(), **own, "opened": [list(entry) for entry in self.opened]}
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
         super().load_state_dict(state, window)
-        missing = [key for key in ("offsets", "opened", "seen", "stop", "lineage") if key not in state]
+        missing = [key for key in ("offsets", "opened", "seen", "stop") if key not in state]
         if missing:
             raise CheckpointError(
                 f"the checkpoint does not have its population's {', '.join(missing)}; it is of another version of "
                 f"hdet, so go on with that one, or begin the run anew"
             )
+        self.sources = self._everyone()
         self.opened = [(int(start), sources, offsets, shifts) for start, sources, offsets, shifts in state["opened"]]
         if len(state["offsets"]) == len(self.offsets):
             self.offsets = np.array(state["offsets"])
             self._seen, self._stop = int(state["seen"]), int(state["stop"])
-            self.scene.lineage.sources = [int(source) for source in state["lineage"]]
         else:
             # All take up member 0's opening of the window, and begin with the spread's levels.
             start, sources, _, _ = self.opened.pop()
             self.offsets, self._stop = self._levels(), start
             self._enter_line(start, sources[:1] * len(self.offsets))
-            self.scene.lineage.sources = []
         for k, knob in enumerate(self.knobs):
             _place(knob, self.offsets[:, k])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -19,17 +19,6 @@ from hdet.replicas.moving import Moving
 from hdet.signals import Objective, Probe, Signal
 
 Gradients = Literal["shared", "local"]
-
-
-@dataclass
-class Lineage:
-    """Whom each replica goes on from, where a merge copies replicas and does not make them one.
-
-    Attributes:
-        sources: [N] by replica; its own index where it goes on from itself. Empty where all became one.
-    """
-
-    sources: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -46,7 +35,6 @@ class Scene:
         averages: weights averaged over the window, for who asks; the engine feeds them.
         at_base: a context manager inside which every knob is at its base, for probes of the shared weights.
         apart: whether replicas come apart in a window, so that "the weights" are their mean.
-        lineage: what the last merge copied from where, told by the merge.
         objective: the training loss apart from the loop, for evidence that needs it (`Evidence.needs_objective`).
     """
 
@@ -60,7 +48,6 @@ class Scene:
     at_base: Callable[[], AbstractContextManager[None]]
     apart: bool
     objective: Objective | None = None
-    lineage: Lineage = field(default_factory=Lineage)
 
     def opening(self) -> list[Tensor]:
         """The weights at the window's opening, where the anchor lies."""

@@ -21,8 +21,8 @@ def recorded_course(windows: Iterable[WindowRecord], knob: str) -> tuple[float, 
     """
     course: list[float] = []
     windows = list(windows)
-    if windows and knob in windows[-1].found:
-        return tuple(windows[-1].found[knob])
+    if windows and knob in windows[-1].best_schedule:
+        return tuple(windows[-1].best_schedule[knob])
     for record in windows:
         if knob not in record.bases:
             known = sorted(record.bases)

@@ -52,18 +52,23 @@ class Merger(ABC):
         """A window opens, and nothing has made the replicas alike yet."""
 
     @abstractmethod
-    def merge(self, harvest: Harvest) -> None:
+    def merge(self, harvest: Harvest) -> list[int] | None:
         """Overwrite every replica by the merge of the valid ones.
 
         A replica that is not valid (a non-finite loss or parameter) takes no part, but receives the result.
+
+        Returns:
+            None where all have become one; else [N] the index of the replica that each is a copy of now, its own where
+            it was left as it is.
         """
 
     def forget(self) -> None:  # noqa: B027
         """The run went back to an earlier point: what is remembered came from where it led astray."""
 
-    def restored(self) -> None:
-        """All replicas failed, and this process has put its own back to the window's opening."""
+    def restored(self) -> list[int] | None:
+        """All replicas failed, and this process has put its own back to the window's opening. Returns as `merge`."""
         self.forget()
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """What outlives windows, as plain numbers and tensors."""
@@ -96,5 +101,6 @@ class Averager(Merger):
         A function of what is the same in every process, as each decides by itself.
         """
 
-    def merge(self, harvest: Harvest) -> None:
+    def merge(self, harvest: Harvest) -> list[int] | None:
         self.scene.replicas.mean(harvest.valid.tolist(), self.optimizer, self.weights(harvest))
+        return None

@@ -56,7 +56,7 @@ def by_hdet(losses: NDArray[np.float64]) -> list[Round]:
         before = [group["lr"] for optimizer in engine.optimizers for group in optimizer.param_groups]
         engine.step(list(told))
         after = [group["lr"] for optimizer in engine.optimizers for group in optimizer.param_groups]
-        sources = engine.cycle.merger.scene.lineage.sources
+        sources = engine.cycle.collectors[0].sources  # type: ignore[attr-defined]
         found.append({m: (s, after[m] / before[s]) for m, s in enumerate(sources) if s != m})
         kept = [m for m, s in enumerate(sources) if s == m]
         assert [after[m] for m in kept] == pytest.approx([before[m] for m in kept])
