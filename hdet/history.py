@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,9 @@ IN_MEMORY = 256
 WITHOUT_FILE = 4096
 """Windows that a history without a file keeps."""
 
+BASES = 2**18
+"""Numbers of `WindowRecord.course` that stay in memory, of all windows and knobs together: about 8 MB."""
+
 
 class History:
     """The windows of a run, in memory or, with a path, one line each in a JSON-lines file.
@@ -34,7 +38,8 @@ class History:
     memory and written with the next.
 
     Memory is bounded: of a history with a file the last 256 windows stay there, and `windows` reads the others back;
-    one without keeps the last 4,096, and says so when it drops the first.
+    one without keeps the last 4,096, and says so when it drops the first. So it is with courses, which hold a number
+    for each step: the last 262,144 numbers stay.
 
     Args:
         path: the file; without one the history is in memory alone.
@@ -45,7 +50,7 @@ class History:
             missing, and each begins at the step where the one before ended.
 
     Attributes:
-        latest: the windows in memory, the last ones.
+        latest: the windows in memory, the last ones; of these the first may be without their courses.
 
     >>> History().windows
     []
@@ -62,6 +67,8 @@ class History:
         self._in_file = 0  # windows before `latest` that are in the file alone
         self._elsewhere = False  # another process has the file
         self._dropped = False
+        self._bare = 0  # windows at the front of `latest` without their courses
+        self._bases = sum(map(_bases, self.latest))
 
     @property
     def windows(self) -> list[WindowRecord]:
@@ -70,17 +77,17 @@ class History:
         Raises:
             HdetError: the file can no longer be read, or lacks windows that were written.
         """
-        if not self._in_file:
+        missing = self._in_file + self._bare
+        if not missing or self.path is None:
             return self.latest
-        assert self.path is not None
-        found = _read(self.path)[0][: self._in_file]
-        if len(found) < self._in_file or found[-1].window + 1 != self.latest[0].window:
+        found, whole = _read(self.path)[0][:missing], self.latest[self._bare :]
+        if len(found) < missing or found[-1].window + 1 != whole[0].window:
             raise HdetError(
-                f"the history {self.path} no longer holds the {self._in_file} windows before window "
-                f"{self.latest[0].window} that were written to it: something else has written or replaced it; put the "
+                f"the history {self.path} no longer holds the {missing} windows before window "
+                f"{whole[0].window} that were written to it: something else has written or replaced it; put the "
                 f"file back, or read `history.latest`, the windows in memory"
             )
-        return found + self.latest
+        return found + whole
 
     @classmethod
     def given(cls, history: History | str | os.PathLike[str] | None, *, writes: bool = True) -> History:
@@ -103,7 +110,8 @@ class History:
                     f"goes on there is given history=hdet.History({str(history.path)!r}); one that begins, another path"
                 )
         if not writes and history.path is not None:
-            history.path, history.latest, history._torn, history._elsewhere = None, [], False, True
+            history.path, history._elsewhere = None, True
+            history._become([])
         return history
 
     def __repr__(self) -> str:
@@ -160,9 +168,11 @@ class History:
             HdetError: the file cannot be written. The window is kept, and is written with the next.
         """
         self.latest.append(record)
+        self._bases += _bases(record)
         self._unwritten += 1
         if self.path is None:
             self._drop()
+            self._bare_courses()
             return
         try:
             if self._torn:
@@ -181,19 +191,45 @@ class History:
         self._unwritten = 0
         if len(self.latest) >= 2 * IN_MEMORY:  # now and then, as many at once
             self._in_file += len(self.latest) - IN_MEMORY
-            del self.latest[:-IN_MEMORY]
+            self._forget(len(self.latest) - IN_MEMORY)
+        self._bare_courses()
+
+    def _bare_courses(self) -> None:
+        """Keep no more of the courses than there may be in memory: those of the last windows, of one at least."""
+        if self._bases <= BASES:
+            return
+        while self._bases > BASES // 2 and self._bare < len(self.latest) - 1:  # now and then, as many at once
+            self._bases -= _bases(self.latest[self._bare])
+            self.latest[self._bare] = dataclasses.replace(self.latest[self._bare], course={})
+            self._bare += 1
+        if self.path is None and self._bare:
+            self._say(
+                f"a history without a file keeps the last {BASES} bases of its knobs step by step, and drops those up "
+                f"to step {self.latest[self._bare - 1].stop} now, without which the run cannot be replayed; give "
+                f"history='history.jsonl' for all of them (said once)"
+            )
+
+    def _forget(self, windows: int) -> None:
+        """Take the first windows out of memory."""
+        self._bases -= sum(map(_bases, self.latest[:windows]))
+        self._bare = max(0, self._bare - windows)
+        del self.latest[:windows]
+
+    def _say(self, what: str) -> None:
+        """Once, where the history is this process's."""
+        if not (self._dropped or self._elsewhere):
+            self._dropped = True
+            warn(what)
 
     def _drop(self) -> None:
         """Keep no more windows than there may be without a file."""
         if len(self.latest) <= WITHOUT_FILE:
             return
-        del self.latest[0]
-        if not (self._dropped or self._elsewhere):
-            self._dropped = True
-            warn(
-                f"a history without a file keeps the last {WITHOUT_FILE} windows, and drops window "
-                f"{self.latest[0].window - 1} now; give history='history.jsonl' for all of them (said once)"
-            )
+        self._forget(1)
+        self._say(
+            f"a history without a file keeps the last {WITHOUT_FILE} windows, and drops window "
+            f"{self.latest[0].window - 1} now; give history='history.jsonl' for all of them (said once)"
+        )
 
     def truncate(self, windows: int) -> None:
         """Drop the windows from a number on (they are about to be run again), a torn line too; atomically.
@@ -220,7 +256,8 @@ class History:
                 replace(self.path, _lines(windows).encode())
             except OSError as error:
                 raise HdetError(f"the history {self.path} could not be written: {error}") from error
-        self.latest, self._torn, self._unwritten, self._in_file = windows, False, 0, 0
+        self.latest, self._torn, self._unwritten, self._in_file, self._bare = windows, False, 0, 0, 0
+        self._bases = sum(map(_bases, windows))
 
     def bases(self, knob: str) -> NDArray[np.float64]:
         """[windows, 2]: the step a window stopped at, and the knob's base there.
@@ -269,6 +306,11 @@ class History:
             MissingExtraError: matplotlib is not installed (the extra `report`).
         """
         return overview(self.windows)
+
+
+def _bases(record: WindowRecord) -> int:
+    """Numbers in a record's courses."""
+    return sum(map(len, record.course.values()))
 
 
 def _lines(windows: Sequence[WindowRecord]) -> str:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import resource
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -436,3 +437,58 @@ def test_without_a_file_the_first_windows_are_dropped_and_it_is_said_once(monkey
         history.append(small(window))  # a warning is an error here
     assert told[0].filename == __file__
     assert [record.window for record in history] == [4, 5, 6, 7, 8]
+
+
+STEPS = 128
+BASES = 2**12
+MANY = 2 * BASES // STEPS + 3
+
+
+@pytest.fixture
+def few_bases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many would take seconds to write."""
+    monkeypatch.setattr("hdet.history.BASES", BASES)
+
+
+def long(window: int) -> WindowRecord:
+    """A window of many steps, at each of which the base was another."""
+    start = STEPS * window
+    rates = [1.0 / (1 + step) for step in range(start, start + STEPS)]
+    return dataclasses.replace(small(window), start=start, stop=start + STEPS, course={"rate": rates})
+
+
+def held(history: History) -> int:
+    return sum(len(bases) for one in history.latest for bases in one.course.values())
+
+
+def test_courses_of_long_windows_are_replayed_from_the_file(few_bases: None, tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    history = History(path)
+    for window in range(MANY):
+        history.append(long(window))
+        assert held(history) <= BASES
+        assert history.latest[-1] == long(window)
+    assert len(history) == len(history.latest) == MANY
+    assert [one.bases for one in history.latest] == [long(window).bases for window in range(MANY)]
+    rates = hdet.Replay.of(history, "rate").values
+    assert rates == tuple(1.0 / (1 + step) for step in range(MANY * STEPS))
+    history.truncate(MANY - 1)
+    history.append(long(MANY - 1))
+    assert hdet.Replay.of(history, "rate").values == rates
+    path.write_text(long(0).to_json() + "\n")
+    with pytest.raises(HdetError, match=r"no longer holds the \d+ windows before window"):
+        list(history)
+
+
+def test_without_a_file_courses_are_dropped_and_it_is_said_once(few_bases: None) -> None:
+    history = History()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for window in range(MANY):
+            history.append(long(window))
+            assert held(history) <= BASES
+    [once] = said
+    assert "the last 4096 bases of its knobs step by step" in str(once.message)
+    assert len(history.windows) == MANY
+    with pytest.raises(HdetError, match="as a long run without a file does"):
+        hdet.Replay.of(history, "rate")

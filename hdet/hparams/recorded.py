@@ -35,9 +35,9 @@ def recorded_course(windows: Iterable[WindowRecord], knob: str) -> tuple[float, 
         bases = record.course.get(knob)
         if bases is None:
             raise ConfigError(
-                f"the history holds {knob!r} at windows' ends only, as hdet 0.1.0 wrote it, or it is the knob of a "
-                f"population, which is told at the run's end; train on, or anew, to replay the run, or set the learned "
-                f"values that hdet report names"
+                f"the history holds {knob!r} at windows' ends only, as hdet 0.1.0 wrote it or as a long run without a "
+                f"file does, or it is the knob of a population, which is told at the run's end; train on, or anew with "
+                f"history='history.jsonl', to replay the run, or set the learned values that hdet report names"
             )
         course.extend(bases if len(bases) > 1 else bases * (record.stop - record.start))
     if not course:
