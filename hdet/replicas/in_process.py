@@ -19,7 +19,7 @@ from hdet.replicas.held_optimizer import HeldOptimizer
 from hdet.replicas.parallel import require_alone
 from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas
-from hdet.replicas.shared_parameters import trained_in_all
+from hdet.replicas.shared_parameters import SharedParameters
 
 
 class Copies(Replicas):
@@ -30,6 +30,7 @@ class Copies(Replicas):
     def __init__(self, hosts: Sequence[tuple[nn.Module, Optimizer]]) -> None:
         self.hosts = list(hosts)
         self.size = len(self.hosts)
+        self._shared = SharedParameters([model for model, _ in self.hosts])
         self.shares_on_call = self.size > 1
         self.local = [Replica(model, optimizer, i, i) for i, (model, optimizer) in enumerate(self.hosts)]
 
@@ -40,7 +41,7 @@ class Copies(Replicas):
     def share_gradients(self) -> None:
         if self.size == 1:
             return
-        owned = trained_in_all([model for model, _ in self.hosts])
+        _, owned = self._shared.trained()
         # A parameter unused in some replica's forward has no gradient there: it counts as zero, as in DDP.
         used = [i for i in range(len(owned[0])) if any(own[i].grad is not None for own in owned)]
         gradients = [[tensors.gradient(own[i]) for i in used] for own in owned]
@@ -105,6 +106,7 @@ class Seats(Replicas):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, n: int) -> None:
         self.hosts = [(model, optimizer)]
+        self._shared = SharedParameters([model])
         self.size = n
         self.shares_on_call = n > 1
         self.local = [Replica(model, optimizer, i, 0) for i in range(n)]
@@ -122,7 +124,8 @@ class Seats(Replicas):
             return
         if self.size == 1:
             return
-        gradients = [p.grad for p in tensors.trained(self.hosts[0][0]) if p.grad is not None]
+        _, (own,) = self._shared.trained()
+        gradients = [gradient for gradient in (parameter.grad for parameter in own) if gradient is not None]
         if gradients:
             torch._foreach_mul_(gradients, 1.0 / self.size)
 

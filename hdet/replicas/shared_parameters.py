@@ -8,30 +8,35 @@ from itertools import compress
 from torch import nn
 
 from hdet.errors import StepError
-from hdet.replicas import tensors
+from hdet.replicas.walk import Walk
 
 
-def with_elements(model: nn.Module) -> list[nn.Parameter]:
-    """Every parameter of a model that has elements, frozen ones included: what stays when some are frozen."""
-    tensors.reshard(model)
-    return [parameter for parameter in model.parameters() if parameter.numel()]
+class SharedParameters:
+    """Which parameters the copies of one model train, in all of them the same.
 
-
-def trained_in_all(models: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """`tensors.trained` of each copy of a model, in which a place means the same parameter in all.
-
-    Raises:
-        StepError: some copies train parameters that others do not.
+    Args:
+        models: the copies.
     """
-    every = [with_elements(model) for model in models]
-    chosen = [[parameter.requires_grad for parameter in own] for own in every]
-    if any(own != chosen[0] for own in chosen):
-        raise not_in_all(models[0], [len(set(flags)) > 1 for flags in zip(*chosen, strict=True)])
-    return [list(compress(own, chosen[0])) for own in every]
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._walks = [Walk(model) for model in models]
+
+    def trained(self) -> tuple[list[bool], list[list[nn.Parameter]]]:
+        """Which of the parameters with elements are trained, and those of each copy: a place means the same in all.
+
+        Raises:
+            StepError: some copies train parameters that others do not.
+        """
+        every = [walk.parameters() for walk in self._walks]
+        flags = [[parameter.requires_grad for parameter in own] for own in every]
+        if any(own != flags[0] for own in flags):
+            raise not_in_all(self._models[0], [len(set(own)) > 1 for own in zip(*flags, strict=True)])
+        return flags[0], [list(compress(own, flags[0])) for own in every]
 
 
 def not_in_all(model: nn.Module, differing: Sequence[bool]) -> StepError:
-    """Replicas differ in whether some of `with_elements(model)` are trained."""
+    """Replicas differ in whether some parameters with elements are trained."""
     every = [name for name, parameter in model.named_parameters() if parameter.numel()]
     names = list(compress(every, differing))
     shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

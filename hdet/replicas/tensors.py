@@ -81,14 +81,15 @@ def gradient(parameter: nn.Parameter) -> Tensor:
     Raises:
         ConfigError: it is sparse.
     """
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    if parameter.grad.layout != torch.strided:
+    held = parameter.grad
+    if held is None:
+        held = parameter.grad = torch.zeros_like(parameter)
+    if held.layout != torch.strided:
         raise ConfigError(
-            f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout {parameter.grad.layout}, and "
+            f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout {held.layout}, and "
             f"replicas share dense gradients only; use torch.nn.Embedding(sparse=False), or gradients='local'"
         )
-    return local(parameter.grad)
+    return local(held)
 
 
 def with_mean(model: nn.Module) -> list[bool]:

@@ -180,8 +180,12 @@ class Exchange:
         for dtype, pairs in by_dtype.items():
             bucket = Bucket(dtype)
             for source, target in pairs:
-                flat_source, flat_target = _flat(source), _flat(target)
+                flat_source = _flat(source)
+                flat_target = flat_source if target is source else _flat(target)
                 start, count = 0, source.numel()
+                if bucket.size + count <= self._capacity:
+                    bucket.add(flat_source, flat_target)
+                    start = count
                 while start < count:
                     length = min(count - start, self._capacity - bucket.size)
                     if length == 0:
@@ -276,8 +280,8 @@ def fold(rows: Tensor, weights: Sequence[float], mean: bool) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """One dimension, in the tensor's own memory where it lies in one piece, else a copy."""
-    return tensor.detach().reshape(-1)
+    """One dimension, in the tensor's own memory where it lies in one piece, else a copy; wanted without autograd."""
+    return tensor.reshape(-1)
 
 
 def _land(item: tuple[Callable[[], object], Bucket]) -> None:

@@ -29,7 +29,7 @@ from hdet.replicas.distributed.own_gradient import OwnGradient, Take
 from hdet.replicas.in_process import transplant
 from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas, Terms
-from hdet.replicas.shared_parameters import not_in_all, trained_in_all, with_elements
+from hdet.replicas.shared_parameters import SharedParameters, not_in_all
 
 Host = tuple[nn.Module, Optimizer]
 
@@ -58,6 +58,7 @@ class Ranks(Replicas):
         overlap: tuple[int, Group] | None = None,
     ) -> None:
         self.hosts = list(hosts)
+        self._shared = SharedParameters([model for model, _ in self.hosts])
         self.exchange = exchange
         self.layout = exchange.layout
         self.diverge = seats == 0
@@ -189,10 +190,10 @@ class Ranks(Replicas):
             return
         if self.size == 1:
             return
-        owned = trained_in_all([model for model, _ in self.hosts])
+        trained, owned = self._shared.trained()
         mine = [any(own[i].grad is not None for own in owned) for i in range(len(owned[0]))]
         with translated("sharing gradients"):
-            used = self._used_anywhere(mine)
+            used = self._used_anywhere(trained, mine)
             gradients = [[tensors.gradient(parameter) for parameter in own] for own in owned]
             if self._seats > 1:
                 torch._foreach_mul_(gradients[0], 1.0 / self._seats)
@@ -204,8 +205,8 @@ class Ranks(Replicas):
                 for own in owned:
                     own[i].grad = None
 
-    def _used_anywhere(self, mine: list[bool]) -> list[bool]:
-        """Which trained parameters have a gradient in any replica, by which have one in this process.
+    def _used_anywhere(self, trained: list[bool], mine: list[bool]) -> list[bool]:
+        """Which trained parameters have a gradient in any replica, by which are trained and have one in this process.
 
         What is trained travels along, for all parameters and so the same length on every rank: tensors that are not
         of the same parameters never meet. On an accelerator the answer is waited for where something is not used here,
@@ -214,8 +215,6 @@ class Ranks(Replicas):
         Raises:
             StepError: a parameter is trained in some replicas and not in others.
         """
-        model = self.hosts[0][0]
-        trained = [parameter.requires_grad for parameter in with_elements(model)]
         places = iter(mine)
         cast = [trained, [own and next(places) for own in trained]]
         if cast != self._cast:
@@ -229,7 +228,7 @@ class Ranks(Replicas):
         shares, uses = members[0][0].tolist()
         differing = [abs(share - round(share)) > 0.25 / self.size for share in shares]
         if any(differing):
-            raise not_in_all(model, differing)
+            raise not_in_all(self.hosts[0][0], differing)
         return [use > 0.0 for use in compress(uses, trained)]
 
     def _divide(self) -> None:
@@ -243,8 +242,8 @@ class Ranks(Replicas):
                     f"DistributedDataParallel"
                 )
             # This rank's parts: an operator on hundreds of DTensors takes longer than all else of a step.
-            own = tensors.trained(self.hosts[0][0])
-            gradients = [tensors.local(p.grad) for p in own if p.grad is not None]
+            _, (own,) = self._shared.trained()
+            gradients = [tensors.local(gradient) for gradient in (p.grad for p in own) if gradient is not None]
             torch._foreach_mul_(gradients, 1.0 / self._seats)
         self._summed = None
 

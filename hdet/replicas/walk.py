@@ -1,0 +1,48 @@
+"""The parameters of a model, walked anew only where a module or a parameter has come, gone or been replaced."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+
+class Walk:
+    """The parameters of one model that have elements, as they are at every call.
+
+    `model.parameters()` of hundreds of modules takes longer than the rest of a step. What it found holds for as long as
+    all modules have the same submodules and parameters, the objects themselves.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules: list[nn.Module] = []
+        self._sharded: list[Any] = []
+        self._members: list[nn.Module | nn.Parameter | None] = []
+        self._identities: list[int] = []
+        self._found: list[nn.Parameter] = []
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Every one once, tied and frozen ones included; of a fully sharded model the shards."""
+        for module in self._sharded:
+            module.reshard()
+        if not self._modules or [id(member) for member in self._all()] != self._identities:
+            self._look()
+        return self._found
+
+    def _all(self) -> list[nn.Module | nn.Parameter | None]:
+        """What the modules hold now."""
+        return [member for own in self._modules for held in (own._modules, own._parameters) for member in held.values()]
+
+    def _look(self) -> None:
+        self._modules = list(self._model.modules())
+        sharding = sys.modules.get("torch.distributed.fsdp")
+        self._sharded = (
+            [] if sharding is None else [own for own in self._modules if isinstance(own, sharding.FSDPModule)]
+        )
+        for module in self._sharded:
+            module.reshard()
+        self._members = self._all()  # held, so that no identity is given to another object
+        self._identities = [id(member) for member in self._members]
+        self._found = [parameter for parameter in self._model.parameters() if parameter.numel()]
