@@ -89,7 +89,7 @@ class Gated(Controller):
         until: share of the run after which the base holds and no evidence is gathered: the rest cannot pay it back.
         settle: share of the run, at its end, in which moves fade to zero.
 
-    `hdet.engine.defaults` has the numbers that weight decay and the knobs of the forward pass use by default.
+    `Knob.default_controller` has the numbers that weight decay and the knobs of the forward pass use by default.
 
     >>> gated = Gated(0.5)
     >>> gated.step(gated.start(), Estimate(slope=0.2, stderr=0.1), Context())

@@ -12,12 +12,14 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.controllers import Controller, Regularize
 from hdet.errors import ConfigError
 from hdet.evidence.parts.directional import Block, Direction, Directional, DirectionalCollector
 from hdet.evidence.parts.preconditioner import decoupled, preconditioner
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound import BoundKnob
+from hdet.hparams.knob import Knob
 from hdet.hparams.space import Log, Relative, Space
 from hdet.replicas import tensors
 from hdet.spec import register
@@ -50,6 +52,9 @@ class Analytic(Directional):
 
     def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> AnalyticCollector:
         return AnalyticCollector(self, scene, knobs)
+
+    def default_controller(self, knob: Knob) -> Controller:
+        return Regularize() if isinstance(knob.space, Log) else super().default_controller(knob)
 
 
 @dataclass(frozen=True)

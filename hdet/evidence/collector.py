@@ -6,10 +6,11 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from hdet.controllers import Estimate
+from hdet.controllers import Controller, Estimate
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.evidence_needs import EvidenceNeeds
+from hdet.hparams.knob import Knob
 from hdet.replicas import Replica
 
 
@@ -19,6 +20,10 @@ class Evidence(EvidenceNeeds):
     @abstractmethod
     def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> Collector:
         """The collector that gathers it over the knobs that share this declaration."""
+
+    def default_controller(self, knob: Knob) -> Controller:
+        """What moves a knob that names no controller and is judged by this: the knob's own default, here."""
+        return knob.default_controller
 
 
 class Collector:

@@ -9,12 +9,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hdet.controllers import Estimate
+from hdet.controllers import Controller, Estimate, Pooled
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.line import Line, LineCollector, moved_by
 from hdet.evidence.parts.group_slopes import GroupSlopes
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound import BoundKnob
+from hdet.hparams.knob import Knob
 from hdet.hparams.space import Log, Relative, Space
 from hdet.spec import register
 
@@ -59,6 +60,9 @@ class GroupLines(Evidence):
 
     def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> GroupLinesCollector:
         return GroupLinesCollector(self, scene, knobs)
+
+    def default_controller(self, knob: Knob) -> Controller:
+        return Pooled()
 
 
 class CommonLineCollector(LineCollector):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from hdet.controllers import Estimate
+from hdet.controllers import Calibrate, Controller, Estimate
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.line_fit import along
@@ -23,6 +23,7 @@ from hdet.evidence.parts.segment import Segment
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound import BoundKnob
+from hdet.hparams.knob import Knob
 from hdet.hparams.space import Log, Relative, Space
 from hdet.spec import register
 
@@ -72,6 +73,9 @@ class Line(Evidence):
 
     def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> LineCollector:
         return LineCollector(self, scene, knobs)
+
+    def default_controller(self, knob: Knob) -> Controller:
+        return Calibrate()
 
 
 class LineCollector(Collector):

@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from hdet.controllers import Estimate
+from hdet.controllers import Controller, Estimate
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.probe_gradient import aim
 from hdet.evidence.parts.two_levels import Levels
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound import BoundKnob
+from hdet.hparams.forward import ModuleKnob
+from hdet.hparams.knob import Knob
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.buffers import HeldBuffers
 from hdet.replicas.random_numbers import accelerators, seeded
@@ -80,6 +82,11 @@ class MixedDifference(Evidence):
 
     def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> MixedDifferenceCollector:
         return MixedDifferenceCollector(self, scene, knobs)
+
+    def default_controller(self, knob: Knob) -> Controller:
+        default = super().default_controller(knob)
+        # What `Contrast` remembers in its traces the controller has to, since each window is judged alone here.
+        return default.replace(memory=0.7) if isinstance(knob, ModuleKnob) else default
 
 
 class MixedDifferenceCollector(Collector):

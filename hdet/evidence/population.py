@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from hdet.controllers import Controller, Hold
 from hdet.errors import CheckpointError
 from hdet.evidence.collector import Evidence
 from hdet.evidence.divergent import Divergent, DivergentCollector
 from hdet.evidence.scene import Scene, Window
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.design import uniform
+from hdet.hparams.knob import Knob
 from hdet.spec import register
 
 
@@ -41,6 +43,9 @@ class Population(Evidence):
 
     def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> PopulationCollector:
         return PopulationCollector(self, scene, knobs)
+
+    def default_controller(self, knob: Knob) -> Controller:
+        return Hold()
 
 
 class PopulationCollector(DivergentCollector):

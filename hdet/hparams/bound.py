@@ -62,7 +62,7 @@ class BoundKnob:
 
     def __init__(self, spec: Knob, bindings: Sequence[Binding], n: int) -> None:
         if spec.controller is None or spec.evidence is None:
-            raise ConfigError(f"{spec.label}: its declaration is not complete (hdet.evidence.defaults.complete)")
+            raise ConfigError(f"{spec.label}: its declaration is not complete (hdet.engine.defaults.complete)")
         self.spec = spec
         self.controller = spec.controller
         self.evidence = spec.evidence

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from torch import nn
 from torch.optim import Optimizer
 
-from hdet.controllers import Controller
+from hdet.controllers import Controller, Gated
 from hdet.hparams.binding import Binding
 from hdet.hparams.evidence_needs import EvidenceNeeds
 from hdet.hparams.schedule import Constant, Schedule
@@ -33,7 +33,7 @@ class Knob(Spec, family="knob"):
         bounds: the closed interval no value of it ever leaves.
         spread: how far the replicas' levels lie from the base.
         schedule: base value by step, or a number; `None` reads the base from the model or optimizer.
-        controller: how estimates move the base; `None` takes the rule that suits knob and evidence.
+        controller: how estimates move the base; `None` takes the evidence's default for this knob.
         evidence: where its comparisons come from; `None` takes the engine's.
         authority: how far the learned shift may go from the schedule, in coordinate units.
         initial_shift: the learned shift to begin from, in coordinate units, within the authority.
@@ -70,6 +70,11 @@ class Knob(Spec, family="knob"):
     def label(self) -> str:
         """The knob's name, or its kind where none was given."""
         return self.name or self.kind
+
+    @property
+    def default_controller(self) -> Controller:
+        """What moves it where its declaration names no controller and its evidence asks for no other."""
+        return Gated()
 
     @abstractmethod
     def bind(self, model: nn.Module, optimizer: Optimizer) -> Binding:

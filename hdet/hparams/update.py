@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.controllers import Controller, Gated
 from hdet.errors import ConfigError, MatchError
 from hdet.hparams.binding import GroupBinding, given
 from hdet.hparams.knob import ActsOn, Knob
@@ -138,6 +139,10 @@ class WeightDecay(GroupKnob):
     bounds: tuple[float, float] = (0.0, 100.0)
     spread: Spread = TwoLevel(0.7)
     authority: float = Field(default=7.0, ge=0)
+
+    @property
+    def default_controller(self) -> Controller:
+        return Gated(0.4, gate=1.0, memory=0.6, window_steps=30, max_scale=4.0, until=0.85)
 
 
 @register

@@ -10,8 +10,9 @@ from torch import nn
 
 import hdet
 from hdet.contrib import Marginal
-from hdet.controllers import Calibrate, Context, Estimate, Gated, Hold, Regularize
-from hdet.engine.defaults import complete, controller, counterfactual
+from hdet.controllers import Calibrate, Context, Estimate, Gated, Hold, Pooled, Regularize
+from hdet.engine.defaults import complete, counterfactual
+from hdet.evidence import Population
 from hdet.spaces import Linear, Relative
 from hdet.spreads import TwoLevel
 
@@ -20,8 +21,8 @@ PULL = hdet.Scalar("pull", path="pull", bounds=(0.1, 1.0), effect="update")
 
 REMEMBERING = hdet.Contrast(horizon=400)
 
-FORWARD_RULE = controller(hdet.Dropout(), hdet.Contrast())
-DECAY_RULE = controller(hdet.WeightDecay(), hdet.Analytic())
+FORWARD_RULE = hdet.Contrast().default_controller(hdet.Dropout())
+DECAY_RULE = hdet.Analytic().default_controller(hdet.WeightDecay())
 
 
 @pytest.mark.parametrize(
@@ -88,14 +89,14 @@ def test_none_of_them_listens_to_the_end(rule: Any) -> None:
 def test_replicas_that_can_come_apart_are_compared(knob: Any) -> None:
     done = complete(knob, None, diverge=True)
     assert done.evidence == hdet.Divergent()
-    assert done.controller == controller(knob, hdet.Divergent())
+    assert done.controller == hdet.Divergent().default_controller(knob)
     assert not done.controller.needs_averaged
 
 
 def test_a_learning_rate_judged_by_divergence_is_not_calibrated() -> None:
     """Calibrate needs a judgement at averaged weights, which divergent evidence has not."""
-    assert controller(hdet.LearningRate(), hdet.Divergent()) == Gated()
-    assert controller(hdet.LearningRate(), hdet.Line()) == Calibrate()
+    assert hdet.Divergent().default_controller(hdet.LearningRate()) == Gated()
+    assert hdet.Line().default_controller(hdet.LearningRate()) == Calibrate()
 
 
 def test_what_was_declared_is_kept() -> None:
@@ -127,10 +128,18 @@ def test_a_knob_without_a_spread_asks_for_no_comparison(diverge: bool) -> None:
 
 def test_the_rule_for_decay_is_for_its_formula_in_log_space_only() -> None:
     """Elsewhere, say from a decay of 0 in `Linear` space, its units mean nothing."""
-    assert isinstance(controller(hdet.WeightDecay(), hdet.Analytic()), Regularize)
+    assert isinstance(hdet.Analytic().default_controller(hdet.WeightDecay()), Regularize)
     for knob, evidence in (
         (hdet.WeightDecay(), hdet.Divergent()),
         (hdet.WeightDecay(space=Relative()), hdet.Analytic()),
         (hdet.WeightDecay(space=Linear(0.2)), hdet.Divergent()),
     ):
-        assert type(controller(knob, evidence)) is Gated
+        assert type(evidence.default_controller(knob)) is Gated
+
+
+def test_evidence_names_the_controller_of_the_knobs_that_it_judges() -> None:
+    assert complete(hdet.LearningRate(evidence=hdet.GroupLines()), None, diverge=False).controller == Pooled()
+    assert complete(hdet.LearningRate(evidence=Population()), None, diverge=True).controller == Hold()
+    forgets = complete(hdet.Dropout(evidence=hdet.MixedDifference()), None, diverge=False).controller
+    assert forgets == FORWARD_RULE.replace(memory=0.7)  # type: ignore[attr-defined]
+    assert complete(SCALAR.replace(evidence=hdet.MixedDifference()), None, diverge=False).controller == Gated()
