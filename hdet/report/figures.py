@@ -12,7 +12,7 @@ import numpy as np
 
 from hdet.errors import ConfigError, MissingExtraError
 from hdet.record import WindowRecord
-from hdet.report.reading import AHEAD, AVERAGED, LAST, ONLY, SURE, TURNS, decided, readings, supported
+from hdet.report.reading import AHEAD, AVERAGED, CLEAR_T, LAST, ONLY, TURNS, decided, readings, supported
 
 Figure = Any
 """matplotlib's `Figure`, which is imported when one is drawn."""
@@ -249,12 +249,12 @@ def _draw_evidence(axis: Any, windows: Sequence[WindowRecord], knob: str) -> Non
         axis.plot(middles, heights, shape, markersize=4.5, markeredgecolor=color, markerfacecolor=fill)
     axis.set_yscale("symlog", linthresh=5.0)
     low, high = axis.get_ylim()
-    axis.set_ylim(min(low, -2 * SURE), max(high, 2 * SURE))
+    axis.set_ylim(min(low, -2 * CLEAR_T), max(high, 2 * CLEAR_T))
     low, high = axis.get_ylim()
     axis.set_yticks([-t for t in TICKS if low <= -t <= high], [f"{t:g}" for t in TICKS if low <= -t <= high])
     axis.set_yticks([], minor=True)
     axis.axhline(0.0, color=GREY, linewidth=0.7)
-    axis.axhspan(-SURE, SURE, color=GREY, alpha=0.12, linewidth=0)
+    axis.axhspan(-CLEAR_T, CLEAR_T, color=GREY, alpha=0.12, linewidth=0)
     axis.text(0.008, 0.97, "more", transform=axis.transAxes, va="top", fontsize=8, color=GREY)
     axis.text(0.008, 0.03, "less", transform=axis.transAxes, va="bottom", fontsize=8, color=GREY)
     axis.set_ylabel("t", fontsize=9)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdet.record import WindowRecord
-from hdet.report.reading import SURE, readings
+from hdet.report.reading import CLEAR_T, readings
 
 LEAST_REPLICAS = 5
 """A window tells an interaction apart from a mean and two slopes with at least one replica to spare."""
@@ -64,7 +64,7 @@ class Interaction:
     @property
     def clear(self) -> bool:
         """Whether it lies at least two standard errors from 0."""
-        return abs(self.effect) >= SURE * self.stderr
+        return abs(self.effect) >= CLEAR_T * self.stderr
 
 
 def importances(history: Sequence[WindowRecord]) -> list[Importance]:

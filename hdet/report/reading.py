@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from hdet.record import WindowRecord
 
-SURE = 2.0
+CLEAR_T = 2.0
 """|t| from which a judgement counts as clear."""
 
 AHEAD = "looking ahead"
@@ -82,7 +82,7 @@ def decided(record: WindowRecord, knob: str, told: Sequence[Reading] | None = No
     for one in (*told, alone) if alone else told:
         t = one.t
         if t * move < 0 and abs(t) >= 1.0:
-            if abs(t) >= SURE:
+            if abs(t) >= CLEAR_T:
                 return one.source, t
             agreeing.append((one.source, t))
     return max(agreeing, key=lambda one: abs(one[1]), default=(EARLIER, None))
@@ -90,7 +90,7 @@ def decided(record: WindowRecord, knob: str, told: Sequence[Reading] | None = No
 
 def supported(source: str, t: float | None) -> bool:
     """Whether what a move rests on is clear by itself: |t| of 2 or more in its own window, or the guard."""
-    return source == GUARD or (t is not None and abs(t) >= SURE)
+    return source == GUARD or (t is not None and abs(t) >= CLEAR_T)
 
 
 def _reading(estimate: Any, source: str) -> Reading | None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from hdet.record import WindowRecord
-from hdet.report.reading import SURE, decided, readings, supported
+from hdet.report.reading import CLEAR_T, decided, readings, supported
 
 BELIEVABLE = 10.0
 SUPPORTED = 2 / 3
@@ -106,7 +106,7 @@ class Verdict:
         since = "since it last moved" if self.up or self.down else "in the run"
         if not self.asked_windows:
             return f"not measured {since}"
-        if abs(self.asked) < SURE:
+        if abs(self.asked) < CLEAR_T:
             told = "nothing clear is asked for"
         else:
             told = f"{'less' if self.asked > 0 else 'more'} is still asked for"

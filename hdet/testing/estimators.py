@@ -21,9 +21,9 @@ Array = NDArray[np.float64]
 
 REPLICAS, KNOBS, WINDOWS = 12, 3, 4
 PLACEBO_WINDOWS = 200
-SURE, CHANCE = 4.0, 0.05
-"""A knob without effect may be surer than SURE standard errors in CHANCE of all windows (Student's t with 8
-degrees of freedom: 0.4 %)."""
+PLACEBO_T, PLACEBO_SHARE = 4.0, 0.05
+"""A knob without effect may have |t| above PLACEBO_T in PLACEBO_SHARE of all windows (Student's t with 8 degrees of
+freedom: 0.4 %)."""
 CLOSE = 1e-6
 
 
@@ -149,7 +149,7 @@ def equal_losses_teach_nothing(estimator: Estimator) -> None:
             c = _comparison(window, batches)
             losses = np.broadcast_to(generator.standard_normal(c.losses.shape[1:]) + 3.0, c.losses.shape)
             for k, estimate in enumerate(_run(estimator, [_changed(c, losses=losses)])[0]):
-                surer = abs(estimate.t) > SURE
+                surer = abs(estimate.t) > PLACEBO_T
                 require(not surer, f"all lost {losses[0].tolist()}, and knob {k} has the estimate {estimate}")
 
 
@@ -170,10 +170,10 @@ def a_placebo_is_told_apart(estimator: Estimator) -> None:
     for batches in (None, 9):
         comparisons = [_comparison(window, batches, effect=0.0) for window in range(PLACEBO_WINDOWS)]
         ts = np.array([[abs(e.t) for e in row] for row in _run(estimator, comparisons)])
-        share = float((ts > SURE).mean())
+        share = float((ts > PLACEBO_T).mean())
         require(
-            share <= CHANCE,
-            f"of {ts.size} estimates of knobs without effect {share:.0%} had |t| above {SURE} "
+            share <= PLACEBO_SHARE,
+            f"of {ts.size} estimates of knobs without effect {share:.0%} had |t| above {PLACEBO_T} "
             f"({'one loss' if batches is None else f'{batches} sub-batches'} a replica)",
         )
 

@@ -22,9 +22,9 @@ from hdet.testing.law import broken, require
 WINDOW = 4
 REPLICAS = 4
 PLACEBO_WINDOWS = 16
-SURE, CHANCE = 6.0, 0.12
-"""A knob without effect may be surer than SURE standard errors in CHANCE of all windows (Student's t with 2
-degrees of freedom, the fewest that evidence has here: 2.7 %)."""
+PLACEBO_T, PLACEBO_SHARE = 6.0, 0.12
+"""A knob without effect may have |t| above PLACEBO_T in PLACEBO_SHARE of all windows (Student's t with 2 degrees of
+freedom, the fewest that evidence has here: 2.7 %)."""
 TYPICAL = 1.8
 """And half of all windows may not be surer than this (the median of |t| is 0.82 with those degrees of freedom,
 0.67 with many; of 7 windows it is above 1.8 in 5 of 1000 cases)."""
@@ -112,8 +112,11 @@ def a_placebo_is_told_apart(evidence: Evidence, ground: Ground | None, knob: Kno
     ts = np.abs([estimate.t for estimate in told if estimate.known])
     if not len(ts):
         return  # a knob that moves nothing may leave nothing to say
-    share, middle = float((ts > SURE).mean()), float(np.median(ts))
-    require(share <= CHANCE, f"{share:.0%} of {len(ts)} windows had |t| above {SURE:g} for a knob without effect")
+    share, middle = float((ts > PLACEBO_T).mean()), float(np.median(ts))
+    require(
+        share <= PLACEBO_SHARE,
+        f"{share:.0%} of {len(ts)} windows had |t| above {PLACEBO_T:g} for a knob without effect",
+    )
     require(
         middle <= TYPICAL,
         f"half of {len(ts)} windows had |t| above {middle:.2f} for a knob without effect; up to {TYPICAL:g} is chance",
