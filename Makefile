@@ -35,7 +35,7 @@ test-integrations: $(INTEGRATED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy hdet
+	$(BIN)/mypy hdet benchmarks
 
 # The site into site/; a broken link fails. The notice that is turned off advertises another program.
 docs: $(INSTALLED)

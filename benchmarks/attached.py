@@ -92,7 +92,7 @@ def calls(step: Step, count: int = 20) -> float:
     for _ in range(count):
         step()
     profile.disable()
-    return sum(entry.callcount for entry in profile.getstats()) / count  # type: ignore[attr-defined]
+    return sum(entry.callcount for entry in profile.getstats()) / count
 
 
 def main() -> None:

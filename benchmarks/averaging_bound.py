@@ -101,7 +101,7 @@ def measured(task: Task, seed: int) -> Iterator[dict[str, float]]:
                 [held_out(work, model, [m + sign * d for m, d in zip(mean, own, strict=True)], window) for own in apart]
                 for sign in (1.0, -1.0)
             ]
-            elevation = (np.mean(sides[0]) + np.mean(sides[1])) / 2 - at_mean
+            elevation = float(np.mean(sides[0]) + np.mean(sides[1])) / 2 - at_mean
             yield {
                 "seed": seed,
                 "step": step + 1,

@@ -42,6 +42,12 @@ class Simulated(Replicas):
         self.size = n
         self.generator = np.random.default_rng(0)
 
+    def scalar(self, k: int, replica: nn.Module) -> float:
+        return self.scalars[k]
+
+    def write(self, k: int, replica: nn.Module, value: float) -> None:
+        self.scalars[k] = value
+
     def gather(self, rows: Tensor) -> NDArray[np.float64]:
         table = np.ones((self.size, rows.shape[1]))
         table[:, 0] = self.generator.normal(2.0, 0.1, self.size)
@@ -68,8 +74,8 @@ def engine_of(n: int, knobs: int) -> hdet.Engine:
     declared = [
         hdet.Scalar(
             f"knob_{k}",
-            get=lambda _, k=k: replicas.scalars[k],
-            set=lambda _, value, k=k: replicas.scalars.__setitem__(k, value),
+            get=partial(replicas.scalar, k),
+            set=partial(replicas.write, k),
             space=Log(),
             bounds=(1e-6, 1e3),
             effect="update",

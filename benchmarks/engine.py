@@ -58,7 +58,7 @@ class Plain:
         """One training step."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(number)
-        self.workload.loss(self.model, batch).backward()  # type: ignore[no-untyped-call]
+        self.workload.loss(self.model, batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -96,7 +96,7 @@ class Explored:
         for replica, batch in zip(self.engine.replicas, batches, strict=True):
             with replica:
                 loss = self.workload.loss(replica.model, batch)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             losses.append(loss.detach())
         self.engine.share_gradients()
         for optimizer in self.engine.optimizers:
@@ -181,7 +181,7 @@ class Reads(TorchFunctionMode):
         self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += getattr(func, "__name__", "") in self.counted
+        self.count += int(getattr(func, "__name__", "") in self.counted)
         return func(*args, **(kwargs or {}))
 
 
@@ -194,7 +194,7 @@ def waits(workload: TextWorkload, n: int, device: str) -> dict[str, float]:
         batches = [workload.batch(step, replica) for replica in range(n)]
         losses = [workload.loss(r.model, batch) for r, batch in zip(engine.replicas, batches, strict=True)]
         for loss in losses:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
         def calls(losses: list[Tensor] = losses) -> None:
             for replica in engine.replicas:
@@ -216,7 +216,8 @@ def waits(workload: TextWorkload, n: int, device: str) -> dict[str, float]:
 
 def seen_by_torch(calls: Callable[[], None]) -> int:
     """On a CPU nothing waits: count what would, were the tensors on a GPU."""
-    with Reads() as reads:
+    reads = Reads()
+    with reads:
         calls()
     return reads.count
 

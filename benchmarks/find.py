@@ -155,9 +155,9 @@ def show_intervals(results: Mapping[tuple[str, str, str, int], Result]) -> None:
             groups.setdefault(told["verdict"], []).append((low <= best <= high, near, high / low if low else math.inf))
     print("\nverdict".ljust(17) + "runs".rjust(6) + "best inside".rjust(13) + "within x2".rjust(11) + "width".rjust(9))
     for verdict, group in sorted(groups.items()):
-        inside, near, widths = zip(*group, strict=True)
+        inside, close, widths = zip(*group, strict=True)
         width = f"x{np.median(widths):.3g}"
-        print(f"{verdict:16}{len(group):6d}{np.mean(inside):13.0%}{np.mean(near):11.0%}{width:>9}")
+        print(f"{verdict:16}{len(group):6d}{np.mean(inside):13.0%}{np.mean(close):11.0%}{width:>9}")
 
 
 def show_regularisers(task: Task, seeds: int) -> None:

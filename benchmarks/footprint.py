@@ -52,7 +52,7 @@ class Peak(TorchDispatchMode):
     """The most bytes of new storages alive at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most = 0
 
@@ -94,7 +94,7 @@ class Net(nn.Module):
         self.base.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.dropout(self.base(x))
+        out: Tensor = self.dropout(self.base(x))
         return out + self.up(self.down(x)) if self.up is not None and self.down is not None else out
 
 

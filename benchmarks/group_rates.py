@@ -90,7 +90,8 @@ class Case:
         problem = self.task.problem(seed, self.best.dropout)
         model = problem.model()
         if self.sort is of_gpt:  # untied, so that the head is a group of its own
-            model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+            head = model.get_submodule("head")
+            head.weight = nn.Parameter(head.get_parameter("weight").detach().clone())
         groups = list(self.groups(model, self.best.decay).values())
         for group, factor in zip(groups, factors, strict=False):
             group["lr"] = lr * factor
@@ -114,7 +115,7 @@ def fixed(case: Case, seed: int, lr: float, factors: Sequence[float]) -> float:
     for step in range(task.steps):
         for group, course in zip(optimizer.param_groups, courses, strict=True):
             group["lr"] = course(step)
-        problem.loss(model, problem.batch(step)).backward()  # type: ignore[no-untyped-call]
+        problem.loss(model, problem.batch(step)).backward()
         update(task, optimizer)
     return problem.test_loss(model)
 
@@ -166,7 +167,7 @@ def explored(case: Case, seed: int, factors: Sequence[float], grouped: bool, ste
         (replica,) = engine.replicas
         with replica:
             own = problem.loss(model, problem.batch(step))
-            own.backward()  # type: ignore[no-untyped-call]
+            own.backward()
         engine.share_gradients()
         update(task, optimizer)
         engine.step(own.detach())
@@ -186,7 +187,8 @@ def cost(groups: int, layers: int = 30, width: int = 96, steps: int = 80) -> tup
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         nonlocal passes
         passes += 3 if torch.is_grad_enabled() else 1
-        return (model(batch) - batch).square().mean()
+        distance: Tensor = (model(batch) - batch).square().mean()
+        return distance
 
     parts = [list(chunk) for chunk in np.array_split(np.arange(layers), max(groups, 1))]
     held = [{"name": str(k), "params": [p for i in own for p in model[i].parameters()]} for k, own in enumerate(parts)]
@@ -207,7 +209,7 @@ def cost(groups: int, layers: int = 30, width: int = 96, steps: int = 80) -> tup
         inputs = torch.randn(256, width)
         with engine.replicas[0]:
             own = (model(inputs) - inputs).square().mean()
-            own.backward()  # type: ignore[no-untyped-call]
+            own.backward()
         engine.share_gradients()
         optimizer.step()
         optimizer.zero_grad()

@@ -43,7 +43,8 @@ class Quadratic:
 
     def loss(self, mean: Array, variance: Array) -> Array:
         """E L, [R]."""
-        return 0.5 * (mean**2 + variance) @ self.curvature
+        expected: Array = 0.5 * (mean**2 + variance) @ self.curvature
+        return expected
 
     def advance(self, mean: Array, variance: Array, rate: Array) -> tuple[Array, Array]:
         """One step at rates [R]."""

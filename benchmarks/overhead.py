@@ -101,17 +101,17 @@ def measure(turns: int) -> None:
         explored()  # closes the window
     if dist.get_rank():
         return
-    step, whole = statistics.median(times["alone"]), statistics.median(times["explored"])
+    plain_step, whole = statistics.median(times["alone"]), statistics.median(times["explored"])
     calls, end = statistics.median(spent), statistics.median(ends)
     ranks = dist.get_world_size()
     print(
-        f"{ranks} ranks: a step alone {step * 1e3:.1f} ms, hdet's calls {calls * 1e6:.0f} us, "
+        f"{ranks} ranks: a step alone {plain_step * 1e3:.1f} ms, hdet's calls {calls * 1e6:.0f} us, "
         f"a window's end {end * 1e3:.1f} ms"
     )
     for window in (100, 1000):
-        print(f"{ranks} ranks: window {window:>4}  {1 + calls / step + end / (window * step):.4f}x")
+        print(f"{ranks} ranks: window {window:>4}  {1 + calls / plain_step + end / (window * plain_step):.4f}x")
     print(
-        f"{ranks} ranks: whole steps between windows, with over without {whole / step:.3f}x (noise included)",
+        f"{ranks} ranks: whole steps between windows, with over without {whole / plain_step:.3f}x (noise included)",
         flush=True,
     )
 

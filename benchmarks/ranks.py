@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 
 def on_ranks(function: Callable[..., None], ranks: int, *arguments: Any) -> None:
@@ -18,7 +18,7 @@ def on_ranks(function: Callable[..., None], ranks: int, *arguments: Any) -> None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (ranks, port, function, arguments), nprocs=ranks)  # type: ignore[no-untyped-call]
+    spawn(_rank, (ranks, port, function, arguments), nprocs=ranks)
 
 
 def _rank(rank: int, ranks: int, port: int, function: Callable[..., None], arguments: Any) -> None:

@@ -144,12 +144,13 @@ def gestures(view: Any, number: int, name: str) -> None:
         for percent in range(20, 60):
             view.mouse.move(*at(percent / 100))
 
-    for gesture, prepare, make in (
+    gestures: tuple[tuple[str, Callable[[], None], Callable[[], None]], ...] = (
         ("zoom", lambda: mode("zoom"), lambda: drag(0.3, 0.6)),
         ("pan", lambda: mode("pan"), lambda: drag(0.6, 0.4)),
         ("show all", lambda: mode("zoom"), lambda: view.mouse.dblclick(*at(0.5))),
         ("hover", lambda: None, hover),
-    ):
+    )
+    for gesture, prepare, make in gestures:
         prepare()
         view.wait_for_timeout(SETTLED_MS / 4)
         view.evaluate("() => { seen.frames.length = seen.tasks.length = 0; }")

@@ -56,7 +56,7 @@ def t_values(
             with replica:
                 torch.manual_seed(97 * step + replica.index)  # the same masks in every run
                 loss = problem.loss(replica.model, parts[replica.index])
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             losses.append(loss.detach())
         engine.share_gradients()
         optimizer.step()

@@ -116,8 +116,9 @@ def loop(case: Case) -> nn.Module:
     scheduler = case.scheduler(optimizer)
     if case.explored:
         hdet.attach(model, optimizer, probe=case.probe(), total_steps=case.steps, scheduler=scheduler, **case.options())
-    for batch in Batches(case):
-        model(batch["tokens"])["loss"].backward()
+    batches = Batches(case)
+    for step in range(case.steps):
+        model(batches[step]["tokens"])["loss"].backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -228,7 +229,7 @@ def run(trainer: str, case: Case) -> tuple[float, float]:
         warnings.simplefilter("ignore")
         trained = TRAINERS[trainer](case)
     spent = time.process_time() - began
-    return task(case.seed).test_loss(trained.model), 1000 * spent / case.steps
+    return task(case.seed).test_loss(trained.get_submodule("model")), 1000 * spent / case.steps
 
 
 def losses(options: argparse.Namespace) -> Iterator[str]:

@@ -79,7 +79,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = schedule(step)
         loss = problem.loss(model, problem.batch(step))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         update(task, optimizer)
         if (step % CHECK_EVERY == 0 or step == steps - 1) and not math.isfinite(float(loss.detach())):
             return False

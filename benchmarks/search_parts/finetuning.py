@@ -48,7 +48,7 @@ def pretrained() -> dict[str, Tensor]:
     for step in range(PRETRAINED_STEPS):
         for group in optimizer.param_groups:
             group["lr"] = schedule(step)
-        text.loss(model, text.batch(step, 0)).backward()  # type: ignore[no-untyped-call]
+        text.loss(model, text.batch(step, 0)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

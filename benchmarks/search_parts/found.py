@@ -35,8 +35,7 @@ def chosen(there: Mapping[str, Kind], names: Iterable[str] | None, what: str) ->
         ValueError: there is no such.
     """
     if names is None:
-        needs = {name: getattr(one, "needs", None) for name, one in there.items()}
-        return {name: one for name, one in there.items() if needs[name] is None or find_spec(needs[name])}
+        return {name: one for name, one in there.items() if _installed(getattr(one, "needs", None))}
     unknown = sorted(set(names) - set(there))
     if unknown:
         raise ValueError(f"no {what} is called {', '.join(unknown)}; there are {', '.join(there)}")
@@ -48,3 +47,7 @@ def _modules(package: ModuleType) -> list[ModuleType]:
         importlib.import_module(f"{package.__name__}.{module.name}")
         for module in pkgutil.iter_modules(package.__path__)
     ]
+
+
+def _installed(package: str | None) -> bool:
+    return package is None or find_spec(package) is not None

@@ -41,7 +41,7 @@ def swept(
         for group in optimizer.param_groups:
             group["lr"] = rate
         loss = problem.loss(tried, problem.batch(step))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         update(task, optimizer)
         mean = SMOOTHING * mean + (1 - SMOOTHING) * float(loss.detach())
         smoothed = mean / (1 - SMOOTHING ** (step + 1))

@@ -61,7 +61,7 @@ class Replicated(Contender):
             for replica in engine.replicas:
                 with replica:
                     loss = problem.loss(replica.model, batches[replica.index])
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss.backward()
                 losses.append(loss.detach())
             engine.share_gradients()
             for own in engine.optimizers:

@@ -63,7 +63,7 @@ def standings(losses: Mapping[Case, Array], reference: int, seed: int = 0) -> li
     members = [np.array([i for i, (task, _) in enumerate(names) if task == own]) for own in tasks]
     free, clustered = np.empty((RESAMPLES, contenders)), np.empty((RESAMPLES, contenders))
     for sample in range(RESAMPLES):
-        free[sample] = _resampled(table, rng.integers(cases, size=cases), rng, seeds)
+        free[sample] = _resampled(table, rng.integers(cases, size=(cases,)), rng, seeds)
         drawn = np.concatenate([members[i] for i in rng.integers(len(tasks), size=len(tasks))])
         clustered[sample] = _resampled(table, drawn, rng, seeds)
     means = table.mean(axis=(0, 2))

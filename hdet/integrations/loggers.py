@@ -88,7 +88,7 @@ class TensorBoard(WindowLogger):
         if self._writer is None:  # made here, so that rank 0 alone has a file
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._folder))  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(str(self._folder))
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()

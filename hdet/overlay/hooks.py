@@ -54,7 +54,7 @@ def _keep_untraced() -> None:
 
     With the first hook, and not as a decorator: torch then imports its compiler, which takes seconds.
     """
-    Hook.__call__ = torch.compiler.disable(Hook.__call__)  # type: ignore[method-assign, no-untyped-call]
+    Hook.__call__ = torch.compiler.disable(Hook.__call__)  # type: ignore[method-assign]
 
 
 def _idle(*arguments: Any) -> None:

@@ -101,7 +101,7 @@ class Passes:
             self.losses.note(current.number, loss)
         for tensor in differentiable(output):
             current.traced = True
-            tensor.register_hook(partial(self._heard_backward, current, leaf_below(tensor)))  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(self._heard_backward, current, leaf_below(tensor)))
 
     def end(self) -> None:
         """The optimizer is about to step: a pass that waits is over, or was none."""

@@ -38,7 +38,7 @@ class ReportedLosses:
         self.seen = True
         self._losses[number] = loss.detach()
         if not self._known and loss.requires_grad:
-            loss.register_hook(partial(self._weights.__setitem__, number))  # type: ignore[no-untyped-call]
+            loss.register_hook(partial(self._weights.__setitem__, number))
 
     def drop(self, number: int) -> None:
         """There was no such pass."""

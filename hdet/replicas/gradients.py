@@ -32,7 +32,7 @@ def summed(model: nn.Module, losses: Iterable[Tensor]) -> list[Tensor]:
         # Its hooks put gradients into `p.grad`; the sharded parameters are not what the graph was made of.
         with _without_gradients(own), fully_sharded.reducing(model):
             for loss in losses:
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             total = [parameter.grad for parameter in own]
     else:
 
@@ -88,7 +88,7 @@ def _handed_over(loss: Tensor, own: Sequence[nn.Parameter], take: Take, retain: 
         # What backward would keep to the end instead, in no memory.
         return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand_as(gradient)
 
-    handles = [parameter.register_hook(partial(found, number)) for number, parameter in enumerate(own)]  # type: ignore[no-untyped-call]
+    handles = [parameter.register_hook(partial(found, number)) for number, parameter in enumerate(own)]
     try:
         torch.autograd.grad(loss, own, allow_unused=True, retain_graph=retain)
     finally:

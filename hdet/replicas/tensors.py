@@ -191,12 +191,12 @@ def slices(of: Sequence[Tensor], elements: int = PASSING) -> Iterator[slice]:
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """The elements of all, one after another; of one contiguous tensor its own memory."""
-    return _flatten_dense_tensors(list(tensors))  # type: ignore[no-untyped-call, no-any-return]
+    return _flatten_dense_tensors(list(tensors))  # type: ignore[no-any-return]
 
 
 def parted(whole: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of what `joined` made of tensors of these shapes."""
-    return _unflatten_dense_tensors(whole, list(like))  # type: ignore[no-untyped-call, no-any-return]
+    return _unflatten_dense_tensors(whole, list(like))  # type: ignore[no-any-return]
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class Ground:
                 torch.manual_seed(1000 * step + index)
                 with replica:
                     loss = self.loss(replica.model, step, index)
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss.backward()
                 losses.append(loss.detach())
             engine.share_gradients()
             for optimizer in engine.optimizers:
@@ -100,7 +100,7 @@ class Ground:
         for step in range(steps):
             before(model, optimizer, step)
             torch.manual_seed(1000 * step)
-            self.loss(model, step, 0).backward()  # type: ignore[no-untyped-call]
+            self.loss(model, step, 0).backward()
             optimizer.step()
             optimizer.zero_grad()
         return model

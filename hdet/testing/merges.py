@@ -44,7 +44,7 @@ class Trained:
             for (model, optimizer), batch in zip(self.hosts, batches, strict=True):
                 for step in range(3):
                     torch.manual_seed(step)
-                    ground.loss(model, step, batch).backward()  # type: ignore[no-untyped-call]
+                    ground.loss(model, step, batch).backward()
                     optimizer.step()
                     optimizer.zero_grad()
 
@@ -80,7 +80,7 @@ def all_replicas_become_one(merge: Merge, ground: Ground | None) -> None:
     trained.merge(merge)
     _require_alike(trained.hosts)
     for model, optimizer in trained.hosts:
-        (ground or ADAMW).loss(model, 9, 0).backward()  # type: ignore[no-untyped-call]
+        (ground or ADAMW).loss(model, 9, 0).backward()
         optimizer.step()
         require(
             all(p.isfinite().all() for p in model.parameters()),

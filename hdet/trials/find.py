@@ -215,7 +215,7 @@ def _step(
     """One optimizer step; returns the loss of its last batch."""
     for _ in range(micro_batches):
         told = loss(model, next(batches))
-        (told / micro_batches).backward()  # type: ignore[no-untyped-call]
+        (told / micro_batches).backward()
     if clip is not None:
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
     optimizer.step()

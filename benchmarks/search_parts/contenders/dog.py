@@ -29,7 +29,7 @@ class DistanceOverGradients(Contender):
         optimizer = DoG(problem.groups(model), weight_decay=setting.decay)
         averager = PolynomialDecayAverager(model)
         for step in range(task.steps):
-            problem.loss(model, problem.batch(step)).backward()  # type: ignore[no-untyped-call]
+            problem.loss(model, problem.batch(step)).backward()
             update(task, optimizer)
             averager.step()
         return Outcome(averager.averaged_model, problem)

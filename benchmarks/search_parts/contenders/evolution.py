@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import hdet
 from hdet.contrib import Adam, Antithetic, EvolutionStrategy, Gaussian
@@ -16,7 +16,7 @@ class Evolution(Replicated):
     name = "evolution"
     title = "evolution strategies"
     order = 42
-    gradients: Literal["shared"] = "shared"
+    gradients: ClassVar[Literal["shared", "local"]] = "shared"
 
     def knob(self, schedule: Schedule) -> hdet.LearningRate:
         evidence = hdet.Divergent(design=Antithetic(), estimator=EvolutionStrategy())

@@ -38,7 +38,7 @@ class Hypergradient(Contender):
         before: list[torch.Tensor] = []
         for step in range(task.steps):
             loss = problem.loss(model, problem.batch(step))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             if step % CHECK_EVERY == 0 and not math.isfinite(float(loss.detach())):
                 return Outcome(None, problem)
             if before:

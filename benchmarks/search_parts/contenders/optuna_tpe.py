@@ -84,7 +84,7 @@ def _trained(
             return loss, False
         for group in optimizer.param_groups:
             group["lr"] = schedule(step)
-        problem.loss(model, problem.batch(step)).backward()  # type: ignore[no-untyped-call]
+        problem.loss(model, problem.batch(step)).backward()
         update(task, optimizer)
         if (step + 1) % every == 0 or step == steps - 1:
             loss = _held_out(problem, model)

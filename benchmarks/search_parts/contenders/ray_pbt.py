@@ -53,7 +53,7 @@ class RayPBT(Contender):
                 for group in optimizer.param_groups:
                     group["lr"] = population.values[index] * schedule(step)
                 loss = problem.loss(member, problem.batch(REPLICAS * step + index))
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 update(task, optimizer)
                 losses[index].append(float(loss.detach()))
             if (step + 1) % window == 0 or step + 1 == steps:

@@ -44,7 +44,7 @@ class Recommended(Contender):
             for replica in engine.replicas:
                 with replica:
                     own = problem.loss(replica.model, parts[replica.index])
-                    own.backward()  # type: ignore[no-untyped-call]
+                    own.backward()
                 losses.append(own.detach())
             engine.share_gradients()
             update(task, engine.optimizers[0])
@@ -110,7 +110,7 @@ class Recommended(Contender):
             for replica in engine.replicas:
                 with replica:
                     own = weigh(replica.model)
-                    own.backward()  # type: ignore[no-untyped-call]
+                    own.backward()
                 losses.append(own.detach())
             engine.share_gradients()
             update(task, engine.optimizers[0])

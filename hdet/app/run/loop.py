@@ -98,7 +98,7 @@ class Training:
             for replica in engine.replicas:
                 with replica:
                     loss = workload.loss(replica.model, workload.batch(step, replica.data_index))
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss.backward()
                 losses.append(loss.detach())
             engine.share_gradients()
             for optimizer in engine.optimizers:

@@ -31,7 +31,7 @@ def train_plain(config: RunConfig, workload: Workload, watcher: Watcher) -> torc
                 losses = []
                 for index in range(config.replicas):
                     loss = workload.loss(model, workload.batch(step, index))
-                    (loss / config.replicas).backward()  # type: ignore[no-untyped-call]
+                    (loss / config.replicas).backward()
                     losses.append(loss.detach())
                 apply_schedule(config, optimizer, groups, step)
                 update(config, optimizer)

@@ -149,4 +149,4 @@ def _flat(gradients: Sequence[Tensor]) -> Tensor:
     """One vector; of sharded gradients this rank's parts."""
     own = [tensors.local(gradient.detach()) if hasattr(gradient, "to_local") else gradient for gradient in gradients]
     dense = [gradient if gradient.layout == torch.strided else gradient.to_dense() for gradient in own]
-    return dense[0].detach().reshape(-1) if len(dense) == 1 else _flatten_dense_tensors(dense)  # type: ignore[no-untyped-call]
+    return dense[0].detach().reshape(-1) if len(dense) == 1 else _flatten_dense_tensors(dense)

@@ -68,8 +68,8 @@ class OwnGradient:
         self._parameters = parameters
         # Not pickled with a model, and no warning that they are not.
         for number, parameter in enumerate(parameters):
-            hook = unserializable_hook(partial(self._hear, number))  # type: ignore[no-untyped-call]
-            self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+            hook = unserializable_hook(partial(self._hear, number))
+            self._handles.append(parameter.register_hook(hook))
 
     def _hear(self, number: int, gradient: Tensor) -> None:
         if self._take is None:
