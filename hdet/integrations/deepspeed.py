@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
+from hdet.integrations.zero_three import Shards
 from hdet.overlay import attach as overlay
 from hdet.overlay.search import Search
+from hdet.overlay.surroundings import home
 from hdet.replicas import Replicas, micro_batches
 from hdet.replicas.distributed import distribute
 from hdet.signals import Probe
@@ -26,15 +29,16 @@ MODEL_GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 def attach(engine: Any, *, probe: Probe, **options: Any) -> Search:
     """Explore learning rate and weight decay under a DeepSpeed engine: `hdet.attach`, to what the engine trains.
 
-    The loop stays as it is: `engine(...)`, `engine.backward(loss)`, `engine.step()`. Under ZeRO stages 1 and 2, and
-    with master weights, the optimizer that DeepSpeed steps holds parts of the model on each rank. Nothing diverges, so
-    it need not be whole: every rank multiplies the same factor into its part, and the probe reads the model's weights.
+    The loop stays as it is: `engine(...)`, `engine.backward(loss)`, `engine.step()`. Under ZeRO, and with master
+    weights, the optimizer that DeepSpeed steps holds parts of the model on each rank. Nothing diverges, so it need not
+    be whole: every rank multiplies the same factor into its part, and the probe reads the model's weights.
 
     | stage | learning rate, weight decay | dropout and other knobs of the forward pass | guard |
     |---|---|---|---|
     | 0, float32 | yes | yes | yes |
-    | 0, bf16; 1; 2 | yes | refused: gradients leave a pass in parts | yes, master weights and moments included |
-    | 3 | refused: no rank holds a whole parameter | refused | |
+    | 0, bf16; 1; 2; 3 | yes | refused: gradients leave a pass in parts | yes, master weights and moments included |
+
+    Under stage 3 the probe's points are written into each rank's partitions, and gathered by layers as in training.
 
     Args:
         engine: what `deepspeed.initialize` returned first.
@@ -43,30 +47,26 @@ def attach(engine: Any, *, probe: Probe, **options: Any) -> Search:
             looked ahead at. Without a scheduler the recipe's own schedule drives the rate, and needs `total_steps=`.
 
     Raises:
-        ConfigError: the engine runs ZeRO stage 3; or knobs were given that need a pass's own gradient where it does
-            not exist; or what `hdet.attach` refuses.
+        ConfigError: knobs or `rates=` need a pass's own gradient where it does not exist; stage 3 keeps parameters
+            elsewhere (offloading, hpZ, MiCS, quantized weights); or what `hdet.attach` refuses.
 
     >>> engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)  # doctest: +SKIP
     >>> search = hdet.deepspeed.attach(engine, probe=probe, total_steps=1000)  # doctest: +SKIP
     """
     stage = engine.zero_optimization_stage()
-    if stage >= 3:
-        raise ConfigError(
-            f"the DeepSpeed engine runs ZeRO stage {stage}, under which no rank holds a whole parameter outside of a "
-            f"layer's forward and backward, so hdet cannot put weights along a window's update in their place; use "
-            f"stage 1 or 2, or torch's fully_shard, under which hdet.attach works"
-        )
-    optimizer = engine.optimizer
-    whole = isinstance(optimizer, Optimizer)
-    if not whole:
+    model, optimizer = engine.module, engine.optimizer
+    if not isinstance(optimizer, Optimizer):
         _refuse_forward(options.get("knobs", ()), stage, type(optimizer).__name__)
+        _refuse_rates(options.get("rates", "together"), stage, type(optimizer).__name__)
         options["exclude"] = sorted({*options.get("exclude", ()), *FORWARD})
         optimizer = EngineOptimizer.of(engine)
+        if optimizer.shards is not None:
+            model, probe = optimizer.shards, _of_module(probe)
     if engine.lr_scheduler is not None:
         options.setdefault("schedule", None)
     if "replicas" not in options:
-        options["replicas"] = _home(engine, optimizer)
-    return overlay.attach(engine.module, optimizer, probe=probe, **options)
+        options["replicas"] = _home(model, optimizer, engine.gradient_accumulation_steps())
+    return overlay.attach(model, optimizer, probe=probe, **options)
 
 
 class EngineOptimizer(Optimizer):
@@ -77,15 +77,25 @@ class EngineOptimizer(Optimizer):
 
     Args:
         wrapped: `engine.optimizer`, whose `step` this one's takes the place of.
-        groups: the model's parameters by group.
+        groups: the model's parameters by group; under stage 3 their shards.
+        masters: by group, what the inner optimizer steps.
+        shards: the model under stage 3.
     """
 
     gradients_elsewhere = True
     """A pass leaves no gradients in the parameters."""
 
-    def __init__(self, wrapped: Any, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        wrapped: Any,
+        groups: Sequence[Sequence[nn.Parameter]],
+        masters: Callable[[], Sequence[Sequence[Tensor]]],
+        shards: Shards | None = None,
+    ) -> None:
         self.wrapped = wrapped
         self.inner: Optimizer = wrapped.optimizer
+        self.shards = shards
+        self._masters = masters
         self.found_inf = torch.zeros(())
         self._seen: list[dict[str, Any]] = [{} for _ in groups]
         super().__init__([{"params": list(group)} for group in groups], {})
@@ -106,14 +116,19 @@ class EngineOptimizer(Optimizer):
         earlier = getattr(wrapped.step, "__self__", None)
         if isinstance(earlier, cls):
             return earlier
-        groups = next((getattr(wrapped, name) for name in MODEL_GROUPS if hasattr(wrapped, name)), None)
         inner = getattr(wrapped, "optimizer", None)
+        if isinstance(inner, Optimizer) and hasattr(wrapped, "fp32_partitioned_groups_flat"):
+            shards = Shards(engine)
+            held = [shards.of(group) for group in _by_group(wrapped, wrapped.fp16_groups)]
+            flat = [[part] for part in wrapped.fp32_partitioned_groups_flat]
+            return cls(wrapped, held, lambda: _by_group(wrapped, flat), shards)
+        groups = next((getattr(wrapped, name) for name in MODEL_GROUPS if hasattr(wrapped, name)), None)
         if groups is None or not isinstance(inner, Optimizer) or len(groups) != len(inner.param_groups):
             raise ConfigError(
                 f"hdet does not know where DeepSpeed's {type(wrapped).__name__} keeps the model's parameters; use ZeRO "
-                f"stage 0, 1 or 2 with an optimizer of torch.optim"
+                f"with an optimizer of torch.optim"
             )
-        return cls(wrapped, groups)
+        return cls(wrapped, groups, lambda: [group["params"] for group in inner.param_groups])
 
     @property  # type: ignore[override]
     def param_groups(self) -> list[dict[str, Any]]:
@@ -146,12 +161,30 @@ class EngineOptimizer(Optimizer):
 
     def _link_state(self) -> None:
         """The first parameter of each group has all of this rank's state of the group."""
-        for own, real in zip(self._groups, self.inner.param_groups, strict=True):
+        for own, masters in zip(self._groups, self._masters(), strict=True):
             held: dict[str, Any] = {}
-            for number, part in enumerate(real["params"]):
+            for number, part in enumerate(masters):
                 held[f"master.{number}"] = part.data
                 held.update({f"{key}.{number}": value for key, value in self.inner.state.get(part, {}).items()})
-            self.state[own["params"][0]] = held
+            if held:
+                self.state[own["params"][0]] = held
+
+
+def _by_group(wrapped: Any, parts: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """What stage 3 holds by sub-group, by the optimizer's groups."""
+    found: list[list[Any]] = [[] for _ in wrapped.optimizer.param_groups]
+    for number, part in enumerate(parts):
+        found[wrapped.sub_group_to_group_id[number]] += part
+    return found
+
+
+def _of_module(probe: Probe) -> Probe:
+    """The probe, its loss called with the module below the shards."""
+
+    def loss(shards: Shards, batch: Any) -> Tensor:
+        return probe.loss(shards.module, batch)
+
+    return replace(probe, loss=loss)
 
 
 def _refuse_forward(knobs: Sequence[Any], stage: int, kind: str) -> None:
@@ -164,9 +197,25 @@ def _refuse_forward(knobs: Sequence[Any], stage: int, kind: str) -> None:
             )
 
 
-def _home(engine: Any, optimizer: Optimizer) -> Replicas:
+def _refuse_rates(rates: Any, stage: int, kind: str) -> None:
+    """Rates of parts of a flat tensor, or judged by the probe's own gradient."""
+    if isinstance(rates, Mapping):
+        raise ConfigError(
+            f"rates= with patterns cuts the optimizer's groups, and under ZeRO stage {stage} ({kind}) a group is one "
+            f"flat tensor; give deepspeed.initialize an optimizer with a group for each name, and "
+            f'hdet.deepspeed.attach rates="groups"'
+        )
+    if rates == "groups" and stage >= 3:
+        raise ConfigError(
+            f'rates="groups" are judged by gradients of the probe, and under ZeRO stage {stage} ({kind}) gradients '
+            f"leave a pass averaged over ranks and in parts; use stage 1 or 2, or leave rates= out"
+        )
+
+
+def _home(model: nn.Module, optimizer: Optimizer, seats: int) -> Replicas:
     """Micro-batches of this rank, and of the others, which DeepSpeed averages gradients over."""
-    seats = engine.gradient_accumulation_steps()
+    if isinstance(model, Shards):
+        return home(model, optimizer, seats)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        return distribute(engine.module, optimizer, micro_batches=seats)
-    return micro_batches(engine.module, optimizer, seats)
+        return distribute(model, optimizer, micro_batches=seats)
+    return micro_batches(model, optimizer, seats)

@@ -27,8 +27,21 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+class Partitioned(nn.Module):
+    """A model whose parameters are this rank's parts of those that its passes gather."""
+
+    def reshard(self) -> None:
+        """Let go of what was gathered; it is of the weights as they were."""
+        raise NotImplementedError
+
+
 def reshard(model: nn.Module) -> None:
-    """Make a fully sharded model's parameters the shards again: after a forward alone they may not be."""
+    """Make a fully sharded model's parameters the shards again: after a forward alone they may not be.
+
+    Whoever writes weights calls it before, so that the next pass gathers what was written.
+    """
+    if isinstance(model, Partitioned):
+        model.reshard()
     sharding = sys.modules.get("torch.distributed.fsdp")
     if sharding is not None:
         for module in model.modules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import sys
 import warnings
@@ -14,6 +15,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,6 +27,7 @@ from hdet.errors import ConfigError
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 STEPS, PARTS = 24, 2
+SETTINGS = [(0, False), (1, False), (2, False), (3, False), (1, True), (2, True), (3, True)]
 HELD = [hdet.LearningRate(controller=Hold()), hdet.WeightDecay(controller=Hold())]
 
 
@@ -37,16 +40,21 @@ def loss_of(model: Any, given: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(given[0]).float(), given[1])
 
 
-def engine_of(stage: int, bf16: bool) -> Any:
+def network() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+
+def engine_of(stage: int, bf16: bool, zero: dict[str, Any] | None = None) -> Any:
+    model = network()
     matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": PARTS,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage},
+        # Under stage 3 matrices are gathered by layers, and vectors are kept whole.
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20, **(zero or {})},
         "zero_allow_untested_optimizer": True,
     }
     if bf16:
@@ -55,16 +63,33 @@ def engine_of(stage: int, bf16: bool) -> Any:
 
 
 def left(engine: Any) -> list[Tensor]:
-    """Weights, and this rank's masters and moments."""
+    """Weights, and this rank's masters and moments; under stage 3, where these end in padding, all ranks'."""
+    if engine.zero_optimization_stage() == 3:
+        own = list(engine.module.parameters())
+        weights = gathered(engine)
+        masters = [safe_get_full_fp32_param(p) for p in own]
+        moments = [safe_get_full_optimizer_state(p, key) for p in own for key in ("exp_avg", "exp_avg_sq")]
+        return [t.detach().cpu().clone() for t in (*weights, *masters, *moments)]
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     parts = [p for group in inner.param_groups for p in group["params"]]
     moments = [v for p in parts for v in inner.state[p].values() if isinstance(v, Tensor)]
     return copy.deepcopy([t.detach().cpu() for t in (*engine.module.parameters(), *parts, *moments)])
 
 
-def run(stage: int, bf16: bool, wrecked: int | None = None, **options: Any) -> dict[str, Any]:
+def gathered(engine: Any) -> list[Tensor]:
+    """Whole weights, as anybody would read them who saves the model."""
+    own = list(engine.module.parameters())
+    if engine.zero_optimization_stage() < 3:
+        return [p.detach().clone() for p in own]
+    with deepspeed.zero.GatheredParameters(own):
+        return [p.detach().clone() for p in own]
+
+
+def run(
+    stage: int, bf16: bool, wrecked: int | None = None, zero: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
     """Train; a search is attached where options are given. At one step the loss is infinite, if that is said."""
-    engine = engine_of(stage, bf16)
+    engine = engine_of(stage, bf16, zero)
     dtype = next(engine.module.parameters()).dtype
     search = None
     if options:
@@ -83,7 +108,8 @@ def run(stage: int, bf16: bool, wrecked: int | None = None, **options: Any) -> d
         found |= {
             "steps": search.engine.step_count,
             "shifts": {name: learned.factor for name, learned in search.shifts.items()},
-            "t": [record.estimates["weight_decay"].get("t") for record in search.history],
+            "t": [record.estimates.get("weight_decay", {}).get("t") for record in search.history],
+            "relative": [record.estimates.get("learning_rate[1]", {}).get("relative") for record in search.history],
         }
     return found
 
@@ -112,21 +138,52 @@ def went_back(stage: int, bf16: bool) -> tuple[list[Tensor], list[Tensor]]:
     return held, left(engine)
 
 
+def slopes(stage: int) -> tuple[float, float]:
+    """The rate's slope over the second window, as hdet found it, and by weights that are put into another model."""
+    engine, width = engine_of(stage, bf16=False), 0.3
+    probe = hdet.Probe(loss_of, [batch(-1 - part, torch.float32) for part in range(8)])
+    options: dict[str, Any] = {"exclude": ["dropout", "weight_decay"], "schedule": None, "guard": None, "quiet": True}
+    search = hdet.deepspeed.attach(engine, probe=probe, total_steps=STEPS, window=4, **options)
+    points = []
+    for micro in range(8 * PARTS):
+        if micro == 4 * PARTS:
+            points.append(gathered(engine))
+        engine.backward(search.loss(loss_of(engine, batch(micro, torch.float32))))
+        engine.step()
+    points.append(gathered(engine))
+    other, (start, end) = network().eval(), points
+
+    @torch.no_grad()
+    def loss_at(x: float) -> float:
+        for own, first, last in zip(other.parameters(), start, end, strict=True):
+            own.copy_(first + math.exp(x) * (last - first))
+        return float(probe.measure(other, 0).mean())
+
+    found = search.history.windows[-1].estimates["learning_rate"]["slope"]
+    return found, (loss_at(width) - loss_at(-width)) / (2 * width)
+
+
 def main(folder: Path) -> None:
     deepspeed.init_distributed("gloo")
     found: dict[Any, Any] = {}
-    for stage, bf16 in [(0, False), (1, False), (2, False), (1, True), (2, True)]:
+    for stage, bf16 in SETTINGS:
         found[stage, bf16] = {
             "plain": run(stage, bf16),
             "held": run(stage, bf16, knobs=HELD, exclude=["dropout"], schedule=None, guard=None),
             "searched": run(stage, bf16, exclude=["dropout"]),
             "went back": went_back(stage, bf16) if stage else None,
         }
+    found["slopes"] = {stage: slopes(stage) for stage in (2, 3)}
     found["skipped"] = run(1, True, wrecked=5, knobs=HELD, schedule=None, guard=None)
     found["dropout at stage 0"] = run(0, False, guard=None)
+    found["groups"] = [run(stage, False, exclude=["dropout"], rates="groups")["relative"] for stage in (0, 2)]
     found["refused"] = {
-        "stage 3": refusal(3, guard=None),
         "dropout at stage 1": refusal(1, knobs=[hdet.Dropout()]),
+        "dropout at stage 3": refusal(3, knobs=[hdet.Dropout()]),
+        "parameters offloaded": refusal(3, zero={"offload_param": {"device": "cpu"}}, guard=None),
+        "secondary partitions": refusal(3, zero={"zero_hpz_partition_size": 2}, guard=None),
+        "rates of groups at stage 3": refusal(3, rates="groups"),
+        "rates by patterns": refusal(1, rates={"head": "3.*"}),
     }
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
