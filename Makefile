@@ -1,5 +1,7 @@
 # `make run` trains the quickstart, `make test` runs the tests; both first make .venv and install everything.
 # `make test-integrations` runs the tests with the frameworks hdet rides on, which it installs as well.
+# `make test-extras` runs those with DeepSpeed, Ray, torchft and trackio, which it installs beside .venv: they take long
+# to install, and would pin others back.
 #
 # torch comes from pip's own index. For the smaller CPU build:
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make run
@@ -9,6 +11,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INTEGRATED := $(VENV)/.integrated
+EXTRAS := .venv-extras
+EXTRA_INSTALLED := $(EXTRAS)/.installed
+EXTRA_TESTS := test_deepspeed test_ray_example test_ray_pbt test_torchft test_torchft_exchange test_loggers
 
 # Everything here is too small to gain much from a second thread, and threads that wait for each other on a
 # busy machine are slower by far.
@@ -20,7 +25,7 @@ export OMP_NUM_THREADS
 WORKERS ?= 2
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-integrations lint docs diagrams install clean
+.PHONY: run test test-integrations test-extras lint docs diagrams install clean
 
 run: $(INSTALLED)
 	$(BIN)/hdet run examples/quickstart.yaml --compare --force
@@ -31,6 +36,9 @@ test: $(INSTALLED)
 test-integrations: $(INTEGRATED)
 	$(BIN)/python -m pytest $(TOGETHER) tests/integrations tests/test_docs.py::test_docstring_examples \
 		tests/test_docs.py::test_every_python_block_runs -k 'integrations'
+
+test-extras: $(EXTRA_INSTALLED)
+	$(EXTRAS)/bin/python -m pytest --durations=0 --durations-min=1 $(EXTRA_TESTS:%=tests/integrations/%.py)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -56,5 +64,13 @@ $(INTEGRATED): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[integrations]'
 	touch $@
 
+# All else is taken from .venv, by a file that names its folder. trackio takes another Pillow than constraints.txt has.
+$(EXTRA_INSTALLED): $(INTEGRATED)
+	test -x $(EXTRAS)/bin/python || $(BIN)/python -m venv $(EXTRAS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		$$($(EXTRAS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth
+	$(EXTRAS)/bin/python -m pip install --quiet --editable '.[deepspeed,ray,torchft,trackio]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(EXTRAS) runs site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

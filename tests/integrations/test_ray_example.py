@@ -11,7 +11,10 @@ import pytest
 
 import hdet
 
-pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="pip install 'hdet[ray]'")
+pytestmark = [
+    pytest.mark.skipif(find_spec("ray") is None, reason="pip install 'hdet[ray]'"),
+    pytest.mark.timeout(600),  # Ray starts a dozen processes, and several import torch
+]
 EXAMPLE = Path(hdet.__file__).parent.parent / "examples" / "ray_trainer.py"
 
 
