@@ -57,14 +57,7 @@ class Held(Recommended):
         return super(Held, every).rehearse(task, setting, steps)
 
     def engine(
-        self,
-        task: Task,
-        setting: Setting,
-        problem: Problem,
-        model: nn.Module,
-        probe: hdet.Probe,
-        steps: int,
-        seed: int,
+        self, task: Task, setting: Setting, problem: Problem, model: nn.Module, probe: hdet.Probe, steps: int, seed: int
     ) -> hdet.Engine:
         optimizer = task.optimizer(problem.groups(model), setting)
         knobs = [choice.knob for choice in choose(model, optimizer, steps) if choice.knob is not None]

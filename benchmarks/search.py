@@ -148,10 +148,7 @@ def _findings(
 
 
 def _count(
-    tasks: Mapping[str, Task],
-    contenders: Mapping[str, Contender],
-    swept: Mapping[str, list[Cell]],
-    seeds: int,
+    tasks: Mapping[str, Task], contenders: Mapping[str, Contender], swept: Mapping[str, list[Cell]], seeds: int
 ) -> None:
     """How many distinct cells there are, with the middle of each grid in the best setting's place."""
     for name, task in tasks.items():

@@ -54,9 +54,7 @@ def parse(text: str, *, name: str) -> Any:
             return super().construct_mapping(node, deep=deep)
 
     Loader.add_implicit_resolver(  # YAML 1.1 demands a point and a signed exponent
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-        list("-+.0123456789"),
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
     )
     try:
         value = yaml.load(text, Loader=Loader)

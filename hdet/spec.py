@@ -117,8 +117,7 @@ class Spec(BaseModel):
         if cls.__dict__.get("_root") is not cls and not isabstract(cls):
             return handler(source)
         return core_schema.no_info_plain_validator_function(
-            cls.from_dict,
-            serialization=core_schema.plain_serializer_function_ser_schema(lambda spec: spec.to_dict()),
+            cls.from_dict, serialization=core_schema.plain_serializer_function_ser_schema(lambda spec: spec.to_dict())
         )
 
 

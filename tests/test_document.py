@@ -27,15 +27,7 @@ def test_a_number_survives_yaml_whatever_python_calls_it(number: float) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [
-        ("1e-3", 1e-3),
-        ("3E4", 3e4),
-        ("-.5e2", -50.0),
-        ("7", 7),
-        ("[1, 2]", [1, 2]),
-        ("1e", "1e"),
-        ("e3", "e3"),
-    ],
+    [("1e-3", 1e-3), ("3E4", 3e4), ("-.5e2", -50.0), ("7", 7), ("[1, 2]", [1, 2]), ("1e", "1e"), ("e3", "e3")],
 )
 def test_values(text: str, value: object) -> None:
     found = parse(text, name="test")

@@ -63,15 +63,9 @@ def _head(findings: Findings, command: str) -> list[str]:
         "",
     ]
     if there < wanted:
-        lines += [
-            f"**Incomplete: {there} of {wanted} runs are there.** Ranks use the complete cases only.",
-            "",
-        ]
+        lines += [f"**Incomplete: {there} of {wanted} runs are there.** Ranks use the complete cases only.", ""]
     if len(findings.versions()) > 1:
-        lines += [
-            f"**The runs were made with {len(findings.versions())} versions of the library's code.**",
-            "",
-        ]
+        lines += [f"**The runs were made with {len(findings.versions())} versions of the library's code.**", ""]
     return lines
 
 
@@ -148,16 +142,7 @@ def _cells(findings: Findings, path: Path) -> None:
         for (task, start, contender), runs in findings.runs.items():
             for seed, run in sorted(runs.items()):
                 failed = int(sweep.failed(findings.tasks[task], run.test))
-                row = [
-                    task,
-                    start,
-                    contender,
-                    seed,
-                    f"{run.test:.6g}",
-                    failed,
-                    f"{run.cost:.5f}",
-                    f"{run.seconds:.2f}",
-                ]
+                row = [task, start, contender, seed, f"{run.test:.6g}", failed, f"{run.cost:.5f}", f"{run.seconds:.2f}"]
                 writer.writerow(row)
 
 

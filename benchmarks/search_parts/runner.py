@@ -71,11 +71,7 @@ def attempt(task: Task, contender: Contender, cell: Cell, folder: Path) -> Attem
 
 
 def _attempts(
-    missing: Sequence[Cell],
-    tasks: Mapping[str, Task],
-    contenders: Mapping[str, Contender],
-    folder: Path,
-    jobs: int,
+    missing: Sequence[Cell], tasks: Mapping[str, Task], contenders: Mapping[str, Contender], folder: Path, jobs: int
 ) -> Iterator[Attempt]:
     work = [(tasks[cell.task], contenders[cell.contender], cell, folder) for cell in missing]
     try:

@@ -53,12 +53,7 @@ DROPOUTS = tuple(Start(f"dropout x{factor:g}", dropout=factor) for factor in (0.
 ALL_OFF = (Start("all x0.1", 0.1, 0.1, 0.1), Start("all x10", 10, 10, 10))
 # An orthogonal array of three levels each, none of whose nine rows is right in all three.
 NINE = tuple(
-    Start(
-        f"nine {3 * a + b + 1}",
-        lr=(1 / 8, 1, 8)[a],
-        decay=(0.01, 0.3, 10)[b],
-        dropout=(0.0, 1.0, 10.0)[(a + b) % 3],
-    )
+    Start(f"nine {3 * a + b + 1}", lr=(1 / 8, 1, 8)[a], decay=(0.01, 0.3, 10)[b], dropout=(0.0, 1.0, 10.0)[(a + b) % 3])
     for a, b in itertools.product(range(3), repeat=2)
 )
 QUICK = ("lr x0.1", "lr x1", "lr x10")

@@ -143,10 +143,7 @@ class Stateful:
         control = unpacked(state["control"])
         self.check(control)
         model, optimizer = self.engine.hosts[0]
-        shared = {
-            "model": state["model"],
-            "optimizer": _optimizer_of(model, optimizer, state["optimizer"], control),
-        }
+        shared = {"model": state["model"], "optimizer": _optimizer_of(model, optimizer, state["optimizer"], control)}
         opening = {
             index: {
                 "model": own.get("model", state["model"]),

@@ -243,11 +243,7 @@ class ContrastCollector(Collector):
         if self.spec.paired:
             return mirrored(len(self.ladder) // 2, seed=self.scene.seed, window=first, names=names)
         return self.design.assign(
-            [self.ladder] * len(names),
-            seed=self.scene.seed,
-            window=first,
-            names=names,
-            two_level=[True] * len(names),
+            [self.ladder] * len(names), seed=self.scene.seed, window=first, names=names, two_level=[True] * len(names)
         )
 
     def _active(self, window: Window, step: int) -> NDArray[np.bool_]:

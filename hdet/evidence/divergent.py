@@ -148,11 +148,7 @@ class DivergentCollector(Collector):
         return partial(tensors.copy_, sources=self.scene.moving.of(self.scene.replicas.combine(weights)))
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "estimator": to_plain(self.state),
-            "shrink": list(self.shrink),
-            "steps": self.steps,
-        }
+        return {"estimator": to_plain(self.state), "shrink": list(self.shrink), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
         self.state = from_plain(self.state, state["estimator"])

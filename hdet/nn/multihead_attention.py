@@ -112,15 +112,7 @@ class MultiheadAttention(KnobModule, nn.MultiheadAttention):
             )
         seen = self if self.temperature == 1.0 else cast(nn.MultiheadAttention, _Tempered(self))
         return nn.MultiheadAttention.forward(
-            seen,
-            query,
-            key,
-            value,
-            key_padding_mask,
-            need_weights,
-            attn_mask,
-            average_attn_weights,
-            is_causal,
+            seen, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         )
 
     @torch.no_grad()

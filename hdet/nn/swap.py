@@ -59,11 +59,7 @@ def swap(
     >>> model[1].p_knob
     KnobTensor(0.1, role='dropout', device='cpu')
     """
-    table = {
-        **(_DROPOUTS if dropout else {}),
-        **(_ATTENTIONS if attention else {}),
-        **(_LOSSES if loss else {}),
-    }
+    table = {**(_DROPOUTS if dropout else {}), **(_ATTENTIONS if attention else {}), **(_LOSSES if loss else {})}
     named = [(name, module) for name, module in named_modules(model) if fnmatchcase(name, pattern)]
     plain = [(name, module) for name, module in named if type(module) in table]
     tempered = _outermost([(name, module) for name, module in named if attention and _to_temper(module, pattern)])

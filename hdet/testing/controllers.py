@@ -95,8 +95,7 @@ def nothing_learnt_moves_nothing(controller: Controller) -> None:
             move, following = controller.step(state, given, context)
             require(move == 0.0, f"it moves by {move} after {given} in {context}")
             require(
-                to_plain(following) == before,
-                f"its state went from {before} to {to_plain(following)} after {given}",
+                to_plain(following) == before, f"its state went from {before} to {to_plain(following)} after {given}"
             )
 
 

@@ -51,10 +51,7 @@ def columns_are_permutations_of_the_levels(design: Design) -> None:
             require(matrix.shape == shape, f"window {window} has shape {matrix.shape}, not {shape}")
             for k, column in enumerate(levels):
                 same = np.array_equal(np.sort(matrix[:, k]), np.sort(column))
-                require(
-                    same,
-                    f"window {window}, knob {k}: {matrix[:, k].tolist()} from the levels {column.tolist()}",
-                )
+                require(same, f"window {window}, knob {k}: {matrix[:, k].tolist()} from the levels {column.tolist()}")
 
 
 def the_same_arguments_give_the_same_design(design: Design) -> None:
@@ -64,10 +61,7 @@ def the_same_arguments_give_the_same_design(design: Design) -> None:
         first = [design.assign(levels, window=window, **given) for window in WINDOWS]
         again = [design.assign(levels, window=window, **given) for window in reversed(WINDOWS)][::-1]
         same = all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
-        require(
-            same,
-            f"asked again about {len(levels[0])} replicas and {len(levels)} knobs it gave another design",
-        )
+        require(same, f"asked again about {len(levels[0])} replicas and {len(levels)} knobs it gave another design")
         unchanged = all(np.array_equal(one, other) for one, other in zip(kept, levels, strict=True))
         require(unchanged, "it wrote into the levels it was given")
         first[0][:] = 99.0
@@ -88,10 +82,7 @@ def bad_arguments_are_refused(design: Design) -> None:
     levels = [TwoLevel(0.5).levels(4)] * 2
 
     def attempt(levels: Levels, names: Sequence[str], detail: str) -> None:
-        refused(
-            lambda: design.assign(levels, seed=0, window=0, names=names, two_level=[True] * len(names)),
-            detail,
-        )
+        refused(lambda: design.assign(levels, seed=0, window=0, names=names, two_level=[True] * len(names)), detail)
 
     attempt([], [], "a design of no knob")
     attempt(levels, ["a"], "two knobs with one name between them")

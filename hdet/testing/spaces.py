@@ -109,10 +109,7 @@ def room_reaches_the_bounds(space: Space) -> None:
             if math.isfinite(shift):
                 reached = space.apply(value, shift)
                 close = math.isclose(reached, bound, rel_tol=1e-6, abs_tol=1e-9 * abs(value))
-                require(
-                    close,
-                    f"room({value!r}, {bounds}) is {(down, up)}, but {shift!r} leads to {reached!r}",
-                )
+                require(close, f"room({value!r}, {bounds}) is {(down, up)}, but {shift!r} leads to {reached!r}")
 
 
 def bounds_are_checked(space: Space) -> None:

@@ -93,10 +93,7 @@ def test_without_knobs_the_recipe_is_taken_and_told(declared: Path, capsys: pyte
         (["digits.yaml", "--set", "replicas=1"], "at least 2 replicas"),
         (["digits.yaml", "--set", "schedule.total_steps=5"], "ends after 5 steps and the run has 24"),
         (["digits.yaml", "--resume"], "nothing to resume"),
-        (
-            ["digits.yaml", "--set", "stepz=3"],
-            "; did you mean 'steps'?",
-        ),
+        (["digits.yaml", "--set", "stepz=3"], "; did you mean 'steps'?"),
         (["digits.yaml", "--set", "knobs.0.kind=drop_out"], "; did you mean 'dropout'?"),
         (["digits.yaml", "--set", "knobs.0\u00b2=3"], "the list has 2 entries, to be named 0 to 1, not '0\u00b2'"),
         (["digits.yaml", "--set", f"knobs.{'9' * 5000}=3"], "the list has 2 entries"),

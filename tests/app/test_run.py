@@ -221,10 +221,7 @@ def equal(one: Any, two: Any) -> bool:
         ({"engine": {}, "generators": {"cpu": "x"}, "seconds": 1.0}, "is no checkpoint of a run"),
         ({"engine": {}, "generators": {"cpu": torch.zeros(3, dtype=torch.uint8)}, "seconds": 1.0}, "no checkpoint"),
         ({"engine": 3, "generators": {"cpu": torch.get_rng_state()}, "seconds": "long"}, "is no checkpoint of a run"),
-        (
-            {"engine": 3, "generators": {"cpu": torch.get_rng_state()}, "seconds": 1.0},
-            "a state is a mapping",
-        ),
+        ({"engine": 3, "generators": {"cpu": torch.get_rng_state()}, "seconds": 1.0}, "a state is a mapping"),
     ],
 )
 def test_a_checkpoint_of_odd_types_is_refused(killed: Path, tmp_path: Path, state: Any, message: str) -> None:

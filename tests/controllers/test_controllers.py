@@ -105,13 +105,7 @@ def test_a_sure_slope_is_followed_downhill(
 )
 @settings(max_examples=60, deadline=None)
 def test_moves_and_states_stay_finite(
-    controller: Controller,
-    slope: float,
-    stderr: float,
-    curvature: float | None,
-    shift: float,
-    step: int,
-    warming: bool,
+    controller: Controller, slope: float, stderr: float, curvature: float | None, shift: float, step: int, warming: bool
 ) -> None:
     estimate = Estimate(slope, curvature, stderr, averaged=Estimate(-slope / 2, curvature, stderr))
     context = Context(

@@ -45,10 +45,7 @@ def probe() -> hdet.Probe:
     return hdet.Probe(loss_of, [batch(-1, part) for part in range(8)])
 
 
-HELD: list[hdet.Knob] = [
-    hdet.LearningRate(controller=Hold()),
-    hdet.WeightDecay(controller=Hold()),
-]
+HELD: list[hdet.Knob] = [hdet.LearningRate(controller=Hold()), hdet.WeightDecay(controller=Hold())]
 
 
 def ddp(model: nn.Module) -> nn.Module:

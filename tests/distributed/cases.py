@@ -176,10 +176,7 @@ def spread_zero() -> Found:
             still = hdet.LearningRate(spread=TwoLevel(0.0), controller=Hold(), schedule=OneCycle(0.02, STEPS))
             with_hdet = many_ranks(wrap, make, knobs=[still], merge=Mean(policy))
             ours = [*with_hdet["weights"], *with_hdet["buffers"]]
-            found[name, policy] = {
-                "difference": difference(ours, alone),
-                "same": all(map(torch.equal, ours, alone)),
-            }
+            found[name, policy] = {"difference": difference(ours, alone), "same": all(map(torch.equal, ours, alone))}
         found[name] = alone
     return found
 

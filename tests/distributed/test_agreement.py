@@ -27,11 +27,7 @@ def reference(
 ) -> Found:
     torch.set_num_threads(1)
     return cases.one_process(
-        n,
-        batch_normed if normed else network,
-        each,
-        gradients=gradients,
-        signal=probe(signal) if signal else None,
+        n, batch_normed if normed else network, each, gradients=gradients, signal=probe(signal) if signal else None
     )
 
 

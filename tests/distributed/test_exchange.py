@@ -175,10 +175,7 @@ def own_buffers() -> Found:
     model = DistributedDataParallel(Scaled())
     engine = hdet.Engine(
         hdet.distribute(model, optimizer_of(model)),
-        [
-            hdet.Scalar("scale", path="scale", spread=TwoLevel(0.1), bounds=(0.5, 2.0), space=Log()),
-            hdet.Dropout(),
-        ],
+        [hdet.Scalar("scale", path="scale", spread=TwoLevel(0.1), bounds=(0.5, 2.0), space=Log()), hdet.Dropout()],
         window=3,
         gradients="local",
         signal=hdet.Probe(lambda m, x: m(x).square().mean(), [torch.ones(4, 6), torch.zeros(4, 6)]),
@@ -570,10 +567,7 @@ def test_gradients_of_parameters_that_some_ranks_do_not_use(ranks: list[Found]) 
         assert found["unused"]["never"] is None
 
 
-@given(
-    st.lists(st.integers(0, 3), min_size=1, max_size=6).filter(any),
-    st.integers(0, 2**31),
-)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=6).filter(any), st.integers(0, 2**31))
 def test_folding_is_the_weighted_mean(weights: list[int], seed: int) -> None:
     rows = torch.randn(len(weights), 5, generator=torch.Generator().manual_seed(seed))
     exact = (rows.double() * torch.tensor(weights, dtype=torch.float64)[:, None]).sum(0) / sum(weights)

@@ -201,14 +201,7 @@ def one_process(n: int, each: int) -> Found:
 
 @pytest.mark.parametrize(
     ("home", "n", "each"),
-    [
-        ("hsdp", 2, 2),
-        ("shards", 2, 2),
-        ("fsdp", 1, 4),
-        ("tensor parallel", 2, 1),
-        ("ddp", 4, 1),
-        ("plain", 4, 1),
-    ],
+    [("hsdp", 2, 2), ("shards", 2, 2), ("fsdp", 1, 4), ("tensor parallel", 2, 1), ("ddp", 4, 1), ("plain", 4, 1)],
 )
 def test_every_home_measures_what_one_process_measures(ranks: list[Found], home: str, n: int, each: int) -> None:
     expected = one_process(n, each)

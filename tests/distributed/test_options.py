@@ -41,16 +41,9 @@ def options(folder: Path) -> Found:
         found[name] = cases.many_ranks(DistributedDataParallel, home={"precision": precision}, gradients="local")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     part = mesh.get_local_rank("dp_shard")
-    for name, home in (
-        ("shards", {}),
-        ("shards bfloat16", {"precision": torch.bfloat16}),
-    ):
+    for name, home in (("shards", {}), ("shards bfloat16", {"precision": torch.bfloat16})):
         found[name] = cases.many_ranks(
-            cases.sharded_over(mesh),
-            home={"mesh": mesh, **home},
-            part=part,
-            each=2,
-            merge=Mean("keep"),
+            cases.sharded_over(mesh), home={"mesh": mesh, **home}, part=part, each=2, merge=Mean("keep")
         )
 
     found["shards overlap"] = weights(overlapped(cases.sharded_over(mesh), STEPS, part, each=2, mesh=mesh))[0]
@@ -217,11 +210,7 @@ def stale() -> Found:
     after = engine.home.in_flight
     for loaded in (engine, other):
         train(loaded, DELAY + 1)
-    return {
-        "before": before,
-        "after": after,
-        "off": difference(weights(engine)[0], weights(other)[0]),
-    }
+    return {"before": before, "after": after, "off": difference(weights(engine)[0], weights(other)[0])}
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,7 @@ import hdet
 from hdet.errors import CheckpointError, StepError
 
 TOTAL, WINDOW, STOP = 17, 4, 10
-OPTIONS: dict[str, Any] = {
-    "total_steps": TOTAL,
-    "spread": 0.2,
-    "window": WINDOW,
-    "auto_lr_warmup": 8,
-    "sigma": 0.05,
-}
+OPTIONS: dict[str, Any] = {"total_steps": TOTAL, "spread": 0.2, "window": WINDOW, "auto_lr_warmup": 8, "sigma": 0.05}
 
 
 def perceptron() -> nn.Sequential:

@@ -53,19 +53,11 @@ DECLARATIONS: dict[str, tuple[Callable[[], Any], type[HdetError], str]] = {
         ConfigError,
         r"dropout: .*\(0.0, 1.5\).*Arcsine.*narrow the bounds or choose another space",
     ),
-    "bounds that are not numbers": (
-        lambda: hdet.LearningRate(bounds=(0.0, float("inf"))),
-        ConfigError,
-        "bounds.1",
-    ),
+    "bounds that are not numbers": (lambda: hdet.LearningRate(bounds=(0.0, float("inf"))), ConfigError, "bounds.1"),
     "a negative authority": (lambda: hdet.LearningRate(authority=-1), ConfigError, "authority.*given: -1"),
     "a negative width": (lambda: TwoLevel(-0.1), ConfigError, "two_level: width.*given: -0.1"),
     "too many positions": (lambda: TwoLevel(0.1, 0.2), ConfigError, "TwoLevel takes at most 1"),
-    "a scalar without a way": (
-        lambda: hdet.Scalar("x", bounds=(0, 1)),
-        ConfigError,
-        "give either path=, or both",
-    ),
+    "a scalar without a way": (lambda: hdet.Scalar("x", bounds=(0, 1)), ConfigError, "give either path=, or both"),
 }
 
 
@@ -231,26 +223,14 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
     ),
     "no steps": (lambda p: make(p, [], total_steps=0), ConfigError, "total_steps must be at least 1, got 0"),
     "a window of 0": (lambda p: make(p, [], window=0), ConfigError, "fixed: steps.*given: 0"),
-    "a window of another type": (
-        lambda p: make(p, [], window="50"),
-        ConfigError,
-        "window must be .* got '50'",
-    ),
-    "a window that is a switch": (
-        lambda p: make(p, [], window=True),
-        ConfigError,
-        "window must be .* got True",
-    ),
+    "a window of another type": (lambda p: make(p, [], window="50"), ConfigError, "window must be .* got '50'"),
+    "a window that is a switch": (lambda p: make(p, [], window=True), ConfigError, "window must be .* got True"),
     "a misspelt gradients": (
         lambda p: make(p, [], gradients="mean"),
         ConfigError,
         "gradients must be 'shared' or 'local', got 'mean'",
     ),
-    "a misspelt anchor": (
-        lambda p: make(p, [], anchor="cpu"),
-        ConfigError,
-        "anchor must be 'device' or 'host'",
-    ),
+    "a misspelt anchor": (lambda p: make(p, [], anchor="cpu"), ConfigError, "anchor must be 'device' or 'host'"),
     "a signal that is a function": (
         lambda p: make(p, [], signal=p.loss),
         ConfigError,
@@ -258,11 +238,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
     ),
     "a knob class": (lambda p: make(p, [hdet.LearningRate]), ConfigError, "a knob must be of type Knob"),
     "a merge by name": (lambda p: make(p, [], merge="mean"), ConfigError, "merge must be of type Merge"),
-    "a bare model": (
-        lambda p: Engine(p.model(), []),
-        ConfigError,
-        "replicas must be of type Replicas",
-    ),
+    "a bare model": (lambda p: Engine(p.model(), []), ConfigError, "replicas must be of type Replicas"),
     "micro-batches that should diverge": (
         lambda p: Engine(
             hdet.micro_batches(m := p.model(), torch.optim.SGD(m.parameters(), lr=0.1), n=4),
@@ -381,10 +357,7 @@ def test_local_gradients_need_no_sharing(problem: Any) -> None:
 
 def test_a_replica_inside_itself(problem: Any) -> None:
     engine = make(problem, [hdet.LearningRate()])
-    with (
-        engine.replicas[1],
-        pytest.raises(StepError, match="replica 1 is already active; leave its `with` block"),
-    ):
+    with engine.replicas[1], pytest.raises(StepError, match="replica 1 is already active; leave its `with` block"):
         engine.replicas[1].__enter__()
     with engine.replicas[1]:
         pass

@@ -61,13 +61,7 @@ def still(max_lr: float = 0.05) -> list[hdet.Knob]:
 
 
 def plain(
-    problem: Any,
-    model: nn.Module,
-    optimizer: Optimizer,
-    n: int,
-    *,
-    same_batch: bool = False,
-    max_lr: float = 0.05,
+    problem: Any, model: nn.Module, optimizer: Optimizer, n: int, *, same_batch: bool = False, max_lr: float = 0.05
 ) -> None:
     """Training without hdet: mean gradients of n batches, torch's scheduler."""
     for group in optimizer.param_groups:
@@ -248,11 +242,7 @@ def test_no_global_generator_is_touched(problem: Any, train: Any, tmp_path: Any)
         hdet.WeightDecay(spread=TwoLevel(0.5)),
     ]
     engine = Engine(
-        hdet.replicate(model, optimizer, n=4),
-        knobs,
-        window=5,
-        signal=problem.probe(),
-        history=tmp_path / "h.jsonl",
+        hdet.replicate(model, optimizer, n=4), knobs, window=5, signal=problem.probe(), history=tmp_path / "h.jsonl"
     )
     train(engine, 12)
     engine.load_state_dict(engine.state_dict())

@@ -203,11 +203,7 @@ def test_a_good_window_in_between_starts_the_count_anew(problem: Any, train: Any
     engine = build(problem, window=1)
     for step in range(20):
         fails = step % 4 != 0
-        train(
-            engine,
-            step + 1,
-            report=lambda step, losses, f=fails: [torch.tensor(math.nan)] * N if f else losses,
-        )
+        train(engine, step + 1, report=lambda step, losses, f=fails: [torch.tensor(math.nan)] * N if f else losses)
     assert engine.finished
 
 

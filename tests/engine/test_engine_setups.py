@@ -171,10 +171,7 @@ def test_bf16_autocast(problem: Any, train: Any, assert_alike: Any) -> None:
         hdet.replicate(model, TORCH.AdamW(model.parameters(), lr=0.01), n=3),
         [hdet.LearningRate()],
         window=5,
-        signal=hdet.Probe(
-            lambda m, b: problem.loss(m, b),
-            lambda window: [problem.batch(window, -j) for j in (1, 2)],
-        ),
+        signal=hdet.Probe(lambda m, b: problem.loss(m, b), lambda window: [problem.batch(window, -j) for j in (1, 2)]),
         total_steps=15,
     )
 

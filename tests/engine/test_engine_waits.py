@@ -40,9 +40,7 @@ def build(device: str, **options: Any) -> Engine:
     model = Net().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     probe = hdet.Probe(
-        lambda m, x: m(x).square().mean(),
-        [torch.ones(4, 4, device=device) * j for j in range(2)],
-        at="average",
+        lambda m, x: m(x).square().mean(), [torch.ones(4, 4, device=device) * j for j in range(2)], at="average"
     )
     knobs = [
         hdet.LearningRate(schedule=OneCycle(0.01, total_steps=20)),

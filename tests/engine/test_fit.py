@@ -178,10 +178,7 @@ def stopped(start: Make, train: Any, tmp_path: Path) -> tuple[dict[str, Any], Pa
     ids=["missing", "doubled", "unordered", "of another run"],
 )
 def test_a_history_that_is_not_the_checkpoints_is_refused(
-    harm: Callable[[list[str]], list[str]],
-    message: str,
-    stopped: tuple[dict[str, Any], Path],
-    start: Make,
+    harm: Callable[[list[str]], list[str]], message: str, stopped: tuple[dict[str, Any], Path], start: Make
 ) -> None:
     state, path = stopped
     path.write_text("\n".join(harm(path.read_text().splitlines())) + "\n")

@@ -59,11 +59,7 @@ def held_out_loss(model: nn.Module) -> float:
 
 def rate(peak: float, **options: Any) -> hdet.LearningRate:
     return hdet.LearningRate(
-        schedule=Cosine(peak, STEPS, warmup=0.5),
-        bounds=(0.0, 100.0),
-        controller=BLIND,
-        evidence=hdet.Line(),
-        **options,
+        schedule=Cosine(peak, STEPS, warmup=0.5), bounds=(0.0, 100.0), controller=BLIND, evidence=hdet.Line(), **options
     )
 
 

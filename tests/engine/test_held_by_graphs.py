@@ -80,13 +80,7 @@ def test_windows_replace_nothing_that_a_graph_holds(case: str) -> None:
     rate = 0.01 if case == "recursion" else torch.tensor(0.01)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
     engine = hdet.Engine(
-        home(model, optimizer),
-        knobs,
-        window=WINDOW,
-        total_steps=STEPS,
-        signal=PROBE,
-        objective=OBJECTIVE,
-        **options,
+        home(model, optimizer), knobs, window=WINDOW, total_steps=STEPS, signal=PROBE, objective=OBJECTIVE, **options
     )
     before: list[dict[str, tuple[int, int]]] = []
     for step in range(STEPS):

@@ -245,15 +245,9 @@ def test_restores_are_counted_across_a_resume(problem: Any, train: Any) -> None:
         train(again, 8, report=fail)
 
 
+@pytest.mark.parametrize("estimator", [Marginal(), LeastSquares(), Kalman(), Softmax(0.1)], ids=lambda e: str(e.kind))
 @pytest.mark.parametrize(
-    "estimator",
-    [Marginal(), LeastSquares(), Kalman(), Softmax(0.1)],
-    ids=lambda e: str(e.kind),
-)
-@pytest.mark.parametrize(
-    "controller",
-    [Hold(), Gated(gate=0.0), Newton(), hdet.controllers.HeavyBall()],
-    ids=lambda c: str(c.kind),
+    "controller", [Hold(), Gated(gate=0.0), Newton(), hdet.controllers.HeavyBall()], ids=lambda c: str(c.kind)
 )
 def test_every_controller_and_estimator_has_plain_state(
     estimator: Any, controller: Any, problem: Any, train: Any, assert_same: Any
@@ -284,11 +278,7 @@ def test_counterfactual_evidence_resumes(step: int, home: Any, problem: Any, tra
         model = problem.model(hdet.nn.Dropout(0.2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
         knobs = [
-            hdet.LearningRate(
-                schedule=OneCycle(0.02, total_steps=20),
-                evidence=hdet.Line(),
-                controller=Calibrate(),
-            ),
+            hdet.LearningRate(schedule=OneCycle(0.02, total_steps=20), evidence=hdet.Line(), controller=Calibrate()),
             hdet.WeightDecay(evidence=hdet.Analytic()),
             hdet.Dropout(evidence=hdet.Contrast(refresh=3), controller=Gated(0.06, gate=0.0, memory=0.7)),
         ]
@@ -453,11 +443,7 @@ def test_another_controllers_state_is_refused(straight: Any, problem: Any, refus
     knobs = [hdet.LearningRate(schedule=schedule), hdet.WeightDecay(controller=Gated())]
     evidence = hdet.Divergent(estimator=Kalman())
     engine = Engine(
-        hdet.replicate(model, optimizer, n=4),
-        knobs,
-        evidence=evidence,
-        gradients="local",
-        signal=problem.probe(),
+        hdet.replicate(model, optimizer, n=4), knobs, evidence=evidence, gradients="local", signal=problem.probe()
     )
     refused(engine, straight[1][12], "fields")
 
@@ -473,10 +459,7 @@ def test_another_model_or_optimizer_is_refused(straight: Any, problem: Any, refu
         optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
         knobs = [hdet.LearningRate(schedule=OneCycle(0.02, total_steps=TOTAL)), hdet.WeightDecay()]
         return Engine(
-            hdet.replicate(model, optimizer, n=4),
-            knobs,
-            evidence=hdet.Divergent(estimator=Kalman()),
-            gradients="local",
+            hdet.replicate(model, optimizer, n=4), knobs, evidence=hdet.Divergent(estimator=Kalman()), gradients="local"
         )
 
     wider = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 2))
@@ -484,7 +467,5 @@ def test_another_model_or_optimizer_is_refused(straight: Any, problem: Any, refu
     bare = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
     refused(engine(bare, split=False), state, "does not fit")
     refused(
-        engine(problem.model(nn.BatchNorm1d(6)), split=True),
-        state,
-        r"groups of \[6\] parameters, this one of \[2, 4\]",
+        engine(problem.model(nn.BatchNorm1d(6)), split=True), state, r"groups of \[6\] parameters, this one of \[2, 4\]"
     )

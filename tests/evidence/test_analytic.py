@@ -306,10 +306,7 @@ def test_only_groups_that_decay_are_pulled() -> None:
 
     def optimizer(model: Any) -> Optimizer:
         return AdamW(
-            [
-                {"params": [model.w], "weight_decay": DECAY, "lr": RATE},
-                {"params": [model.other], "weight_decay": 0.0},
-            ],
+            [{"params": [model.w], "weight_decay": DECAY, "lr": RATE}, {"params": [model.other], "weight_decay": 0.0}],
             lr=RATE,
         )
 

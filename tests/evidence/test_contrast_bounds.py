@@ -27,11 +27,7 @@ def explored_windows(
     """The windows in which a knob left its base, where the training loss of a step is `training`."""
     seen: list[float] = []
     base = of(engine.replicas[0].model)
-    train(
-        engine,
-        watch=lambda model: seen.append(of(model)),
-        report=lambda step, own: torch.tensor(training(step)),
-    )
+    train(engine, watch=lambda model: seen.append(of(model)), report=lambda step, own: torch.tensor(training(step)))
     windows = np.array(seen).reshape(-1, engine.cycle.window.stop - engine.cycle.window.start, engine.size)
     return [number for number, window in enumerate(windows) if (window != base).any()]
 

@@ -79,10 +79,7 @@ def placebo(
 
 
 @STANDS_STILL
-@pytest.mark.parametrize(
-    ("n", "shards", "windows"),
-    [(1, 0.0, 200), (8, 0.0, 250), (2, 3.0, 200)],
-)
+@pytest.mark.parametrize(("n", "shards", "windows"), [(1, 0.0, 200), (8, 0.0, 250), (2, 3.0, 200)])
 def test_a_knob_without_effect_has_a_t_of_unit_spread(n: int, shards: float, windows: int) -> None:
     """Student's t with 11 degrees of freedom: sd 1.11, and |t| > 2 in 7 % of windows."""
     ts = placebo_ts(n, windows, shards)

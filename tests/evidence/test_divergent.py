@@ -219,10 +219,7 @@ def test_tilting_leaves_no_trace() -> None:
         before.extend(replica.model.w.detach().clone() for replica in engine.replicas)
 
     engine, _ = run(
-        [hdet.LearningRate(spread=TwoLevel(WIDTH))],
-        at="last",
-        before_close=keep,
-        evidence=Divergent(tilt=1.0),
+        [hdet.LearningRate(spread=TwoLevel(WIDTH))], at="last", before_close=keep, evidence=Divergent(tilt=1.0)
     )
     torch.testing.assert_close(engine.replicas[0].model.w.detach(), torch.stack(before).mean(dim=0))
     assert engine.optimizers[1].param_groups[0]["lr"] == engine.bases["learning_rate"]
@@ -249,10 +246,7 @@ def test_a_failed_replica_takes_no_part_in_a_tilt() -> None:
             engine.replicas[0].model.w.fill_(math.nan)
 
     _, estimates = run(
-        [hdet.LearningRate(spread=TwoLevel(WIDTH))],
-        at="last",
-        before_close=spoil,
-        evidence=Divergent(tilt=1.0),
+        [hdet.LearningRate(spread=TwoLevel(WIDTH))], at="last", before_close=spoil, evidence=Divergent(tilt=1.0)
     )
     want = -T * RATE * SQUARE * secant(WIDTH)
     assert estimates["learning_rate"]["slope"] == pytest.approx(want, rel=1e-4)
@@ -260,10 +254,7 @@ def test_a_failed_replica_takes_no_part_in_a_tilt() -> None:
 
 @pytest.mark.parametrize("tilt", [None, 1.0])
 def test_more_knobs_than_replicas_can_tell_apart_are_not_believed(tilt: Any) -> None:
-    knobs = [
-        hdet.LearningRate(spread=TwoLevel(WIDTH)),
-        hdet.WeightDecay(schedule=0.1, spread=TwoLevel(WIDTH)),
-    ]
+    knobs = [hdet.LearningRate(spread=TwoLevel(WIDTH)), hdet.WeightDecay(schedule=0.1, spread=TwoLevel(WIDTH))]
     _, estimates = run(knobs, at="last", n=2, evidence=Divergent(tilt=tilt))
     assert [estimates[name]["t"] for name in ("learning_rate", "weight_decay")] == [0.0, 0.0]
 

@@ -61,11 +61,7 @@ def quiet(attribute: str = "a", **options: Any) -> Quiet:
 
 def on_bound(evidence: MixedDifference | None = None) -> Quiet:
     return quiet(
-        "late",
-        space=Arcsine(),
-        bounds=(0.0, 0.9),
-        spread=TwoLevel(0.15),
-        evidence=evidence or MixedDifference(),
+        "late", space=Arcsine(), bounds=(0.0, 0.9), spread=TwoLevel(0.15), evidence=evidence or MixedDifference()
     )
 
 

@@ -62,12 +62,7 @@ def dropout(source: hdet.Evidence | None = None, width: float = 0.1) -> hdet.Kno
 
 def idle(source: hdet.Evidence | None = None, width: float = 0.1) -> hdet.Knob:
     return hdet.Scalar(
-        "idle",
-        path="idle",
-        bounds=(0.1, 1.0),
-        evidence=source or evidence(),
-        controller=Hold(),
-        spread=TwoLevel(width),
+        "idle", path="idle", bounds=(0.1, 1.0), evidence=source or evidence(), controller=Hold(), spread=TwoLevel(width)
     )
 
 

@@ -73,12 +73,7 @@ def retrained(
 
 
 def difference(
-    make: Make,
-    knob: hdet.Knob,
-    base: Callable[[int], float],
-    warm: int,
-    loss: Any = noisy,
-    rate: Any = None,
+    make: Make, knob: hdet.Knob, base: Callable[[int], float], warm: int, loss: Any = noisy, rate: Any = None
 ) -> float:
     """d probe / d (the knob's coordinate in the last T steps), by training twice."""
     ends = []

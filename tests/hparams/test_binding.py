@@ -144,8 +144,7 @@ def test_values_that_differ_have_no_base() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
-    [("text", "str"), ("flag", "bool"), ("vector", r"a tensor of shape \(2,\)"), ("training", "bool")],
+    ("name", "what"), [("text", "str"), ("flag", "bool"), ("vector", r"a tensor of shape \(2,\)"), ("training", "bool")]
 )
 def test_what_is_no_scalar(name: str, what: str) -> None:
     with pytest.raises(ConfigError, match=f"one scalar, a float, 0-dim tensor or KnobTensor; '{name}' holds {what}"):

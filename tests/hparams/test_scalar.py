@@ -89,16 +89,7 @@ def test_what_is_no_scalar_is_refused_before_anything_is_written() -> None:
             with pytest.raises(ConfigError, match=f"a knob is one scalar.*holds {what}"):
                 Engine(
                     replicas,
-                    [
-                        Scalar(
-                            "x",
-                            path=path,
-                            schedule=schedule,
-                            bounds=(0.01, 10.0),
-                            effect="update",
-                            biased=False,
-                        )
-                    ],
+                    [Scalar("x", path=path, schedule=schedule, bounds=(0.01, 10.0), effect="update", biased=False)],
                 )
     assert model.head.training is True
     assert model.inner.weight.shape == (1, 4)

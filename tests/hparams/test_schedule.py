@@ -75,11 +75,7 @@ rising = st.sampled_from([Cosine, LinearDecay, WSD])
 
 
 @given(
-    kind=rising,
-    peak=st.floats(1e-6, 1e3),
-    share=st.floats(0, 1),
-    total=st.integers(1, 80),
-    warmup=st.floats(0, 0.8),
+    kind=rising, peak=st.floats(1e-6, 1e3), share=st.floats(0, 1), total=st.integers(1, 80), warmup=st.floats(0, 0.8)
 )
 @settings(deadline=None)
 def test_warmed_up_schedules_rise_to_the_peak_and_fall_towards_the_floor(
@@ -190,11 +186,7 @@ def test_a_call_is_cheap(schedule: Schedule) -> None:
         (OneCycle, {"max_lr": 1.0, "total_steps": 10, "anneal_strategy": "sine"}, "anneal_strategy"),
         (Cosine, {"peak": 1.0, "total_steps": 10, "floor": 2.0}, "floor must not exceed peak"),
         (LinearDecay, {"peak": 1.0, "total_steps": 10, "warmup": -0.1}, "warmup"),
-        (
-            WSD,
-            {"peak": 1.0, "total_steps": 10, "warmup": 0.6, "decay": 0.6},
-            r"warmup \+ decay must not exceed 1",
-        ),
+        (WSD, {"peak": 1.0, "total_steps": 10, "warmup": 0.6, "decay": 0.6}, r"warmup \+ decay must not exceed 1"),
         (Replay, {"values": ()}, "values"),
         (Replay, {"values": (1.0, math.nan)}, "values"),
         (Constant, {"value": math.inf}, "value"),

@@ -22,10 +22,7 @@ shifts = st.one_of(st.floats(-3, 3), st.floats(allow_nan=False))
 def values(space: Space) -> st.SearchStrategy[float]:
     low, high = space.domain
     return st.floats(
-        None if math.isinf(low) else low,
-        None if math.isinf(high) else high,
-        allow_nan=False,
-        allow_infinity=False,
+        None if math.isinf(low) else low, None if math.isinf(high) else high, allow_nan=False, allow_infinity=False
     )
 
 
@@ -155,14 +152,7 @@ def test_numpy_scalars_become_floats() -> None:
 
 @pytest.mark.parametrize(
     ("space", "value"),
-    [
-        (Log(), -1e-9),
-        (Logit(), 1.1),
-        (Arcsine(), -0.1),
-        (Relative(), -1.0),
-        (Linear(), math.inf),
-        (Log(), math.nan),
-    ],
+    [(Log(), -1e-9), (Logit(), 1.1), (Arcsine(), -0.1), (Relative(), -1.0), (Linear(), math.inf), (Log(), math.nan)],
 )
 def test_values_outside_the_domain_are_refused(space: Space, value: float) -> None:
     message = r"outside .*'s domain .*another space"

@@ -26,12 +26,7 @@ def bind(knob: Any, optimizer: torch.optim.Optimizer) -> GroupBinding:
 
 @pytest.mark.parametrize(
     ("knob", "value"),
-    [
-        (hdet.LearningRate(), 0.1),
-        (hdet.WeightDecay(), 0.3),
-        (hdet.Beta1(), 0.8),
-        (hdet.Beta2(), 0.95),
-    ],
+    [(hdet.LearningRate(), 0.1), (hdet.WeightDecay(), 0.3), (hdet.Beta1(), 0.8), (hdet.Beta2(), 0.95)],
     ids=lambda item: getattr(item, "kind", ""),
 )
 def test_they_read_and_write_what_they_are_called(knob: Any, value: float) -> None:

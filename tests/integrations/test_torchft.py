@@ -37,9 +37,7 @@ def lighthouse(folder: Path) -> Iterator[str]:
     options = ("--bind", f"[::]:{port}", "--min_replicas", "2", "--join_timeout_ms", "500")
     with (folder / "lighthouse.txt").open("w") as told:
         process = subprocess.Popen(
-            [str(LIGHTHOUSE), *options, "--heartbeat_timeout_ms", "2000"],
-            stdout=told,
-            stderr=subprocess.STDOUT,
+            [str(LIGHTHOUSE), *options, "--heartbeat_timeout_ms", "2000"], stdout=told, stderr=subprocess.STDOUT
         )
         try:
             yield f"http://localhost:{port}"

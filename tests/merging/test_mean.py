@@ -75,11 +75,7 @@ def test_a_merge_of_ones_own(problem: Any, train: Any) -> None:
     try:
         engine = build(problem, Merge.from_dict("first"))
         seen: list[torch.Tensor] = []
-        train(
-            engine,
-            3,
-            after_update=lambda step: seen.append(engine.replicas[0].model[0].weight.detach().clone()),
-        )
+        train(engine, 3, after_update=lambda step: seen.append(engine.replicas[0].model[0].weight.detach().clone()))
         for replica in engine.replicas:
             assert torch.equal(replica.model[0].weight, seen[-1])
     finally:

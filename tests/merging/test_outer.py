@@ -227,11 +227,7 @@ def test_a_run_that_went_back_begins_with_a_new_state(problem: Any, train: Any) 
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"options": {"weight_decay": 0.1}}, "steps displacements"),
-        ({"lr": 0.0}, "lr"),
-    ],
+    ("fields", "told"), [({"options": {"weight_decay": 0.1}}, "steps displacements"), ({"lr": 0.0}, "lr")]
 )
 def test_fields_that_cannot_be(fields: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):

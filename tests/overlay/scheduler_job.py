@@ -124,14 +124,7 @@ class Job:
 
 
 def one_cycle(made: Optimizer, home: hdet.replicas.Replicas, **options: Any) -> hdet.OneCycleHDET:
-    settings = {
-        "spread": 0.2,
-        "window": WINDOW,
-        "auto_lr_warmup": 8,
-        "sigma": 0.05,
-        "replicas": home,
-        **options,
-    }
+    settings = {"spread": 0.2, "window": WINDOW, "auto_lr_warmup": 8, "sigma": 0.05, "replicas": home, **options}
     return hdet.OneCycleHDET(made, [0.1, 0.05], total_steps=TOTAL, **settings)
 
 

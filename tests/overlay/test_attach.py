@@ -161,14 +161,7 @@ def test_beside_a_scheduler_it_is_the_engine_with_that_schedule(name: str, asser
     own = plain_adamw(other)
     scheduler = SCHEDULERS[name](own)
     search = hdet.attach(
-        other,
-        own,
-        total_steps=STEPS,
-        probe=probe(),
-        quiet=True,
-        window=5,
-        scheduler=scheduler,
-        micro_batches=1,
+        other, own, total_steps=STEPS, probe=probe(), quiet=True, window=5, scheduler=scheduler, micro_batches=1
     )
     loop(other, own, scheduler, search)
     assert told(engine.history) == told(search.history)

@@ -64,10 +64,7 @@ def test_reduce_on_plateau_takes_its_metric_beside_the_loss() -> None:
     model = nn.Linear(2, 1)
     made = SGD(model.parameters(), lr=0.1)
     scheduler = hdet.explore(
-        ReduceLROnPlateau(made, factor=0.5, patience=0),
-        knob=hold,
-        window=2,
-        replicas=hdet.replicate(model, made, n=2),
+        ReduceLROnPlateau(made, factor=0.5, patience=0), knob=hold, window=2, replicas=hdet.replicate(model, made, n=2)
     )
     for metric in (1.0, 2.0, 3.0):
         scheduler.step([torch.zeros(())] * 2, metric)

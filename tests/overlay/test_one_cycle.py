@@ -17,13 +17,7 @@ from hypothesis import strategies as st
 from scheduler_job import QUIET, course, optimizer
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    ConstantLR,
-    LinearLR,
-    OneCycleLR,
-    SequentialLR,
-)
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, OneCycleLR, SequentialLR
 
 import hdet
 from hdet.errors import ConfigError, StepError

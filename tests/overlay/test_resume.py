@@ -9,10 +9,7 @@ import pytest
 import torch
 from scheduler_job import QUIET, TOTAL, WINDOW, WRAPS, Job, one_cycle, optimizer
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    OneCycleLR,
-)
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import hdet
 from hdet.errors import CheckpointError

@@ -150,11 +150,7 @@ def one_cycle(t: int) -> float:
 
 
 def algorithm_1(
-    n: int,
-    gradients: str,
-    start: tuple[Array, Array],
-    assign: Callable[[int], NDArray[np.int64]],
-    auto_lr: bool = True,
+    n: int, gradients: str, start: tuple[Array, Array], assign: Callable[[int], NDArray[np.int64]], auto_lr: bool = True
 ) -> dict[str, Any]:
     """Algorithm 1 for a linear model with two parameter groups (weights, bias), from the equations.
 

@@ -182,10 +182,7 @@ def test_the_rate_set_is_the_peak_and_entered_from_below() -> None:
 def test_groups_at_rate_0_stay_there_and_the_others_are_explored() -> None:
     """As one whose training begins later, by the user's hand."""
     model = network()
-    groups = [
-        {"params": list(model[0].parameters()), "lr": 0.0},
-        {"params": list(model[-1].parameters()), "lr": 0.01},
-    ]
+    groups = [{"params": list(model[0].parameters()), "lr": 0.0}, {"params": list(model[-1].parameters()), "lr": 0.01}]
     engine = hdet.recommended(model, torch.optim.AdamW(groups), probe=probe(), total_steps=100, quiet=True)
     assert engine.learned["learning_rate"].start == 0.01
     assert engine.optimizers[0].param_groups[0]["lr"] == 0.0 < engine.optimizers[0].param_groups[1]["lr"]

@@ -42,8 +42,7 @@ def verdict(*history: WindowRecord) -> Verdict:
 
 
 @pytest.mark.parametrize(
-    ("slope", "stderr", "t"),
-    [(-0.4, 0.1, -4.0), (0.0, 0.1, 0.0), (0.3, 0.0, math.inf), (0.0, 0.0, 0.0)],
+    ("slope", "stderr", "t"), [(-0.4, 0.1, -4.0), (0.0, 0.1, 0.0), (0.3, 0.0, math.inf), (0.0, 0.0, 0.0)]
 )
 def test_the_t_of_one_window(slope: float, stderr: float, t: float) -> None:
     [found] = readings(record(0, estimate={"slope": slope, "stderr": stderr}), "rate")
@@ -87,12 +86,7 @@ def test_a_rate_that_the_last_weights_raised_and_averaged_ones_left_alone() -> N
 
 def test_a_knob_that_one_weak_window_moved_far_is_not_called_sure() -> None:
     """Nor does clear evidence from before the moves speak for them."""
-    told = verdict(
-        *(record(w, 20.0) for w in range(6)),
-        record(6, 3.9, -0.2),
-        record(7, -1.7, 1.3),
-        record(8),
-    )
+    told = verdict(*(record(w, 20.0) for w in range(6)), record(6, 3.9, -0.2), record(7, -1.7, 1.3), record(8))
     assert told.support == pytest.approx(0.2 / 1.5)
     assert told.trust == "weak"
     assert told.moved == (

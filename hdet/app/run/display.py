@@ -69,9 +69,7 @@ class Display(Watcher):
             left = elapsed / max(1, done - self._first) * (self._steps - done)
             parts = [f"{self._title}: step {done}/{self._steps}", f"loss {_mean(losses):.4f}", self._bases]
             self.console.print(
-                "  ".join(part for part in (*parts, f"{left:.0f} s left") if part),
-                soft_wrap=True,
-                markup=False,
+                "  ".join(part for part in (*parts, f"{left:.0f} s left") if part), soft_wrap=True, markup=False
             )
 
     def window(self, record: WindowRecord, bases: dict[str, float]) -> None:

@@ -151,11 +151,7 @@ class Run:
             knobs=verdicts(history),
             facts=dict(self.workload.facts),
             faults=sum(len(record.faults) for record in history),
-            versions={
-                "python": platform.python_version(),
-                "torch": str(torch.__version__),
-                "numpy": np.__version__,
-            },
+            versions={"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
         )
         if result.knobs and leads():
             title = f"{self.config.task.kind}, {self.config.steps} steps"

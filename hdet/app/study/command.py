@@ -12,14 +12,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hdet import __version__
 from hdet.app.study import pictures, pool, runner, starts, statistics, tables
@@ -36,8 +29,7 @@ def ablate(
     out: Annotated[Path | None, typer.Option(help="Study folder; by default runs/ and the study's name.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Cells to run at a time.")] = 1,
     part: Annotated[
-        str | None,
-        typer.Option("--shard", metavar="I/N", help="Run the i-th of n parts only, for job arrays."),
+        str | None, typer.Option("--shard", metavar="I/N", help="Run the i-th of n parts only, for job arrays.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cells and their cost; run nothing.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="The study's quick version.")] = False,
@@ -156,13 +148,7 @@ def _run(console: Console, folder: StudyFolder, mine: list[Cell], jobs: int, met
     if done:
         console.print(f"{done} cells are finished already")
     errors, began = 0, time.perf_counter()
-    columns = (
-        TextColumn("cells"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (TextColumn("cells"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("cells", total=len(todo))
         for number, (cell, error) in enumerate(runner.run(folder, mine, jobs=jobs), start=1):
@@ -208,10 +194,7 @@ def _show_cost(console: Console, folder: StudyFolder, mine: list[Cell], jobs: in
     about = (
         "for how long is unknown until one is finished" if total is None else f"about {total / jobs / 60:.1f} minutes"
     )
-    _print(
-        console,
-        f"{len(mine)} cells, {len(seen)} different runs, {len(todo)} to run: {about} with --jobs {jobs}",
-    )
+    _print(console, f"{len(mine)} cells, {len(seen)} different runs, {len(todo)} to run: {about} with --jobs {jobs}")
     first = starts.missing([cell for cell in mine if cell.key in todo])
     if first:
         _print(console, f"{len(first)} checkpoints that they set out from are made first, such as {next(iter(first))}")

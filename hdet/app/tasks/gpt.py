@@ -60,14 +60,7 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        width: int,
-        depth: int,
-        heads: int,
-        context: int,
-        dropout: float,
-        generator: torch.Generator,
+        self, *, width: int, depth: int, heads: int, context: int, dropout: float, generator: torch.Generator
     ) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):  # torch's layers draw weights we overwrite below

@@ -53,12 +53,7 @@ def test_the_quickstart_declares_what_it_promises() -> None:
     config = RunConfig.load(QUICKSTART)
     assert not config.copies, "plain data parallel: nothing diverges"
     assert config.knobs is not None
-    assert [knob.kind for knob in config.knobs] == [
-        "learning_rate",
-        "weight_decay",
-        "dropout",
-        "attention_temperature",
-    ]
+    assert [knob.kind for knob in config.knobs] == ["learning_rate", "weight_decay", "dropout", "attention_temperature"]
 
 
 def explored(config: RunConfig) -> list[hdet.Knob]:
@@ -142,10 +137,7 @@ def test_overrides_and_seed_come_last(tmp_path: Path) -> None:
         ({"optimizer": {"kind": "adamw", "lr": -1}}, "lr: .*greater than 0"),
         ({"optimizer": "adamx"}, "no optimizer is called 'adamx'"),
         ({"schedule": {"warmup": 0.1}}, "a schedule is .*'kind' key"),
-        (
-            {"schedule": {"kind": "cosine", "total_steps": 39}},
-            "ends after 39 steps and the run has 40; lower steps",
-        ),
+        ({"schedule": {"kind": "cosine", "total_steps": 39}}, "ends after 39 steps and the run has 40; lower steps"),
         ({"steps": 0}, "steps: .*greater than or equal to 1"),
         ({"steps": "many"}, "steps: .*integer"),
         ({"window": 0}, "window: .*greater than or equal to 1"),
@@ -188,14 +180,8 @@ def test_imports_register_the_users_own_kinds(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
     [
-        (
-            AdamW(0.1, weight_decay=0.2, betas=(0.5, 0.6)),
-            {"lr": 0.1, "weight_decay": 0.2, "betas": (0.5, 0.6)},
-        ),
-        (
-            SGD(0.1, momentum=0.5, nesterov=True),
-            {"lr": 0.1, "momentum": 0.5, "nesterov": True, "weight_decay": 0},
-        ),
+        (AdamW(0.1, weight_decay=0.2, betas=(0.5, 0.6)), {"lr": 0.1, "weight_decay": 0.2, "betas": (0.5, 0.6)}),
+        (SGD(0.1, momentum=0.5, nesterov=True), {"lr": 0.1, "momentum": 0.5, "nesterov": True, "weight_decay": 0}),
         (TorchOptimizer(name="RMSprop", lr=0.1, options={"alpha": 0.5}), {"lr": 0.1, "alpha": 0.5}),
     ],
 )

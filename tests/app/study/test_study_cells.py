@@ -85,10 +85,7 @@ def test_a_budget_stretches_the_schedule_that_followed_the_run() -> None:
 
 def test_quick_takes_fewer_seeds_and_its_fields_have_the_last_word() -> None:
     declared = study(
-        seeds=5,
-        grid={"steps": [12, 13]},
-        quick={"seeds": 1, "set": {"steps": 5}},
-        variants={"a": {"steps": 9}},
+        seeds=5, grid={"steps": [12, 13]}, quick={"seeds": 1, "set": {"steps": 5}}, variants={"a": {"steps": 9}}
     )
     found = cells(declared, quick=True)
     assert [(c.seed, c.config.steps) for c in found if c.config] == [(0, 5), (0, 5)]

@@ -165,14 +165,7 @@ def test_the_family_error_is_kept_where_no_difference_exists() -> None:
 
 TABLE = Table(
     "test_loss",
-    rows(
-        {
-            X: {0: 1.0, 1: 2.0, 2: 3.0},
-            Y: {0: 1.5, 1: 2.4, 2: 3.6},
-            Z: {0: math.nan, 1: None, 2: None},
-        },
-        {"v": "x"},
-    ),
+    rows({X: {0: 1.0, 1: 2.0, 2: 3.0}, Y: {0: 1.5, 1: 2.4, 2: 3.6}, Z: {0: math.nan, 1: None, 2: None}}, {"v": "x"}),
 )
 
 
@@ -190,10 +183,7 @@ def test_the_text_table() -> None:
 
 
 def test_contrasts_stand_below_the_rows_and_take_their_tests() -> None:
-    groups = {
-        (("g", "a"), *X): {0: 1.0, 1: 2.0, 2: 3.0},
-        (("g", "a"), *Y): {0: 1.5, 1: 2.4, 2: 3.6},
-    }
+    groups = {(("g", "a"), *X): {0: 1.0, 1: 2.0, 2: 3.0}, (("g", "a"), *Y): {0: 1.5, 1: 2.4, 2: 3.6}}
     table = Table("loss", rows(groups, {"v": "x"}, tested=False), contrasts(groups, [("v", "y", "x")]))
     lines = as_text(table).splitlines()
     assert lines[0].split() == ["g", "v", "seeds", "loss", "difference", "pairs"]

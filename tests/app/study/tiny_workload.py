@@ -49,13 +49,7 @@ class Tiny:
 
 
 def make(
-    *,
-    seed: int,
-    batch_size: int,
-    device: str,
-    fail: bool = False,
-    crash: int | None = None,
-    boom: bool = False,
+    *, seed: int, batch_size: int, device: str, fail: bool = False, crash: int | None = None, boom: bool = False
 ) -> Tiny:
     if boom:
         raise RuntimeError("CUDA out of memory")

@@ -20,11 +20,7 @@ def test_it_is_a_workload() -> None:
 
 def test_the_splits_are_disjoint_and_hold_all_digits() -> None:
     splits = Digits().build(seed=0, batch_size=8).splits
-    assert {name: len(labels) for name, (_, labels) in splits.items()} == {
-        "train": 997,
-        "probe": 400,
-        "test": 400,
-    }
+    assert {name: len(labels) for name, (_, labels) in splits.items()} == {"train": 997, "probe": 400, "test": 400}
     rows = [tuple(row) for pixels, _ in splits.values() for row in pixels.tolist()]
     assert len(rows) == len(set(rows)) == 1797, "a digit is in two splits"
     assert splits["train"][0].min() == 0.0

@@ -104,9 +104,7 @@ def test_probes_are_held_out_fresh_by_window_and_in_equal_parts(workload: TextWo
     assert bytes(parts[0][0].numpy().astype(np.uint8)) in bytes(workload.splits["probe"])
 
 
-def test_the_model_is_the_same_at_each_call_and_leaves_the_global_generator_alone(
-    workload: TextWorkload,
-) -> None:
+def test_the_model_is_the_same_at_each_call_and_leaves_the_global_generator_alone(workload: TextWorkload) -> None:
     torch.manual_seed(11)
     before = torch.get_rng_state()
     one, two = workload.model(), workload.model()

@@ -207,10 +207,7 @@ def test_state_round_trips_and_is_never_changed_in_place(estimator: Estimator) -
 
 
 @pytest.mark.parametrize("estimator", SLOPES, ids=repr)
-@given(
-    slopes=st.lists(st.floats(-10, 10), min_size=3, max_size=3),
-    width=st.floats(1e-3, 2),
-)
+@given(slopes=st.lists(st.floats(-10, 10), min_size=3, max_size=3), width=st.floats(1e-3, 2))
 @brisk
 def test_an_exactly_linear_loss_is_recovered(estimator: Estimator, slopes: list[float], width: float) -> None:
     # A full factorial, so that Marginal is exact as well.

@@ -39,10 +39,7 @@ def test_first_order_relation_to_the_slope(n: int, slope: float, width: float, s
     assert delta == pytest.approx(expected, rel=1e-2, abs=1e-7 * width)
 
 
-@given(
-    losses=st.lists(st.floats(-1e6, 1e6), min_size=4, max_size=4),
-    sigma=st.floats(1e-3, 10),
-)
+@given(losses=st.lists(st.floats(-1e6, 1e6), min_size=4, max_size=4), sigma=st.floats(1e-3, 10))
 @settings(max_examples=50, deadline=None)
 def test_the_displacement_never_leaves_the_spread(losses: list[float], sigma: float) -> None:
     assert abs(displaced([-0.3, -0.1, 0.1, 0.3], losses, sigma).slope) <= 0.3 * (1 + 1e-12)
