@@ -34,7 +34,7 @@ CONTROLLERS: dict[str, Controller] = {
         stall_ratio=1.2,
         return_step=0.1,
     ).without("above_given"),
-    "regularize": Regularize(gate=2.0, early_until=0.0).without("restore"),
+    "regularize": Regularize(gate=2.0, raise_saturation=4.0, early_until=0.0).without("restore"),
     "regularize_other": Regularize(
         rate=0.1,
         gate=0.5,

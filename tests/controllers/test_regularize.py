@@ -216,25 +216,37 @@ def test_a_base_near_the_smallest_number_there_is_is_no_error() -> None:
 
 
 def test_what_was_lowered_early_goes_back_to_what_was_set_once_nothing_calls_for_less() -> None:
-    """Three early windows call for less by 5 standard errors; what comes after them says nothing, or goes on."""
+    """Two or three early windows call for less by 5 standard errors; what comes after them says nothing, or goes on."""
 
-    def course(later: Estimate) -> list[float]:
+    def course(early: int, later: Estimate) -> list[float]:
         regularize, shift, shifts = Regularize(), 0.0, []
         state = regularize.start()
         for window in range(14):
             context = Context(
                 base=math.exp(shift), shift=shift, loss=1.9, length=30, step=30 * (window + 1), total_steps=500
             )
-            moved, state = regularize.step(state, slope(0.1, t=5.0) if window < 3 else later, context)
+            moved, state = regularize.step(state, slope(0.1, t=5.0) if window < early else later, context)
             shift += moved
             shifts.append(shift)
         return shifts
 
-    quiet = course(Estimate(-0.001, stderr=0.1, level=2.0, span=9.0))
-    assert quiet[2] < -1.0
+    silent = Estimate(-0.001, stderr=0.1, level=2.0, span=9.0)
+    quiet = course(2, silent)
+    assert -1.0 < quiet[1] < -0.5
     assert quiet[-1] == pytest.approx(0.0), "and no further"
-    assert quiet == sorted(quiet[:3], reverse=True) + sorted(quiet[3:]), "nothing lowers it again"
-    assert course(slope(0.1, t=5.0))[-1] < -1.0, "a decay that is far too strong is called for less all along"
+    assert quiet == sorted(quiet[:2], reverse=True) + sorted(quiet[2:]), "nothing lowers it again"
+    far = course(3, silent)
+    assert far[2] < -1.0 and far[-1] == far[2], "what was lowered by more than a nat was given wrong"
+    assert course(2, slope(0.1, t=5.0))[-1] < -1.0, "a decay that is far too strong is called for less all along"
+
+
+def test_a_raise_is_as_large_as_it_gets_at_a_smaller_sum_than_a_lowering() -> None:
+    full = 0.4 * 30 / 30
+    regularize = Regularize(raise_after=0.0, memory=0.0)
+    raised = regularize.step(regularize.start(), slope(-1.0, t=2.0), Context(loss=1.7, length=30))[0]
+    lowered = regularize.step(regularize.start(), slope(1.0, t=2.5), Context(loss=1.9, length=30))[0]
+    assert raised == pytest.approx(full)
+    assert lowered == pytest.approx(-full * 2.5 / 4.0)
 
 
 def test_a_reason_says_that_what_was_set_is_restored() -> None:

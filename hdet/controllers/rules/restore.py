@@ -15,10 +15,12 @@ class Restore(SummedSlopes):
     """Go back up to the schedule as given (a shift of 0) where the sum of slopes calls for less no more.
 
     Nearly every model calls for less decay while it learns its first things, and no window later proves what that cost.
-    So a base that was lowered stays there only as long as windows go on to call for it.
+    So a base that was lowered stays there only as long as windows go on to call for it. One that was lowered far was
+    given wrong, and stays.
 
     Args:
         silent_below: tau from which the sum still calls for less; the base is held there.
+        max_distance: distance below the schedule as given, in coordinates, from which nothing brings it back.
         return_step: largest move, in coordinates.
         memory: share of the sum that is kept over `window_steps` steps.
         window_steps: steps of a window that `memory` is meant for.
@@ -30,8 +32,10 @@ class Restore(SummedSlopes):
     """
 
     silent_below: float = Field(default=1.0, ge=-100, le=100)
+    max_distance: float = Field(default=1.0, gt=0, le=100)
     return_step: float = Field(default=0.25, gt=0, le=10)
 
     def propose(self, state: SlopeSumState, estimate: Estimate, context: Context) -> float | None:
         step = min(self.return_step, max(0.0, -context.shift))
-        return step if step > 0.0 and context.base > 0.0 and state.tau <= self.silent_below else None
+        near = context.base > 0.0 and -context.shift <= self.max_distance
+        return step if step > 0.0 and near and state.tau <= self.silent_below else None

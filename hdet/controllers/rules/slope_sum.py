@@ -80,7 +80,9 @@ class SlopeSum(SummedSlopes):
             often than in the run. At 2 a knob without effect is moved by one window in forty.
         early_gate: the same before the share `early_until` of the run, if it is higher: what loss falls fastest with
             now is no measure yet of what generalizes. A run without a known end has no share.
-        saturation: |tau| at which a move is as large as it gets.
+        saturation: tau at which a move down is as large as it gets.
+        raise_saturation: |tau| at which a move up is: slopes are small where decay is too weak, and there is no time to
+            wait for more of them, since what decay does takes the rest of the run.
         max_scale: how many `rate` a longer window may move by.
         memory: share of the sum that is kept over `window_steps` steps.
         window_steps: steps of a window that `rate` and `memory` are meant for.
@@ -97,6 +99,7 @@ class SlopeSum(SummedSlopes):
     early_gate: float = Field(default=3.0, ge=0, le=100)
     early_until: float = Field(default=0.3, ge=0, le=1)
     saturation: float = Field(default=4.0, gt=0, le=100)
+    raise_saturation: float = Field(default=2.0, gt=0, le=100)
     max_scale: float = Field(default=4.0, gt=0, le=100)
 
     def propose(self, state: SlopeSumState, estimate: Estimate, context: Context) -> float | None:
@@ -105,5 +108,5 @@ class SlopeSum(SummedSlopes):
         scale = min(window_share(self.window_steps, context), self.max_scale)
         early = context.total_steps is not None and context.step < self.early_until * context.total_steps
         down = max(self.lower_gate, self.early_gate) if early else self.lower_gate
-        gate = down if state.tau > 0 else self.gate
-        return gated_move(state.tau, self.rate, gate, self.saturation, scale) or None
+        gate, saturation = (down, self.saturation) if state.tau > 0 else (self.gate, self.raise_saturation)
+        return gated_move(state.tau, self.rate, gate, saturation, scale) or None
