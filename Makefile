@@ -20,6 +20,9 @@ EXTRA_TESTS := test_deepspeed test_ray_example test_ray_pbt test_torchft test_to
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
+# Tests start Python a hundred times: what is imported is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Test files that run at a time. Many share processes between their tests, so none is divided; those that start the most
 # processes come first in the alphabet, and the end is short ones.
 WORKERS ?= 2
