@@ -1,5 +1,6 @@
 """The search benchmark's harness: what compute it counts, what it runs again, what its ranks mean."""
 
+import csv
 import json
 import math
 import sys
@@ -328,7 +329,25 @@ def test_it_leaves_tables_and_pictures(bench: Callable[..., int], tmp_path: Path
     assert " failed)" in text  # a plain run at 1000 times the rate
     assert (docs / "line.png").stat().st_size > 5000
     assert (docs / "ranks.png").stat().st_size > 3000
-    assert len((docs / "cells.csv").read_text().splitlines()) == 1 + 3 * 3 * 2
+    with (docs / "cells.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 * 3 * 2
+    ends = {
+        name: {
+            (row["start"], row["seed"]): sweep.judged(TASK, float(row["test_loss"]))
+            for row in rows
+            if row["contender"] == name
+        }
+        for name in names
+    }
+    told = {line.split(" | ")[0][2:]: line.split(" | ") for line in text[: text.index("Test loss:")].splitlines()}
+    worst, hurt = (told["contender"].index(column) for column in ("worst", "hurt"))
+    regrets = [loss - ends["cosine"]["lr x1", seed] for (_, seed), loss in ends["hdet"].items()]
+    assert float(told["hdet, recommended"][worst]) == pytest.approx(max(regrets), abs=6e-4)
+    above = [loss > ends["cosine"][case] + 0.01 for case, loss in ends["schedule_free"].items()]
+    assert any(above), "nothing is counted"
+    assert told["Schedule-Free"][hurt] == f"{100 * np.mean(above):.0f} %"
+    assert told["fixed cosine"][hurt] == "0 %"
 
 
 def test_the_regret_of_the_oracle_from_its_own_start_is_zero(bench: Callable[..., int], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from search_parts.task import Setting, Task
 Runs = dict[int, Result]
 FIXED = "cosine"
 REFERENCE = "hdet"
+HARM = 0.01
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,30 @@ class Findings:
         """The oracle's, on the seeds contenders are compared with."""
         return over_seeds([sweep.judged(self.tasks[task], run.test) for run in self.oracle[task].values()])
 
+    def regrets(self, task: str, start: str, contender: str) -> list[float]:
+        """Test loss above the oracle's of the same seed, of each seed."""
+        one, oracle = self.tasks[task], self.oracle[task]
+        return [
+            sweep.judged(one, run.test) - sweep.judged(one, oracle[seed].test)
+            for seed, run in self.runs[task, start, contender].items()
+            if seed in oracle
+        ]
+
     def regret(self, task: str, start: str, contender: str) -> Interval:
-        """Test loss above the oracle's of the same seed."""
-        runs, oracle, one = self.runs[task, start, contender], self.oracle[task], self.tasks[task]
-        return over_seeds(
-            [sweep.judged(one, runs[s].test) - sweep.judged(one, oracle[s].test) for s in runs if s in oracle]
-        )
+        """Their mean."""
+        return over_seeds(self.regrets(task, start, contender))
+
+    def hurt(self, contender: str) -> float:
+        """Share of runs that end above the fixed schedule from the same start and seed by more than `HARM`."""
+        losses = [
+            sweep.judged(self.tasks[task], run.test) - sweep.judged(self.tasks[task], fixed[seed].test)
+            for (task, start, name), runs in self.runs.items()
+            if name == contender
+            for fixed in [self.runs.get((task, start, FIXED), {})]
+            for seed, run in runs.items()
+            if seed in fixed
+        ]
+        return float(np.mean([loss > HARM for loss in losses])) if losses else math.nan
 
     def failures(self, task: str, start: str, contender: str) -> int:
         """Runs that were not finite or ended above knowing nothing."""

@@ -12,7 +12,7 @@ from hdet.app.study.statistics import Interval
 from hdet.app.study.tables import pipe_table
 from search_parts import sweep
 from search_parts.meter import DEFINITION
-from search_parts.outcome import REFERENCE, Findings
+from search_parts.outcome import HARM, REFERENCE, Findings
 from search_parts.pictures import draw_ranks, draw_task
 from search_parts.task import Task
 
@@ -22,6 +22,8 @@ HEADER = [
     "over whole tasks",
     f"behind {REFERENCE}",
     "mean regret",
+    "worst",
+    "hurt",
     "failed",
     "compute, mean (most)",
     "probes",
@@ -83,13 +85,15 @@ def _ranks(findings: Findings) -> list[str]:
         cases = [case for case in findings.complete() if tasks is None or case[0] in tasks]
         lines += [
             f"{title}: mean rank over {len(cases)} cases (a task and a starting point), seed by seed; "
-            f"intervals by bootstrap over cases and seeds, and over whole tasks. Probes are the share of "
-            f"compute that did not train; seconds are CPU time over the fixed schedule's.",
+            f"intervals by bootstrap over cases and seeds, and over whole tasks. Worst is the largest regret of a "
+            f"run; hurt, the share of runs that end above the fixed schedule from the same start by more than "
+            f"{HARM:g}. Probes are the share of compute that did not train; seconds are CPU time over the fixed "
+            f"schedule's.",
             "",
         ]
         shown, body = findings.within(cases), []
         for name, standing in sorted(standings.items(), key=lambda item: item[1].rank.mean):
-            regret = float(np.mean([findings.regret(*case, name).mean for case in cases]))
+            regrets = [findings.regrets(*case, name) for case in cases]
             failures = sum(findings.failures(*case, name) for case in cases)
             costs = shown.costs(name)
             row = [
@@ -97,7 +101,9 @@ def _ranks(findings: Findings) -> list[str]:
                 _spanned(standing.rank),
                 _spanned(standing.by_task),
                 _spanned(standing.behind, signed=True),
-                f"{regret:.3f}",
+                f"{np.mean([np.mean(case) for case in regrets]):.3f}",
+                f"{max(map(max, regrets)):.3f}",
+                f"{100 * shown.hurt(name):.0f} %",
                 f"{failures} of {len(cases) * findings.seeds}",
                 f"{np.mean(costs):.3f} ({max(costs):.3f})",
                 f"{100 * shown.untrained(name):.1f} %",
