@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from numbers import Integral
 from typing import Any, Literal
 
@@ -12,16 +11,13 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet.engine.tally import Losses
 from hdet.errors import CheckpointError, ConfigError, StepError
-from hdet.history import History
 from hdet.hparams import LearningRate
 from hdet.overlay.exploration import KEY
-from hdet.overlay.exploring import Exploring
+from hdet.overlay.explore import Exploring, HistoryPath
 from hdet.overlay.surroundings import how_many
 from hdet.recipes import paper
 from hdet.replicas import Replicas
 from hdet.windows import Windows
-
-HistoryPath = str | os.PathLike[str] | History | None
 
 OWN = ("_exploration", "_declared", "_began")
 
