@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import hdet
 from search_parts.meter import Meter
 from search_parts.task import Problem, Setting, Task
 
@@ -92,3 +93,19 @@ def update(task: Task, optimizer: Optimizer) -> None:
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], task.clip)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def step_replicas(
+    task: Task, engine: hdet.Engine, loss: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]
+) -> None:
+    """A step of the loop that is written for an engine; each replica takes the batch of its index."""
+    losses = []
+    for replica in engine.replicas:
+        with replica:
+            own = loss(replica.model, batches[replica.index])
+            own.backward()
+        losses.append(own.detach())
+    engine.share_gradients()
+    for optimizer in engine.optimizers:
+        update(task, optimizer)
+    engine.step(losses)

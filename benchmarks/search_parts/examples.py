@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hdet.app.tasks.draws import draws
-from search_parts.task import Problem
+from search_parts.task import Problem, Task
 
 Examples = tuple[Tensor, ...]
 
@@ -22,15 +23,19 @@ def built(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
 
 
 class DrawnProblem(Problem):
-    """Columns of the splits `train`, `probe` and `test`, in batches that follow a seed.
+    """Columns of the splits `train`, `probe` and `test`, in batches that follow a seed; a probe is as large as a batch.
 
-    A task says what the splits are, what the model is, and what each example loses.
+    A task says what the splits are, what the network of a dropout rate is, and what each example loses.
     """
 
     splits: ClassVar[Callable[[], Mapping[str, Examples]]]
+    network: ClassVar[type[nn.Module]]
 
-    def __init__(self, *, seed: int, batch: int, probe: int, dropout: float) -> None:
-        self.seed, self.size, self.probe_size, self.rate = seed, batch, probe, dropout
+    def __init__(self, *, seed: int, batch: int, dropout: float) -> None:
+        self.seed, self.size, self.rate = seed, batch, dropout
+
+    def model(self) -> nn.Module:
+        return built(self.seed, lambda: self.network(self.rate))
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         parameters = list(model.parameters())
@@ -46,7 +51,7 @@ class DrawnProblem(Problem):
         return self.example_losses(model, batch).mean()
 
     def probe(self, window: int) -> Examples:
-        return self._drawn("probe", self.probe_size, window)
+        return self._drawn("probe", self.size, window)
 
     def test_loss(self, model: nn.Module) -> float:
         training = model.training
@@ -60,3 +65,17 @@ class DrawnProblem(Problem):
         columns = type(self).splits()[split]
         rows = torch.from_numpy(draws(count, below=len(columns[0]), seed=self.seed, stream=split, step=step))
         return tuple(column[rows] for column in columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnTask(Task):
+    """A task whose examples are drawn.
+
+    Attributes:
+        problems: by seed and dropout rate.
+    """
+
+    problems: type[DrawnProblem]
+
+    def problem(self, seed: int, dropout: float) -> DrawnProblem:
+        return self.problems(seed=seed, batch=self.batch, dropout=dropout)

@@ -9,7 +9,7 @@ from hdet.controllers import Hold
 from hdet.merges import Mean, Merge
 from hdet.schedules import Cosine, Schedule
 from hdet.spreads import TwoLevel
-from search_parts.contender import Contender, Outcome, begin, update
+from search_parts.contender import Contender, Outcome, begin, step_replicas
 from search_parts.meter import Meter
 from search_parts.task import Setting, Task, split
 
@@ -57,14 +57,5 @@ class Replicated(Contender):
                 batches = [problem.batch(REPLICAS * step + index) for index in range(REPLICAS)]
             else:
                 batches = split(problem.batch(step), REPLICAS)
-            losses = []
-            for replica in engine.replicas:
-                with replica:
-                    loss = problem.loss(replica.model, batches[replica.index])
-                    loss.backward()
-                losses.append(loss.detach())
-            engine.share_gradients()
-            for own in engine.optimizers:
-                update(task, own)
-            engine.step(losses)
+            step_replicas(task, engine, problem.loss, batches)
         return Outcome(engine.replicas[0].model, problem)

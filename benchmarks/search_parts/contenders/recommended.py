@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import hdet
-from search_parts.contender import Contender, Outcome, begin, update
+from search_parts.contender import Contender, Outcome, begin, step_replicas
 from search_parts.meter import Meter
 from search_parts.task import Problem, Setting, Task, split
 
@@ -39,16 +39,7 @@ class Recommended(Contender):
             if meter.passes + 3 * task.batch > task.budget:
                 engine.finish()  # more was probed than planned; the schedule is next to 0 here
                 break
-            losses = []
-            parts = split(problem.batch(step), task.micro_batches)
-            for replica in engine.replicas:
-                with replica:
-                    own = problem.loss(replica.model, parts[replica.index])
-                    own.backward()
-                losses.append(own.detach())
-            engine.share_gradients()
-            update(task, engine.optimizers[0])
-            engine.step(losses)
+            step_replicas(task, engine, problem.loss, split(problem.batch(step), task.micro_batches))
         details = {
             "steps": engine.step_count,
             "peaks": {knob.name: knob.base(round(0.3 * steps)) for knob in engine.knobs},
@@ -97,24 +88,16 @@ class Recommended(Contender):
         size = len(_first(problem.probe(0)))
         scale = torch.linspace(1.0, 1.1, task.sub_batches)
 
-        def weigh(model: nn.Module) -> Tensor:
+        def weigh(model: nn.Module, batch: object) -> Tensor:
             return torch.stack([parameter.square().mean() for parameter in model.parameters()]).sum()
 
         def loss(model: nn.Module, batch: object) -> Tensor:
             meter.add(forward=size, backward=size if torch.is_grad_enabled() else 0)
-            return weigh(model) * scale
+            return weigh(model, batch) * scale
 
         engine = self.engine(task, setting, problem, model, hdet.Probe(loss, [None]), steps, 0)
         for _ in range(steps):
-            losses = []
-            for replica in engine.replicas:
-                with replica:
-                    own = weigh(replica.model)
-                    own.backward()
-                losses.append(own.detach())
-            engine.share_gradients()
-            update(task, engine.optimizers[0])
-            engine.step(losses)
+            step_replicas(task, engine, weigh, [None] * task.micro_batches)
         return meter.passes
 
 

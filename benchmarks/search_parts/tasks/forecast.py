@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdet.nn import Dropout
-from search_parts.examples import DrawnProblem, built
-from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Task, doubling
+from search_parts.examples import DrawnProblem, DrawnTask
+from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, doubling
 
 SIZES = {"train": 1500, "probe": 500, "test": 1500}
 SEEN, AHEAD, EVERY, NOISE = 48, 6, 3, 0.1
 CHANNELS, DILATIONS = 24, (1, 2, 4, 8)
-PROBE_EXAMPLES = 8
 Examples = tuple[Tensor, Tensor]
 
 
@@ -68,23 +67,14 @@ class ForecastProblem(DrawnProblem):
     """The generated series."""
 
     splits = examples
-
-    def model(self) -> nn.Module:
-        return built(self.seed, lambda: Forecaster(self.rate))
+    network = Forecaster
 
     def example_losses(self, model: nn.Module, batch: Examples) -> Tensor:
         seen, coming = batch
         return (model(seen) - coming).square().mean(dim=1)  # type: ignore[no-any-return]
 
 
-class ForecastTask(Task):
-    """Chaos foretold."""
-
-    def problem(self, seed: int, dropout: float) -> ForecastProblem:
-        return ForecastProblem(seed=seed, batch=self.batch, probe=self.sub_batches * PROBE_EXAMPLES, dropout=dropout)
-
-
-TASK = ForecastTask(
+TASK = DrawnTask(
     name="forecast",
     title="Chaotic series foretold by causal convolutions (SGD with momentum)",
     steps=900,
@@ -95,4 +85,5 @@ TASK = ForecastTask(
     starts=LEARNING_RATES + DECAYS + DROPOUTS + ALL_OFF,
     micro_batches=4,
     shorter=4,
+    problems=ForecastProblem,
 )

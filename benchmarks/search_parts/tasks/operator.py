@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from hdet.nn import Dropout
-from search_parts.examples import DrawnProblem, built
-from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Task, doubling
+from search_parts.examples import DrawnProblem, DrawnTask
+from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, doubling
 
 SIZES = {"train": 600, "probe": 400, "test": 1500}
 SENSORS, PLACES, MODES, NOISE = 32, 8, 5, 0.1
 WIDTH, RANK = 96, 24
-PROBE_EXAMPLES = 8
 Examples = tuple[Tensor, Tensor, Tensor]
 
 
@@ -73,23 +72,14 @@ class OperatorProblem(DrawnProblem):
     """The generated pushes."""
 
     splits = examples
-
-    def model(self) -> nn.Module:
-        return built(self.seed, lambda: Operator(self.rate))
+    network = Operator
 
     def example_losses(self, model: nn.Module, batch: Examples) -> Tensor:
         force, times, motion = batch
         return (model(force, times) - motion).square().mean(dim=1)  # type: ignore[no-any-return]
 
 
-class OperatorTask(Task):
-    """A pendulum's answer to a push."""
-
-    def problem(self, seed: int, dropout: float) -> OperatorProblem:
-        return OperatorProblem(seed=seed, batch=self.batch, probe=self.sub_batches * PROBE_EXAMPLES, dropout=dropout)
-
-
-TASK = OperatorTask(
+TASK = DrawnTask(
     name="operator",
     title="A pendulum's motion from its pushes, two networks (AdamW)",
     steps=900,
@@ -100,4 +90,5 @@ TASK = OperatorTask(
     starts=LEARNING_RATES + DECAYS + DROPOUTS + ALL_OFF,
     micro_batches=4,
     shorter=4,
+    problems=OperatorProblem,
 )

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdet.nn import Dropout
-from search_parts.examples import DrawnProblem, built
-from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Task, doubling
+from search_parts.examples import DrawnProblem, DrawnTask
+from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, doubling
 
 SIZES = {"train": 2000, "probe": 600, "test": 2000}
 POINTS, WIDTH, HEADS, NOISE = 24, 32, 2, 0.15
-PROBE_EXAMPLES = 8
 Examples = tuple[Tensor, Tensor]
 Points = NDArray[np.float64]
 
@@ -104,23 +103,14 @@ class PointSetsProblem(DrawnProblem):
     """The generated sets."""
 
     splits = examples
-
-    def model(self) -> nn.Module:
-        return built(self.seed, lambda: SetClassifier(self.rate))
+    network = SetClassifier
 
     def example_losses(self, model: nn.Module, batch: Examples) -> Tensor:
         points, surfaces = batch
         return F.cross_entropy(model(points), surfaces, reduction="none")
 
 
-class PointSetsTask(Task):
-    """Surfaces told apart by points on them."""
-
-    def problem(self, seed: int, dropout: float) -> PointSetsProblem:
-        return PointSetsProblem(seed=seed, batch=self.batch, probe=self.sub_batches * PROBE_EXAMPLES, dropout=dropout)
-
-
-TASK = PointSetsTask(
+TASK = DrawnTask(
     name="point_sets",
     title="Surfaces told by points on them, attention over sets (AdamW)",
     steps=700,
@@ -131,4 +121,5 @@ TASK = PointSetsTask(
     starts=LEARNING_RATES + DECAYS + DROPOUTS + ALL_OFF,
     micro_batches=4,
     shorter=4,
+    problems=PointSetsProblem,
 )

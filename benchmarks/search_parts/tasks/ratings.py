@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import hdet.nn
-from search_parts.examples import DrawnProblem
-from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Task, doubling
+from search_parts.examples import DrawnProblem, DrawnTask
+from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, doubling
 
 USERS, ITEMS, TRUE_RANK, RANK = 300, 200, 4, 16
 NOISE = 0.5  # the best possible mean square error is its square, 0.25
 SIZES = {"train": 9000, "probe": 2000, "test": 4000}
-PROBE_EXAMPLES = 16
 Ratings = tuple[Tensor, Tensor, Tensor]
 
 
@@ -83,14 +82,7 @@ class RatingsProblem(DrawnProblem):
         return (model(user, item) - rating).square()  # type: ignore[no-any-return]
 
 
-class RatingsTask(Task):
-    """Matrix factorisation."""
-
-    def problem(self, seed: int, dropout: float) -> RatingsProblem:
-        return RatingsProblem(seed=seed, batch=self.batch, probe=self.sub_batches * PROBE_EXAMPLES, dropout=dropout)
-
-
-TASK = RatingsTask(
+TASK = DrawnTask(
     name="ratings",
     title="Recommendation by matrix factorisation (AdamW)",
     steps=1000,
@@ -102,4 +94,5 @@ TASK = RatingsTask(
     micro_batches=4,
     shorter=2,
     development=True,
+    problems=RatingsProblem,
 )

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from hdet.nn import Dropout
-from search_parts.examples import DrawnProblem, built
-from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Task, doubling
+from search_parts.examples import DrawnProblem, DrawnTask
+from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, doubling
 
 COLUMNS, WIDTH = 10, 64
 SIZES = {"train": 1000, "probe": 500, "test": 4000}
 NOISE = 2.0
 SCALE = 5.0  # about the target's standard deviation
-PROBE_EXAMPLES = 8
 Rows = tuple[Tensor, Tensor]
 
 
@@ -56,23 +55,14 @@ class TableProblem(DrawnProblem):
     """The generated table."""
 
     splits = table
-
-    def model(self) -> nn.Module:
-        return built(self.seed, lambda: Regressor(self.rate))
+    network = Regressor
 
     def example_losses(self, model: nn.Module, batch: Rows) -> Tensor:
         rows, target = batch
         return (model(rows) - target).square()  # type: ignore[no-any-return]
 
 
-class TableTask(Task):
-    """A perceptron on a table."""
-
-    def problem(self, seed: int, dropout: float) -> TableProblem:
-        return TableProblem(seed=seed, batch=self.batch, probe=self.sub_batches * PROBE_EXAMPLES, dropout=dropout)
-
-
-TASK = TableTask(
+TASK = DrawnTask(
     name="tabular",
     title="Regression on a table (AdamW)",
     steps=800,
@@ -84,4 +74,5 @@ TASK = TableTask(
     micro_batches=4,
     shorter=4,
     development=True,
+    problems=TableProblem,
 )

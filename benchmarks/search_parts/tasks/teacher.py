@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdet.nn import Dropout
-from search_parts.examples import DrawnProblem, built
-from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, Task, doubling
+from search_parts.examples import DrawnProblem, DrawnTask
+from search_parts.task import ALL_OFF, DECAYS, DROPOUTS, LEARNING_RATES, Grid, doubling
 
 INPUTS, TEACHER, STUDENT, CLASSES = 12, 32, 96, 6
 SIZES = {"train": 1500, "probe": 500, "test": 3000}
-PROBE_EXAMPLES = 8
 Examples = tuple[Tensor, Tensor]
 
 
@@ -61,23 +60,14 @@ class TeacherProblem(DrawnProblem):
     """The generated examples."""
 
     splits = examples
-
-    def model(self) -> nn.Module:
-        return built(self.seed, lambda: Student(self.rate))
+    network = Student
 
     def example_losses(self, model: nn.Module, batch: Examples) -> Tensor:
         inputs, classes = batch
         return F.cross_entropy(model(inputs), classes, reduction="none")
 
 
-class TeacherTask(Task):
-    """A student of a noisy teacher."""
-
-    def problem(self, seed: int, dropout: float) -> TeacherProblem:
-        return TeacherProblem(seed=seed, batch=self.batch, probe=self.sub_batches * PROBE_EXAMPLES, dropout=dropout)
-
-
-TASK = TeacherTask(
+TASK = DrawnTask(
     name="teacher",
     title="Classes drawn by a random teacher (SGD with momentum)",
     steps=1000,
@@ -89,4 +79,5 @@ TASK = TeacherTask(
     micro_batches=4,
     shorter=4,
     development=True,
+    problems=TeacherProblem,
 )
