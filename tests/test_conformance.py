@@ -27,6 +27,7 @@ from hdet.contrib import EvolutionStrategy, Gaussian, Geometric, Kalman, Margina
 from hdet.controllers import Calibrate, Context, Controller, Estimate, Gated, Newton, Paper, Rule, Veto
 from hdet.controllers.state import NoState
 from hdet.designs import Design, Hadamard
+from hdet.engine.guard import Guard
 from hdet.errors import ConfigError
 from hdet.estimators import Comparison, Estimator, LeastSquares
 from hdet.evidence import Collector, Harvest, Scene
@@ -60,6 +61,7 @@ FAMILIES: tuple[type[Spec], ...] = (
     Veto,
     hdet.Evidence,
     Merge,
+    Guard,
 )
 """All families of the core; those of the command line (tasks, optimizers) have laws of declarations only."""
 

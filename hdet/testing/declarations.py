@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from contextlib import suppress
 from typing import Any
+
+import torch
 
 from hdet.errors import MissingExtraError
 from hdet.spec import Spec
@@ -13,10 +16,14 @@ from hdet.testing.law import broken, refused, require
 
 
 def reads_back_equal(spec: Spec) -> None:
-    """Written as a mapping, as JSON and as YAML it reads back equal."""
+    """Written as a mapping, as JSON, as YAML and in a checkpoint it reads back equal."""
     root = spec._root if spec.family else type(spec)
     plain = spec.to_dict()
     texts = [("to_dict", plain), ("JSON", json.loads(json.dumps(plain, allow_nan=False)))]
+    checkpoint = io.BytesIO()
+    torch.save(plain, checkpoint)
+    checkpoint.seek(0)
+    texts.append(("a checkpoint", torch.load(checkpoint, weights_only=True)))
     from hdet import document  # here, because the suite itself needs no YAML
 
     with suppress(MissingExtraError):  # JSON has shown nearly as much

@@ -1,9 +1,8 @@
-"""The laws of spaces, and their values at small numbers."""
+"""Spaces at any numbers and at small ones; their laws are in `hdet.testing`, see tests/test_conformance.py."""
 
 from __future__ import annotations
 
 import math
-import struct
 from typing import Any
 
 import numpy as np
@@ -29,20 +28,6 @@ def values(space: Space) -> st.SearchStrategy[float]:
 def moderate(space: Space) -> st.SearchStrategy[float]:
     """Values at which a double still has digits to spare for the coordinate."""
     return st.floats(1e-6, 1 - 1e-6) if space.domain[1] == 1.0 else st.floats(1e-6, 1e6)
-
-
-def bits(value: float) -> bytes:
-    return struct.pack("<d", value)
-
-
-@each_space
-@given(data=st.data())
-@settings(deadline=None, max_examples=60)
-def test_shift_zero_is_the_value_bit_for_bit(space: Space, data: Any) -> None:
-    value = data.draw(values(space))
-    assert bits(space.apply(value, 0.0)) == bits(value)
-    assert bits(space.apply(value, -0.0)) == bits(value)
-    assert space.difference(value, value) == 0.0
 
 
 @each_space
@@ -162,12 +147,6 @@ def test_values_outside_the_domain_are_refused(space: Space, value: float) -> No
         space.difference(0.5, value)
 
 
-@each_space
-def test_a_shift_that_is_not_a_number_is_refused(space: Space) -> None:
-    with pytest.raises(ConfigError, match="not a number"):
-        space.apply(0.5, math.nan)
-
-
 @pytest.mark.parametrize(
     ("space", "bounds", "message"),
     [
@@ -187,11 +166,6 @@ def test_check_accepts_open_ends() -> None:
     Log().check((0.0, math.inf))
     Linear().check((-math.inf, math.inf))
     Logit().check((0.0, 1.0))
-
-
-@each_space
-def test_a_space_survives_writing_down(space: Space) -> None:
-    assert Space.from_dict(space.to_dict()) == space
 
 
 def test_scale_must_be_positive() -> None:

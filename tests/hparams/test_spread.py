@@ -1,4 +1,4 @@
-"""The laws of spreads, and their levels at small numbers."""
+"""Levels of any width and number; the laws of spreads are in `hdet.testing`, see tests/test_conformance.py."""
 
 from __future__ import annotations
 
@@ -39,17 +39,6 @@ def test_levels_ascend_stay_within_the_width_and_sum_to_zero(spread: Spread, n: 
         assert levels[-1] == spread.width
 
 
-@given(spread=spreads, half=st.integers(1, 35))
-@settings(deadline=None)
-def test_two_level_means_two_levels_half_and_half(spread: Spread, half: int) -> None:
-    found, counts = np.unique(spread.levels(2 * half), return_counts=True)
-    if spread.two_level:
-        assert len(found) == 2
-        assert counts.tolist() == [half, half]
-    elif half > 2:
-        assert len(found) > 2
-
-
 @given(width=widths, n=st.integers(2, 70), side=st.sampled_from(["up", "down"]))
 @settings(deadline=None)
 def test_one_sided_leaves_half_exactly_at_the_base(width: float, n: int, side: Literal["up", "down"]) -> None:
@@ -82,31 +71,11 @@ def test_the_papers_multipliers() -> None:
 
 
 @pytest.mark.parametrize("kind", [Symmetric, TwoLevel, Geometric, OneSided])
-@pytest.mark.parametrize("n", [1, 2, 7])
-def test_width_zero_is_exactly_nothing(kind: type[Spread], n: int) -> None:
-    spread = kind(0.0)
-    assert spread.levels(n).tolist() == [0.0] * n
-    assert spread.centre(n) == 0.0
-
-
-@pytest.mark.parametrize("kind", [Symmetric, TwoLevel, Geometric, OneSided])
 def test_a_single_replica_cannot_be_spread(kind: type[Spread]) -> None:
     with pytest.raises(ConfigError, match=r"one replica.*width=0\.5.*counterfactual"):
         kind(0.5).levels(1)
     with pytest.raises(ConfigError, match="n=0"):
         kind(0.5).levels(0)
-
-
-def test_levels_are_the_callers_to_change() -> None:
-    spread = TwoLevel(0.5)
-    spread.levels(4)[:] = 7.0
-    assert spread.levels(4).tolist() == [-0.5, -0.5, 0.5, 0.5]
-
-
-@given(spread=spreads)
-@settings(deadline=None, max_examples=30)
-def test_a_spread_survives_writing_down(spread: Spread) -> None:
-    assert Spread.from_dict(spread.to_dict()) == spread
 
 
 @pytest.mark.parametrize(
