@@ -15,13 +15,16 @@ def train(
     until: int | None = None,
     *,
     loss: Callable[[Any, int, int], Tensor],
+    before: Callable[[int], object] = lambda step: None,
     watch: Callable[[Any], object] = lambda model: None,
+    stepped: Callable[[int], object] = lambda step: None,
     report: Callable[[int, Tensor], Tensor] = lambda step, own: own,
 ) -> list[hdet.WindowRecord]:
     """The windows that close until a step, by default the run's end.
 
     Args:
         loss: of a replica's model, at a step, by the replica's number.
+        before, stepped: called before a step's first pass, and after its optimizers' steps.
         watch: is shown each model in its pass.
         report: what the engine is told of a step's loss.
     """
@@ -29,6 +32,7 @@ def train(
     last = engine.total_steps if until is None else until
     assert last is not None
     for step in range(engine.step_count, last):
+        before(step)
         losses = []
         for replica in engine.replicas:
             with replica:
@@ -40,6 +44,7 @@ def train(
         for optimizer in engine.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        stepped(step)
         record = engine.step(losses)
         if record is not None:
             records.append(record)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import explicit_loop
 import numpy as np
 import pytest
 import torch
@@ -92,24 +93,15 @@ def train(
     before: Callable[[int], object] = lambda step: None,
     report: Callable[[int, Tensor], Tensor] = lambda step, own: own,
 ) -> list[hdet.WindowRecord]:
-    records = []
-    for step in range(engine.step_count, until):
-        before(step)
-        losses = []
-        for replica in engine.replicas:
-            replica.model.train()
-            with replica:
-                own = loss_of(replica.model, batch(step, replica.index))
-                own.backward()
-            losses.append(report(step, own.detach()))
-        engine.share_gradients()
-        for optimizer in engine.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        record = engine.step(losses)
-        if record is not None:
-            records.append(record)
-    return records
+    for model, _ in engine.hosts:
+        model.train()
+    return explicit_loop.train(
+        engine,
+        until,
+        loss=lambda model, step, index: loss_of(model, batch(step, index)),
+        before=before,
+        report=report,
+    )
 
 
 def wreck(engine: Engine) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import explicit_loop
 import pytest
 import torch
 from torch import Tensor, nn
@@ -98,19 +99,7 @@ def run(
         signal=Probe(probe, batches),
         total_steps=window * windows,
     )
-    records = []
-    for step in range(window * windows):
-        for replica in engine.replicas:
-            with replica:
-                loss(replica.model, step).backward()
-        engine.share_gradients()
-        for own in engine.optimizers:
-            own.step()
-            own.zero_grad()
-        record = engine.step([0.0] * len(engine.replicas))
-        if record is not None:
-            records.append(record)
-    return engine, records
+    return engine, explicit_loop.train(engine, loss=lambda model, step, index: loss(model, step))
 
 
 @pytest.mark.parametrize(

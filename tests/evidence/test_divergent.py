@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import explicit_loop
 import numpy as np
 import pytest
 import torch
@@ -63,22 +64,11 @@ def run(
     if at is not None:
         options["signal"] = Probe(probe_loss or loss, [0.0, 0.5], at=at)
     engine = Engine(hdet.replicate(model, optimizer, n=n), knobs, window=T, total_steps=T, **options)
-    record = None
-    for step in range(T):
-        losses = []
-        for replica in engine.replicas:
-            with replica:
-                own = loss(replica.model, None)
-                own.backward()
-            losses.append(own.detach())
-        engine.share_gradients()
-        for own_optimizer in engine.optimizers:
-            own_optimizer.step()
-            own_optimizer.zero_grad()
-        if step == T - 1:
-            before_close(engine)
-        record = engine.step(losses)
-    assert record is not None
+    (record,) = explicit_loop.train(
+        engine,
+        loss=lambda model, step, index: loss(model, None),
+        stepped=lambda step: before_close(engine) if step == T - 1 else None,
+    )
     return engine, record.estimates
 
 
@@ -148,16 +138,7 @@ def test_sub_batches_give_the_standard_error() -> None:
         signal=Probe(noisy, [next(scales) for _ in range(4)]),
         total_steps=1,
     )
-    losses = []
-    for replica in engine.replicas:
-        with replica:
-            slanted(replica.model, None).backward()
-        losses.append(0.0)
-    engine.share_gradients()
-    for optimizer in engine.optimizers:
-        optimizer.step()
-    record = engine.step(losses)
-    assert record is not None
+    (record,) = explicit_loop.train(engine, loss=lambda model, step, index: slanted(model, None))
     slope = -RATE * SQUARE * secant(WIDTH)
     estimate = record.estimates["learning_rate"]
     assert estimate["slope"] == pytest.approx(slope, rel=1e-4)

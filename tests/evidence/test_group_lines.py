@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import explicit_loop
 import numpy as np
 import pytest
 import torch
@@ -79,21 +80,11 @@ class Watched:
         self.engine = Engine(
             hdet.micro_batches(self.model, built, n=n), explored, window=T, signal=probe, total_steps=steps
         )
-        self.records = []
-        for step in range(steps):
-            losses = []
-            for replica in self.engine.replicas:
-                with replica:
-                    loss = one_loss(replica.model, batch(step))
-                    loss.backward()  # type: ignore[no-untyped-call]
-                losses.append(loss.detach())
-            self.engine.share_gradients()
-            built.step()
-            built.zero_grad()
-            self.weights.append(self._weights())
-            record = self.engine.step(losses)
-            if record is not None:
-                self.records.append(record)
+        self.records = explicit_loop.train(
+            self.engine,
+            loss=lambda model, step, index: one_loss(model, batch(step)),
+            stepped=lambda step: self.weights.append(self._weights()),
+        )
 
     def _weights(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
@@ -155,15 +146,7 @@ def test_slopes_on_a_quadratic_are_exact() -> None:
         signal=Probe(loss, [0.5, 1.5]),
         total_steps=steps,
     )
-    for _ in range(steps):
-        with engine.replicas[0]:
-            own = loss(model)
-            own.backward()  # type: ignore[no-untyped-call]
-        engine.share_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-        record = engine.step(own.detach())
-    assert record is not None
+    (record,) = explicit_loop.train(engine, loss=lambda model, step, index: loss(model))
     averaged = np.array([np.mean([1 - (1 - r) ** t for t in range(1, steps + 1)]) for r in rates])
     gains, slopes = -averaged, (averaged - 1.0) * averaged
     for r, one in zip(rates, among_the_others(gains, np.stack([0.5 * slopes, 1.5 * slopes])), strict=True):
@@ -245,13 +228,7 @@ def test_the_guard_hears_of_a_look_ahead() -> None:
         total_steps=10 * T,
         guard=hdet.Rewind(),
     )
-    for step in range(T):
-        with engine.replicas[0]:
-            loss = one_loss(model, batch(step))
-            loss.backward()  # type: ignore[no-untyped-call]
-        engine.share_gradients()
-        engine.replicas[0].optimizer.step()
-        engine.step(loss.detach())
+    explicit_loop.train(engine, T, loss=lambda model, step, index: one_loss(model, batch(step)))
     assert engine.cycle.watch is not None
     assert engine.cycle.watch.first is not None
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import explicit_loop
 import numpy as np
 import pytest
 import torch
@@ -96,24 +97,11 @@ def run(
         total_steps=steps,
         **options,
     )
-    records = []
-    for step in range(steps):
-        losses = []
-        for replica in engine.replicas:
-            with replica:
-                loss = slanted(replica.model)
-                loss.backward()
-            losses.append(loss.detach())
-        engine.share_gradients()
-        for own in engine.optimizers:
-            own.step()
-            own.zero_grad()
-        if step == steps - 1:
-            before_close(engine)
-        record = engine.step(losses)
-        if record is not None:
-            records.append(record)
-    return engine, records
+    return engine, explicit_loop.train(
+        engine,
+        loss=lambda model, step, index: slanted(model),
+        stepped=lambda step: before_close(engine) if step == steps - 1 else None,
+    )
 
 
 @pytest.mark.parametrize(("copies", "n"), [(False, 1), (False, 3), (True, 1), (True, 4)])
@@ -440,20 +428,10 @@ def test_one_replicas_failure_early_in_the_window_mutes_nothing() -> None:
         gradients="local",
         total_steps=T,
     )
-    record = None
-    for step in range(T):
-        losses = []
-        for replica in engine.replicas:
-            with replica:
-                loss = slanted(replica.model) * (math.nan if replica.index == 1 and step == 0 else 1.0)
-                loss.backward()
-            losses.append(loss.detach())
-        engine.share_gradients()
-        for own in engine.optimizers:
-            own.step()
-            own.zero_grad()
-        record = engine.step(losses)
-    assert record is not None
+    (record,) = explicit_loop.train(
+        engine,
+        loss=lambda model, step, index: slanted(model) * (math.nan if index == 1 and step == 0 else 1.0),
+    )
     estimate = record.estimates["learning_rate"]
     for told, averaged in ((estimate, False), (estimate["averaged"], True)):
         end = decayed([0, 2, 3], record.values["weight_decay"], T if averaged else None)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import explicit_loop
 import pytest
 import torch
 from torch import Tensor, nn
@@ -112,19 +113,7 @@ def run(
 
 
 def train(engine: Engine, until: int, loss: Any = noisy) -> list[hdet.WindowRecord]:
-    records = []
-    for step in range(engine.step_count, until):
-        for replica in engine.replicas:
-            with replica:
-                loss(replica.model, step).backward()
-        engine.share_gradients()
-        for own in engine.optimizers:
-            own.step()
-            own.zero_grad()
-        record = engine.step([0.0] * len(engine.replicas))
-        if record is not None:
-            records.append(record)
-    return records
+    return explicit_loop.train(engine, until, loss=lambda model, step, index: loss(model, step))
 
 
 def held(kind: type[hdet.Knob], **options: Any) -> hdet.Knob:

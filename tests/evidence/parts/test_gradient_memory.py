@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import explicit_loop
 import numpy as np
 import pytest
 import torch
@@ -417,22 +418,8 @@ def run(
         signal=Probe(probe, batches),
         total_steps=window * windows,
     )
-    found = []
-    for step in range(window * windows):
-        losses = []
-        for replica in engine.replicas:
-            with replica:
-                own = loss(replica.model, step, replica.index)
-                own.backward()
-            losses.append(own.detach())
-        engine.share_gradients()
-        for own_optimizer in engine.optimizers:
-            own_optimizer.step()
-            own_optimizer.zero_grad()
-        record = engine.step(losses)
-        if record is not None:
-            found.append(record.estimates["strength_for_tests"])
-    return engine, found
+    records = explicit_loop.train(engine, loss=loss)
+    return engine, [record.estimates["strength_for_tests"] for record in records]
 
 
 C = torch.tensor([1.0, -2.0, 0.5, 0.0, 1.0])
