@@ -236,7 +236,8 @@ def test_what_was_lowered_early_goes_back_to_what_was_set_once_nothing_calls_for
     assert quiet[-1] == pytest.approx(0.0), "and no further"
     assert quiet == sorted(quiet[:2], reverse=True) + sorted(quiet[2:]), "nothing lowers it again"
     far = course(3, silent)
-    assert far[2] < -1.0 and far[-1] == far[2], "what was lowered by more than a nat was given wrong"
+    assert far[2] < -1.0
+    assert far[-1] == far[2], "what was lowered by more than a nat was given wrong"
     assert course(2, slope(0.1, t=5.0))[-1] < -1.0, "a decay that is far too strong is called for less all along"
 
 
