@@ -6,6 +6,7 @@ import pytest
 from windows import moves
 
 from hdet.controllers import Context, Estimate, Gated, GatedState, Regularize, RuledState
+from hdet.controllers.rules import SlopeSum
 
 EAGER = {
     "rate": 0.1,
@@ -248,6 +249,39 @@ def test_a_raise_is_as_large_as_it_gets_at_a_smaller_sum_than_a_lowering() -> No
     lowered = regularize.step(regularize.start(), slope(1.0, t=2.5), Context(loss=1.9, length=30))[0]
     assert raised == pytest.approx(full)
     assert lowered == pytest.approx(-full * 2.5 / 4.0)
+
+
+def lowered_early(costs: float, *, t: float = 2.5, falls: float = 0.4, window: int = 30, **options: Any) -> float:
+    """The move of the second window of a run, whose loss has fallen and whose slopes are worth that share of it."""
+    regularize = Regularize(memory=0.0, raise_after=0.0, **options)
+    told = {"loss": 1.5, "length": window, "total_steps": 1000}
+    _, state = regularize.step(regularize.start(), Estimate(0.0, stderr=1.0, level=2.0), Context(step=window, **told))
+    now = Estimate(costs * falls, stderr=costs * falls / t, level=2.0 - falls, span=9.0)
+    return regularize.step(state, now, Context(step=2 * window, **told))[0]
+
+
+def test_early_windows_are_believed_where_decay_costs_much_of_the_losss_fall() -> None:
+    assert lowered_early(0.2) == 0.0, "tau 2.5, and early moves take 3"
+    assert lowered_early(0.2, t=4.0) == pytest.approx(-0.4)
+    assert lowered_early(0.5) == pytest.approx(-0.4 * 2.5 / 4.0 * 2.0), "twice what is much"
+    assert lowered_early(9.0) == pytest.approx(-0.4 * 2.5 / 4.0 * 4.0), "max_boost"
+    assert lowered_early(9.0, t=1.5) == 0.0, "however much it costs, it has to be proven"
+    assert lowered_early(9.0, window=120) == pytest.approx(-0.4 * 2.5 / 4.0 * 4.0), "no window moves further"
+    assert lowered_early(0.5, early_until=0.05) == pytest.approx(-0.4 * 2.5 / 4.0), "later nothing is larger"
+
+
+@pytest.mark.parametrize("level", [None, math.nan, math.inf])
+def test_where_nobody_tells_the_loss_nothing_says_that_decay_costs_much(level: float | None) -> None:
+    rule = SlopeSum(memory=0.0)
+    estimate = Estimate(5.0, stderr=2.0, level=level)
+    state = rule.observe(rule.observe(rule.start(), estimate, Context()), estimate, Context())
+    assert state.fall == 0.0
+    assert rule.propose(state, estimate, Context(step=10, total_steps=1000, length=30)) is None
+    told = rule.observe(
+        rule.observe(state, replace(estimate, level=2.0), Context()), replace(estimate, level=1.5), Context()
+    )
+    assert told.fall == 0.5
+    assert rule.observe(told, replace(estimate, level=1.9), Context()).fall == 0.5, "the lowest counts"
 
 
 def test_a_reason_says_that_what_was_set_is_restored() -> None:

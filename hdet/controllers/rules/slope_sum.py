@@ -24,9 +24,17 @@ class SlopeSumState(GatedState):
 
     Attributes:
         against: windows in a row whose slope had another sign than the sum.
+        first, lowest: held-out loss of the first window that told it, and the lowest since; infinite before.
     """
 
     against: int = 0
+    first: float = math.inf
+    lowest: float = math.inf
+
+    @property
+    def fall(self) -> float:
+        """How far the held-out loss has fallen; 0 where nobody told it."""
+        return self.first - self.lowest if self.first < math.inf else 0.0
 
 
 class SummedSlopes(Rule):
@@ -59,7 +67,10 @@ class SummedSlopes(Rule):
             total, variance = sum(own / len(sums) for own in sums), 0.0
         if not (math.isfinite(total) and math.isfinite(variance)):
             return self.start()
-        return SlopeSumState(total, variance, sums, against % _WINDOWS_AGAINST)
+        first, lowest = state.first, state.lowest
+        if estimate.level is not None and math.isfinite(estimate.level):
+            first, lowest = (first if first < math.inf else estimate.level), min(lowest, estimate.level)
+        return SlopeSumState(total, variance, sums, against % _WINDOWS_AGAINST, first, lowest)
 
 
 @register
@@ -72,6 +83,10 @@ class SlopeSum(SummedSlopes):
     `Gated` sums t-statistics. A sum of slopes does not believe most the windows whose probe batches are easy: their
     errors are small. Four windows in a row that say the opposite begin it anew.
 
+    Nearly every model calls for less decay while it learns its first things, so early windows are believed less. What
+    tells a decay that is far too strong from one that is right is not how sure they are but what it costs: the sum of
+    slopes, as a share of how far the held-out loss has fallen. Where decay takes that much, nothing waits.
+
     Args:
         rate: largest move in a window of `window_steps` steps, in coordinates. Other windows have their share of it,
             by their length.
@@ -80,10 +95,13 @@ class SlopeSum(SummedSlopes):
             often than in the run. At 2 a knob without effect is moved by one window in forty.
         early_gate: the same before the share `early_until` of the run, if it is higher: what loss falls fastest with
             now is no measure yet of what generalizes. A run without a known end has no share.
+        costly: share of the loss's fall so far that the sum is worth at the present base, from which `early_gate` does
+            not count, and a move down before `early_until` is larger by how many times it is passed.
+        max_boost: how many times larger that makes it.
         saturation: tau at which a move down is as large as it gets.
         raise_saturation: |tau| at which a move up is: slopes are small where decay is too weak, and there is no time to
             wait for more of them, since what decay does takes the rest of the run.
-        max_scale: how many `rate` a longer window may move by.
+        max_scale: how many `rate` one window may move by, however long it is and whatever decay costs.
         memory: share of the sum that is kept over `window_steps` steps.
         window_steps: steps of a window that `rate` and `memory` are meant for.
 
@@ -98,6 +116,8 @@ class SlopeSum(SummedSlopes):
     lower_gate: float = Field(default=2.0, ge=0, le=100)
     early_gate: float = Field(default=3.0, ge=0, le=100)
     early_until: float = Field(default=0.3, ge=0, le=1)
+    costly: float = Field(default=0.25, gt=0)
+    max_boost: float = Field(default=4.0, ge=1, le=100)
     saturation: float = Field(default=4.0, gt=0, le=100)
     raise_saturation: float = Field(default=2.0, gt=0, le=100)
     max_scale: float = Field(default=4.0, gt=0, le=100)
@@ -106,7 +126,12 @@ class SlopeSum(SummedSlopes):
         if context.base <= 0.0:
             return None
         scale = min(window_share(self.window_steps, context), self.max_scale)
-        early = context.total_steps is not None and context.step < self.early_until * context.total_steps
-        down = max(self.lower_gate, self.early_gate) if early else self.lower_gate
-        gate, saturation = (down, self.saturation) if state.tau > 0 else (self.gate, self.raise_saturation)
-        return gated_move(state.tau, self.rate, gate, saturation, scale) or None
+        if state.tau <= 0.0:
+            return gated_move(state.tau, self.rate, self.gate, self.raise_saturation, scale) or None
+        gate, boost = self.lower_gate, 1.0
+        if context.total_steps is not None and context.step < self.early_until * context.total_steps:
+            cost = state.total * context.base / state.fall if state.fall > 0.0 else 0.0
+            boost = min(max(cost / self.costly, 1.0), self.max_boost)
+            gate = gate if boost > 1.0 else max(gate, self.early_gate)
+        scale = min(boost * scale, self.max_scale)
+        return gated_move(state.tau, self.rate, gate, self.saturation, scale) or None
