@@ -31,6 +31,8 @@ from hdet.controllers import Context, Estimate, Gated, Hold
 
 WINDOWS, STEPS, WEIGHTS, SUB_BATCHES, EXAMPLES = 12, 16, 16, 8, 4
 MEMORY = 0.8
+CLIPS_HALF = 1.2
+"""About half of the training gradients are longer."""
 QUANTILE = 2.429  # of Student's t on 7 degrees of freedom, as unlikely as a normal deviate of 2
 MOVES_NOTHING = Hold()
 
@@ -58,6 +60,8 @@ def estimates(knob: hdet.Knob, seed: int, fixed: bool) -> list[Estimate]:
     torch.manual_seed(seed)
     model = Flat()
     optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    if isinstance(knob, hdet.ClipNorm):
+        hdet.clip_gradients(optimizer, norm=CLIPS_HALF)
     diverges = isinstance(knob.evidence, hdet.Divergent)
     replicas = hdet.replicate(model, optimizer, n=4) if diverges else hdet.micro_batches(model, optimizer, 4)
     probe = hdet.Probe(
@@ -117,6 +121,7 @@ def placebos() -> Mapping[str, Callable[[], hdet.Knob]]:
         "Line": lambda: hdet.LearningRate(evidence=hdet.Line(read_average_above=None)),
         "Analytic": lambda: hdet.WeightDecay(evidence=hdet.Analytic()),
         "Recursion": lambda: hdet.Beta1(evidence=hdet.Recursion()),
+        "Recursion, clipping": lambda: hdet.ClipNorm(evidence=hdet.Recursion()),
         "Divergent": lambda: hdet.LearningRate(evidence=hdet.Divergent()),
         "MixedDifference": lambda: hdet.Dropout(evidence=hdet.MixedDifference(bound_from=0.0)),
         "Contrast, a window": lambda: hdet.Dropout(evidence=hdet.Contrast(bound_from=0.0)),

@@ -15,6 +15,7 @@ from hdet.hparams import (
     AttentionTemperature,
     Beta1,
     Beta2,
+    ClipNorm,
     Dropout,
     Knob,
     LabelSmoothing,
@@ -23,6 +24,7 @@ from hdet.hparams import (
     Replay,
     Scalar,
     WeightDecay,
+    clip_gradients,
 )
 from hdet.overlay.attach import attach
 from hdet.overlay.explore import explore
@@ -61,6 +63,7 @@ __all__ = [
     "Beta1",
     "Beta2",
     "CheckpointFolder",
+    "ClipNorm",
     "Contrast",
     "Divergent",
     "Dropout",
@@ -94,6 +97,7 @@ __all__ = [
     "WindowRecord",
     "Windows",
     "attach",
+    "clip_gradients",
     "contrib",
     "controllers",
     "designs",

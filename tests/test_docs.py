@@ -348,6 +348,7 @@ KNOB: dict[str, Callable[[], hdet.Knob]] = {
     "`Momentum`": lambda: hdet.Momentum(),
     "`Beta1`": lambda: hdet.Beta1(),
     "`Beta2`": lambda: hdet.Beta2(),
+    "`ClipNorm`": lambda: hdet.ClipNorm(),
     "`Dropout`": lambda: hdet.Dropout(),
     "`AttentionTemperature`": lambda: hdet.AttentionTemperature(),
     "`LabelSmoothing`": lambda: hdet.LabelSmoothing(),
@@ -366,6 +367,7 @@ def test_which_evidence_judges_which_knob_is_as_the_table_says() -> None:
             optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
             if row["knob"] == "`Momentum`":
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            hdet.clip_gradients(optimizer, norm=1.0)
             probe = hdet.Probe(lambda model, batch: model.body(batch).square().mean(1), [torch.ones(2, 3)])
             try:
                 hdet.Engine(

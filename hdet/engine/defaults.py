@@ -8,6 +8,7 @@ from hdet.evidence.contrast import Contrast
 from hdet.evidence.divergent import Divergent
 from hdet.evidence.line import Line
 from hdet.evidence.recursion import Recursion
+from hdet.hparams.clipping import ClipNorm
 from hdet.hparams.knob import Knob
 from hdet.hparams.update import Beta1, Beta2, LearningRate, Momentum, WeightDecay
 
@@ -34,6 +35,6 @@ def counterfactual(knob: Knob) -> Evidence:
         return Line()
     if isinstance(knob, WeightDecay):
         return Analytic()
-    if isinstance(knob, (Momentum, Beta1, Beta2)):
+    if isinstance(knob, (Momentum, Beta1, Beta2, ClipNorm)):
         return Recursion()
     return Contrast(horizon=HORIZON) if knob.acts_on == "forward" else Divergent()

@@ -1,8 +1,8 @@
-"""Recursion evidence: how momentum or a beta has moved the weights, followed step by step as the optimizer works."""
+"""Recursion evidence: how a knob of the optimizer has moved the weights, followed step by step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,20 +12,33 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hdet.errors import ConfigError
+from hdet.evidence.parts.clip_derivative import ClipTrace
 from hdet.evidence.parts.directional import Block, Direction, Directional, DirectionalCollector
 from hdet.evidence.parts.weight_derivative import FirstTrace, MomentumTrace, SecondTrace, Trace, Value
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound import BoundKnob
+from hdet.hparams.clipping import ENTRY
 from hdet.replicas import tensors
 from hdet.spec import register
 
 NUDGE = 1e-4
+KNOWN: Mapping[str, tuple[type[Optimizer], ...]] = {
+    "momentum": (SGD,),
+    "betas": (Adam, AdamW),
+    ENTRY: (SGD, Adam, AdamW),
+}
+KINDS: Mapping[tuple[str, int | None], type[Trace | ClipTrace]] = {
+    ("momentum", None): MomentumTrace,
+    ("betas", 0): FirstTrace,
+    ("betas", 1): SecondTrace,
+    (ENTRY, None): ClipTrace,
+}
 
 
 @register
 class Recursion(Directional):
-    """The probe along D = d theta / d coordinate of momentum or a beta, which their recursions give; nothing diverges.
+    """The probe along D = d theta / d coordinate of a knob of the optimizer, by its recursion; nothing diverges.
 
     Had the knob another value from the window's opening on, and every gradient been the same, the weights would be
     at theta + D dx. With a prime for the derivative, u the optimizer's update and r its learning rate,
@@ -33,6 +46,7 @@ class Recursion(Directional):
         buf' = buf + mu buf'                  SGD's momentum mu; u' = buf', with Nesterov (mu buf)'
         m'   = m - g + beta1 m'               Adam's beta1; u' = (m / (1 - beta1^t))' / (sqrt(vhat) + eps)
         v'   = v - g^2 + beta2 v'             Adam's beta2; u' = mhat (1 / (sqrt(vhat) + eps))'
+        g'   = g where clipped, else 0        the norm gradients are clipped to; buf', m' and v' follow from it
         D    <- (1 - r lambda) D - r u'       lambda a decoupled weight decay
 
     where buf, m and v on the right are those of the step before, and g is worked out from m and v as they were and
@@ -42,11 +56,14 @@ class Recursion(Directional):
     momentum does to the noise of single steps is in both and counts. As always with last weights, a short window
     flatters the less noisy side, here less momentum, which is the side that does no harm.
 
+    What a threshold has to do with a gradient is exact, but for one thing: a gradient that is just not clipped counts
+    as one that never is.
+
     Where memories are long or windows are, D is large; so x is kept so small that |x D| stays within `reach` of the
     weights it moves.
 
     Held beyond the model: two vectors of the size of the parameters that the knob acts on, in float32 at least, for
-    each knob; about three more for a moment in each step. No step waits for the device.
+    each knob, three for clipping under Adam; about three more for a moment in each step. No step waits for the device.
 
     Args:
         width: how far the points reach, in coordinate units, if `reach` allows.
@@ -148,31 +165,32 @@ class RecursionCollector(DirectionalCollector):
                 trace.load_state_dict(own)
 
 
-def _traces(knob: BoundKnob, host: int, model: nn.Module) -> list[Trace]:
+def _traces(knob: BoundKnob, host: int, model: nn.Module) -> list[Trace | ClipTrace]:
     """A trace for each parameter group of a knob.
 
     Raises:
         ConfigError: the knob, its optimizer or its parameters are none that can be followed.
     """
     binding = knob.bindings[host]
-    if not isinstance(binding, GroupBinding) or binding.key not in ("momentum", "betas"):
+    if not isinstance(binding, GroupBinding) or binding.key not in KNOWN:
         raise ConfigError(
-            f"{knob.name}: Recursion evidence follows momentum and betas only; use Line for learning rates, Analytic "
-            f"for weight decay, Contrast for knobs of the forward pass, Divergent for others"
+            f"{knob.name}: Recursion evidence follows momentum, betas and the norm that gradients are clipped to; use "
+            f"Line for learning rates, Analytic for weight decay, Contrast for knobs of the forward pass, Divergent "
+            f"for others"
         )
-    known = (SGD,) if binding.key == "momentum" else (Adam, AdamW)
-    if type(binding.optimizer) not in known:
+    if type(binding.optimizer) not in KNOWN[binding.key]:
         raise ConfigError(
-            f"{knob.name}: Recursion evidence knows the recursions of torch.optim.SGD (momentum), Adam and AdamW "
-            f"(betas), not those of {type(binding.optimizer).__name__}; take one of these, or evidence=hdet.Divergent()"
+            f"{knob.name}: Recursion evidence knows the recursions of torch.optim.SGD (momentum, clipping), Adam and "
+            f"AdamW (betas, clipping), not those of {type(binding.optimizer).__name__}; take one of these, or "
+            f"evidence=hdet.Divergent()"
         )
     if binding.key == "momentum" and knob.spec.bounds[0] <= 0.0:
         raise ConfigError(
             f"{knob.name}: at momentum 0 SGD keeps no buffer that Recursion evidence could follow, and the bounds "
             f"{knob.spec.bounds} allow it; give bounds=(0.1, {knob.spec.bounds[1]:g})"
         )
-    kind = MomentumTrace if binding.key == "momentum" else (FirstTrace, SecondTrace)[binding.item or 0]
-    traces: list[Trace] = []
+    kind = KINDS[binding.key, binding.item]
+    traces: list[Trace | ClipTrace] = []
     for index in binding.indices:
         parameters = _trained(binding.optimizer, index, model)
         _check(knob, binding.optimizer.param_groups[index], parameters)
@@ -215,5 +233,5 @@ def _value(knob: BoundKnob, step: int) -> Value:
     return Value(value, (apply(value, NUDGE) - apply(value, -NUDGE)) / (2 * NUDGE))
 
 
-def _flat(hosts: Sequence[Sequence[Trace]]) -> list[Trace]:
+def _flat(hosts: Sequence[Sequence[Trace | ClipTrace]]) -> list[Trace | ClipTrace]:
     return [trace for traces in hosts for trace in traces]

@@ -1,5 +1,6 @@
 """What is explored: knobs, the spaces they move in, how far and by whom, and the schedules under them."""
 
+from hdet.hparams.clipping import ClipNorm, Clipping, clip_gradients
 from hdet.hparams.design import Design, Fixed, Hadamard, LatinHypercube, Permutation
 from hdet.hparams.evidence_needs import EvidenceNeeds
 from hdet.hparams.forward import AttentionTemperature, Dropout, LabelSmoothing
@@ -24,6 +25,8 @@ __all__ = [
     "AttentionTemperature",
     "Beta1",
     "Beta2",
+    "ClipNorm",
+    "Clipping",
     "Constant",
     "Cosine",
     "Design",
@@ -52,4 +55,5 @@ __all__ = [
     "Symmetric",
     "TwoLevel",
     "WeightDecay",
+    "clip_gradients",
 ]

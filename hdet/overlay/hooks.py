@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.errors import StepError
+from hdet.hparams.clipping import clipping_of
 
 Closure = Callable[[], Any]
 Output = TypeVar("Output")
@@ -84,6 +85,8 @@ class Hooks:
             optimizer.register_step_pre_hook(Hook(self._before_step)),
             optimizer.register_step_post_hook(Hook(self._after_step)),
         ]
+        if (clipping := clipping_of(optimizer)) is not None:
+            clipping.come_last()
 
     def within(self, run: Callable[[], Output]) -> Output:
         """Run what is one pass as a whole: the root module may be called in it once, several times or never."""

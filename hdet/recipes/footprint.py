@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from hdet.engine.defaults import complete
 from hdet.engine.guard import Guard, Rewind
 from hdet.errors import ConfigError
 from hdet.evidence import Analytic, Contrast, Evidence, GroupLines, Line, MixedDifference, Recursion
 from hdet.evidence.parts.sketch import sizes
+from hdet.hparams.clipping import ClipNorm
 from hdet.hparams.knob import Knob
 from hdet.recipes.recommended import DEFAULT_GUARD
 from hdet.replicas import tensors
@@ -188,7 +189,7 @@ def footprint(
         size = weights.size + 2 * weights.wide if averages == "device" else weights.size
         moved.append(Moved(named, over, size // stride, "step"))
     for source, judged in sources.items():
-        held += _of_evidence(source, judged, weights)
+        held += _of_evidence(source, judged, weights, optimizer)
     if isinstance(guard, Rewind):
         place: Place = guard.keep
         point = weights.size + weights.buffers
@@ -234,7 +235,7 @@ class _Weights:
         )
 
 
-def _of_evidence(source: Evidence, knobs: Sequence[Knob], weights: _Weights) -> list[Held]:
+def _of_evidence(source: Evidence, knobs: Sequence[Knob], weights: _Weights, optimizer: Optimizer) -> list[Held]:
     """What one kind of evidence holds of its own."""
     passing = min(max(4 * tensors.PASSING, weights.largest), weights.wide)
     if isinstance(source, Line):
@@ -244,8 +245,9 @@ def _of_evidence(source: Evidence, knobs: Sequence[Knob], weights: _Weights) -> 
     if isinstance(source, Analytic):
         return [Held("weights put aside while decay is judged", "device", weights.size + 2 * passing, END)]
     if isinstance(source, Recursion):
+        vectors = sum(3 if isinstance(knob, ClipNorm) and not isinstance(optimizer, SGD) else 2 for knob in knobs)
         return [
-            Held("what momentum and betas did to the weights", "device", 2 * weights.wide * len(knobs)),
+            Held("what momentum, betas and clipping did to the weights", "device", vectors * weights.wide),
             Held("weights put aside while these are judged", "device", weights.size + 2 * passing, END),
         ]
     if isinstance(source, MixedDifference):

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from hdet.engine.engine import Engine
 from hdet.errors import ConfigError, MatchError
 from hdet.history import WindowRecord
-from hdet.hparams import Knob
+from hdet.hparams import Knob, clip_gradients
 from hdet.nn import CrossEntropyLoss, Dropout, MultiheadAttention
 from hdet.signals import Objective, Probe
 from hdet.testing.law import same_generators
@@ -151,13 +151,22 @@ ADAMW = Ground(partial(_make, partial(AdamW, lr=0.01, weight_decay=0.05)), _loss
 MOMENTUM = Ground(partial(_make, partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01)), _loss)
 
 
+def _make_clipped() -> tuple[nn.Module, Optimizer]:
+    model, optimizer = ADAMW.make()
+    clip_gradients(optimizer, norm=0.1)
+    return model, optimizer
+
+
+CLIPPED = Ground(_make_clipped, _loss)
+
+
 def ground_of(knob: Knob, given: Ground | None) -> Ground:
     """The ground given, or the first built-in one that has what the knob looks for.
 
     Raises:
-        ConfigError: neither has it.
+        ConfigError: none has it.
     """
-    for ground in (given,) if given is not None else (ADAMW, MOMENTUM):
+    for ground in (given,) if given is not None else (ADAMW, MOMENTUM, CLIPPED):
         try:
             knob.bind(*ground.make())
         except MatchError as error:

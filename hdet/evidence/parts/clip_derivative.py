@@ -1,0 +1,146 @@
+"""How a parameter group's weights depend on the norm that gradients are clipped to, followed from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from hdet.evidence.parts.preconditioner import decoupled, without_waiting
+from hdet.evidence.parts.weight_derivative import LEAST_ROOT, Value
+from hdet.hparams.binding import GroupBinding
+from hdet.hparams.clipping import clipping_of
+from hdet.replicas import tensors
+
+
+class ClipTrace:
+    """The recursion of the threshold c in one parameter group.
+
+    With g the clipped gradient, d g / d log c is g where it was clipped, else 0.
+
+    Attributes:
+        parameters: those that are trained.
+        first: the derivative of the gradient's running mean (Adam), or of the momentum buffer.
+        second: the derivative of the squared gradient's running mean; empty for SGD.
+        direction: D so far.
+    """
+
+    def __init__(self, binding: GroupBinding, index: int, parameters: Sequence[nn.Parameter]) -> None:
+        self.optimizer = binding.optimizer
+        self.index = index
+        self.parameters = list(parameters)
+        self.direction = [
+            torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)).detach() for p in parameters
+        ]
+        self.first = tensors.clones(self.direction)
+        self.second = [] if isinstance(self.optimizer, SGD) else tensors.clones(self.direction)
+        self._per_log = 1.0  # d log c / d coordinate in the coming step
+        self._update: list[tuple[int, Tensor]] = []  # of SGD's coming step, by parameter
+        self._stepping: list[int] = []
+        clipping = clipping_of(self.optimizer)
+        assert clipping is not None  # binding the knob has seen to it
+        clipping.tell(self)
+
+    @torch.no_grad()
+    def open(self, first: Value) -> None:
+        """Here the optimizer's state is what it is, whatever the threshold will be: its derivative is 0."""
+        for held in (self.direction, self.first, self.second):
+            for tensor in held:
+                tensor.zero_()
+        self._per_log = first.slope / first.value
+        self._stepping = []
+
+    @torch.no_grad()
+    def clipped(self, is_clipped: Tensor | float, scale: Tensor | None) -> None:
+        """The gradients are clipped, and the step is about to be made."""
+        self._stepping = [n for n, p in enumerate(self.parameters) if p.grad is not None and p.requires_grad]
+        if not self._stepping:
+            return
+        group = self.optimizer.param_groups[self.index]
+        share = is_clipped * self._per_log
+        gradients = [tensors.wide(tensors.gradient(self.parameters[n])) for n in self._stepping]
+        if scale is not None:
+            gradients = list(torch._foreach_div(gradients, scale))
+        changes = list(torch._foreach_mul(gradients, share))
+        if getattr(self.optimizer, "found_inf", None) is not None:
+            changes = [change.nan_to_num_(0.0, 0.0, 0.0) for change in changes]  # a step that is not made
+        sign = -1.0 if group["maximize"] else 1.0
+        torch._foreach_mul_(changes, sign)
+        first = [self.first[n] for n in self._stepping]
+        if isinstance(self.optimizer, SGD):
+            self._follow_buffer(group, first, changes)
+            return
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        torch._foreach_mul_(first, beta1)
+        torch._foreach_add_(first, changes, alpha=1.0 - beta1)
+        second = [self.second[n] for n in self._stepping]
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, changes, value=2.0 * sign * (1.0 - beta2))
+
+    def _follow_buffer(self, group: dict[str, Any], first: list[Tensor], changes: list[Tensor]) -> None:
+        """SGD: buf' <- mu buf' + (1 - dampening) g', and the first buffer is the gradient itself."""
+        momentum = float(group["momentum"])
+        torch._foreach_mul_(first, momentum)
+        for place, number in enumerate(self._stepping):
+            began = self.optimizer.state.get(self.parameters[number], {}).get("momentum_buffer") is not None
+            weight = 1.0 - float(group["dampening"]) if momentum and began else 1.0
+            first[place].add_(changes[place], alpha=weight)
+        if group["nesterov"]:
+            torch._foreach_add_(changes, first, alpha=momentum)
+        else:
+            changes = first
+        self._update = list(zip(self._stepping, changes, strict=True))
+
+    @torch.no_grad()
+    def follow(self, now: Value, following: Value) -> None:
+        """The optimizer has made a step with the threshold at `now`; the next will have it at `following`."""
+        self._per_log = following.slope / following.value
+        stepped, self._stepping = self._stepping, []
+        if not stepped:
+            return
+        group = self.optimizer.param_groups[self.index]
+        direction = [self.direction[n] for n in stepped]
+        lr, decay = without_waiting(group["lr"]), without_waiting(group["weight_decay"])
+        if decoupled(self.optimizer, group) and (isinstance(decay, Tensor) or decay != 0.0):
+            torch._foreach_mul_(direction, 1.0 - lr * decay)
+        for change, own in zip(self._changes(group, stepped), direction, strict=True):
+            own.sub_(change * lr)
+        self._update = []
+
+    def _changes(self, group: dict[str, Any], stepped: list[int]) -> list[Tensor]:
+        """The derivative of the update, which the learning rate multiplies."""
+        if isinstance(self.optimizer, SGD):
+            return [change for _, change in self._update]
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        found = []
+        for n in stepped:
+            state = self.optimizer.state[self.parameters[n]]
+            steps = without_waiting(state["step"])
+            first, second = 1.0 - beta1**steps, 1.0 - beta2**steps
+            root = state["exp_avg_sq"].sqrt().clamp_min_(LEAST_ROOT)  # where there never was a gradient
+            scale = root / second**0.5 + group["eps"]
+            # (m / (c1 s))' with s = sqrt(v / c2) + eps, s' = v' / (2 sqrt(v c2))
+            bent = state["exp_avg"] * self.second[n] / (2.0 * root * second**0.5 * scale)
+            found.append((self.first[n] - bent) / (scale * first))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {id(parameter) for parameter in self.parameters}
+        return {
+            "places": [n for n, p in enumerate(self.optimizer.param_groups[self.index]["params"]) if id(p) in own],
+            "first": tensors.clones(self.first),
+            "second": tensors.clones(self.second),
+            "direction": tensors.clones(self.direction),
+            "per_log": self._per_log,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        every = self.optimizer.param_groups[self.index]["params"]
+        self.parameters = [every[place] for place in state["places"]]
+        for name in ("first", "second", "direction"):
+            held = [h.to(p.device, copy=True) for h, p in zip(state[name], self.parameters, strict=bool(state[name]))]
+            setattr(self, name, held)
+        self._per_log = state["per_log"]
