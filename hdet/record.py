@@ -44,6 +44,7 @@ class WindowRecord:
         ranges: by knob, the lowest and the highest value of all replicas; empty where `values` has them all.
         best_schedule: by knob of a population, in its last window, the value at each step of the run in the line of
             the replica that it ended as. Such a knob has no `course`: no replica need have trained at its base.
+        noise_scale: what `hdet.Engine(noise_scale=True)` read of the gradients of micro-batches; empty without.
         mean_loss: over all replicas that stayed finite; `None` where `losses` has them all, or none did.
     """
 
@@ -71,6 +72,7 @@ class WindowRecord:
     best_schedule: Annotated[
         dict[str, list[float]], Field(validation_alias=AliasChoices("best_schedule", "found"))  # as first written
     ] = field(default_factory=dict)
+    noise_scale: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:

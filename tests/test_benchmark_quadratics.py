@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import decay_start
 import horizon
 import noisy_quadratic
 
@@ -85,3 +86,19 @@ def test_almost_without_noise_a_probe_has_the_true_slope_and_a_window_s_mean_los
     assert 0.3 < gain("training", "local") < 0.8
     # A replica's own progress hardly shrinks the gradient that it shares, so its lead is overstated.
     assert 1.1 < gain("probe", "shared") < 1.2
+
+
+def test_falling_now_always_looks_better_and_falling_late_is_worse() -> None:
+    """What docs/knobs.md says of the start of a schedule's fall."""
+    assert all(decay_start.look(0.5, at, ahead) < 1.0 for at in decay_start.LOOKS for ahead in decay_start.AHEAD)
+    assert decay_start.final(0.5, 0.05) > decay_start.final(0.5, 0.2) > decay_start.final(0.5, 0.5)
+
+
+def test_decay_starts_moments_are_those_of_simulated_runs() -> None:
+    draws, rates = np.random.default_rng(0), np.linspace(0.5, 0.1, 20)
+    theta = np.ones((4000, decay_start.COORDINATES))
+    for rate in rates:
+        noise = decay_start.NOISE * draws.standard_normal(theta.shape)
+        theta = theta - rate * decay_start.CURVATURE * (theta - noise)
+    simulated = (0.5 * theta**2 @ decay_start.CURVATURE).mean()
+    assert decay_start.loss(decay_start.trained(decay_start.START, rates)) == pytest.approx(simulated, rel=0.01)

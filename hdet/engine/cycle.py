@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from hdet.controllers import Estimate
 from hdet.engine import recovery
 from hdet.engine.declaration import declaration
 from hdet.engine.guard import Watch
+from hdet.engine.noise_scale import NoiseMeter, NoiseScale
 from hdet.engine.plan import Plan
 from hdet.engine.probe_size import ProbeSize
 from hdet.engine.standstill import Standstill
@@ -43,6 +45,7 @@ class Cycle:
         step_count: optimizer steps done.
         window: the one under way.
         anchor: the point it opened at.
+        noise_scale: of the gradients in the last window that has one.
         restores: windows on end in which all replicas became non-finite.
         observes_passes: some evidence looks at each pass's gradient, and at the rates it will be taken at.
         run: a name that the run's checkpoints share, given by the first of them.
@@ -73,6 +76,8 @@ class Cycle:
         self.observes_passes = any(type(collector).exit is not Collector.exit for collector in self.collectors)
         self.watch: Watch | None = plan.guard.watch(scene) if plan.guard is not None else None
         self.merger = plan.merge.at_work(scene)
+        self.noise_scale: NoiseScale | None = None
+        self.noise = NoiseMeter(self.home) if plan.noise_scale else None
         self.tally = Tally(self.home, stay_alike=not plan.apart)
         self.standstill = Standstill(scene)
         self._probe_size = ProbeSize(self.knobs, plan.signal, plan.gradients)
@@ -123,11 +128,15 @@ class Cycle:
         """A replica has run backward; its gradient is not yet shared."""
         for collector in self.collectors:
             collector.exit(replica, self.step_count)
+        if self.noise is not None:
+            self.noise.exit(replica)
 
     def miss(self, replica: Replica) -> None:
         """A replica has no pass in this step."""
         for collector in self.collectors:
             collector.miss(replica, self.step_count)
+        if self.noise is not None:
+            self.noise.miss()
 
     def step(self, losses: Losses | None) -> WindowRecord | None:
         """The optimizers have made a step. Returns the window's record when this step ends one."""
@@ -135,6 +144,8 @@ class Cycle:
             self.history.expect(self.window.index)
         self.tally.add(losses)
         self.averages.add()
+        if self.noise is not None:
+            self.noise.end_step()
         for collector in self.collectors:
             collector.after_update(self.window, self.step_count)
         self.step_count += 1
@@ -187,6 +198,8 @@ class Cycle:
         if not self._met:
             self._open_apart()
         self.averages.reset()
+        if self.noise is not None:
+            self.noise.begin()
         for collector in self.collectors:
             collector.open(self.window)
         self.apply()
@@ -265,6 +278,8 @@ class Cycle:
             self._tell_of_copies(self.merger.restored())
             if self.watch is not None:
                 moves = recovery.retreat(self.knobs, bases, self._moment(window, None))
+        noise = self.noise.read() if self.noise is not None else None
+        self.noise_scale = noise or self.noise_scale
         now = time.perf_counter()
         record = WindowRecord(
             window=window.index,
@@ -292,6 +307,7 @@ class Cycle:
             replicas=self.home.size,
             ranges=ranges,
             mean_loss=None if told_in_full else _mean(reading),
+            noise_scale=asdict(noise) if noise is not None else {},
             best_schedule=self._best_schedule() if self.step_count == self._last_step else {},
         )
         record.hints.extend(self._probe_size.look(self.history.latest, record))

@@ -15,6 +15,7 @@ from hdet.engine.cycle import Cycle
 from hdet.engine.driver import Driver
 from hdet.engine.guard import Guard
 from hdet.engine.loop_checks import LoopChecks, PlainDropouts
+from hdet.engine.noise_scale import NoiseScale
 from hdet.engine.plan import Bind, Plan
 from hdet.engine.tally import Losses
 from hdet.errors import StepError
@@ -56,6 +57,8 @@ class Engine:
         guard: goes back where training went wrong, such as `hdet.Rewind()`; needs a probe.
         objective: the training loss and training batches, for evidence that evaluates them by itself
             (`MixedDifference`).
+        noise_scale: read the gradient noise scale off each step's micro-batches (`hdet.micro_batches`, at least 2):
+            `engine.noise_scale`, and each window's record.
         bind: how a knob is bound to a model and its optimizer, instead of `knob.bind(model, optimizer)`.
 
     Raises:
@@ -98,6 +101,7 @@ class Engine:
         averages: Literal["device", "host"] = "device",
         guard: Guard | None = None,
         objective: Objective | None = None,
+        noise_scale: bool = False,
         bind: Bind | None = None,
     ) -> None:
         admission.declared("replicas", replicas, Replicas)  # before it is asked who writes the history
@@ -117,6 +121,7 @@ class Engine:
             guard=guard,
             objective=objective,
             bind=bind,
+            noise_scale=noise_scale,
         )
         self.cycle = Cycle(self.plan, held)
         self._checks = LoopChecks(replicas)
@@ -186,6 +191,11 @@ class Engine:
     def history(self) -> History:
         """The windows so far."""
         return self.cycle.history
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """The gradient noise scale in the last window that has one; `None` before, or without `noise_scale=True`."""
+        return self.cycle.noise_scale
 
     @property
     def total_steps(self) -> int | None:
@@ -294,7 +304,8 @@ class Engine:
     def _needs_passes(self) -> str | None:
         """Why each replica has to be entered in every step; `None` where a loop may leave it."""
         reasons = (collector.needs_passes for collector in self.cycle.collectors)
-        return next((reason for reason in (*reasons, self.home.needs_passes) if reason is not None), None)
+        noise = "the gradient noise scale is read there" if self.plan.noise_scale else None
+        return next((reason for reason in (*reasons, noise, self.home.needs_passes) if reason is not None), None)
 
     def _random(self, replica: Replica) -> AbstractContextManager[None]:
         if not self._numbered:

@@ -37,6 +37,7 @@ class Plan:
         explored: whether any knob is explored by replicas that diverge.
         apart: whether replicas may hold other weights than each other at a window's end.
         paired: whether replicas go in pairs that take the same data.
+        noise_scale: whether the gradient noise scale is read off the micro-batches.
         total_steps: the run's length; None for an open end.
     """
 
@@ -56,6 +57,7 @@ class Plan:
     explored: bool
     apart: bool
     paired: bool
+    noise_scale: bool
 
     @classmethod
     def of(
@@ -75,6 +77,7 @@ class Plan:
         guard: Guard | None,
         objective: Objective | None,
         bind: Bind | None = None,
+        noise_scale: bool = False,
     ) -> Plan:
         """Work a declaration out.
 
@@ -134,6 +137,7 @@ class Plan:
             explored=explored,
             apart=replicas.diverge and (gradients == "local" or explored or not merge.makes_alike),
             paired=paired,
+            noise_scale=noise_scale,
         )
 
     @property

@@ -53,6 +53,7 @@ def attach(
     anchor: Literal["device", "host"] = "device",
     averages: Literal["device", "host"] = "device",
     stride: int = 1,
+    noise_scale: bool = False,
     history: str | os.PathLike[str] | History | None = None,
     seed: int = 0,
     quiet: bool = False,
@@ -90,6 +91,8 @@ def attach(
         guard: goes back where training went wrong; `None` goes on whatever happens.
         anchor, averages: where the window's first weights, and its averaged weights, are kept.
         stride: of averaged weights, take every stride-th step's.
+        noise_scale: read the gradient noise scale off the micro-batches of each step, where they are at least 2, in one
+            process (`search.noise_scale`, and each window's record).
         history: a path for one JSON line a window; `hdet.History(path)` for a run that may go on with an old file.
         seed: of the designs.
         quiet: do not print what was chosen.
@@ -165,6 +168,8 @@ def attach(
                 guard=guard,
                 anchor=anchor,
                 averages=averages,
+                # Until the first step has counted its passes there is one seat.
+                noise_scale=noise_scale and (place.size > 1 or micro_batches is not None),
                 bind=lending.bind,
             )
 

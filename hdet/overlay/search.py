@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hdet.engine import snapshot
 from hdet.engine.engine import Engine
+from hdet.engine.noise_scale import NoiseScale
 from hdet.errors import CheckpointError
 from hdet.history import History, WindowRecord
 from hdet.hparams.learned import Learned
@@ -72,6 +73,11 @@ class Search(AbstractContextManager["Search"]):
     def shifts(self) -> dict[str, Learned]:
         """What was learned of each hyperparameter: values at the peak of its schedule, and the factor between them."""
         return self.engine.learned
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """The gradient noise scale in the last window that has one: see `hdet.attach(..., noise_scale=True)`."""
+        return self.engine.noise_scale
 
     def on_window(self, callback: Callback) -> Callback:
         """Call `callback(record)` when a window has closed. Returns it, so that this is a decorator too."""

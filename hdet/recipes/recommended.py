@@ -289,6 +289,7 @@ def recommended(
     anchor: Literal["device", "host"] = "device",
     averages: Literal["device", "host"] = "device",
     stride: int = 1,
+    noise_scale: bool = False,
 ) -> Engine:
     """An engine with the recipe we stand behind: nothing diverges, no replicas are made, one run is paid for.
 
@@ -322,6 +323,7 @@ def recommended(
         guard: instead of `hdet.Rewind()`; None goes on whatever happens.
         anchor, averages: where the window's first weights, and its averaged weights, are kept.
         stride: of averaged weights, take every stride-th step's.
+        noise_scale: read the gradient noise scale off the micro-batches (`engine.noise_scale`).
 
     Raises:
         ConfigError: the declaration cannot be.
@@ -351,6 +353,7 @@ def recommended(
         guard=guard,
         anchor=anchor,
         averages=averages,
+        noise_scale=noise_scale,
     )
 
 
