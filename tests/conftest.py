@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import explicit_loop
 import pytest
 import torch
 from torch import Tensor, nn
@@ -76,26 +77,14 @@ class Loop:
         report: Callable[[int, list[Tensor]], Any] = lambda step, losses: losses,
     ) -> list[WindowRecord]:
         """Train from where the engine is to step `until` (its end, where not given)."""
-        last = engine.total_steps if until is None else until
-        assert last is not None
-        records = []
-        for step in range(engine.step_count, last):
-            losses = []
-            for replica in engine.replicas:
-                with replica:
-                    own = loss(replica.model, batch(step, replica.index))
-                    own.backward()
-                losses.append(own.detach())
-            engine.share_gradients()
-            for optimizer in engine.optimizers:
-                before_update(optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
-            after_update(step)
-            record = engine.step(report(step, losses))
-            if record is not None:
-                records.append(record)
-        return records
+        return explicit_loop.train(
+            engine,
+            until,
+            loss=lambda model, step, index: loss(model, batch(step, index)),
+            before_update=before_update,
+            stepped=after_update,
+            tell=report,
+        )
 
 
 @pytest.fixture(scope="session")

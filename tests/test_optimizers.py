@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import explicit_loop
 import pytest
 import schedulefree
 import torch
@@ -107,16 +108,9 @@ class Run:
     def train(self, until: int = STEPS) -> hdet.Engine:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            for step in range(self.engine.step_count, until):
-                losses = []
-                for replica in self.engine.replicas:
-                    with replica:
-                        losses.append(squared_error(replica.model, draw(10 * step + replica.index, 32)))
-                        losses[-1].backward()
-                self.engine.share_gradients()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.engine.step([loss.detach() for loss in losses])
+            explicit_loop.train(
+                self.engine, until, loss=lambda model, step, index: squared_error(model, draw(10 * step + index, 32))
+            )
         return self.engine
 
 

@@ -10,10 +10,8 @@ import torch
 from contrast_parts import ONE_STEP, knob, make, noisy, on_bound, regulariser, scaled, secant, train
 from torch import Tensor, nn
 
-import hdet
-import hdet.testing
 from hdet import Contrast, Engine
-from hdet.controllers import Gated, Hold
+from hdet.controllers import Gated
 from hdet.errors import IdentifiabilityError, StepError
 from hdet.spreads import TwoLevel
 
@@ -65,12 +63,6 @@ def test_a_backward_inside_it_is_not(recwarn: pytest.WarningsRecorder) -> None:
 def test_local_gradients_are_refused() -> None:
     with pytest.raises(IdentifiabilityError, match="shared"):
         make([knob()], copies=True, gradients="local")
-
-
-def test_knobs_of_the_update_are_refused() -> None:
-    given = hdet.LearningRate(evidence=Contrast(), controller=Hold())
-    with pytest.raises(IdentifiabilityError, match="acts on the update"):
-        make([given])
 
 
 @pytest.mark.parametrize("horizon", [0, 400])

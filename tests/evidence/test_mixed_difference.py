@@ -650,20 +650,9 @@ def test_what_is_no_objective_is_refused() -> None:
         Engine(hdet.micro_batches(model, sgd(model), n=1), [quiet()], objective=scaled)  # type: ignore[arg-type]
 
 
-def test_without_a_probe_it_is_refused() -> None:
-    model = Vector()
-    with pytest.raises(ConfigError, match="measures a held-out loss"):
-        Engine(hdet.micro_batches(model, sgd(model), n=1), [quiet()], objective=Objective(scaled, (1.0, 1.0)))
-
-
 def test_local_gradients_are_refused() -> None:
     with pytest.raises(IdentifiabilityError, match="weights that all replicas share"):
         make([quiet()], replicas=hdet.replicate, n=2, gradients="local")
-
-
-def test_knobs_of_the_update_are_refused() -> None:
-    with pytest.raises(IdentifiabilityError, match="of which mixed_difference evidence sees nothing"):
-        make([hdet.LearningRate(evidence=MixedDifference())])
 
 
 def test_an_objective_of_one_batch_is_refused() -> None:

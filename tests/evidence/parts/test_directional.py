@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import explicit_loop
 import pytest
 import torch
 from torch import Tensor, nn
@@ -54,17 +55,13 @@ def trained(
     """Windows of training; in the `still` ones the rate is 0, so that neither decay nor momentum moves a weight."""
     signal = Probe(read_out, (1.0, 1.3, 0.7))
     engine = Engine(hdet.micro_batches(model, optimizer, n=1), knobs, window=T, signal=signal, total_steps=T * WINDOWS)
-    rate, records = optimizer.param_groups[0]["lr"], []
-    for step in range(T * WINDOWS):
-        optimizer.param_groups[0]["lr"] = 0.0 if step // T in still else rate
-        for replica in engine.replicas:
-            with replica:
-                (0.01 * replica.model.other.square().sum()).backward()
-        engine.share_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-        records += [record for record in [engine.step([0.0])] if record is not None]
-    return engine, records
+    group = optimizer.param_groups[0]
+    rate = group["lr"]
+    return engine, explicit_loop.train(
+        engine,
+        loss=lambda model, step, index: 0.01 * model.other.square().sum(),
+        before=lambda step: group.update(lr=0.0 if step // T in still else rate),
+    )
 
 
 @pytest.mark.parametrize(("make", "knob"), CASES, ids=IDS)
