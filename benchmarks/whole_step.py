@@ -1,11 +1,11 @@
-"""Whole training steps under DistributedDataParallel with hdet over without, on one model in one run, 2 ranks over gloo.
+"""Whole steps under DistributedDataParallel with hdet over without, on one model in one run, 2 ranks over gloo.
 
     python benchmarks/whole_step.py [--minutes 10] [--evidence apart|update]
 
 A GPT of a million parameters by AdamW. Steps come in threes, in random order: with hdet's calls, without, and without
-again, so that what noise alone does to a ratio is seen beside it. Time is CPU time of the processes, all threads, of both
-ranks together: waiting for another process on a shared machine does not count. Printed: medians over threes of the
-ratios with 95 % intervals (bootstrap), the CPU time of a window's end, and both together at windows of 100 and 1000 steps.
+again, so that what noise alone does to a ratio is seen beside it. Time is CPU time of both ranks' processes, all
+threads: waiting for another process on a shared machine does not count. Printed: medians over threes of the ratios with
+95 % intervals (bootstrap), the CPU time of a window's end, and both together at windows of 100 and 1000 steps.
 """
 
 from __future__ import annotations

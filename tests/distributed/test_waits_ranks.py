@@ -38,7 +38,7 @@ KNOBS = {
 REFUSED = {("fsdp2", name) for name in ("recursion", "contrast", "contrast of one window", "diverged")}
 
 
-def read(home: str, name: str) -> list[int]:
+def read(home: str, name: str, rate: float | torch.Tensor) -> list[int]:
     """How many numbers each step of two windows takes."""
     model: nn.Module = network()
     if home == "fsdp2":
@@ -47,7 +47,7 @@ def read(home: str, name: str) -> list[int]:
         options: dict[str, Any] = {"mesh": mesh, "replicate": "replicate", "micro_batches": 2}
     else:
         model, options = DistributedDataParallel(model), {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=home == "ddp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=home == "ddp")
     engine = hdet.Engine(
         hdet.distribute(model, optimizer, **options),
         [KNOBS[name]],
@@ -58,8 +58,10 @@ def read(home: str, name: str) -> list[int]:
     )
     counts = []
     for step in range(2 * WINDOW):
-        counted = [state["step"] for state in optimizer.state.values() if "step" in state]  # torch keeps these there
-        with Reads(besides=counted) as reads:
+        # Step counts and rates that lie on the host are read there; test_engine_waits has those that do not.
+        there = [state["step"] for state in optimizer.state.values() if "step" in state]
+        there += [group["lr"] for group in optimizer.param_groups if isinstance(group["lr"], torch.Tensor)]
+        with Reads(besides=there) as reads:
             losses = []
             for replica in engine.replicas:
                 with replica:
@@ -75,9 +77,13 @@ def read(home: str, name: str) -> list[int]:
     return counts
 
 
-def each() -> dict[tuple[str, str], list[int]]:
+def each() -> dict[tuple[str, str, str], list[int]]:
     return {
-        (home, name): read(home, name) for home in ("ddp", "fsdp2") for name in KNOBS if (home, name) not in REFUSED
+        (home, name, kind): read(home, name, torch.tensor(0.01) if kind == "tensor rate" else 0.01)
+        for home in ("ddp", "fsdp2")
+        for name in KNOBS
+        for kind in ("rate", "tensor rate")
+        if (home, name) not in REFUSED
     }
 
 

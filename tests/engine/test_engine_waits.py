@@ -243,3 +243,30 @@ def test_on_a_gpu_the_driver_sees_no_wait() -> None:
             engine.step(losses)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kept", ["device", "host"])
+@pytest.mark.parametrize("options", [{"fused": True}, {"capturable": True}], ids=["fused", "capturable"])
+def test_on_a_gpu_no_evidence_waits_with_rates_and_step_counts_there(options: Any, kept: Any) -> None:
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01, device="cuda"), **options)
+    engine = Engine(
+        hdet.micro_batches(model, optimizer, 4),
+        [
+            hdet.LearningRate(evidence=hdet.Line()),
+            hdet.WeightDecay(evidence=hdet.Analytic()),
+            hdet.Dropout(evidence=hdet.Contrast(horizon=30)),
+        ],
+        window=10,
+        signal=hdet.Probe(lambda m, x: m(x).square().mean(), [torch.ones(4, 4, device="cuda") * j for j in range(2)]),
+        anchor=kept,
+        averages=kept,
+    )
+    for step in range(30):
+        losses = one_step(engine, "cuda")
+        torch.cuda.set_sync_debug_mode("default" if step % 10 == 9 else "error")
+        try:
+            engine.step(losses)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

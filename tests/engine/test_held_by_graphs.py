@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import hdet
-from hdet.controllers import Hold
+from hdet.controllers import Gated, Hold
+from hdet.schedules import OneCycle
 
 WINDOW, STEPS = 4, 14
 
@@ -118,4 +120,56 @@ def test_attached_and_detached_nothing_is_replaced() -> None:
         if step == 0:
             before = held(model, optimizer)
     search.detach()
+    assert held(model, optimizer) == before
+
+
+@pytest.mark.parametrize("how", ["engine", "attach"])
+@pytest.mark.filterwarnings("ignore:the first training loss")
+def test_a_compiled_model_and_step_are_compiled_in_the_first_window_alone(how: str) -> None:
+    """Rate and dropout change at every step; after a window, its end included, no graph is made or replaced."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
+    graphs = CompileCounter()
+    model.compile(backend=graphs)
+    update = torch.compile(optimizer.step, backend=graphs)
+    knobs: list[hdet.Knob] = [
+        hdet.LearningRate(schedule=OneCycle(0.01, total_steps=STEPS), evidence=hdet.Line(), controller=Gated(gate=0.0)),
+        hdet.Dropout(
+            schedule=hdet.schedules.LinearDecay(0.3, total_steps=STEPS), evidence=hdet.Contrast(), controller=Hold()
+        ),
+    ]
+    if how == "attach":
+        search = hdet.attach(model, optimizer, knobs=knobs, probe=PROBE, total_steps=STEPS, window=WINDOW, quiet=True)
+        engine = search.engine
+    else:
+        engine = hdet.Engine(
+            hdet.micro_batches(model, optimizer, 2), knobs, window=WINDOW, total_steps=STEPS, signal=PROBE
+        )
+    made, before, rates = 0, {}, set()
+    for step in range(STEPS - 1):
+        losses = []
+        for replica in engine.replicas:
+            loss = torch.tensor(0.0)
+            if how == "attach":
+                loss = search.loss(loss_of(model, torch.randn(4, 4)))
+                loss.backward()
+            else:
+                with replica:
+                    loss = loss_of(model, torch.randn(4, 4))
+                    loss.backward()
+            losses.append(loss.detach())
+        if how == "engine":
+            engine.share_gradients()
+        update()
+        optimizer.zero_grad(set_to_none=False)
+        if how == "engine":
+            engine.step(losses)
+        if step == WINDOW:
+            made, before = graphs.frame_count, held(model, optimizer)
+        rates.add(engine.bases["learning_rate"])
+    assert len(engine.history) == 3
+    assert len(rates) > 2 * WINDOW
+    assert graphs.frame_count == made > 0
     assert held(model, optimizer) == before
