@@ -185,6 +185,8 @@ def footprint(
     for stride in dict.fromkeys(strides if not is_schedule_free(optimizer) else ()):
         named = f"the average weights{f', stride {stride}' if stride > 1 else ''}"
         held.append(Held(named, averages, weights.wide))
+        if averages == "host" and weights.elsewhere:
+            held.append(Held("weights on their way to it, pinned", "host", weights.size))
         over: Link = "memory" if averages == "device" else "host link"
         size = weights.size + 2 * weights.wide if averages == "device" else weights.size
         moved.append(Moved(named, over, size // stride, "step"))
@@ -210,6 +212,7 @@ class _Weights:
 
     Attributes:
         trained, numbers: bytes of the parameters that also receive gradients, and how many numbers these are.
+        elsewhere: whether they lie elsewhere than on the host.
     """
 
     size: int
@@ -218,6 +221,7 @@ class _Weights:
     buffers: int
     trained: int
     numbers: int
+    elsewhere: bool
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: Optimizer) -> _Weights:
@@ -232,6 +236,7 @@ class _Weights:
             buffers=sum(tensors.local(buffer.detach()).nbytes for buffer in model.buffers()),
             trained=sum(tensors.local(parameter.detach()).nbytes for parameter in trained),
             numbers=sum(tensors.local(parameter.detach()).numel() for parameter in trained),
+            elsewhere=any(t.device.type != "cpu" for t in moving),
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.replicas import finite, tensors
+from hdet.replicas import finite, host_memory, tensors
 from hdet.replicas.held_optimizer import HeldOptimizer
 
 
@@ -50,6 +50,8 @@ class Anchor:
         self._parameters = self._refilled(self._parameters, live)
         self._buffers = self._refilled(self._buffers, _buffers(self._model))
         self._state.take(None if lent is None else lent._state)
+        if self._device is not None:
+            host_memory.wait(list(live.values()))  # once, for all that was copied
 
     def keep_optimizer_state(self) -> None:
         """Hold the optimizer's state itself, and no earlier anchor's; no step has been made since `take`."""
@@ -66,8 +68,8 @@ class Anchor:
                 targets.append(own)
                 sources.append(value)
             else:
-                found[key] = value.to(device=self._device, copy=True)
-        tensors.copy_(targets, sources)
+                found[key] = host_memory.copied(value, self._device)
+        host_memory.copy_(targets, sources)
         return found
 
     def _moving(self) -> dict[int, Tensor]:

@@ -2,7 +2,9 @@
 
 Memory: 4 bytes a parameter that training can change (8 in float64) for each model and stride that evidence asks for; of
 sharded ones a rank holds its part. On the host that is host memory, and the device holds a piece at a time while a
-window is judged. Time: a pass over the weights every stride-th step; to the host a copy, for which the step waits.
+window is judged; the weights take as much host memory again on their way there. Time: a pass over the weights every
+stride-th step; to the host a copy, for which the accelerator's next step waits. The host goes on, and adds what has
+come to the mean when the next is to be taken: so it is ahead of the accelerator by a stride at most.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hdet.replicas import tensors
+from hdet.replicas.host_memory import OnTheirWay, Then
 from hdet.replicas.moving import Moving
 
 
@@ -45,14 +48,17 @@ class RunningMean:
         self._alone: list[int] = []
         self._followed: list[Tensor] = []
         self._flat: list[list[Tensor]] = []
+        self._on_their_way = OnTheirWay()
 
     def reset(self) -> None:
         """Begin a new mean; this one is what it was before."""
+        self._on_their_way.land()
         self._calls, self._before = 0, self.count
         self.count = 0
 
     def forget(self) -> None:
         """There is no mean, and was none before."""
+        self._on_their_way.land()
         self._calls = self._before = self.count = 0
 
     @torch.no_grad()
@@ -65,15 +71,18 @@ class RunningMean:
         current = self._current()
         self._follow(current)
         weight = 1.0 / self.count
+        travellers: list[tuple[Tensor, Then]] = []
         for (mean, _), own in zip(self._joined, self._flat, strict=True):
-            _average_(mean, torch.cat(own), weight)
+            _take(mean, torch.cat(own), weight, travellers)
         for number in self._alone:
-            _average_(self.values[number], current[number], weight)
+            _take(self.values[number], current[number], weight, travellers)
+        self._on_their_way.send(travellers)
 
     def _follow(self, current: list[Tensor]) -> None:
         """Have memory for the mean of such tensors, and know where they lie."""
         if current is self._followed:
             return
+        self._on_their_way.land()
         layout: list[tuple[object, ...]] = [(t.shape, t.dtype, t.device, t.is_contiguous()) for t in current]
         if layout != self._layout:
             self._layout = layout
@@ -108,13 +117,16 @@ class RunningMean:
         Args:
             before: where nothing was added since `reset`, what had been the mean until then.
         """
+        self._on_their_way.land()
         return self.values if self.count or (before and self._before) else self._current()
 
     def state_dict(self) -> dict[str, object]:
+        self._on_their_way.land()
         values = tensors.clones(self.values) if self.count else []
         return {"calls": self._calls, "count": self.count, "values": values}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
+        self._on_their_way.land()
         self._calls = int(state["calls"])  # type: ignore[call-overload]
         self.count = int(state["count"])  # type: ignore[call-overload]
         values = state["values"]
@@ -122,6 +134,14 @@ class RunningMean:
         if values:
             self._follow(self._current())
             tensors.copy_(self.values, values)
+
+
+def _take(mean: Tensor, own: Tensor, weight: float, travellers: list[tuple[Tensor, Then]]) -> None:
+    """Move a mean towards a tensor: at once where they lie together, else when it has come to the host."""
+    if own.device == mean.device or mean.device.type != "cpu":
+        _average_(mean, own, weight)
+    else:
+        travellers.append((own, partial(_average_, mean, weight=weight)))
 
 
 def _average_(mean: Tensor, own: Tensor, weight: float) -> None:

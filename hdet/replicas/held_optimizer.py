@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from hdet.replicas import schedule_free, tensors
+from hdet.replicas import host_memory, schedule_free, tensors
 
 State = dict[str, Any]
 
@@ -94,6 +94,12 @@ class HeldOptimizer:
             {key: self._copied(value) for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
         ]
+        self._wait()
+
+    def _wait(self) -> None:
+        """What was copied to the host is there."""
+        if self._device is not None:
+            host_memory.wait(_parameters(self._optimizer))
 
     @torch.no_grad()
     def _take(self, states: list[State]) -> None:
@@ -111,13 +117,14 @@ class HeldOptimizer:
                 else:
                     own[key] = self._copied(value)
             self._own.append(own)
-        tensors.copy_(targets, sources)
+        host_memory.copy_(targets, sources)
 
     def keep(self) -> None:
         """Hold the parameters' state itself from now on; no step has been made since `take`."""
         if self._lent is not None:
             self._lent = None
             self._take([self._optimizer.state.get(parameter, {}) for parameter in _parameters(self._optimizer)])
+            self._wait()
 
     @torch.no_grad()
     def put_back(self, optimizer: Optimizer) -> None:
@@ -190,6 +197,7 @@ class HeldOptimizer:
             {key: self._copied(value) for key, value in group.items() if key != "params"}
             for group in state["param_groups"]
         ]
+        self._wait()
 
     @contextmanager
     def _substituted(self, live: bool) -> Iterator[None]:
@@ -260,7 +268,7 @@ def _beside(parameter: nn.Parameter, group: State, key: str, value: Any) -> Any:
 def _copied(value: Any, device: torch.device | str | None) -> Any:
     """A copy of nested state; tensors go to `device`."""
     if isinstance(value, Tensor):
-        return value.detach().to(device=device, copy=True)
+        return host_memory.copied(value.detach(), device)
     if isinstance(value, dict):
         return {key: _copied(item, device) for key, item in value.items()}
     if isinstance(value, list):
