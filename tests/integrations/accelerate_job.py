@@ -36,24 +36,32 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(given[0]).float(), given[1])
+    inputs, labels = (tensor.to(next(model.parameters()).device) for tensor in given)
+    return F.cross_entropy(model(inputs).float(), labels)
 
 
 class Job:
     """What a script makes and prepares."""
 
     def __init__(
-        self, *, knobs: Any = None, raw: bool = False, precision: str = "no", overflowing: Sequence[int] = ()
+        self,
+        *,
+        knobs: Any = None,
+        raw: bool = False,
+        precision: str = "no",
+        overflowing: Sequence[int] = (),
+        cpu: bool = True,
     ) -> None:
         for state in (AcceleratorState, PartialState, GradientState):
             state._reset_state() if state is not PartialState else PartialState._shared_state.clear()
         if dist.is_initialized():
             rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
             os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=PARTS, mixed_precision=precision)
+        self.accelerator = Accelerator(cpu=cpu, gradient_accumulation_steps=PARTS, mixed_precision=precision)
         self.overflowing = overflowing
-        if overflowing:  # what fp16 brings, which Accelerate has on GPUs only
+        if overflowing:  # float16 and its scaler, which Accelerate leaves out on a CPU
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        self.half = torch.autocast("cpu", torch.float16, enabled=bool(overflowing))
         self.skipped: list[int] = []
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
@@ -67,7 +75,7 @@ class Job:
             self.search = hdet.attach(
                 self.model,
                 optimizer if raw else self.optimizer,
-                probe=hdet.Probe(loss_of, [batch(-1 - part) for part in range(8)]),
+                probe=hdet.Probe(self.half(loss_of), [batch(-1 - part) for part in range(8)]),
                 total_steps=STEPS,
                 scheduler=self.scheduler,
                 knobs=knobs,
@@ -84,7 +92,8 @@ class Job:
         for micro in range(start * PARTS, stop * PARTS):
             torch.manual_seed(micro)
             with self.accelerator.accumulate(self.model):
-                loss = loss_of(self.model, batch(100 * micro + place))
+                with self.half:
+                    loss = loss_of(self.model, batch(100 * micro + place))
                 if self.search is not None:
                     self.search.loss(loss)
                 self.accelerator.backward(loss)

@@ -44,7 +44,7 @@ class Classifier(LightningModule):
         self.batches = list(loader())
 
     def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self.network(batch[0]).float(), batch[1])
+        return F.cross_entropy(self.network(batch[0].to(self.device)).float(), batch[1].to(self.device))
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         # A resume within an epoch is to draw the same masks and see the same data, which the DataLoader begins anew.

@@ -7,6 +7,7 @@ from typing import Any
 
 import accelerate_job as cases
 import pytest
+import torch
 from accelerate_job import HELD, STEPS, Job
 from launch import launch
 
@@ -33,6 +34,19 @@ def test_steps_that_its_gradient_scaler_skips_are_none(raw: bool, assert_same: A
     assert held.search is not None
     assert held.search.engine.step_count == STEPS - len(plain.skipped)
     assert len(held.search.history) == held.search.engine.step_count // 5
+    assert_same(held.left(), plain.left())
+
+
+def test_on_a_cpu_accelerate_leaves_half_precision_out() -> None:
+    accelerator = Job(precision="fp16").accelerator
+    assert accelerator.scaler is None
+    assert not accelerator.native_amp
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: on a CPU Accelerate leaves fp16 out")
+def test_on_a_gpu_in_half_precision_held_it_is_the_loop_without_it_bit_for_bit(assert_same: Any) -> None:
+    plain = Job(precision="fp16", cpu=False).train()
+    held = Job(knobs=HELD, precision="fp16", cpu=False).train()
     assert_same(held.left(), plain.left())
 
 

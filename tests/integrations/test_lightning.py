@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_job import HELD, PER_EPOCH, Classifier, fit, loader, search
 from torch import nn
 from torch.nn import functional as F
@@ -46,6 +47,30 @@ def test_held_it_is_the_run_without_it_bit_for_bit(name: str, tmp_path: Path, as
     steps = options.get("max_epochs", 2) * math.ceil(PER_EPOCH / options.get("accumulate_grad_batches", 1))
     assert explored.search.engine.step_count == steps
     assert explored.search.finished or schedule in ("none", "plateau")
+
+
+def test_steps_that_its_gradient_scaler_skips_are_none(tmp_path: Path, assert_same: Any) -> None:
+    """float16 by Lightning's own plugin: told precision="16-mixed", it takes bfloat16 on a CPU."""
+    states, options = [], {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    for explored in (None, search(knobs=HELD), search()):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)  # overflows at first, and is halved
+        half = MixedPrecision("16-mixed", "cpu", scaler)
+        states.append(fit(tmp_path, Classifier("step"), *([explored] if explored else ()), plugins=[half], **options))
+        skipped = round(20 - math.log2(scaler.get_scale()))
+        assert 0 < skipped < 5
+        if explored is not None:
+            assert explored.search.engine.step_count == PER_EPOCH - skipped
+            told = [one["t"] for record in explored.search.history for one in record.estimates.values()]
+            assert told
+            assert all(math.isfinite(t) for t in told)
+    assert_same(states[1], states[0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: on a CPU Lightning takes bf16-mixed instead")
+def test_on_a_gpu_in_half_precision_held_it_is_the_run_without_it_bit_for_bit(tmp_path: Path, assert_same: Any) -> None:
+    options = {"accelerator": "gpu", "precision": "16-mixed", "gradient_clip_val": 0.1}
+    plain = fit(tmp_path, Classifier("step"), **options)
+    assert_same(fit(tmp_path, Classifier("step"), search(knobs=HELD), **options), plain)
 
 
 class Whole(Classifier):

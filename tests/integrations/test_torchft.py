@@ -22,19 +22,19 @@ import hdet
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torchft") is None, reason="pip install 'hdet[torchft]'"),
-    pytest.mark.timeout(400),  # three lives of a group, each of which imports torch
+    pytest.mark.timeout(600),  # five processes, each of which imports torch
 ]
 HERE = Path(__file__).parent
 Found = dict[str, Any]
 LIGHTHOUSE = Path(sys.executable).parent / "torchft_lighthouse"
-STEPS, WINDOW = 60, 10  # torchft_job.py's and the example's
+STEPS, WINDOW, GROUPS = 60, 10, 3  # torchft_job.py's and the example's
 
 
 @contextmanager
-def lighthouse(folder: Path) -> Iterator[str]:
-    """torchft's lighthouse, which lets a window open when both groups are there."""
+def lighthouse(folder: Path, groups: int = 2) -> Iterator[str]:
+    """torchft's lighthouse, which lets a window open when all groups are there."""
     port = free_port()
-    options = ("--bind", f"[::]:{port}", "--min_replicas", "2", "--join_timeout_ms", "500")
+    options = ("--bind", f"[::]:{port}", "--min_replicas", str(groups), "--join_timeout_ms", "500")
     with (folder / "lighthouse.txt").open("w") as told:
         process = subprocess.Popen(
             [str(LIGHTHOUSE), *options, "--heartbeat_timeout_ms", "2000"], stdout=told, stderr=subprocess.STDOUT
@@ -60,20 +60,20 @@ def group(number: int, folder: Path, address: str, *given: object, job: str = "j
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    """What two groups found, of which the second was killed in the third window, and in the fifth's end."""
+    """What three groups found, of which the second was killed in the third window, and in the fifth's end."""
     folder = tmp_path_factory.mktemp("torchft")
-    with lighthouse(folder) as address:
-        groups = [group(0, folder, address), group(1, folder, address, 30, "window")]
+    with lighthouse(folder, GROUPS) as address:
+        groups = [group(number, folder, address, *((30, "window") if number == 1 else ())) for number in range(GROUPS)]
         try:
-            assert groups[1].wait(90) == -signal.SIGKILL, told(folder)
+            assert groups[1].wait(150) == -signal.SIGKILL, told(folder)
             groups[1] = group(1, folder, address, 50, "meeting")
-            assert groups[1].wait(90) == -signal.SIGKILL, told(folder)
+            assert groups[1].wait(150) == -signal.SIGKILL, told(folder)
             groups[1] = group(1, folder, address)
-            assert [process.wait(90) for process in groups] == [0, 0], told(folder)
+            assert [process.wait(150) for process in groups] == [0] * GROUPS, told(folder)
         finally:
             for process in groups:
                 process.kill()
-    return [torch.load(folder / f"group{number}.pt", weights_only=False) for number in range(2)]
+    return [torch.load(folder / f"group{number}.pt", weights_only=False) for number in range(GROUPS)]
 
 
 def told(folder: Path) -> str:
@@ -81,23 +81,24 @@ def told(folder: Path) -> str:
 
 
 def test_killed_groups_come_back_and_end_with_equal_bases_and_weights(ends: list[Found], assert_same: Any) -> None:
-    one, other = ends
-    assert one["bases"] == other["bases"]
-    assert one["learned"] == other["learned"] > 1e-4
-    assert_same(one["weights"], other["weights"])
-    assert_same(one["moments"], other["moments"])
+    one, *others = ends
+    assert one["learned"] > 1e-4
+    for other in others:
+        assert one["bases"] == other["bases"]
+        assert one["learned"] == other["learned"]
+        assert_same(one["weights"], other["weights"])
+        assert_same(one["moments"], other["moments"])
 
 
 def test_a_group_killed_in_a_window_is_a_replica_without_a_loss(ends: list[Found]) -> None:
     window = json.loads(ends[0]["windows"][2])
     assert (window["start"], window["stop"]) == (20, 30)
-    assert window["losses"][0] is not None
-    assert window["losses"][1] is None
+    assert [loss is None for loss in window["losses"]] == [False, True, False]
     assert window["faults"] == [{"kind": "absent", "replica": 1, "step": 29}]
 
 
 def test_a_window_at_whose_end_a_group_is_killed_is_thrown_away_and_made_again(ends: list[Found]) -> None:
-    assert ends[0]["thrown_away"] == [50]
+    assert ends[0]["thrown_away"] == ends[2]["thrown_away"] == [50]
     window = json.loads(ends[0]["windows"][4])
     assert (window["start"], window["stop"], window["faults"]) == (40, 50, [])
     assert None not in window["losses"]
@@ -110,7 +111,7 @@ def test_until_a_group_is_killed_it_is_the_run_of_copies_in_one_process(
     torch.manual_seed(0)
     model = example.made()
     engine = hdet.Engine(
-        hdet.replicate(model, torch.optim.AdamW(model.parameters(), lr=1e-4), 2), **example.declared(2 * WINDOW)
+        hdet.replicate(model, torch.optim.AdamW(model.parameters(), lr=1e-4), GROUPS), **example.declared(2 * WINDOW)
     )
     while not engine.finished:
         trained(engine, example)
@@ -177,7 +178,7 @@ def test_the_outer_merge_is_torchfts_diloco(tmp_path: Path, monkeypatch: pytest.
     with lighthouse(tmp_path) as address:
         groups = [group(number, tmp_path, address, job="diloco_job") for number in range(2)]
         try:
-            assert [process.wait(90) for process in groups] == [0, 0], told(tmp_path)
+            assert [process.wait(150) for process in groups] == [0, 0], told(tmp_path)
         finally:
             for process in groups:
                 process.kill()

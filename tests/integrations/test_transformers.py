@@ -83,6 +83,18 @@ def test_held_it_is_the_run_without_it_bit_for_bit(name: str, tmp_path: Path, as
     assert_same(*found)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: on a CPU Accelerate leaves fp16 out")
+def test_on_a_gpu_in_half_precision_held_it_is_the_run_without_it_bit_for_bit(tmp_path: Path, assert_same: Any) -> None:
+    found = []
+    for held in (False, True):
+        made = trainer(gpt2(), tmp_path, fp16=True, use_cpu=False)
+        if held:
+            search(made, knobs=HELD)
+        made.train()
+        found.append(copy.deepcopy(states(made)))
+    assert_same(*found)
+
+
 def test_the_losses_it_is_told_are_those_that_the_trainer_logs(tmp_path: Path) -> None:
     for options in (
         {"gradient_accumulation_steps": 4, "ragged": True},

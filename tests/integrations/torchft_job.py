@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(hdet.__file__).parent.parent / "examples"))
 
 import torchft_replicas
 
-STEPS = 60
+STEPS, GROUPS = 60, 3
 
 
 def die(*_: Any) -> None:
@@ -54,7 +54,7 @@ def main(group: int, folder: Path, stop: int, where: str) -> None:
     """Train, and save what came of it."""
     Mortal.dies = (stop, where)
     hdet.torchft.ManagedEngine = Mortal
-    run = torchft_replicas.train(group, 2, STEPS, folder / f"history{group}.jsonl")
+    run = torchft_replicas.train(group, GROUPS, STEPS, folder / f"history{group}.jsonl")
     assert isinstance(run, Mortal)
     model, optimizer = run.engine.hosts[0]
     torch.save(
