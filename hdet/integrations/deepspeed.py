@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.errors import ConfigError
+from hdet.errors import CheckpointError, ConfigError
 from hdet.integrations.zero_three import Shards
 from hdet.overlay import attach as overlay
 from hdet.overlay.search import Search
@@ -84,6 +85,8 @@ class EngineOptimizer(Optimizer):
 
     gradients_elsewhere = True
     """A pass leaves no gradients in the parameters."""
+    state_in_parts = True
+    """Its state is this rank's alone, in shapes of its own."""
 
     def __init__(
         self,
@@ -155,6 +158,33 @@ class EngineOptimizer(Optimizer):
                 real.update({key: value for key, value in before.items() if key != "params"})
         self.found_inf.fill_(float(bool(getattr(self.wrapped, "overflow", False))))
         self._link_state()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Put this rank's state back where DeepSpeed has it, in its own types; groups are the user's.
+
+        Raises:
+            CheckpointError: a part is of another size.
+        """
+        for group, masters in zip(state_dict["param_groups"], self._masters(), strict=True):
+            held = state_dict["state"].get(group["params"][0], {}) if group["params"] else {}
+            for key, value in held.items():
+                name, _, number = key.rpartition(".")
+                part = masters[int(number)]
+                self._put_back(part, name, value)
+        self._link_state()
+
+    def _put_back(self, part: Tensor, name: str, value: Any) -> None:
+        live = part.data if name == "master" else self.inner.state[part].get(name)
+        if not isinstance(value, Tensor) or not isinstance(live, Tensor):
+            self.inner.state[part][name] = copy.deepcopy(value)
+            return
+        if live.shape != value.shape:
+            raise CheckpointError(
+                f"the checkpoint's {name} of a part of DeepSpeed's optimizer has {value.numel()} elements, and here it "
+                f"has {live.numel()}; resume on as many ranks, under the same ZeRO stage"
+            )
+        live.copy_(value)
 
     def _forget_skipped(self, *_: Any) -> None:
         self.found_inf.zero_()

@@ -76,7 +76,8 @@ class Shards(tensors.Partitioned):
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
         """This rank's shards, and the module's buffers."""
-        return {name: held.detach() for name, held in (*self.named_parameters(), *self.module.named_buffers())}
+        named = (*self.named_parameters(), *self.module.named_buffers())
+        return {name: tensors.local(held.detach()) for name, held in named}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -157,9 +157,10 @@ class Search(AbstractContextManager["Search"]):
 
     @property
     def _part(self) -> tuple[int, int] | None:
-        """This rank and the number of ranks, where a rank holds a part of the weights."""
+        """This rank and the number of ranks, where a rank holds a part of the weights or of the optimizer's state."""
         sharded = any(tensors.pieces(parameter) > 1 for parameter in self.model.parameters())
-        return (dist.get_rank(), dist.get_world_size()) if sharded else None
+        in_parts = getattr(self.optimizer, "state_in_parts", False) and dist.get_world_size() > 1
+        return (dist.get_rank(), dist.get_world_size()) if sharded or in_parts else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`, before or after the model, the optimizer and the scheduler are restored.

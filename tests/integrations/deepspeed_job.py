@@ -114,6 +114,33 @@ def run(
     return found
 
 
+def resumed(folder: Path, stage: int, bf16: bool, first: str) -> dict[str, Any]:
+    """A run in one go, and the same from DeepSpeed's checkpoint and all ranks' search, in mid-window."""
+    found: dict[str, Any] = {}
+    for name in ("whole", "again"):
+        engine = engine_of(stage, bf16)
+        dtype = next(engine.module.parameters()).dtype
+        probe = hdet.Probe(loss_of, [batch(-1 - part, dtype) for part in range(8)])
+        options: dict[str, Any] = {"total_steps": STEPS, "window": 4, "quiet": True, "exclude": ["dropout"]}
+        search = hdet.deepspeed.attach(engine, probe=probe, **options)
+        if name == "again":
+            loads = {
+                "deepspeed": lambda own=engine: own.load_checkpoint(str(folder), tag=f"{stage}"),
+                "hdet": lambda own=search: own.all_ranks.load_state_dict(found["state"]),
+            }
+            loads.pop(first)()
+            loads.popitem()[1]()
+        for micro in range(0 if name == "whole" else 10 * PARTS, STEPS * PARTS):
+            if name == "whole" and micro == 10 * PARTS:
+                engine.save_checkpoint(str(folder), tag=f"{stage}")
+                found["state"] = search.all_ranks.state_dict()
+            torch.manual_seed(10 * micro + dist.get_rank())
+            engine.backward(search.loss(loss_of(engine, batch(100 * micro + dist.get_rank(), dtype))))
+            engine.step()
+        found[name] = left(engine), {knob: learned.factor for knob, learned in search.shifts.items()}
+    return found
+
+
 def refusal(stage: int, **options: Any) -> str:
     try:
         run(stage, False, **options)
@@ -176,6 +203,10 @@ def main(folder: Path) -> None:
     found["slopes"] = {stage: slopes(stage) for stage in (2, 3)}
     found["skipped"] = run(1, True, wrecked=5, knobs=HELD, schedule=None, guard=None)
     found["dropout at stage 0"] = run(0, False, guard=None)
+    found["resumed"] = [
+        resumed(folder, stage, bf16, first)
+        for stage, bf16, first in [(1, False, "deepspeed"), (2, True, "hdet"), (3, True, "deepspeed")]
+    ]
     found["groups"] = [run(stage, False, exclude=["dropout"], rates="groups")["relative"] for stage in (0, 2)]
     found["refused"] = {
         "dropout at stage 1": refusal(1, knobs=[hdet.Dropout()]),

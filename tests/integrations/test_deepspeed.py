@@ -14,7 +14,7 @@ import torch
 
 pytestmark = [
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install 'hdet[deepspeed]'"),
-    pytest.mark.timeout(400),  # one job on two ranks runs for all
+    pytest.mark.timeout(600),  # one job on two ranks runs for all
 ]
 HERE = Path(__file__).parent
 Found = dict[Any, Any]
@@ -34,7 +34,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=390,
+        timeout=590,
     )
     assert told.returncode == 0, told.stderr[-4000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
@@ -63,6 +63,15 @@ def test_a_point_holds_masters_and_moments_too(setting: Any, ranks: list[Found],
     for found in ranks:
         held, after = found[setting]["went back"]
         assert_same(after, held)
+
+
+def test_resumed_from_deepspeeds_checkpoint_in_mid_window_it_is_the_same_run(
+    ranks: list[Found], assert_same: Any
+) -> None:
+    for found in ranks:
+        for one in found["resumed"]:
+            assert_same(one["again"], one["whole"])
+            assert one["whole"][1]["learning_rate"] != 1.0
 
 
 def test_partitioned_or_not_it_learns_the_same(ranks: list[Found]) -> None:
