@@ -340,10 +340,15 @@ def test_it_leaves_tables_and_pictures(bench: Callable[..., int], tmp_path: Path
         }
         for name in names
     }
-    told = {line.split(" | ")[0][2:]: line.split(" | ") for line in text[: text.index("Test loss:")].splitlines()}
+    told = {
+        line.split(" | ")[0][2:]: line.split(" | ") for line in text[: text.index("by starting point:")].splitlines()
+    }
     worst, hurt = (told["contender"].index(column) for column in ("worst", "hurt"))
     regrets = [loss - ends["cosine"]["lr x1", seed] for (_, seed), loss in ends["hdet"].items()]
     assert float(told["hdet, recommended"][worst]) == pytest.approx(max(regrets), abs=6e-4)
+    starts = text[text.index("by starting point:") : text.index("## A line")].splitlines()
+    assert starts[2].split(" | ")[1:] == ["lr x0.1", "lr x1", "lr x1000 |"]
+    assert next(row for row in starts if "fixed cosine" in row).split(" | ")[2] == "0.000"
     above = [loss > ends["cosine"][case] + 0.01 for case, loss in ends["schedule_free"].items()]
     assert any(above), "nothing is counted"
     assert told["Schedule-Free"][hurt] == f"{100 * np.mean(above):.0f} %"

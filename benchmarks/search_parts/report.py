@@ -34,7 +34,7 @@ HEADER = [
 def write(findings: Findings, folder: Path, command: str) -> Path:
     """Write everything into a folder; returns the Markdown file."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = _head(findings, command) + _ranks(findings)
+    lines = _head(findings, command) + _ranks(findings) + _starts(findings)
     for task in findings.tasks.values():
         lines += _task(findings, task)
         draw_task(findings, task, folder / f"{task.name}.png")
@@ -112,6 +112,25 @@ def _ranks(findings: Findings) -> list[str]:
             body.append(row)
         lines += [*pipe_table(HEADER, body), ""]
     return [*lines, "![mean ranks](ranks.png)", ""]
+
+
+def _starts(findings: Findings) -> list[str]:
+    """Mean regret by starting point, of those that are complete for every task."""
+    complete, (first, *_) = set(findings.complete()), findings.tasks.values()
+    shared = [start.name for start in first.starts if all((name, start.name) in complete for name in findings.tasks)]
+    if not shared:
+        return []
+    body = [
+        [
+            contender.title,
+            *(
+                f"{np.mean([findings.regret(task, start, name).mean for task in findings.tasks]):.3f}"
+                for start in shared
+            ),
+        ]
+        for name, contender in findings.contenders.items()
+    ]
+    return ["Mean regret over all tasks, by starting point:", "", *pipe_table(["contender", *shared], body), ""]
 
 
 def _task(findings: Findings, task: Task) -> list[str]:
