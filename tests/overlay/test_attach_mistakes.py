@@ -10,6 +10,7 @@ import torch
 from attach_parts import STEPS, adamw, batch, loss_of, network, probe
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 import hdet
 from hdet.errors import CheckpointError, ConfigError, StepError
@@ -29,6 +30,29 @@ def test_an_optimizer_that_steps_another_is_refused() -> None:
     model = network()
     with pytest.raises(ConfigError, match="Sharpness steps another optimizer, its base_optimizer"):
         hdet.attach(model, Sharpness(model.parameters()), probe=probe(), total_steps=STEPS, quiet=True)
+
+
+def cosine(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda m, o: {"probe": loss_of}, "probe must be an hdet.Probe, got function"),
+        (lambda m, o: {**cosine(m, o), "total_steps": None}, "a scheduler is simulated to the run's end"),
+        (lambda m, o: {**cosine(m, o), "schedule": None}, "give scheduler= or schedule=, not both"),
+        (lambda m, o: {"schedule": "cosine"}, "schedule is an hdet.schedules.Schedule.*got 'cosine'"),
+        (lambda m, o: {"replicas": hdet.replicate(m, o, n=2)}, "replicas with models of their own need a loop"),
+    ],
+)
+def test_what_attach_cannot_take_is_refused_and_changes_nothing(given: Any, message: str) -> None:
+    model = network()
+    optimizer = adamw(model)
+    options = {"probe": probe(), "total_steps": STEPS, "quiet": True, **given(model, optimizer)}
+    with pytest.raises(ConfigError, match=message):
+        hdet.attach(model, optimizer, **options)
+    assert not any((model._forward_pre_hooks, model._forward_hooks, optimizer._optimizer_step_post_hooks))
 
 
 def test_a_refused_state_leaves_the_search_as_it_was() -> None:
