@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.controllers import Controller, Gated
 from hdet.errors import ConfigError, MatchError
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.spread import Spread, TwoLevel
@@ -172,6 +173,11 @@ class ClipNorm(GroupKnob):
     bounds: tuple[float, float] = (1e-4, 1e4)
     spread: Spread = TwoLevel(0.3)
     authority: float = Field(default=5.0, ge=0)
+
+    @property
+    def default_controller(self) -> Controller:
+        # Of the few gradients that are clipped in a window chance decides, so that several windows have to agree.
+        return Gated(0.4, gate=1.0, memory=0.8, window_steps=30, max_scale=4.0, until=0.85)
 
     def bind(self, model: nn.Module, optimizer: Optimizer) -> GroupBinding:
         if clipping_of(optimizer) is None:

@@ -38,7 +38,7 @@ DECAY_RULE = hdet.Analytic().default_controller(hdet.WeightDecay())
         (hdet.Momentum(), hdet.Recursion(), Gated()),
         (hdet.Beta1(), hdet.Recursion(), Gated()),
         (hdet.Beta2(), hdet.Recursion(), Gated()),
-        (hdet.ClipNorm(), hdet.Recursion(), Gated()),
+        (hdet.ClipNorm(), hdet.Recursion(), hdet.ClipNorm().default_controller),
         (PULL, hdet.Divergent(), Gated()),
     ],
 )

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 import hdet
 from hdet import ClipNorm, Engine, Probe, Recursion
-from hdet.controllers import Hold
+from hdet.controllers import Controller, Hold
 from hdet.errors import ConfigError
 
 T, RATE, NORM, NUDGE = 12, 0.01, 1.2, 1e-5
@@ -182,3 +182,28 @@ def test_replicas_clip_too() -> None:
 def test_an_optimizer_of_another_recursion_is_refused() -> None:
     with pytest.raises(ConfigError, match="not those of RMSprop"):
         engine_of(lambda m: RMSprop(m.parameters()))
+
+
+def test_a_threshold_that_is_far_too_low_is_raised_and_training_is_the_better_for_it() -> None:
+    def distance(model: Any) -> Tensor:
+        found: Tensor = (model.w - TARGET).square().sum()
+        return found
+
+    def trained(controller: Controller | None) -> tuple[float, float]:
+        model = Vector()
+        optimizer = SGD([model.w], lr=0.05)
+        hdet.clip_gradients(optimizer, norm=0.01)
+        engine = Engine(
+            hdet.micro_batches(model, optimizer, n=1),
+            [ClipNorm(controller=controller)],
+            window=30,
+            signal=Probe(lambda model, batch: distance(model) * batch, (0.9, 1.1)),
+            total_steps=600,
+        )
+        train(engine, 600, lambda model, step: distance(model))
+        return distance(model).item(), engine.learned["clip_norm"].value
+
+    held, _ = trained(Hold())
+    moved, threshold = trained(None)
+    assert threshold > 0.1
+    assert moved < 0.5 * held
