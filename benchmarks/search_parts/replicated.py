@@ -11,10 +11,20 @@ from hdet.schedules import Cosine, Schedule
 from hdet.spreads import TwoLevel
 from search_parts.contender import Contender, Outcome, begin, step_replicas
 from search_parts.meter import Meter
-from search_parts.task import Setting, Task, split
+from search_parts.task import Problem, Setting, Task, split
 
 REPLICAS = 4
 WINDOWS = 12
+
+
+def window_of(steps: int) -> int:
+    """The length of a window of so many steps."""
+    return max(1, steps // WINDOWS)
+
+
+def windows_of(steps: int) -> int:
+    """How many there are, a short one at the end included."""
+    return -(-steps // window_of(steps))
 
 
 class Replicated(Contender):
@@ -35,23 +45,39 @@ class Replicated(Contender):
         """What is explored: nothing."""
         return hdet.LearningRate(schedule=schedule, spread=TwoLevel(0.0), controller=Hold())
 
-    def engine(self, replicas: hdet.replicas.Replicas, setting: Setting, steps: int, seed: int) -> hdet.Engine:
+    def steps(self, task: Task) -> int:
+        """How many each replica makes within the budget."""
+        return task.steps // REPLICAS if self.whole_runs else task.steps
+
+    def objective(self, task: Task, problem: Problem) -> hdet.Objective | None:
+        """For a merge that needs one."""
+        return None
+
+    def engine(
+        self,
+        replicas: hdet.replicas.Replicas,
+        setting: Setting,
+        steps: int,
+        seed: int,
+        objective: hdet.Objective | None = None,
+    ) -> hdet.Engine:
         """What trains them, for a number of steps."""
         return hdet.Engine(
             replicas,
             [self.knob(Cosine(peak=setting.lr, total_steps=steps, warmup=0.3))],
-            window=max(1, steps // WINDOWS),
+            window=window_of(steps),
             merge=self.merge(),
             gradients=self.gradients,
             total_steps=steps,
             seed=seed,
+            objective=objective,
         )
 
     def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
         problem, model = begin(task, setting, seed, meter)
         optimizer = task.optimizer(problem.groups(model), setting)
-        steps = task.steps // REPLICAS if self.whole_runs else task.steps
-        engine = self.engine(hdet.replicate(model, optimizer, n=REPLICAS), setting, steps, seed)
+        steps, objective = self.steps(task), self.objective(task, problem)
+        engine = self.engine(hdet.replicate(model, optimizer, n=REPLICAS), setting, steps, seed, objective)
         for step in range(steps):
             if self.whole_runs:
                 batches = [problem.batch(REPLICAS * step + index) for index in range(REPLICAS)]

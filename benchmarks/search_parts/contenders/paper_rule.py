@@ -19,7 +19,14 @@ class PaperRule(Replicated):
     title = "the paper's rule"
     order = 40
 
-    def engine(self, replicas: hdet.replicas.Replicas, setting: Setting, steps: int, seed: int) -> hdet.Engine:
+    def engine(
+        self,
+        replicas: hdet.replicas.Replicas,
+        setting: Setting,
+        steps: int,
+        seed: int,
+        objective: hdet.Objective | None = None,
+    ) -> hdet.Engine:
         window = max(1, steps // WINDOWS)
         return hdet.paper_engine(replicas, max_lr=setting.lr, total_steps=steps, window=window, seed=seed)
 
