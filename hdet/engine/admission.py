@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from torch.optim import Optimizer
+
 from hdet.engine.guard import Guard
 from hdet.errors import ConfigError, IdentifiabilityError
 from hdet.evidence.contrast import Contrast
@@ -53,6 +55,11 @@ def identifiable(knob: BoundKnob, evidence: EvidenceNeeds, replicas: Replicas, s
     spec, name = knob.spec, knob.name
     explored = spec.spread.width != 0.0
     if evidence.diverges and explored:
+        if spec.acts_on == "merge":
+            raise IdentifiabilityError(
+                f"{name} acts on the step that all replicas make together at a window's end, so replicas that diverge "
+                f"cannot tell its levels apart; give it no evidence, or evidence=hdet.evidence.OuterLine()"
+            )
         if replicas.size < 2:
             raise ConfigError(
                 f"{name}: a spread of {spec.spread.width:g} needs at least 2 replicas to compare, there is "
@@ -76,10 +83,11 @@ def identifiable(knob: BoundKnob, evidence: EvidenceNeeds, replicas: Replicas, s
                 f"accept_bias=True to see what goes wrong"
             )
     if not evidence.diverges and spec.acts_on not in evidence.sees:
-        place = {"update": "on the update", "forward": "in the forward pass"}[spec.acts_on]
+        where = {"update": "on the update", "forward": "in the forward pass", "merge": "on the merge's step"}
         raise IdentifiabilityError(
-            f"{name} acts {place}, of which {evidence.kind} evidence sees nothing; give the knob other evidence "
-            f"(evidence=hdet.Divergent(), or hdet.Line, Analytic, Recursion, Contrast, MixedDifference)"
+            f"{name} acts {where[spec.acts_on]}, of which {evidence.kind} evidence sees nothing; give the knob other "
+            f"evidence (evidence=hdet.Divergent(), or hdet.Line, Analytic, Recursion, Contrast, MixedDifference; "
+            f"hdet.evidence.OuterLine for knobs of a merge)"
         )
     if evidence.spaces and not isinstance(spec.space, evidence.spaces):
         raise ConfigError(
@@ -99,6 +107,15 @@ def identifiable(knob: BoundKnob, evidence: EvidenceNeeds, replicas: Replicas, s
         )
     if evidence.needs_probe and not isinstance(signal, Probe):
         raise ConfigError(f"{name}: {evidence.kind} evidence measures a held-out loss; give signal=hdet.Probe(...)")
+
+
+def has_outer_optimizer(knob: Knob, merge: Merge, outer: Sequence[Optimizer]) -> None:
+    """A setting of the merge's optimizer needs a merge that has one."""
+    if not outer:
+        raise ConfigError(
+            f"{knob.label} is a setting of the optimizer that a merge steps with, and the merge {merge.kind} has none; "
+            f"give the engine merge=hdet.merges.Outer(), or drop the knob"
+        )
 
 
 def paired(knobs: Sequence[BoundKnob], replicas: Replicas) -> bool:

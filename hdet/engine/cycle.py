@@ -71,6 +71,7 @@ class Cycle:
             self.at_base,
             plan.apart,
             plan.objective,
+            plan.outer,
         )
         self.collectors: list[Collector] = [source.collect(scene, plan.judged_by(source)) for source in plan.evidence]
         self.observes_passes = any(type(collector).exit is not Collector.exit for collector in self.collectors)
@@ -164,8 +165,7 @@ class Cycle:
 
     def reapply(self) -> None:
         """The same, after something else wrote or loaded a model or an optimizer."""
-        for knob in self.knobs:
-            knob.forget()
+        self._forget_values()
         self.apply()
 
     @contextmanager
@@ -261,7 +261,8 @@ class Cycle:
             with self._evaluated():
                 for collector in self.collectors:
                     estimates.update(collector.close(harvest))
-            merged = self._converge(reading, harvest)
+            merged, of_merge = self._converge(reading, harvest)
+            estimates.update(of_merge)
             moment = self._moment(window, harvest.loss)
             for knob in self.knobs:
                 moves[knob.name] = knob.judge(estimates[knob.name], moment)
@@ -276,6 +277,7 @@ class Cycle:
             faults.append(recovery.restore(self.plan, self.anchor))
             self._forget_averages()
             self._tell_of_copies(self.merger.restored())
+            self._forget_values()
             if self.watch is not None:
                 moves = recovery.retreat(self.knobs, bases, self._moment(window, None))
         noise = self.noise.read() if self.noise is not None else None
@@ -399,8 +401,8 @@ class Cycle:
             loss=loss,
         )
 
-    def _converge(self, reading: Reading, harvest: Harvest) -> bool:
-        """Merge, unless nothing can have come apart."""
+    def _converge(self, reading: Reading, harvest: Harvest) -> tuple[bool, dict[str, Estimate]]:
+        """Merge, unless nothing can have come apart. Returns whether, and estimates of the merge's own knobs."""
         valid = reading.valid
         apart = (
             self.plan.apart
@@ -413,11 +415,21 @@ class Cycle:
             self.home.mean_buffers(valid.tolist())
         self._met = True
         if not (self.merger.moves_alike or (self.home.diverge and apart)):
-            return False
+            return False, {}
         self._tell_of_copies(self.merger.merge(harvest))
+        self._forget_values()  # a failed replica took over another's optimizer, knob values included
+        estimates: dict[str, Estimate] = {}
+        if self.merger.steps:
+            with self._evaluated():
+                for collector in self.collectors:
+                    estimates.update(collector.close_merged(harvest, self.merger))
+            self.apply()  # whoever has looked: the step is made at the bases of the step that follows
+            self.merger.step()
+        return True, estimates
+
+    def _forget_values(self) -> None:
         for knob in self.knobs:
-            knob.forget()  # a failed replica took over another's optimizer, knob values included
-        return True
+            knob.forget()
 
     def _guard(
         self,
@@ -439,6 +451,7 @@ class Cycle:
             self._met = went_back.alike
             self._forget_averages()
             self.merger.forget()
+            self._forget_values()
             for collector in self.collectors:
                 collector.forget()
         return went_back
@@ -483,8 +496,7 @@ class Cycle:
         self._met = window > 0
         self.home.restored(merged=self._met)
         self.finished = finished
-        for knob in self.knobs:
-            knob.forget()
+        self._forget_values()
         if finished:
             self.end()
         else:

@@ -7,6 +7,7 @@ from hdet.evidence.collector import Evidence
 from hdet.evidence.contrast import Contrast
 from hdet.evidence.divergent import Divergent
 from hdet.evidence.line import Line
+from hdet.evidence.outer_line import OuterLine
 from hdet.evidence.recursion import Recursion
 from hdet.hparams.clipping import ClipNorm
 from hdet.hparams.knob import Knob
@@ -24,7 +25,10 @@ def complete(knob: Knob, evidence: Evidence | None, diverge: bool) -> Knob:
             with a spread of 0 asks for no comparison: divergent evidence then measures nothing.)
     """
     explored = knob.spread.width != 0.0
-    source = knob.evidence or evidence or (Divergent() if diverge or not explored else counterfactual(knob))
+    if knob.acts_on == "merge":
+        source = knob.evidence or (OuterLine() if explored else Divergent())  # the engine's is for knobs of replicas
+    else:
+        source = knob.evidence or evidence or (Divergent() if diverge or not explored else counterfactual(knob))
     assert isinstance(source, Evidence)  # each that can be declared is one
     return knob.replace(evidence=source, controller=knob.controller or source.default_controller(knob))
 

@@ -39,6 +39,7 @@ class Plan:
         paired: whether replicas go in pairs that take the same data.
         noise_scale: whether the gradient noise scale is read off the micro-batches.
         total_steps: the run's length; None for an open end.
+        outer: by host, the optimizer that the merge steps with, whose settings knobs write; empty where it has none.
     """
 
     replicas: Replicas
@@ -58,6 +59,7 @@ class Plan:
     apart: bool
     paired: bool
     noise_scale: bool
+    outer: Sequence[Optimizer]
 
     @classmethod
     def of(
@@ -102,8 +104,17 @@ class Plan:
         admission.unique_names(knobs)
         signal = signal if signal is not None else TrainingLoss()
         bind = bind if bind is not None else lambda knob, model, optimizer: knob.bind(model, optimizer)
+        merge = merge if merge is not None else Mean()
+        outer = [own for own in (merge.outer_optimizer() for _ in replicas.hosts) if own is not None]
+
+        def bindings(knob: Knob) -> list[Binding]:
+            if knob.acts_on == "merge":
+                admission.has_outer_optimizer(knob, merge, outer)
+                return [knob.bind(model, own) for (model, _), own in zip(replicas.hosts, outer, strict=True)]
+            return [bind(knob, model, optimizer) for model, optimizer in replicas.hosts]
+
         bound = [
-            BoundKnob(knob, [bind(knob, model, optimizer) for model, optimizer in replicas.hosts], replicas.size)
+            BoundKnob(knob, bindings(knob), replicas.size)
             for knob in (complete(knob, evidence, replicas.diverge) for knob in knobs)
         ]
         admission.separate_targets(bound)
@@ -117,7 +128,6 @@ class Plan:
         for knob in bound:
             assert isinstance(knob.evidence, Evidence)  # each that can be declared is one
             sources[knob.evidence] = None
-        merge = merge if merge is not None else Mean()
         admission.one_model(merge, guard, bound)
         explored = any(knob.evidence.diverges and knob.spec.spread.width for knob in bound)
         return cls(
@@ -138,6 +148,7 @@ class Plan:
             apart=replicas.diverge and (gradients == "local" or explored or not merge.makes_alike),
             paired=paired,
             noise_scale=noise_scale,
+            outer=outer,
         )
 
     @property

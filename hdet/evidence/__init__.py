@@ -7,6 +7,7 @@ from hdet.evidence.divergent import Divergent
 from hdet.evidence.group_lines import GroupLines
 from hdet.evidence.line import Line
 from hdet.evidence.mixed_difference import MixedDifference
+from hdet.evidence.outer_line import OuterLine
 from hdet.evidence.population import Population
 from hdet.evidence.recursion import Recursion
 from hdet.evidence.scene import Harvest, Scene, Window
@@ -21,6 +22,7 @@ __all__ = [
     "Harvest",
     "Line",
     "MixedDifference",
+    "OuterLine",
     "Population",
     "Recursion",
     "Scene",

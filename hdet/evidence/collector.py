@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hdet.controllers import Controller, Estimate
-from hdet.evidence.scene import Harvest, Scene, Window
+from hdet.evidence.scene import Harvest, OuterStep, Scene, Window
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.evidence_needs import EvidenceNeeds
 from hdet.hparams.knob import Knob
@@ -67,6 +67,14 @@ class Collector:
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         """The window's last step is done, nothing is merged yet: an estimate for each knob by name."""
         raise NotImplementedError
+
+    def close_merged(self, harvest: Harvest, step: OuterStep) -> dict[str, Estimate]:
+        """The replicas have become one, and the merge's own optimizer is about to step.
+
+        Returns:
+            estimates that take the place of those that `close` gave.
+        """
+        return {}
 
     def copied(self, sources: Sequence[int]) -> None:
         """A merge has copied replicas and not made them one.

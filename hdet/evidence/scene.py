@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.anchor import Anchor
@@ -36,6 +37,8 @@ class Scene:
         at_base: a context manager inside which every knob is at its base, for probes of the shared weights.
         apart: whether replicas come apart in a window, so that "the weights" are their mean.
         objective: the training loss apart from the loop, for evidence that needs it (`Evidence.needs_objective`).
+        outer: by host, the optimizer that the merge steps with: of no weights, its group holds the settings that knobs
+            write. Empty where it has none.
     """
 
     replicas: Replicas
@@ -48,6 +51,7 @@ class Scene:
     at_base: Callable[[], AbstractContextManager[None]]
     apart: bool
     objective: Objective | None = None
+    outer: Sequence[Optimizer] = ()
 
     def opening(self) -> list[Tensor]:
         """The weights at the window's opening, where the anchor lies."""
@@ -91,6 +95,13 @@ class Scene:
         """The probe, for evidence that needs one (the engine refuses such evidence without)."""
         assert isinstance(self.signal, Probe)
         return self.signal
+
+
+class OuterStep(Protocol):
+    """A step that the merge's own optimizer is about to make, from replicas that have become one."""
+
+    def at(self, settings: Mapping[str, float]) -> Callable[[Sequence[Tensor]], None]:
+        """Writes the weights it would lead to, with these settings in place of its own, over those of a model."""
 
 
 @dataclass(frozen=True)

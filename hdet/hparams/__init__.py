@@ -5,6 +5,7 @@ from hdet.hparams.design import Design, Fixed, Hadamard, LatinHypercube, Permuta
 from hdet.hparams.evidence_needs import EvidenceNeeds
 from hdet.hparams.forward import AttentionTemperature, Dropout, LabelSmoothing
 from hdet.hparams.knob import Knob
+from hdet.hparams.outer import OuterLearningRate, OuterMomentum
 from hdet.hparams.scalar import Scalar
 from hdet.hparams.schedule import (
     WSD,
@@ -45,6 +46,8 @@ __all__ = [
     "Momentum",
     "OneCycle",
     "OneSided",
+    "OuterLearningRate",
+    "OuterMomentum",
     "Permutation",
     "Relative",
     "Replay",

@@ -17,7 +17,7 @@ from hdet.hparams.space import Log, Space
 from hdet.hparams.spread import Spread, TwoLevel
 from hdet.spec import Spec
 
-ActsOn = Literal["update", "forward"]
+ActsOn = Literal["update", "forward", "merge"]
 
 
 def _as_schedule(given: Any) -> Any:
@@ -54,7 +54,7 @@ class Knob(Spec, family="knob"):
     @property
     @abstractmethod
     def acts_on(self) -> ActsOn:
-        """Whether it changes how an update is made from a gradient, or the forward pass."""
+        """Whether it changes how an update is made from a gradient, the forward pass, or the step of a merge."""
 
     @property
     def biases_loss(self) -> bool:

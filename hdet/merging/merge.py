@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
+from hdet.evidence.parts.losses_at import Write
 from hdet.evidence.scene import Harvest, Scene
 from hdet.spec import Spec
 
@@ -26,6 +29,14 @@ class Merge(Spec, family="merge"):
 
     is_mean: ClassVar[bool] = True
     makes_alike: ClassVar[bool] = True
+
+    def outer_optimizer(self) -> Optimizer | None:
+        """The optimizer that it steps with, of no weights: its settings, for knobs to write; None where there is none.
+
+        Raises:
+            ConfigError: the one declared cannot be made.
+        """
+        return None
 
     @abstractmethod
     def at_work(self, scene: Scene) -> Merger:
@@ -61,6 +72,18 @@ class Merger(ABC):
             None where all have become one; else [N] the index of the replica that each is a copy of now, its own where
             it was left as it is.
         """
+
+    @property
+    def steps(self) -> bool:
+        """Whether, after `merge`, an optimizer of its own is about to step."""
+        return False
+
+    def step(self) -> None:  # noqa: B027
+        """The replicas are one: move them on from there, if that is part of the merge."""
+
+    def at(self, settings: Mapping[str, float]) -> Write:
+        """Where `step` would lead with these settings (`hdet.evidence.scene.OuterStep`; asked if `steps`)."""
+        raise NotImplementedError
 
     def forget(self) -> None:  # noqa: B027
         """The run went back to an earlier point: what is remembered came from where it led astray."""

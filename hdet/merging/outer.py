@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Annotated, Any, ClassVar
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.errors import CheckpointError, ConfigError
+from hdet.evidence.parts.losses_at import Write
 from hdet.evidence.scene import Harvest, Scene
 from hdet.merging.mean import Mean
 from hdet.merging.merge import Merge, Merger
@@ -39,6 +42,8 @@ class Outer(Merge):
     replicas go on from the result with the inner optimizer's state, which is kept. SGD at rate 1 without momentum is
     the inner merge itself, bit for bit. Below 1 and with one replica it is Lookahead (Zhang et al. 2019,
     arXiv 1907.08610). With `gradients="local"` and long windows it is DiLoCo (Douillard et al. 2023, arXiv 2311.08105).
+
+    Its settings can be knobs: `hdet.merges.OuterLearningRate`, `OuterMomentum`, judged by `hdet.evidence.OuterLine`.
 
     Memory: the outer optimizer's state, and four copies of the weights while it steps; every process holds its own. So
     Lookahead has no slow weights of its own: they are the window's opening, which an engine holds anyway. The
@@ -76,6 +81,9 @@ class Outer(Merge):
     def at_work(self, scene: Scene) -> OuterStep:
         return OuterStep(self, scene)
 
+    def outer_optimizer(self) -> Optimizer:
+        return self.made([nn.Parameter(torch.empty(0))])
+
     def made(self, parameters: list[nn.Parameter]) -> Optimizer:
         """The outer optimizer of some parameters.
 
@@ -104,7 +112,7 @@ class OuterStep(Merger):
 
     Attributes:
         state: what the outer optimizer knows of each parameter that moves.
-        groups: what it keeps in its parameter groups, its settings included.
+        settings: an optimizer of no weights, whose group holds what the outer one keeps there.
     """
 
     moves_alike: ClassVar[bool] = True
@@ -112,30 +120,34 @@ class OuterStep(Merger):
     def __init__(self, spec: Outer, scene: Scene) -> None:
         super().__init__(scene)
         self.spec = spec
-        self.inner = spec.merge.at_work(scene)
+        self.inner = spec.merge.at_work(replace(scene, outer=()))
         self._opened: list[Tensor] = []
+        self._displaced: list[Tensor] = []
         self.state: dict[nn.Parameter, dict[str, Any]] = {}
-        self.groups = _settings(spec.made(self._displacements()))
-        self._declared = copy.deepcopy(self.groups)
+        self.settings = scene.outer[0] if scene.outer else spec.outer_optimizer()
 
     def _displacements(self) -> list[nn.Parameter]:
         return [_displacement(parameter) for parameter in self.scene.moving.parameters[0]]
 
-    def _made(self) -> tuple[Optimizer, list[nn.Parameter]]:
-        """The optimizer of the parameters that move now, with what is known of them; and its own parameters."""
+    def _made(self, *, on_trial: bool = False) -> tuple[Optimizer, list[nn.Parameter]]:
+        """The optimizer of the parameters that move now, with what is known of them; and its own parameters.
+
+        Args:
+            on_trial: what is known is copied, since a step writes over it.
+        """
         displacements = self._displacements()
         optimizer = self.spec.made(displacements)
-        for group, settings in zip(optimizer.param_groups, self.groups, strict=True):
-            group.update(settings)
+        optimizer.param_groups[0].update(_settings(self.settings))
         for parameter, displacement in zip(self.scene.moving.parameters[0], displacements, strict=True):
             if parameter in self.state:
-                optimizer.state[displacement] = self.state[parameter]
+                known = self.state[parameter]
+                optimizer.state[displacement] = copy.deepcopy(known) if on_trial else known
         return optimizer, displacements
 
     def _keep(self, optimizer: Optimizer, displacements: list[nn.Parameter]) -> None:
         pairs = zip(self.scene.moving.parameters[0], displacements, strict=True)
         self.state = {parameter: optimizer.state[own] for parameter, own in pairs if own in optimizer.state}
-        self.groups = _settings(optimizer)
+        self.settings.param_groups[0].update(_settings(optimizer))
 
     def open_apart(self) -> None:
         self.inner.open_apart()
@@ -143,8 +155,16 @@ class OuterStep(Merger):
 
     def merge(self, harvest: Harvest) -> None:
         self.inner.merge(harvest)
+        self.inner.step()
         if self._has_common_origin():
-            self._step()
+            own = [tensors.wide(value) for value in self.scene.moving.values()]
+            opening = zip(self.scene.opening(), own, strict=True)
+            starts = [tensors.wide(value.to(now.device)) for value, now in opening]
+            self._displaced = list(torch._foreach_sub(starts, own))
+
+    @property
+    def steps(self) -> bool:
+        return bool(self._displaced)
 
     def _has_common_origin(self) -> bool:
         replicas = self.scene.replicas
@@ -155,32 +175,49 @@ class OuterStep(Merger):
         own = marks[present(marks)]
         return bool((own == own[:1]).all())
 
-    @torch.no_grad()
-    def _step(self) -> None:
-        moving = self.scene.moving
-        own = [tensors.wide(value) for value in moving.values()]
-        starts = [tensors.wide(value.to(now.device)) for value, now in zip(self.scene.opening(), own, strict=True)]
-        displaced = torch._foreach_sub(starts, own)
-        optimizer, displacements = self._made()
-        for displacement, gradient in zip(displacements, displaced, strict=True):
+    def _change(self, optimizer: Optimizer, displacements: list[nn.Parameter]) -> list[Tensor]:
+        """Let the outer optimizer step; what that adds to the weights."""
+        for displacement, gradient in zip(displacements, self._displaced, strict=True):
             displacement.grad = torch.zeros_like(displacement)
             tensors.local(displacement.grad).copy_(gradient)
         optimizer.step()
+        change = [tensors.local(displacement.detach()) for displacement in displacements]
+        torch._foreach_add_(change, self._displaced)  # 0, exactly, after a step of rate 1
+        return change
+
+    def at(self, settings: Mapping[str, float]) -> Write:
+        return partial(self._write, settings)
+
+    @torch.no_grad()
+    def _write(self, settings: Mapping[str, float], live: Sequence[Tensor]) -> None:
+        optimizer, displacements = self._made(on_trial=True)
+        optimizer.param_groups[0].update(settings)
+        change = self._change(optimizer, displacements)
+        torch._foreach_add_(change, [tensors.wide(value) for value in live])
+        tensors.copy_(live, change)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if not self.steps:
+            return
+        moving = self.scene.moving
+        optimizer, displacements = self._made()
+        merged = self._change(optimizer, displacements)
         self._keep(optimizer, displacements)
-        merged = [tensors.local(displacement.detach()) for displacement in displacements]
-        torch._foreach_add_(merged, displaced)  # 0, exactly, after a step of rate 1
+        self._displaced = []
         for host, (_, inner) in enumerate(self.scene.replicas.hosts):
             states = [inner.state.get(parameter, {}) for parameter in moving.parameters[host]]
             for change, state in zip(merged, states, strict=True):
                 if moving.evaluates_average and "z" in state:  # z comes along, and x with both
                     tensors.local(state["z"]).add_(change)
-        torch._foreach_add_(merged, own)
+        torch._foreach_add_(merged, [tensors.wide(value) for value in moving.values()])
         for host in range(len(self.scene.replicas.hosts)):
             tensors.copy_(moving.values(host), merged)
 
     def forget(self) -> None:
         self.inner.forget()
-        self.state, self.groups = {}, copy.deepcopy(self._declared)
+        self.state = {}
+        self.settings.param_groups[0].update(_settings(self.spec.outer_optimizer()))
 
     def state_dict(self) -> dict[str, Any]:
         optimizer, _ = self._made()
@@ -214,5 +251,5 @@ def _displacement(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.zeros_like(parameter.detach(), dtype=wide))
 
 
-def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+def _settings(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -14,9 +15,11 @@ from hdet.engine.engine import Engine
 from hdet.errors import ConfigError
 from hdet.evidence import Evidence
 from hdet.history import WindowRecord
-from hdet.hparams import Beta1, Dropout, Knob, LearningRate, Scalar, WeightDecay
+from hdet.hparams import Beta1, Dropout, Knob, LearningRate, OuterLearningRate, Scalar, WeightDecay
+from hdet.hparams.outer import OuterKnob
+from hdet.hparams.space import Linear, Space
 from hdet.replicas import replicate
-from hdet.testing.ground import ADAMW, HELD_OUT, Ground
+from hdet.testing.ground import ADAMW, HELD_OUT, Ground, merge_of
 from hdet.testing.law import broken, require
 
 WINDOW = 4
@@ -29,12 +32,31 @@ TYPICAL = 1.8
 """And half of all windows may not be surer than this (the median of |t| is 0.82 with those degrees of freedom,
 0.67 with many; of 7 windows it is above 1.8 in 5 of 1000 cases)."""
 
-ASKED: Sequence[Knob] = (LearningRate(groups="taught"), WeightDecay(groups="taught"), Dropout(), Beta1(groups="taught"))
+ASKED: Sequence[Knob] = (
+    LearningRate(groups="taught"),
+    WeightDecay(groups="taught"),
+    Dropout(),
+    Beta1(groups="taught"),
+    OuterLearningRate(),
+)
+
+
+class OuterDecay(OuterKnob):
+    """Decay of displacements, which begin at 0: a setting without effect."""
+
+    kind: ClassVar[str] = "outer_decay"
+    key: ClassVar[str] = "weight_decay"
+
+    space: Space = Linear()
+    bounds: tuple[float, float] = (-1.0, 1.0)
+
+
 PLACEBOS: Sequence[Knob] = (
     LearningRate(groups="idle"),
     WeightDecay(groups="idle"),
     Beta1(groups="idle"),
     Scalar("idle", path="idle_scalar", bounds=(0.01, 10.0), effect="forward"),
+    OuterDecay(),
 )
 
 
@@ -42,13 +64,13 @@ def _engine(evidence: Evidence, knob: Knob, ground: Ground, windows: int) -> Eng
     return Engine(
         replicate(*ground.make(), n=REPLICAS),
         # Controllers stop listening when it suits them; a law of evidence is about what it tells.
-        [knob if knob.controller is not None else knob.replace(controller=Hold())],
+        [knob.replace(evidence=evidence, controller=knob.controller or Hold())],
         window=WINDOW,
         signal=ground.probe(),
         objective=ground.objective(),
-        evidence=evidence,
         gradients="local" if evidence.diverges else "shared",
         total_steps=WINDOW * windows,
+        merge=merge_of(knob),
     )
 
 

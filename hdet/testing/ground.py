@@ -14,6 +14,7 @@ from hdet.engine.engine import Engine
 from hdet.errors import ConfigError, MatchError
 from hdet.history import WindowRecord
 from hdet.hparams import Knob, clip_gradients
+from hdet.merging import Merge, Outer
 from hdet.nn import CrossEntropyLoss, Dropout, MultiheadAttention
 from hdet.signals import Objective, Probe
 from hdet.testing.law import same_generators
@@ -158,6 +159,11 @@ def _make_clipped() -> tuple[nn.Module, Optimizer]:
 
 
 CLIPPED = Ground(_make_clipped, _loss)
+
+
+def merge_of(knob: Knob) -> Merge | None:
+    """A merge that has what the knob looks for; None where that lives in the replicas."""
+    return Outer() if knob.acts_on == "merge" else None
 
 
 def ground_of(knob: Knob, given: Ground | None) -> Ground:

@@ -8,11 +8,11 @@ import torch
 
 from hdet.controllers import Hold
 from hdet.engine.engine import Engine
-from hdet.evidence import Divergent, Line
+from hdet.evidence import Divergent, Line, OuterLine
 from hdet.hparams import Knob
 from hdet.hparams.binding import Binding
 from hdet.replicas import replicate
-from hdet.testing.ground import Ground, ground_of
+from hdet.testing.ground import Ground, ground_of, merge_of
 from hdet.testing.law import require
 
 WINDOW, WINDOWS = 3, 2
@@ -91,11 +91,18 @@ def with_spread_zero_it_changes_nothing(knob: Knob, ground: Ground | None) -> No
         if knob.schedule is not None:
             knob.bind(model, optimizer).write(knob.schedule(step))
 
-    with torch.random.fork_rng(devices=[]):
-        plain = ground.train_plainly(steps, follow)
+    merge = merge_of(knob)
+
+    def trained(knobs: list[Knob]) -> Engine:
         replicas = replicate(*ground.make(), n=2)
-        engine = Engine(replicas, [still], window=WINDOW, gradients="local", total_steps=steps)
+        engine = Engine(replicas, knobs, window=WINDOW, gradients="local", total_steps=steps, merge=merge)
         ground.train(engine, steps, same_data=True)
+        return engine
+
+    with torch.random.fork_rng(devices=[]):
+        # What a merge steps with is no part of plain training.
+        plain = ground.train_plainly(steps, follow) if merge is None else trained([]).replicas[0].model
+        engine = trained([still])
     own = engine.replicas[0].model.state_dict()
     for name, value in plain.state_dict().items():
         require(
@@ -111,6 +118,8 @@ def explored_it_stays_in_bounds(knob: Knob, ground: Ground | None) -> None:
     evidence = knob.evidence or (
         Line() if knob.controller is not None and knob.controller.needs_averaged else Divergent()
     )
+    if knob.acts_on == "merge":
+        evidence = OuterLine()
     with torch.random.fork_rng(devices=[]):
         engine = Engine(
             replicate(*ground.make(), n=4),
@@ -120,6 +129,7 @@ def explored_it_stays_in_bounds(knob: Knob, ground: Ground | None) -> None:
             signal=ground.probe(),
             objective=ground.objective(),
             total_steps=steps,
+            merge=merge_of(knob),
         )
         bindings = engine.knobs[0].bindings
 

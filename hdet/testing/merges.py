@@ -52,7 +52,9 @@ class Trained:
         """End the window; the replica `failed` is not valid."""
         valid = np.arange(len(self.hosts)) != (-1 if failed is None else failed)
         losses = np.where(valid, self.losses, np.nan)
-        merge.at_work(self.scene).merge(Harvest(Window(0, 0, 3, 3), losses, valid))
+        merger = merge.at_work(self.scene)
+        merger.merge(Harvest(Window(0, 0, 3, 3), losses, valid))
+        merger.step()
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:

@@ -11,10 +11,10 @@ import torch
 from launch import launch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from training import batch, batch_normed, difference, loss_of, network, train
+from training import batch, batch_normed, difference, knobs, loss_of, network, probe, train
 
 import hdet
-from hdet.merges import Exploit, Grawa, Merge, Outer, Weighted
+from hdet.merges import Exploit, Grawa, Merge, Outer, OuterLearningRate, OuterMomentum, Weighted
 
 Found = dict[str, Any]
 
@@ -25,15 +25,19 @@ MERGES: dict[str, Merge] = {
     "grawa": Grawa(),
     "grawa by layers": Grawa(layers=True, momentum=0.0),
     "outer": Outer(),
+    "outer explored": Outer(),
     "outer adam": Outer(0.01, optimizer="Adam", options={}, merge=Weighted(1.0)),
 }
-STORED = ("outer", "grawa", "outer adam")
+STORED = ("outer", "outer explored", "grawa", "outer adam")
 RULES = ("truncation", "tournament")
 
 
 def options_of(name: str) -> Found:
     objective = hdet.Objective(loss_of, lambda window: [batch(window, 50 + j) for j in range(2)])
-    return {"gradients": "local", "merge": MERGES[name], "objective": objective}
+    options: Found = {"gradients": "local", "merge": MERGES[name], "objective": objective}
+    if name == "outer explored":
+        options |= {"knobs": [*knobs(), OuterLearningRate(), OuterMomentum()], "signal": probe()}
+    return options
 
 
 def on_ranks(folder: str) -> Found:

@@ -21,7 +21,8 @@ def train_plain(config: RunConfig, workload: Workload, watcher: Watcher) -> torc
     optimizer = config.optimizer.build(workload.groups(model))
     knobs = config.explored(model, optimizer)
     groups = unexplored_groups(knobs, model, optimizer)
-    scheduled = [(knob.bind(model, optimizer), knob.schedule) for knob in knobs if knob.schedule is not None]
+    of_model = [knob for knob in knobs if knob.acts_on != "merge"]
+    scheduled = [(knob.bind(model, optimizer), knob.schedule) for knob in of_model if knob.schedule is not None]
     with seeded(config):
         watcher.begin("plain", 0, config.steps)
         try:
