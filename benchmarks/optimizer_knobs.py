@@ -67,7 +67,8 @@ def outliers(seed: int) -> Task:
     one, two = torch.randn(width, 32, generator=draws) * 1.5 / width**0.5, torch.randn(32, generator=draws) * 0.3
 
     def truth(x: Tensor) -> Tensor:
-        return (x @ one).tanh() @ two
+        y: Tensor = (x @ one).tanh() @ two
+        return y
 
     def noisy(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         x = torch.randn(count, width, generator=generator)
@@ -77,7 +78,8 @@ def outliers(seed: int) -> Task:
     clean = torch.randn(4000, width, generator=draws)
 
     def test(model: nn.Module) -> float:
-        return (model(clean).squeeze(-1) - truth(clean)).square().mean().item()
+        loss: float = (model(clean).squeeze(-1) - truth(clean)).square().mean().item()
+        return loss
 
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -213,7 +215,7 @@ def trained(task: Task, setting: Setting, contender: str, seed: int) -> float:
         for replica in at_work.replicas:
             with replica:
                 loss = task.loss(model, task.batch(step))
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         at_work.step([loss.detach()])
