@@ -17,6 +17,7 @@ from hdet.checkpoints.leader import led
 from hdet.errors import CheckpointError, ConfigError, MissingExtraError
 from hdet.files import replaced
 from hdet.history import WindowRecord
+from hdet.integrations import deepspeed
 from hdet.integrations.dataset_probe import Sample
 from hdet.integrations.metrics import metrics
 from hdet.overlay import search as overlay
@@ -78,14 +79,18 @@ class Search(TrainerCallback):
         saved = led(group, lambda: self._saved(args, state, folder)) if state.global_step else None
         self._begun_at = saved["begun_at"] if saved is not None else state.global_step
         self._trainer = trainer
-        assert trainer.optimizer is not None  # made by now
-        self.search = attach(
-            trainer.model_wrapped,
-            trainer.optimizer,
-            probe=self._probe if isinstance(self._probe, Probe) else probe_of(trainer, self._probe),
-            total_steps=state.max_steps - self._begun_at,
-            **{**_found(trainer, self._options), **self._options, **({"quiet": True} if saved is not None else {})},
-        )
+        given = {
+            "probe": self._probe if isinstance(self._probe, Probe) else probe_of(trainer, self._probe),
+            "total_steps": state.max_steps - self._begun_at,
+            **_found(trainer, self._options),
+            **self._options,
+            **({"quiet": True} if saved is not None else {}),
+        }
+        if trainer.is_deepspeed_enabled:
+            self.search = deepspeed.attach(trainer.model_wrapped, **given)
+        else:
+            assert trainer.optimizer is not None  # made by now
+            self.search = attach(trainer.model_wrapped, trainer.optimizer, **given)
         if saved is not None:
             self.search.all_ranks.load_state_dict(saved["search"])
         self.search.on_window(self._unlogged.append)
@@ -207,11 +212,14 @@ def _refuse(trainer: Trainer) -> None:
 
 
 def _found(trainer: Trainer, options: dict[str, Any]) -> dict[str, Any]:
-    """What the Trainer says of accumulation and schedule, as options of `hdet.attach`."""
-    found: dict[str, Any] = {
-        "micro_batches": trainer.args.gradient_accumulation_steps,
-        "quiet": not trainer.is_world_process_zero(),
-    }
+    """What the Trainer says of accumulation and schedule, as options of `hdet.attach`.
+
+    A DeepSpeed engine says itself what it accumulates, and its scheduler is followed.
+    """
+    found: dict[str, Any] = {"quiet": not trainer.is_world_process_zero()}
+    if trainer.is_deepspeed_enabled:
+        return {**found, "schedule": None}
+    found["micro_batches"] = trainer.args.gradient_accumulation_steps
     if not {"scheduler", "schedule"} & options.keys():
         scheduler = trainer.lr_scheduler
         foreseen = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)

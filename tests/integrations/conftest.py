@@ -12,6 +12,7 @@ NEEDS = {
     "test_lightning.py": "lightning",
     "test_transformers.py": "transformers",
     "test_transformers_ranks.py": "transformers",
+    "test_transformers_deepspeed.py": "transformers",
     "test_peft.py": "peft",
     "test_finetune_example.py": "peft",
 }
