@@ -78,7 +78,7 @@ class Cycle:
         self.watch: Watch | None = plan.guard.watch(scene) if plan.guard is not None else None
         self.merger = plan.merge.at_work(scene)
         self.noise_scale: NoiseScale | None = None
-        self.noise = NoiseMeter(self.home) if plan.noise_scale else None
+        self.noise = NoiseMeter(self.home, paired=plan.paired) if plan.noise_scale else None
         self.tally = Tally(self.home, stay_alike=not plan.apart)
         self.standstill = Standstill(scene)
         self._probe_size = ProbeSize(self.knobs, plan.signal, plan.gradients)

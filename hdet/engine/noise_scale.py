@@ -59,10 +59,10 @@ class NoiseMeter:
     are without bias. Nothing is copied, and no step waits for the device.
 
     Raises:
-        ConfigError: the replicas are no micro-batches of one model, or only one.
+        ConfigError: the replicas are no micro-batches of one model, only one, or pairs that take the same data.
     """
 
-    def __init__(self, home: Replicas) -> None:
+    def __init__(self, home: Replicas, *, paired: bool = False) -> None:
         if not isinstance(home, Seats):
             raise ConfigError(
                 "noise_scale=True compares the micro-batches of one model in one process: copies have gradients of "
@@ -73,6 +73,11 @@ class NoiseMeter:
             raise ConfigError(
                 "noise_scale=True compares at least 2 micro-batches of a step, and there is 1; accumulate gradients "
                 "over more of them, or leave it out"
+            )
+        if paired:
+            raise ConfigError(
+                "noise_scale=True compares micro-batches of different data, and Contrast(paired=True) has two of them "
+                "take the same; leave one of the two out"
             )
         self._home = home
         self._parameters = tensors.trained(home.hosts[0][0])

@@ -152,6 +152,15 @@ def test_a_loop_without_the_blocks_is_told() -> None:
         engine.step()
 
 
+def test_micro_batches_of_the_same_data_are_refused() -> None:
+    model = nn.Sequential(hdet.nn.Dropout(0.1), nn.Linear(2, 1))
+    home = hdet.micro_batches(model, SGD(model.parameters(), lr=0.1), 4)
+    probe = hdet.Probe(lambda model, x: model(x).square().mean(1), [torch.ones(8, 2)])
+    knob = hdet.Dropout(evidence=hdet.Contrast(paired=True))
+    with pytest.raises(ConfigError, match=r"Contrast\(paired=True\) has two of them take the same"):
+        hdet.Engine(home, [knob], signal=probe, noise_scale=True)
+
+
 def test_one_micro_batch_and_copies_are_refused() -> None:
     with pytest.raises(ConfigError, match="compares at least 2 micro-batches of a step, and there is 1"):
         engine_of(n=1)
