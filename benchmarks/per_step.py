@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+from heap import settle
 from torch import Tensor, nn
 
 import hdet
@@ -60,6 +61,7 @@ def steps(engine: Engine, count: int) -> Iterator[dict[str, float]]:
             spent["entering a pass"] += (clock() - began) / len(engine.replicas)
             loss = replica.model()
             loss.backward()
+            settle()
             began = clock()
             replica.__exit__(None, None, None)
             spent["leaving a pass"] += (clock() - began) / len(engine.replicas)
@@ -68,6 +70,7 @@ def steps(engine: Engine, count: int) -> Iterator[dict[str, float]]:
         for optimizer in engine.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        settle()
         began = clock()
         record = engine.step(losses)
         spent["engine.step"] = clock() - began

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from heap import settle
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,11 +26,6 @@ import hdet
 from hdet.controllers import Hold
 
 LAYERS = 144
-
-
-def settle() -> None:
-    """Let the heap sort what the training step has freed, which else the first allocation pays for (0.3 ms here)."""
-    bytearray(2**12)
 
 
 def measured(sharded: bool, count: int) -> dict[str, float]:
