@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hdet.replicas import finite, host_memory, tensors
 from hdet.replicas.held_optimizer import HeldOptimizer
+from hdet.replicas.walk import Walk
 
 
 class Anchor:
@@ -29,6 +30,7 @@ class Anchor:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: str | None = None) -> None:
         self._model = model
+        self._walk = Walk(model)
         self._optimizer = optimizer
         self._device = device
         self._state = HeldOptimizer(optimizer, device)
@@ -75,7 +77,7 @@ class Anchor:
     def _moving(self) -> dict[int, Tensor]:
         """The parameters that training can change, by their number in the model."""
         moving = {}
-        for number, (parameter, moves) in enumerate(tensors.can_move(self._model, self._optimizer)):
+        for number, (parameter, moves) in enumerate(tensors.can_move(self._walk, self._optimizer)):
             if not moves and number not in self._parameters:
                 version = 0 if parameter.is_inference() else parameter._version
                 if self._versions.setdefault(number, version) == version:
@@ -85,8 +87,7 @@ class Anchor:
 
     def values(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """The anchored values of some of the model's parameters; those that nothing changes are the model's own."""
-        tensors.reshard(self._model)
-        place = {id(parameter): number for number, parameter in enumerate(self._model.parameters())}
+        place = {id(parameter): number for number, parameter in enumerate(self._walk.every())}
         held = [self._parameters.get(place[id(parameter)]) for parameter in parameters]
         pairs = zip(held, parameters, strict=True)
         return [tensors.local(parameter.detach()) if own is None else own for own, parameter in pairs]
@@ -107,8 +108,7 @@ class Anchor:
         return [*self._all_parameters(), *(self._buffers.get(n, b) for n, b in _buffers(self._model).items())]
 
     def _all_parameters(self) -> list[Tensor]:
-        tensors.reshard(self._model)
-        live = (tensors.local(parameter.detach()) for parameter in self._model.parameters())
+        live = (tensors.local(parameter.detach()) for parameter in self._walk.every())
         return [self._parameters.get(number, own) for number, own in enumerate(live)]
 
     def optimizer_state(self, *, fresh: bool = False) -> dict[str, Any]:

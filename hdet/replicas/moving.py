@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hdet.replicas import tensors
 from hdet.replicas.schedule_free import is_schedule_free
+from hdet.replicas.walk import Walk
 
 
 class Moving:
@@ -30,14 +31,15 @@ class Moving:
 
     def __init__(self, hosts: Sequence[tuple[nn.Module, Optimizer]]) -> None:
         self._hosts = hosts
+        self._walks = [Walk(model) for model, _ in hosts]
         self.evaluates_average = is_schedule_free(hosts[0][1])
         self.open()
 
     def open(self) -> None:
         """A window opens: look them up."""
         whole = [
-            [(parameter, moves) for parameter, moves in tensors.can_move(*host) if parameter.numel()]
-            for host in self._hosts
+            [(parameter, moves) for parameter, moves in tensors.can_move(walk, optimizer) if parameter.numel()]
+            for walk, (_, optimizer) in zip(self._walks, self._hosts, strict=True)
         ]
         self.flags = [moves for _, moves in whole[0]]
         self.parameters = [[parameter for parameter, moves in own if moves] for own in whole]

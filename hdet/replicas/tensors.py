@@ -14,6 +14,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
+from hdet.replicas.walk import Walk
 
 SMALL = 2**13
 """Elements up to which tensors are joined: one alone costs an operator's call, which is more than its arithmetic."""
@@ -56,16 +57,15 @@ def parameters(model: nn.Module) -> list[Tensor]:
     return [local(parameter.detach()) for parameter in model.parameters() if parameter.numel()]
 
 
-def can_move(model: nn.Module, optimizer: Optimizer) -> list[tuple[nn.Parameter, bool]]:
-    """Each of `model.parameters()`, and whether training can change it: it is trained, or the optimizer holds it."""
+def can_move(walk: Walk, optimizer: Optimizer) -> list[tuple[nn.Parameter, bool]]:
+    """Each of a model's parameters, and whether training can change it: it is trained, or the optimizer holds it."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    reshard(model)
-    return [(parameter, parameter.requires_grad or id(parameter) in held) for parameter in model.parameters()]
+    return [(parameter, parameter.requires_grad or id(parameter) in held) for parameter in walk.every()]
 
 
 def moving_parameters(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters that training can change."""
-    return [parameter for parameter, moves in can_move(model, optimizer) if moves and parameter.numel()]
+    return [parameter for parameter, moves in can_move(Walk(model), optimizer) if moves and parameter.numel()]
 
 
 def moving(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:

@@ -21,15 +21,21 @@ class Walk:
         self._sharded: list[Any] = []
         self._members: list[nn.Module | nn.Parameter | None] = []
         self._identities: list[int] = []
+        self._every: list[nn.Parameter] = []
         self._found: list[nn.Parameter] = []
 
     def parameters(self) -> list[nn.Parameter]:
         """Every one once, tied and frozen ones included; of a fully sharded model the shards."""
+        self.every()
+        return self._found
+
+    def every(self) -> list[nn.Parameter]:
+        """The same, those without elements included: `list(model.parameters())`."""
         for module in self._sharded:
             module.reshard()
         if not self._modules or [id(member) for member in self._all()] != self._identities:
             self._look()
-        return self._found
+        return self._every
 
     def _all(self) -> list[nn.Module | nn.Parameter | None]:
         """What the modules hold now."""
@@ -45,4 +51,5 @@ class Walk:
             module.reshard()
         self._members = self._all()  # held, so that no identity is given to another object
         self._identities = [id(member) for member in self._members]
-        self._found = [parameter for parameter in self._model.parameters() if parameter.numel()]
+        self._every = list(self._model.parameters())
+        self._found = [parameter for parameter in self._every if parameter.numel()]

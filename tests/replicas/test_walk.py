@@ -10,6 +10,7 @@ def found_again(model: nn.Module, walk: Walk) -> bool:
     """The same objects as a walk of the model itself finds."""
     now = [parameter for parameter in model.parameters() if parameter.numel()]
     held = walk.parameters()
+    assert [id(parameter) for parameter in walk.every()] == [id(parameter) for parameter in model.parameters()]
     return len(held) == len(now) and all(one is other for one, other in zip(held, now, strict=True))
 
 
