@@ -28,7 +28,7 @@ MERGES: dict[str, Merge] = {
     "outer explored": Outer(),
     "outer adam": Outer(0.01, optimizer="Adam", options={}, merge=Weighted(1.0)),
 }
-STORED = ("outer", "outer explored", "grawa", "outer adam")
+STORED = ("outer", "grawa", "outer adam")
 RULES = ("truncation", "tournament")
 
 
