@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from hdet.app.run.config import RunConfig
-from hdet.app.run.launching import world
 from hdet.errors import ConfigError
 from hdet.hparams import LearningRate, Schedule
 from hdet.hparams.schedule import sampled
+from hdet.replicas.parallel import world
 from hdet.replicas.perturb import perturb
 from hdet.signals import Probe
 from hdet.trials import find as rate_from_trials

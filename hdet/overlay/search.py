@@ -25,6 +25,7 @@ from hdet.overlay.rates import Rates
 from hdet.overlay.riding import Build, Riding
 from hdet.replicas import tensors
 from hdet.replicas.distributed.ranks import Ranks
+from hdet.replicas.parallel import world
 
 Callback = TypeVar("Callback", bound=Callable[[WindowRecord], object])
 FORMAT = 2
@@ -159,8 +160,8 @@ class Search(AbstractContextManager["Search"]):
     def _part(self) -> tuple[int, int] | None:
         """This rank and the number of ranks, where a rank holds a part of the weights or of the optimizer's state."""
         sharded = any(tensors.pieces(parameter) > 1 for parameter in self.model.parameters())
-        in_parts = getattr(self.optimizer, "state_in_parts", False) and dist.get_world_size() > 1
-        return (dist.get_rank(), dist.get_world_size()) if sharded or in_parts else None
+        in_parts = getattr(self.optimizer, "state_in_parts", False) and world() > 1
+        return (dist.get_rank(), world()) if sharded or in_parts else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`, before or after the model, the optimizer and the scheduler are restored.

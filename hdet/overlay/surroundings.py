@@ -11,6 +11,7 @@ from hdet.errors import ConfigError
 from hdet.replicas import Replicas, micro_batches, replicate
 from hdet.replicas.distributed import distribute, refusals
 from hdet.replicas.distributed.distribute import unwrapped
+from hdet.replicas.parallel import world
 
 
 def home(model: nn.Module, optimizer: Optimizer, seats: int) -> Replicas:
@@ -30,7 +31,7 @@ def home(model: nn.Module, optimizer: Optimizer, seats: int) -> Replicas:
         ConfigError: there are other processes, and nothing says how they train together.
     """
     found: Replicas
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if world() == 1:
         found = micro_batches(unwrapped(model)[0], optimizer, seats)
     else:
         refusals.pipelined(model, None)
@@ -44,7 +45,7 @@ def home(model: nn.Module, optimizer: Optimizer, seats: int) -> Replicas:
         else:
             refusals.partitioned(model, optimizer)
             raise ConfigError(
-                f"this is one of {dist.get_world_size()} processes, and the model is neither in "
+                f"this is one of {world()} processes, and the model is neither in "
                 f"DistributedDataParallel nor sharded over them: nothing tells whether they train one model or "
                 f"several; wrap it first, and give hdet.attach the wrapped model, or, if your loop shares gradients "
                 f"itself, give replicas=hdet.distribute(model, optimizer, micro_batches=...)"
@@ -93,7 +94,7 @@ def how_many(model: nn.Module | None, replicas: Replicas | None) -> int:
         if model is not None:
             raise ConfigError("give model= or replicas=, not both: replicas hold their models")
         return replicas.size
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return world()
 
 
 def surroundings(optimizer: Optimizer, model: nn.Module | None, replicas: Replicas | None) -> Replicas:

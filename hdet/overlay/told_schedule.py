@@ -9,7 +9,6 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import PrivateAttr
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,6 +16,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 
 from hdet.errors import ConfigError
 from hdet.hparams import Schedule
+from hdet.replicas.parallel import world
 
 Row = Sequence[float]
 Function = Callable[[int], float]
@@ -248,7 +248,7 @@ def _steps_each(scheduler: Any) -> int:
     wrapped = hasattr(scheduler, "split_batches") and hasattr(scheduler, "step_with_optimizer")
     if not wrapped or scheduler.split_batches or not scheduler.step_with_optimizer:
         return 1
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return world()
 
 
 def bare(scheduler: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whether a model is trained together with other processes, seen from what wraps it."""
+"""Whether there are other processes, and whether a model is trained together with them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet.errors import ConfigError
+
+
+def world() -> int:
+    """How many processes there are; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def require_alone(model: nn.Module, made_by: str) -> None:

@@ -32,7 +32,8 @@ class LossScaled:
 def test_the_scale_of_the_losses_is_found_after_steps_that_overflowed(skipped: int) -> None:
     model = network()
     wrapped = LossScaled(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    optimizer = EngineOptimizer(wrapped, [list(model.parameters())])
+    groups = [list(model.parameters())]
+    optimizer = EngineOptimizer(wrapped, groups, masters=lambda: groups)
     search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, micro_batches=PASSES, quiet=True)
     for step in range(skipped + 3):
         scale = math.inf if step < skipped else 1.0

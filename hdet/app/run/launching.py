@@ -21,6 +21,7 @@ import torch.distributed as dist
 from hdet.errors import ConfigError, HdetError
 from hdet.replicas.distributed import process_group
 from hdet.replicas.distributed.lost_rank import LOST, translated
+from hdet.replicas.parallel import world
 
 T = TypeVar("T")
 
@@ -46,11 +47,6 @@ def ranks(device: str) -> Iterator[None]:
             yield
     else:
         yield
-
-
-def world() -> int:
-    """How many ranks there are; 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hdet.app.run.config import RunConfig
 from hdet.app.run.folder import RunFolder
-from hdet.app.run.launching import leads, led, rank, shared_out, world
+from hdet.app.run.launching import leads, led, rank, shared_out
 from hdet.app.tasks import Workload
 from hdet.engine.engine import Engine
 from hdet.errors import CheckpointError
@@ -21,6 +21,7 @@ from hdet.history import History, WindowRecord
 from hdet.hparams import Knob, LearningRate
 from hdet.replicas import Replicas, micro_batches, replicate
 from hdet.replicas.distributed import distribute
+from hdet.replicas.parallel import world
 from hdet.replicas.perturb import perturb
 from hdet.signals import Objective
 
