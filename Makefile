@@ -24,8 +24,8 @@ export OMP_NUM_THREADS
 unexport PYTHONDONTWRITEBYTECODE
 
 # Test files that run at a time. Many share processes between their tests, so none is divided; those that start the most
-# processes come first in the alphabet, and the end is short ones.
-WORKERS ?= 2
+# processes come first in the alphabet, and the end is short ones. One more than two cores take: processes wait for each other.
+WORKERS ?= 3
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: run test test-integrations test-extras lint docs diagrams install clean
