@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from hdet.controllers import Estimate
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
-from hdet.evidence.parts.line_fit import along
+from hdet.evidence.parts.line_fit import Points, along
 from hdet.evidence.parts.losses_at import Point, losses_at
 from hdet.evidence.scene import Harvest, OuterStep, Scene
 from hdet.hparams.binding import GroupBinding
@@ -45,14 +45,7 @@ class OuterLine(Evidence):
     needs_probe: ClassVar[bool] = True
 
     width: float = Field(default=0.3, gt=0, le=3)
-    points: tuple[float, ...] = (-1.0, 1.0)
-
-    @field_validator("points")
-    @classmethod
-    def _distinct(cls, points: tuple[float, ...]) -> tuple[float, ...]:
-        if len(set(points)) < 2:
-            raise ValueError(f"a slope needs at least 2 distinct points, got {points}")
-        return points
+    points: Points = (-1.0, 1.0)
 
     def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> OuterLineCollector:
         return OuterLineCollector(self, scene, knobs)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from two_ranks import found_by
 
 pytestmark = [
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install 'hdet[deepspeed]'"),
     pytest.mark.timeout(600),  # one job on two ranks runs for all
 ]
-HERE = Path(__file__).parent
 Found = dict[Any, Any]
 SETTINGS = [(0, False), (1, False), (2, False), (3, False), (1, True), (2, True), (3, True)]
 
@@ -25,19 +20,7 @@ SETTINGS = [(0, False), (1, False), (2, False), (3, False), (1, True), (2, True)
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    path = os.pathsep.join([str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
-    told = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
-            *(str(HERE / "deepspeed_job.py"), str(folder)),
-        ],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=590,
-    )
-    assert told.returncode == 0, told.stderr[-4000:]
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    return found_by("deepspeed_job.py", folder, limit=590)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-HERE = Path(__file__).parent
+from two_ranks import found_by
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
-    path = os.pathsep.join([str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
-    told = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
-            *(str(HERE / "transformers_job.py"), str(folder)),
-        ],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
-    assert told.returncode == 0, told.stderr[-4000:]
+    found = found_by("transformers_job.py", folder, limit=170)
     assert (folder / "searched" / "checkpoint-9" / "hdet.pt").exists()
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    return found
 
 
 def test_ranks_train_one_model_and_decide_the_same(ranks: list[dict[str, Any]], assert_same: Any) -> None:

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor
 
 from hdet.controllers import Estimate
 from hdet.evidence.collector import Collector, Evidence
-from hdet.evidence.parts.line_fit import along
+from hdet.evidence.parts.line_fit import Points, along
 from hdet.evidence.parts.losses_at import Write, losses_at
 from hdet.evidence.scene import Harvest, Scene
 from hdet.hparams.bound import BoundKnob
@@ -50,15 +50,8 @@ class Directional(Evidence):
     needs_probe: ClassVar[bool] = True
 
     width: float = Field(gt=0)
-    points: tuple[float, ...] = (-1.0, 1.0)
+    points: Points = (-1.0, 1.0)
     reach: float = Field(default=0.1, gt=0, le=1)
-
-    @field_validator("points")
-    @classmethod
-    def _distinct(cls, points: tuple[float, ...]) -> tuple[float, ...]:
-        if len(set(points)) < 2:
-            raise ValueError(f"a slope needs at least 2 distinct points, got {points}")
-        return points
 
 
 class DirectionalCollector(Collector):

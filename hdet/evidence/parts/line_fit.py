@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator
 
 from hdet.controllers import Estimate
+
+
+def _distinct(points: tuple[float, ...]) -> tuple[float, ...]:
+    if len(set(points)) < 2:
+        raise ValueError(f"a slope needs at least 2 distinct points, got {points}")
+    return points
+
+
+Points = Annotated[tuple[float, ...], AfterValidator(_distinct)]
+"""Where losses are read for a slope, in units of a width; two of them at least differ."""
 
 
 def along(offsets: Sequence[float], losses: NDArray[np.float64]) -> Estimate:
