@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
+import random
 import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import explicit_loop
+import hypothesis
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +23,17 @@ torch.set_num_threads(1)
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A run of the suite says the same as the one before; HYPOTHESIS_PROFILE=default looks for new cases.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+def pytest_runtest_setup() -> None:
+    """Every test begins from the same random numbers, whichever ran before it in its process."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 def pytest_collection_finish() -> None:

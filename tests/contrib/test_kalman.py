@@ -59,7 +59,7 @@ def test_two_levels_reveal_the_curvature_once_the_base_has_moved() -> None:
 
 @pytest.mark.parametrize("batches", [0, 4])
 @given(origin=st.floats(-5, 5), seed=st.integers(0, 1000))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_where_coordinate_zero_lies_does_not_matter(batches: int, origin: float, seed: int) -> None:
     # Prior and random walk belong to the base, not to a far-off origin; else memory would fade with distance.
     kalman, draw = Kalman(), np.random.default_rng(seed)

@@ -62,7 +62,7 @@ def test_every_member_is_tested() -> None:
 
 @every_controller
 @given(slope=st.floats(0.01, 1), downhill=st.sampled_from([-1, 1]), curvature=st.none() | st.floats(-1, 1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_sure_slope_is_followed_downhill(
     controller: Controller, slope: float, downhill: int, curvature: float | None
 ) -> None:
@@ -85,7 +85,7 @@ def test_a_sure_slope_is_followed_downhill(
     step=st.integers(0, 1000),
     warming=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_moves_and_states_stay_finite(
     controller: Controller, slope: float, stderr: float, curvature: float | None, shift: float, step: int, warming: bool
 ) -> None:

@@ -175,7 +175,7 @@ def values_in_force(engine: Engine, knob: int) -> list[float]:
 SPREADS = st.sampled_from([TwoLevel, Symmetric, Geometric])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     spread=SPREADS,
     width=st.floats(1e-6, 2.0),

@@ -21,7 +21,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 positive = st.floats(1e-3, 300)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(low=positive, ratio=st.floats(1.05, 100), where=st.floats(0, 1), dtype=st.sampled_from(DTYPES))
 def test_a_fitted_value_is_held_exactly_and_within_bounds(low: float, ratio: float, where: float, dtype: Any) -> None:
     """At the bounds themselves above all, which the format may round outwards."""

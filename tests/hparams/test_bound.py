@@ -71,7 +71,7 @@ SPACES = st.sampled_from([Log(), Logit(), Linear(0.3), Relative(), Arcsine()])
 SPREADS = st.sampled_from([TwoLevel, Symmetric, Geometric, OneSided, lambda w: OneSided(w, "down")])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     space=SPACES,
     make=SPREADS,
@@ -134,7 +134,7 @@ def test_only_changes_are_written_until_it_forgets() -> None:
     assert cell.written == [0.1, 0.2, 0.3, 0.3]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(moves=st.lists(st.floats(-10, 10), min_size=1, max_size=8), authority=st.floats(0, 4), space=SPACES)
 def test_the_shift_stays_within_authority_and_the_moves_add_up_to_it(
     moves: list[float], authority: float, space: Any

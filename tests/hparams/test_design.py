@@ -38,7 +38,7 @@ def draw(
     seed=st.integers(-(2**70), 2**70),
     window=st.integers(0, 2**40),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_columns_are_permutations_of_the_levels(
     design: Design, eighths: int, widths: list[float], seed: int, window: int
 ) -> None:
@@ -54,7 +54,7 @@ def test_columns_are_permutations_of_the_levels(
 
 @pytest.mark.parametrize("design", [Permutation(), LatinHypercube(draws=4), Fixed()], ids=repr)
 @given(n=st.integers(2, 20), knobs=st.integers(1, 6), window=st.integers(0, 10**6))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_graded_levels_are_permuted_too(design: Design, n: int, knobs: int, window: int) -> None:
     assigned = draw(design, n, knobs, window=window, graded=True)
     np.testing.assert_array_equal(np.sort(assigned, axis=0), np.tile(Symmetric(0.5).levels(n)[:, None], (1, knobs)))
@@ -83,7 +83,7 @@ def test_seed_window_and_name_each_matter(design: Design) -> None:
     where=st.integers(0, 5),
     n=st.integers(2, 12),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_adding_a_knob_leaves_other_permutations_alone(names: list[str], more: str, where: int, n: int) -> None:
     before = draw(Permutation(), n, names, seed=3, window=4, graded=True)
     longer = [*names[:where], more, *names[where:]]
@@ -114,7 +114,7 @@ def test_hadamard_matrices_are_what_they_are_called(order: int) -> None:
 
 @pytest.mark.parametrize("n", [4, 8, 12, 16, 20, 24, 28, 32, 36, 40])
 @given(seed=st.integers(0, 2**32), window=st.integers(0, 2**32), data=st.data())
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_hadamard_columns_are_orthogonal(n: int, seed: int, window: int, data: st.DataObject) -> None:
     knobs = data.draw(st.integers(1, n - 1))
     signs = 2 * draw(Hadamard(), n, knobs, seed, window)
@@ -147,7 +147,7 @@ def test_aliased_knobs_differ_by_window() -> None:
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16, 24, 32, 40])
 @given(window=st.integers(0, 2**32), data=st.data())
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_foldover_is_orthogonal_and_mirrored(n: int, window: int, data: st.DataObject) -> None:
     knobs = data.draw(st.integers(1, n // 2))
     signs = 2 * draw(Hadamard(foldover=True), n, knobs, window=window)
@@ -164,7 +164,7 @@ PAIRS = [(1, 1), (2, 2), (3, 1), (4, 3), (6, 2), (8, 8), (10, 2), (12, 9), (24, 
 
 @pytest.mark.parametrize(("pairs", "knobs"), PAIRS)
 @given(window=st.integers(0, 2**32))
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_mirrored_pairs_are_opposite_and_columns_orthogonal(pairs: int, knobs: int, window: int) -> None:
     """Where a Hadamard matrix fits into them; one column is always orthogonal to no other."""
     signs = mirrored(pairs, seed=1, window=window, names=[f"k{k}" for k in range(knobs)])

@@ -44,7 +44,7 @@ one_cycles = st.fixed_dictionaries(
 
 
 @given(arguments=one_cycles)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_one_cycle_is_torchs_bit_for_bit(arguments: dict[str, Any]) -> None:
     assume(arguments["pct_start"] * arguments["total_steps"] != 1.0)
     schedule = OneCycle(**arguments, cycle_momentum=True)
@@ -77,7 +77,6 @@ rising = st.sampled_from([Cosine, LinearDecay, WSD])
 @given(
     kind=rising, peak=st.floats(1e-6, 1e3), share=st.floats(0, 1), total=st.integers(1, 80), warmup=st.floats(0, 0.8)
 )
-@settings(deadline=None)
 def test_warmed_up_schedules_rise_to_the_peak_and_fall_towards_the_floor(
     kind: type[Cosine] | type[LinearDecay] | type[WSD], peak: float, share: float, total: int, warmup: float
 ) -> None:

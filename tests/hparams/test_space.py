@@ -32,7 +32,7 @@ def moderate(space: Space) -> st.SearchStrategy[float]:
 
 @each_space
 @given(data=st.data())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_apply_stays_in_the_domain_and_is_monotone(space: Space, data: Any) -> None:
     value, one, other = data.draw(values(space)), data.draw(shifts), data.draw(shifts)
     less, more = sorted([one, other])
@@ -46,7 +46,7 @@ def test_apply_stays_in_the_domain_and_is_monotone(space: Space, data: Any) -> N
 
 @each_space
 @given(data=st.data())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_difference_inverts_apply(space: Space, data: Any) -> None:
     origin, shift = data.draw(moderate(space)), data.draw(st.floats(-3, 3))
     moved = space.apply(origin, shift)
@@ -60,7 +60,7 @@ def test_difference_inverts_apply(space: Space, data: Any) -> None:
 
 @each_space
 @given(data=st.data())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_apply_inverts_difference(space: Space, data: Any) -> None:
     origin, value = data.draw(moderate(space)), data.draw(moderate(space))
     assert space.apply(origin, space.difference(value, origin)) == pytest.approx(value, rel=1e-9, abs=1e-9)
@@ -68,7 +68,7 @@ def test_apply_inverts_difference(space: Space, data: Any) -> None:
 
 @pytest.mark.parametrize("space", [Log(), Logit(), Linear(0.03)], ids=repr)
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_shifts_add_up(space: Space, data: Any) -> None:
     value, one, two = data.draw(moderate(space)), data.draw(st.floats(-3, 3)), data.draw(st.floats(-3, 3))
     assert space.apply(space.apply(value, one), two) == pytest.approx(space.apply(value, one + two), rel=1e-9)
@@ -76,7 +76,7 @@ def test_shifts_add_up(space: Space, data: Any) -> None:
 
 @each_space
 @given(data=st.data())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_difference_is_a_signed_number_for_every_pair(space: Space, data: Any) -> None:
     value, origin = data.draw(values(space)), data.draw(values(space))
     shift = space.difference(value, origin)
@@ -86,7 +86,7 @@ def test_difference_is_a_signed_number_for_every_pair(space: Space, data: Any) -
 
 @each_space
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_room_reaches_the_bounds_and_no_farther(space: Space, data: Any) -> None:
     low, value, high = sorted(data.draw(st.tuples(*[moderate(space)] * 3)))
     assume(low < high)

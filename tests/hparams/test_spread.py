@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hdet.contrib import Geometric
@@ -24,7 +24,6 @@ spreads: st.SearchStrategy[Spread] = st.one_of(
 
 
 @given(spread=spreads, n=st.integers(2, 70))
-@settings(deadline=None)
 def test_levels_ascend_stay_within_the_width_and_sum_to_zero(spread: Spread, n: int) -> None:
     levels = spread.levels(n)
     assert levels.shape == (n,)
@@ -40,7 +39,6 @@ def test_levels_ascend_stay_within_the_width_and_sum_to_zero(spread: Spread, n: 
 
 
 @given(width=widths, n=st.integers(2, 70), side=st.sampled_from(["up", "down"]))
-@settings(deadline=None)
 def test_one_sided_leaves_half_exactly_at_the_base(width: float, n: int, side: Literal["up", "down"]) -> None:
     spread = OneSided(width, side=side)
     offsets = spread.centre(n) + spread.levels(n)

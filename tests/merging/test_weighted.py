@@ -20,7 +20,7 @@ LOSSES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_si
 TEMPERATURES = st.one_of(st.none(), st.floats(0, 10))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(losses=LOSSES, temperature=TEMPERATURES, trim=st.floats(0, 0.99), seed=st.integers(0, 99))
 def test_weights_are_shares_whatever_the_order(
     losses: list[float], temperature: float | None, trim: float, seed: int

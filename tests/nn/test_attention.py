@@ -68,7 +68,7 @@ def test_temperature_divides_the_logits(kind: str, compiled: bool, scale: float 
     p=st.sampled_from([0.0, 0.3]),
     training=st.booleans(),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_eager_at_one_is_bitwise_pytorch(
     kind: str, scale: float | None, grouped: bool, p: float, training: bool
 ) -> None:

@@ -34,7 +34,7 @@ def run(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(("theirs", "ours", "shape"), KINDS)
 @pytest.mark.parametrize("inplace", [False, True])
 @given(p=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]), training=st.booleans())
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_eager_is_bitwise_pytorch(
     theirs: type, ours: type, shape: tuple[int, ...], inplace: bool, p: float, training: bool
 ) -> None:

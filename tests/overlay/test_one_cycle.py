@@ -128,7 +128,7 @@ def extents() -> st.SearchStrategy[dict[str, int]]:
 momenta = st.one_of(st.floats(0, 0.95), st.tuples(st.floats(0, 0.95), st.floats(0, 0.95)).map(list))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     kind=st.sampled_from(["sgd", "adamw"]),
     arguments=st.fixed_dictionaries(

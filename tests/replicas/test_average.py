@@ -16,7 +16,7 @@ from hdet.replicas.moving import Moving
 from hdet.schedules import Constant
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(values=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=30), stride=st.integers(1, 4))
 def test_it_is_the_mean_of_every_stride_th_step(values: list[float], stride: int) -> None:
     weight = torch.zeros(2)

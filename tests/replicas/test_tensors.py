@@ -22,7 +22,7 @@ def fresh(members: list[list[Tensor]]) -> list[list[Tensor]]:
     return [[torch.full_like(t, 7.0) for t in member] for member in members]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=st.lists(st.lists(numbers, min_size=1, max_size=5), min_size=1, max_size=3), n=st.integers(1, 9))
 def test_the_mean_of_identical_members_is_that_member_bit_for_bit(values: list[list[float]], n: int) -> None:
     """Whatever their number, the sign of zeros included."""
@@ -35,7 +35,7 @@ def test_the_mean_of_identical_members_is_that_member_bit_for_bit(values: list[l
             assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=st.lists(st.lists(numbers, min_size=4, max_size=4), min_size=1, max_size=6))
 def test_the_mean_is_the_mean(rows: list[list[float]]) -> None:
     members = [[torch.tensor(row[:1]), torch.tensor(row[1:]).reshape(3, 1)] for row in rows]

@@ -92,7 +92,7 @@ def test_quick_takes_fewer_seeds_and_its_fields_have_the_last_word() -> None:
     assert declared.quickened().name == "s-quick"
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(count=st.integers(1, 9), cells_=st.integers(1, 12))
 def test_shards_are_a_partition(count: int, cells_: int) -> None:
     everything = cells(study(grid={"optimizer.lr": [0.1 * (i + 1) for i in range(cells_)]}, seeds=1))

@@ -28,7 +28,7 @@ ESTIMATORS = [
 SLOPES = [each for each in ESTIMATORS if not isinstance(each, Softmax) and each != EvolutionStrategy()]
 every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
 seeds = st.integers(0, 2**32 - 1)
-brisk = settings(max_examples=15, deadline=None)
+brisk = settings(max_examples=15)
 
 
 def windows(seed: int, *, knobs: int = 2, replicas: int = 8, batches: int = 0) -> list[Comparison]:

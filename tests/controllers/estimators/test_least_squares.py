@@ -18,7 +18,7 @@ def fit(levels: object, losses: object, estimator: LeastSquares | Marginal) -> l
 
 
 @given(a=st.floats(-5, 5), b=st.floats(-5, 5), c=st.floats(-5, 5), d=st.floats(-5, 5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_an_exact_quadratic_in_two_knobs_is_recovered(a: float, b: float, c: float, d: float) -> None:
     draw = np.random.default_rng(0)
     x, y = draw.uniform(-0.5, 0.5, (2, 9))

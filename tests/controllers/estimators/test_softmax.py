@@ -28,7 +28,7 @@ def test_levels_that_do_not_centre_on_the_base_displace_nothing_by_themselves() 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
 @given(slope=st.floats(-3, 3), width=st.floats(0.01, 1), sigma=st.floats(0.05, 2))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_first_order_relation_to_the_slope(n: int, slope: float, width: float, sigma: float) -> None:
     # Delta = -(a^2 c_N / sigma) dL/dz + O(slope^2), c_N = (N + 1) / (3 (N - 1)), for the paper's levels.
     levels = width * (np.arange(n) - (n - 1) / 2) / ((n - 1) / 2)
@@ -40,7 +40,7 @@ def test_first_order_relation_to_the_slope(n: int, slope: float, width: float, s
 
 
 @given(losses=st.lists(st.floats(-1e6, 1e6), min_size=4, max_size=4), sigma=st.floats(1e-3, 10))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_displacement_never_leaves_the_spread(losses: list[float], sigma: float) -> None:
     assert abs(displaced([-0.3, -0.1, 0.1, 0.3], losses, sigma).slope) <= 0.3 * (1 + 1e-12)
 
