@@ -50,7 +50,7 @@ class Uncorrected(FindThenTrain):
     title = "hdet find, not lowered, then cosine"
     order = 3
 
-    def rate(self, estimate: hdet.RateEstimate) -> float:
+    def rate(self, estimate: hdet.trials.RateEstimate) -> float:
         return estimate.at_trial_length.rate
 
 

@@ -173,7 +173,7 @@ ROWS: dict[str, tuple[bool, dict[str, Any]]] = {
     "recipe, no forward knob": (False, {"exclude": ["dropout"]}),
     "rates of groups, no forward knob": (
         False,
-        {"exclude": ["dropout"], "knobs": (hdet.LearningRate(evidence=hdet.GroupLines()),)},
+        {"exclude": ["dropout"], "knobs": (hdet.LearningRate(evidence=hdet.evidence.GroupLines()),)},
     ),
     "recipe": (False, {}),
     "recipe on LoRA adapters": (True, {}),

@@ -157,7 +157,7 @@ def explored(case: Case, seed: int, factors: Sequence[float], grouped: bool, ste
     engine = hdet.Engine(
         hdet.micro_batches(model, optimizer, 1),
         [choice.knob for choice in choices if choice.knob is not None],
-        window=hdet.GrowingWindow(),
+        window=hdet.windows.GrowingWindow(),
         signal=hdet.Probe(loss, batches),
         seed=seed,
         total_steps=steps,
@@ -200,7 +200,7 @@ def cost(groups: int, layers: int = 30, width: int = 96, steps: int = 80) -> tup
     engine = hdet.Engine(
         hdet.micro_batches(model, optimizer, 1),
         [choice.knob for choice in choices if choice.knob is not None],
-        window=hdet.GrowingWindow(),
+        window=hdet.windows.GrowingWindow(),
         signal=probe,
         total_steps=steps,
     )

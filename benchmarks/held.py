@@ -64,7 +64,7 @@ class Held(Recommended):
         return hdet.Engine(
             hdet.micro_batches(model, optimizer, task.micro_batches),
             [self.held(knob) if isinstance(knob, RATE) else knob for knob in knobs if self.explores(knob)],
-            window=hdet.GrowingWindow(),
+            window=hdet.windows.GrowingWindow(),
             signal=probe,
             seed=seed,
             total_steps=steps,

@@ -141,7 +141,7 @@ def adamw(beta2: float = 0.999, rate: float = 3e-3) -> Callable[[nn.Module], Opt
 
 
 def clipped(name: str, optimizer: Callable[[nn.Module], Optimizer], norm: float) -> Setting:
-    return Setting(f"{name}, norm {norm:g}", optimizer, lambda: hdet.ClipNorm(evidence=hdet.Recursion()), norm)
+    return Setting(f"{name}, norm {norm:g}", optimizer, lambda: hdet.ClipNorm(evidence=hdet.evidence.Recursion()), norm)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,9 @@ PARTS: dict[str, Part] = {
     "momentum": Part(
         ("outliers", "digits"),
         tuple(
-            Setting(f"SGD, momentum {mu:g}", sgd(mu), lambda: hdet.Momentum(evidence=hdet.Recursion()), norm=1.0)
+            Setting(
+                f"SGD, momentum {mu:g}", sgd(mu), lambda: hdet.Momentum(evidence=hdet.evidence.Recursion()), norm=1.0
+            )
             for mu in (0.5, 0.9, 0.99)
         ),
         ("held", "recipe", "recipe+knob"),
@@ -175,7 +177,9 @@ PARTS: dict[str, Part] = {
     "beta2": Part(
         ("outliers", "digits"),
         tuple(
-            Setting(f"AdamW, beta2 {beta:g}", adamw(beta), lambda: hdet.Beta2(evidence=hdet.Recursion()), norm=1.0)
+            Setting(
+                f"AdamW, beta2 {beta:g}", adamw(beta), lambda: hdet.Beta2(evidence=hdet.evidence.Recursion()), norm=1.0
+            )
             for beta in (0.9, 0.999)
         ),
         ("held", "recipe", "recipe+knob"),
@@ -193,11 +197,13 @@ def engine(task: Task, model: nn.Module, optimizer: Optimizer, setting: Setting,
         return hdet.recommended(
             model, optimizer, total_steps=STEPS, probe=probe, schedule=schedule, knobs=knobs, quiet=True
         )
-    held = hdet.LearningRate(schedule=schedule, controller=Hold(), spread=TwoLevel(0.0), evidence=hdet.Divergent())
+    held = hdet.LearningRate(
+        schedule=schedule, controller=Hold(), spread=TwoLevel(0.0), evidence=hdet.evidence.Divergent()
+    )
     return hdet.Engine(
         hdet.micro_batches(model, optimizer, 1),
         [held, *knobs],
-        window=hdet.GrowingWindow(),
+        window=hdet.windows.GrowingWindow(),
         signal=probe,
         total_steps=STEPS,
     )

@@ -43,7 +43,7 @@ def contrast_engine(tensors: int, horizon: int, rate: float | Tensor) -> Engine:
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=fused, foreach=not fused)
     return Engine(
         hdet.micro_batches(model, optimizer, 4),
-        [hdet.Dropout(evidence=hdet.Contrast(horizon=horizon, refresh=10_000), controller=Hold())],
+        [hdet.Dropout(evidence=hdet.evidence.Contrast(horizon=horizon, refresh=10_000), controller=Hold())],
         window=40,
         signal=hdet.Probe(lambda model, scale: model() * scale, [1.0, 1.1]),
     )
@@ -98,8 +98,8 @@ def updates(tensors: int, count: int) -> dict[str, float]:
     engine = Engine(
         hdet.micro_batches(model, optimizer, 1),
         [
-            hdet.LearningRate(evidence=hdet.Line(), controller=Hold()),
-            hdet.WeightDecay(evidence=hdet.Analytic(), controller=Hold()),
+            hdet.LearningRate(evidence=hdet.evidence.Line(), controller=Hold()),
+            hdet.WeightDecay(evidence=hdet.evidence.Analytic(), controller=Hold()),
         ],
         window=count + 10,
         signal=hdet.Probe(lambda model, scale: model() * scale, [1.0, 1.1]),
@@ -133,8 +133,8 @@ def window_ends(tensors: int, count: int) -> dict[str, float]:
     engine = Engine(
         hdet.micro_batches(model, optimizer, 1),
         [
-            hdet.LearningRate(evidence=hdet.Line(read_average_above=None), controller=Hold()),
-            hdet.WeightDecay(evidence=hdet.Analytic(), controller=Hold()),
+            hdet.LearningRate(evidence=hdet.evidence.Line(read_average_above=None), controller=Hold()),
+            hdet.WeightDecay(evidence=hdet.evidence.Analytic(), controller=Hold()),
         ],
         window=2,
         signal=hdet.Probe(loss, [1.0, 1.1]),

@@ -62,7 +62,7 @@ def estimates(knob: hdet.Knob, seed: int, fixed: bool) -> list[Estimate]:
     optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     if isinstance(knob, hdet.ClipNorm):
         hdet.clip_gradients(optimizer, norm=CLIPS_HALF)
-    diverges = isinstance(knob.evidence, hdet.Divergent)
+    diverges = isinstance(knob.evidence, hdet.evidence.Divergent)
     replicas = hdet.replicate(model, optimizer, n=4) if diverges else hdet.micro_batches(model, optimizer, 4)
     probe = hdet.Probe(
         lambda model, x: model(x).mean(dim=1),
@@ -118,14 +118,14 @@ def taus(windows: list[Estimate], rule: Gated, forget_sub_batches: bool) -> list
 def placebos() -> Mapping[str, Callable[[], hdet.Knob]]:
     """A knob for each evidence."""
     return {
-        "Line": lambda: hdet.LearningRate(evidence=hdet.Line(read_average_above=None)),
-        "Analytic": lambda: hdet.WeightDecay(evidence=hdet.Analytic()),
-        "Recursion": lambda: hdet.Beta1(evidence=hdet.Recursion()),
-        "Recursion, clipping": lambda: hdet.ClipNorm(evidence=hdet.Recursion()),
-        "Divergent": lambda: hdet.LearningRate(evidence=hdet.Divergent()),
-        "MixedDifference": lambda: hdet.Dropout(evidence=hdet.MixedDifference(bound_from=0.0)),
-        "Contrast, a window": lambda: hdet.Dropout(evidence=hdet.Contrast(bound_from=0.0)),
-        "Contrast, horizon 400": lambda: hdet.Dropout(evidence=hdet.Contrast(horizon=400, bound_from=0.0)),
+        "Line": lambda: hdet.LearningRate(evidence=hdet.evidence.Line(read_average_above=None)),
+        "Analytic": lambda: hdet.WeightDecay(evidence=hdet.evidence.Analytic()),
+        "Recursion": lambda: hdet.Beta1(evidence=hdet.evidence.Recursion()),
+        "Recursion, clipping": lambda: hdet.ClipNorm(evidence=hdet.evidence.Recursion()),
+        "Divergent": lambda: hdet.LearningRate(evidence=hdet.evidence.Divergent()),
+        "MixedDifference": lambda: hdet.Dropout(evidence=hdet.evidence.MixedDifference(bound_from=0.0)),
+        "Contrast, a window": lambda: hdet.Dropout(evidence=hdet.evidence.Contrast(bound_from=0.0)),
+        "Contrast, horizon 400": lambda: hdet.Dropout(evidence=hdet.evidence.Contrast(horizon=400, bound_from=0.0)),
     }
 
 

@@ -43,8 +43,8 @@ def measured(sharded: bool, count: int) -> dict[str, float]:
     engine = hdet.Engine(
         distribute(model, optimizer, **amount, **options),
         [
-            hdet.LearningRate(evidence=hdet.Line(), controller=Hold()),
-            hdet.WeightDecay(evidence=hdet.Analytic(), controller=Hold()),
+            hdet.LearningRate(evidence=hdet.evidence.Line(), controller=Hold()),
+            hdet.WeightDecay(evidence=hdet.evidence.Analytic(), controller=Hold()),
         ],
         window=count + 10,
         signal=hdet.Probe(lambda model, batch: model(batch).square().mean(), [torch.ones(2, 8)] * 2),

@@ -42,7 +42,7 @@ def t_values(
     optimizer = task.optimizer(problem.groups(model), Setting(rate, 0.0))
     engine = hdet.Engine(
         hdet.micro_batches(model, optimizer, 4),
-        [hdet.Dropout(evidence=hdet.Contrast(horizon=horizon, sketch=size), controller=Hold())],
+        [hdet.Dropout(evidence=hdet.evidence.Contrast(horizon=horizon, sketch=size), controller=Hold())],
         window=WINDOW,
         signal=hdet.Probe(probe_loss, lambda window: [problem.probe(window)]),
         total_steps=windows * WINDOW,

@@ -46,7 +46,7 @@ def run(build: Build, seed: int, window: int, stride: int, steps: int) -> NDArra
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     rate = hdet.LearningRate(
         schedule=Cosine(RATE, steps, warmup=0.1),
-        evidence=hdet.Line(stride=stride, read_average_above=-1e9, preview=0.0),
+        evidence=hdet.evidence.Line(stride=stride, read_average_above=-1e9, preview=0.0),
         controller=Hold(),
     )
     probe = hdet.Probe(workload.loss, workload.probe)

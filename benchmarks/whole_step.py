@@ -44,7 +44,7 @@ def engine_of(model: nn.Module, optimizer: torch.optim.Optimizer, evidence: str,
     knobs: list[Knob] = [hdet.LearningRate(), hdet.WeightDecay()]
     signal = None
     if evidence == "update":
-        knobs = [hdet.LearningRate(evidence=hdet.Line()), hdet.WeightDecay(evidence=hdet.Analytic())]
+        knobs = [hdet.LearningRate(evidence=hdet.evidence.Line()), hdet.WeightDecay(evidence=hdet.evidence.Analytic())]
         signal = hdet.Probe(loss_of, probe)
     return hdet.Engine(hdet.distribute(model, optimizer), knobs, window=WINDOW, signal=signal)
 

@@ -41,7 +41,7 @@ def train_on_a_worker(config: dict[str, Any]) -> None:
     search = hdet.attach(model, optimizer, probe=probe, total_steps=config["steps"], quiet=rank != 0)
 
     @search.on_window
-    def report(record: hdet.WindowRecord) -> None:
+    def report(record: hdet.history.WindowRecord) -> None:
         learned = {name: values["closed"] for name, values in record.learned.items()}
         metrics = {"step": record.stop, "training_loss": record.loss, **learned}
         if rank != 0 or record.stop < config["steps"]:

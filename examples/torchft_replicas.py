@@ -49,7 +49,7 @@ def declared(steps: int) -> dict[str, Any]:
         "signal": hdet.Probe(loss_of, [batch(10**6, shard) for shard in range(8)]),
         "gradients": "local",
         # Two replicas do not tell their own noise from what their rates did; of four or more leave this out.
-        "evidence": hdet.Divergent(estimator=hdet.estimators.LeastSquares()),
+        "evidence": hdet.evidence.Divergent(estimator=hdet.estimators.LeastSquares()),
         "total_steps": steps,
     }
 

@@ -1,16 +1,35 @@
-"""hdet: online hyperparameter search inside one training run."""
+"""hdet: online hyperparameter search inside one training run.
+
+Here is what a training loop names. What it may choose among lies in families, one a module: `hdet.evidence`,
+`hdet.schedules`, `hdet.controllers` and the others at the end of `hdet.__all__`.
+"""
 
 from importlib import import_module
 from types import ModuleType
 
-from hdet import contrib, controllers, designs, errors, estimators, merges, schedules, spaces, spreads
-from hdet.checkpoints.folder import CheckpointFolder
-from hdet.checkpoints.stateful import Stateful
+from hdet import (
+    checkpoints,
+    contrib,
+    controllers,
+    designs,
+    errors,
+    estimators,
+    evidence,
+    history,
+    merges,
+    nn,
+    report,
+    schedules,
+    signals,
+    spaces,
+    spec,
+    spreads,
+    trials,
+    windows,
+)
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Rewind
-from hdet.errors import HdetError
-from hdet.evidence import Analytic, Contrast, Divergent, Evidence, GroupLines, Line, MixedDifference, Recursion
-from hdet.history import History, WindowRecord
+from hdet.history import History
 from hdet.hparams import (
     AttentionTemperature,
     Beta1,
@@ -21,7 +40,6 @@ from hdet.hparams import (
     LabelSmoothing,
     LearningRate,
     Momentum,
-    Replay,
     Scalar,
     WeightDecay,
     clip_gradients,
@@ -36,67 +54,33 @@ from hdet.recipes.recommended import recommended
 from hdet.replicas import micro_batches, replicate
 from hdet.replicas.distributed import distribute, process_group
 from hdet.replicas.perturb import perturb
-from hdet.signals import Objective, Probe, TrainingLoss
-from hdet.spec import Spec, register
-from hdet.trials import RateEstimate, find
-from hdet.windows import FixedWindow, GrowingWindow, Windows
+from hdet.signals import Objective, Probe
+from hdet.trials import find
 
 __version__ = "0.1.0"
 
-_INTEGRATIONS = frozenset({"deepspeed", "lightning", "loggers", "torchft", "transformers"})
-
-
-def __getattr__(name: str) -> ModuleType:
-    """The integration with a framework, imported when it is asked for.
-
-    Raises:
-        MissingExtraError: the framework is not installed.
-    """
-    if name not in _INTEGRATIONS:
-        raise AttributeError(f"module 'hdet' has no attribute {name!r}")
-    return import_module(f"hdet.integrations.{name}")
-
-
 __all__ = [
-    "Analytic",
     "AttentionTemperature",
     "Beta1",
     "Beta2",
-    "CheckpointFolder",
     "ClipNorm",
-    "Contrast",
-    "Divergent",
     "Dropout",
     "Engine",
-    "Evidence",
-    "FixedWindow",
-    "GroupLines",
-    "GrowingWindow",
-    "HdetError",
     "History",
     "Knob",
     "LabelSmoothing",
     "LearningRate",
-    "Line",
-    "MixedDifference",
     "Momentum",
     "Objective",
     "OneCycleHDET",
     "Probe",
-    "RateEstimate",
-    "Recursion",
-    "Replay",
     "ReplayLR",
     "Rewind",
     "Scalar",
     "Search",
-    "Spec",
-    "Stateful",
-    "TrainingLoss",
     "WeightDecay",
-    "WindowRecord",
-    "Windows",
     "attach",
+    "checkpoints",
     "clip_gradients",
     "contrib",
     "controllers",
@@ -104,17 +88,58 @@ __all__ = [
     "distribute",
     "errors",
     "estimators",
+    "evidence",
     "explore",
     "find",
     "merges",
     "micro_batches",
+    "nn",
     "paper_engine",
     "perturb",
     "process_group",
     "recommended",
-    "register",
     "replicate",
+    "report",
     "schedules",
     "spaces",
     "spreads",
+    "windows",
 ]
+
+_INTEGRATIONS = frozenset({"deepspeed", "lightning", "loggers", "torchft", "transformers"})
+
+_FAMILIES = (
+    errors,
+    spec,
+    spaces,
+    spreads,
+    designs,
+    schedules,
+    windows,
+    evidence,
+    estimators,
+    controllers,
+    merges,
+    contrib,
+    checkpoints,
+    signals,
+    trials,
+    history,
+)
+
+
+def __getattr__(name: str) -> ModuleType:
+    """The integration with a framework, imported when it is asked for.
+
+    Raises:
+        MissingExtraError: the framework is not installed.
+        AttributeError: there is no such name here; the message says which family has it.
+    """
+    if name in _INTEGRATIONS:
+        return import_module(f"hdet.integrations.{name}")
+    homes = [f"{family.__name__}.{name}" for family in _FAMILIES if hasattr(family, name)]
+    raise AttributeError(f"module 'hdet' has no attribute {name!r}" + (f"; it is {homes[0]}" if homes else ""))
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -102,7 +102,7 @@ class Spec(BaseModel):
         if self.family and not _same(self._members.get(self.kind), type(self)):
             raise ConfigError(
                 f"{type(self).__qualname__} cannot be written down: it is not registered as a {self.family}; decorate "
-                f"it with @hdet.register"
+                f"it with @hdet.spec.register"
             )
         fields = self.model_dump(mode="json")
         return {"kind": self.kind, **fields} if self.family else fields

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet import Engine, Probe, WindowRecord
+from hdet import Engine, Probe
+from hdet.history import WindowRecord
 
 torch.set_num_threads(1)
 

@@ -22,7 +22,7 @@ def train(
     stepped: Callable[[int], object] = lambda step: None,
     report: Callable[[int, Tensor], Tensor] = lambda step, own: own,
     tell: Callable[[int, list[Tensor]], Any] = lambda step, losses: losses,
-) -> list[hdet.WindowRecord]:
+) -> list[hdet.history.WindowRecord]:
     """The windows that close until a step, by default the run's end.
 
     Args:

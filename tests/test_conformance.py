@@ -54,12 +54,12 @@ FAMILIES: tuple[type[Spec], ...] = (
     Spread,
     Design,
     Schedule,
-    hdet.Windows,
+    hdet.windows.Windows,
     Estimator,
     Controller,
     Rule,
     Veto,
-    hdet.Evidence,
+    hdet.evidence.Evidence,
     Merge,
     Guard,
 )
@@ -81,7 +81,7 @@ EXAMPLES: dict[type[Spec], list[Spec]] = {
     WSD: [WSD(1.0, total_steps=50)],
     Replay: [Replay((0.1, 0.3, 0.2))],
     FromCallable: [FromCallable("math:sqrt"), FromCallable("math:exp", total_steps=9)],
-    hdet.FixedWindow: [hdet.FixedWindow(7)],
+    hdet.windows.FixedWindow: [hdet.windows.FixedWindow(7)],
     Marginal: [Marginal(), Marginal(replica_noise=True)],
     LeastSquares: [LeastSquares(), LeastSquares(curvature=True), LeastSquares(replica_noise=True)],
     Kalman: [Kalman(), Kalman(replica_noise=True)],
@@ -93,10 +93,14 @@ EXAMPLES: dict[type[Spec], list[Spec]] = {
         hdet.LearningRate(schedule=OneCycle(0.02, total_steps=6)),
         hdet.LearningRate(groups="taught", controller=Calibrate()),
     ],
-    hdet.Dropout: [hdet.Dropout(), hdet.Dropout(evidence=hdet.Contrast(refresh=3), spread=OneSided(0.1))],
+    hdet.Dropout: [hdet.Dropout(), hdet.Dropout(evidence=hdet.evidence.Contrast(refresh=3), spread=OneSided(0.1))],
     hdet.Scalar: [hdet.Scalar("margin", path="margin", bounds=(0.01, 10.0))],
-    hdet.Divergent: [hdet.Divergent(), hdet.Divergent(tilt=0.5), hdet.Divergent(estimator=Kalman())],
-    hdet.Contrast: [hdet.Contrast(refresh=3), hdet.Contrast(refresh=3, paired=True)],
+    hdet.evidence.Divergent: [
+        hdet.evidence.Divergent(),
+        hdet.evidence.Divergent(tilt=0.5),
+        hdet.evidence.Divergent(estimator=Kalman()),
+    ],
+    hdet.evidence.Contrast: [hdet.evidence.Contrast(refresh=3), hdet.evidence.Contrast(refresh=3, paired=True)],
     Mean: [Mean(), Mean("keep"), Mean("reset")],
     Weighted: [Weighted(), Weighted(0.0), Weighted(None, trim=0.25, optimizer="keep")],
     Grawa: [Grawa(), Grawa(layers=True, momentum=0.0, optimizer="keep")],
@@ -194,7 +198,7 @@ class Halving(Schedule):
         return self.start * 0.5 ** (t // self.every)
 
 
-class Doubling(hdet.Windows):
+class Doubling(hdet.windows.Windows):
     """As long as all windows before it."""
 
     kind: ClassVar[str] = "conformance_doubling"
@@ -301,7 +305,7 @@ class EndsCollector(Collector):
         return found
 
 
-class Ends(hdet.Evidence):
+class Ends(hdet.evidence.Evidence):
     """Two-level replicas, compared by their training losses."""
 
     kind: ClassVar[str] = "conformance_ends"
@@ -339,7 +343,7 @@ def registry() -> Iterator[None]:
     """What these tests register is gone after each: other tests look at all that is there."""
     before = {root: dict(root._members) for root in FAMILIES}
     for spec in OWN:
-        hdet.register(type(spec))
+        hdet.spec.register(type(spec))
     yield
     for root, members_before in before.items():
         root._members.clear()
@@ -360,7 +364,7 @@ def test_there_is_one_of_a_users_own_for_every_family_that_users_extend() -> Non
 
 def breach(spec: Spec, law: str, shows: str = "", **given: Any) -> None:
     """`check` finds the law broken, and says by what."""
-    hdet.register(type(spec))
+    hdet.spec.register(type(spec))
     with pytest.raises(LawError) as caught:
         hdet.testing.check(spec, **given)
     message = str(caught.value)
@@ -481,7 +485,7 @@ class Boastful(LeastSquares):
 
 
 @unregistered
-class Lagging(hdet.Windows):
+class Lagging(hdet.windows.Windows):
     def length(self, step: int) -> int:
         return step // 2
 
@@ -637,7 +641,7 @@ def test_a_declaration_that_was_not_registered_cannot_be_read_back() -> None:
         def _levels(self, n: int) -> NDArray[np.float64]:
             return np.linspace(-self.width, self.width, n)
 
-    with pytest.raises(LawError, match=r"'reads_back_equal'.*@hdet\.register"):
+    with pytest.raises(LawError, match=r"'reads_back_equal'.*@hdet\.spec\.register"):
         hdet.testing.check(Homeless(0.1))
 
 

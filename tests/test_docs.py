@@ -270,7 +270,7 @@ def test_every_built_in_member_of_a_family_is_listed(family: str) -> None:
 def test_every_error_is_explained() -> None:
     page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     for name, value in vars(hdet.errors).items():
-        if isinstance(value, type) and issubclass(value, hdet.HdetError):
+        if isinstance(value, type) and issubclass(value, hdet.errors.HdetError):
             assert f"`{name}`" in page, name
 
 
@@ -334,13 +334,13 @@ class Judged(nn.Module):
 
 
 EVIDENCE: dict[str, tuple[Evidence, str]] = {
-    "`Line`": (hdet.Line(), "shared"),
-    "`Analytic`": (hdet.Analytic(), "shared"),
-    "`Recursion`": (hdet.Recursion(), "shared"),
-    "`Contrast`": (hdet.Contrast(), "shared"),
-    "`MixedDifference`": (hdet.MixedDifference(), "shared"),
-    "`Divergent`, shared gradients": (hdet.Divergent(), "shared"),
-    "`Divergent`, local gradients": (hdet.Divergent(), "local"),
+    "`Line`": (hdet.evidence.Line(), "shared"),
+    "`Analytic`": (hdet.evidence.Analytic(), "shared"),
+    "`Recursion`": (hdet.evidence.Recursion(), "shared"),
+    "`Contrast`": (hdet.evidence.Contrast(), "shared"),
+    "`MixedDifference`": (hdet.evidence.MixedDifference(), "shared"),
+    "`Divergent`, shared gradients": (hdet.evidence.Divergent(), "shared"),
+    "`Divergent`, local gradients": (hdet.evidence.Divergent(), "local"),
 }
 KNOB: dict[str, Callable[[], hdet.Knob]] = {
     "`LearningRate`": lambda: hdet.LearningRate(),

@@ -470,11 +470,11 @@ def test_courses_of_long_windows_are_replayed_from_the_file(few_bases: None, tmp
         assert history.latest[-1] == long(window)
     assert len(history) == len(history.latest) == MANY
     assert [one.bases for one in history.latest] == [long(window).bases for window in range(MANY)]
-    rates = hdet.Replay.of(history, "rate").values
+    rates = hdet.schedules.Replay.of(history, "rate").values
     assert rates == tuple(1.0 / (1 + step) for step in range(MANY * STEPS))
     history.truncate(MANY - 1)
     history.append(long(MANY - 1))
-    assert hdet.Replay.of(history, "rate").values == rates
+    assert hdet.schedules.Replay.of(history, "rate").values == rates
     path.write_text(long(0).to_json() + "\n")
     with pytest.raises(HdetError, match=r"no longer holds the \d+ windows before window"):
         list(history)
@@ -491,4 +491,4 @@ def test_without_a_file_courses_are_dropped_and_it_is_said_once(few_bases: None)
     assert "the last 4096 bases of its knobs step by step" in str(once.message)
     assert len(history.windows) == MANY
     with pytest.raises(HdetError, match="as a long run without a file does"):
-        hdet.Replay.of(history, "rate")
+        hdet.schedules.Replay.of(history, "rate")

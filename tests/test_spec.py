@@ -68,7 +68,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
         r"^beta1: spread: two_level: ratio: no such field; there are \['width'\] \(given: 2\)$",
     ),
     "several at once": (
-        lambda: hdet.GrowingWindow(minimum=0, fraction=2.0),
+        lambda: hdet.windows.GrowingWindow(minimum=0, fraction=2.0),
         r"^growing: minimum: .*1 \(given: 0\); fraction: .*1 \(given: 2.0\)$",
     ),
     "a missing field": (lambda: Spread.from_dict("two_level"), "^two_level: width: Field required$"),

@@ -60,8 +60,9 @@ class Manifest:
         except FileNotFoundError:
             raise CheckpointError(
                 f"{folder} has no {NAME}, so nothing in it can be checked: it was not saved by this version of "
-                f"hdet.CheckpointFolder. Remove it to resume from an earlier one, or, if you trust who wrote it, load "
-                f'it by torch.distributed.checkpoint.load({{"hdet": hdet.Stateful(engine)}}, ...)'
+                f"hdet.checkpoints.CheckpointFolder. Remove it to resume from an earlier one, or, if you trust who "
+                "wrote it, load it by torch.distributed.checkpoint.load("
+                '{"hdet": hdet.checkpoints.Stateful(engine)}, ...)'
             ) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(

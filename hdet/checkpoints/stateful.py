@@ -60,16 +60,16 @@ class ControlPart(ReplicaControlPart):
 class Stateful:
     """What `torch.distributed.checkpoint` saves and loads of an engine: always the last converged point.
 
-        dcp.save({"hdet": hdet.Stateful(engine)}, checkpoint_id="checkpoints/step_1000")
-        dcp.load({"hdet": hdet.Stateful(engine)}, checkpoint_id="checkpoints/step_1000")
+        dcp.save({"hdet": hdet.checkpoints.Stateful(engine)}, checkpoint_id="checkpoints/step_1000")
+        dcp.load({"hdet": hdet.checkpoints.Stateful(engine)}, checkpoint_id="checkpoints/step_1000")
 
     Sharded tensors are stored as shards, each once, and are cut anew for the ranks that load them; the number of
     ranks, of shards and of replicas may differ. A window under way is run again from its opening.
 
     Replicas may differ even there: in their optimizers' state under `Mean("keep")`, in their weights before the first
     merge after `hdet.perturb`. The point is then that of the first place (torch.distributed.checkpoint takes what
-    several ranks hold under one name for identical, and would store a mix). `hdet.CheckpointFolder` stores each
-    replica's beside it.
+    several ranks hold under one name for identical, and would store a mix). `hdet.checkpoints.CheckpointFolder` stores
+    each replica's beside it.
 
     The structure is fixed, whatever the moment: it is the template that loading fills.
 

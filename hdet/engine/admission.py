@@ -75,7 +75,7 @@ def identifiable(knob: BoundKnob, evidence: EvidenceNeeds, replicas: Replicas, s
             raise IdentifiabilityError(
                 f"{name} acts in the forward pass, and under shared gradients all replicas receive the same update, so "
                 f"diverged replicas cannot tell its levels apart; use gradients='local', or counterfactual evidence "
-                f"(evidence=hdet.Contrast())"
+                f"(evidence=hdet.evidence.Contrast())"
             )
         if spec.biases_loss and not isinstance(signal, Probe) and not spec.accept_bias:
             raise IdentifiabilityError(
@@ -86,8 +86,8 @@ def identifiable(knob: BoundKnob, evidence: EvidenceNeeds, replicas: Replicas, s
         where = {"update": "on the update", "forward": "in the forward pass", "merge": "on the merge's step"}
         raise IdentifiabilityError(
             f"{name} acts {where[spec.acts_on]}, of which {evidence.kind} evidence sees nothing; give the knob other "
-            f"evidence (evidence=hdet.Divergent(), or hdet.Line, Analytic, Recursion, Contrast, MixedDifference; "
-            f"hdet.evidence.OuterLine for knobs of a merge)"
+            f"evidence (evidence=hdet.evidence.Divergent(), or hdet.evidence.Line, Analytic, Recursion, Contrast, "
+            f"MixedDifference; hdet.evidence.OuterLine for knobs of a merge)"
         )
     if evidence.spaces and not isinstance(spec.space, evidence.spaces):
         raise ConfigError(
@@ -97,13 +97,13 @@ def identifiable(knob: BoundKnob, evidence: EvidenceNeeds, replicas: Replicas, s
     if evidence.shared and gradients == "local" and replicas.diverge:
         raise IdentifiabilityError(
             f"{name}: {evidence.kind} evidence compares gradients at weights that all replicas share, and local "
-            f"gradients drive the weights apart; use gradients='shared', or evidence=hdet.Divergent()"
+            f"gradients drive the weights apart; use gradients='shared', or evidence=hdet.evidence.Divergent()"
         )
     if knob.controller.needs_averaged and not evidence.averages:
         raise ConfigError(
             f"{name}: the controller {knob.controller.kind} needs a judgement at window-averaged weights, which "
-            f"{evidence.kind} evidence has not; take other evidence (hdet.Line) or another controller, such as "
-            f"hdet.controllers.Gated or hdet.controllers.Newton"
+            f"{evidence.kind} evidence has not; take other evidence (hdet.evidence.Line) or another controller, such "
+            f"as hdet.controllers.Gated or hdet.controllers.Newton"
         )
     if evidence.needs_probe and not isinstance(signal, Probe):
         raise ConfigError(f"{name}: {evidence.kind} evidence measures a held-out loss; give signal=hdet.Probe(...)")

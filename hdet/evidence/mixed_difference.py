@@ -228,5 +228,5 @@ def _alone(replicas: Replicas) -> None:
         raise ConfigError(
             f"MixedDifference evidence runs forward passes on each replica by itself, and {met[0]!r} is a "
             f"SyncBatchNorm, which waits for the other ranks in each; use BatchNorm, whose statistics are merged at a "
-            f"window's end, or evidence=hdet.Contrast()"
+            f"window's end, or evidence=hdet.evidence.Contrast()"
         )

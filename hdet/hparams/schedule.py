@@ -259,8 +259,8 @@ class Replay(Schedule):
     """A value for each step, as another run recorded them; the last is held.
 
     `Replay.of` reads them off a run's history. An optimizer that is made with lr=1.0 trains by it without hdet:
-    `torch.optim.lr_scheduler.LambdaLR(optimizer, hdet.Replay.of(history, "learning_rate"))`. `hdet.ReplayLR` replays
-    several knobs.
+    `torch.optim.lr_scheduler.LambdaLR(optimizer, hdet.schedules.Replay.of(history, "learning_rate"))`.
+    `hdet.ReplayLR` replays several knobs.
 
     >>> from hdet.hparams.schedule import Replay
     >>> [Replay((0.1, 0.3, 0.2))(t) for t in (0, 1, 2, 3)]
@@ -283,10 +283,10 @@ class Replay(Schedule):
 
         >>> import hdet
         >>> rates = [0.1, 0.3, 0.2]
-        >>> window = hdet.WindowRecord(0, 0, 3, {"lr": 0.2}, {}, [1.0], {}, {"lr": 0.0}, False, course={"lr": rates})
-        >>> hdet.Replay.of([window], "lr").values
+        >>> window = hdet.history.WindowRecord(0, 0, 3, {"lr": 0.2}, {}, [1.0], {}, {}, False, course={"lr": rates})
+        >>> hdet.schedules.Replay.of([window], "lr").values
         (0.1, 0.3, 0.2)
-        >>> [round(value, 2) for value in hdet.Replay.of([window], "lr", total_steps=5).values]
+        >>> [round(value, 2) for value in hdet.schedules.Replay.of([window], "lr", total_steps=5).values]
         [0.1, 0.2, 0.3, 0.25, 0.2]
         """
         course = recorded_course(windows, knob)

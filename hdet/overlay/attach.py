@@ -87,7 +87,7 @@ def attach(
             and nothing is explored in it.
         replicas: instead of what is found: from `hdet.micro_batches` or `hdet.distribute`.
         objective: the training loss and training batches, for evidence that evaluates them by itself.
-        window: steps between two readings, or a rule for them; by default `hdet.GrowingWindow()`.
+        window: steps between two readings, or a rule for them; by default `hdet.windows.GrowingWindow()`.
         guard: goes back where training went wrong; `None` goes on whatever happens.
         anchor, averages: where the window's first weights, and its averaged weights, are kept.
         stride: of averaged weights, take every stride-th step's.

@@ -34,7 +34,7 @@ class ReplayLR(LRScheduler):
 
     >>> import hdet, torch
     >>> rates = [0.1, 0.3, 0.2]
-    >>> window = hdet.WindowRecord(
+    >>> window = hdet.history.WindowRecord(
     ...     0, 0, 3, {"learning_rate": 0.2}, {}, [1.0], {}, {}, False, course={"learning_rate": rates}
     ... )
     >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=1.0)

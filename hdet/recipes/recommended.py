@@ -298,9 +298,9 @@ def recommended(
     wrong. What was chosen, and why, is printed.
 
     Held beyond plain training: the window's first weights (`anchor`), the mean of its weights (`averages`), for each
-    knob of the forward pass the sketches of `hdet.Contrast`, and in host memory the guard's copy of model and optimizer
-    state, early in the warm-up two; docs/overhead.md has the sizes. Every window evaluates the probe several times, and
-    short runs have short windows: there a probe larger than a training batch can take longer than training does.
+    knob of the forward pass the sketches of `hdet.evidence.Contrast`, and in host memory the guard's copy of model and
+    optimizer state, early in the warm-up two; docs/overhead.md has the sizes. Every window evaluates the probe several
+    times, and short runs have short windows: there a probe larger than a training batch can take longer than training.
 
     Args:
         model, optimizer: the rates set in the optimizer are the starting point; the first group's is the peak of
@@ -319,7 +319,7 @@ def recommended(
         knobs: in place of the recipe's knob of the same name, or beside them.
         exclude: names of the recipe's knobs that are left as they are: "learning_rate", "weight_decay", "dropout",
             "label_smoothing".
-        window: steps between two readings, or a rule for them; by default `hdet.GrowingWindow()`.
+        window: steps between two readings, or a rule for them; by default `hdet.windows.GrowingWindow()`.
         guard: instead of `hdet.Rewind()`; None goes on whatever happens.
         anchor, averages: where the window's first weights, and its averaged weights, are kept.
         stride: of averaged weights, take every stride-th step's.

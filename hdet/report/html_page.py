@@ -44,7 +44,7 @@ def page(runs: ReportedRun | Iterable[ReportedRun] | Iterable[WindowRecord], *, 
         MissingExtraError: plotly or Jinja is not installed (the extra `report`).
 
     >>> import hdet
-    >>> record = hdet.WindowRecord(0, 0, 10, {"dropout": 0.1}, {}, [2.0], {}, {"dropout": 0.0}, merged=False)
+    >>> record = hdet.history.WindowRecord(0, 0, 10, {"dropout": 0.1}, {}, [2.0], {}, {"dropout": 0.0}, merged=False)
     >>> "dropout" in page([record])
     True
     """

@@ -69,7 +69,7 @@ def test_a_run_from_end_to_end(declared: Path, capsys: pytest.CaptureFixture[str
         assert word in said
     assert "\x1b" not in said, "no escape codes without a terminal"
     kept = hdet.app.run.RunConfig.load(declared / "runs" / "digits" / "config.yaml")
-    assert (kept.steps, kept.seed, kept.window) == (18, 3, hdet.FixedWindow(9))
+    assert (kept.steps, kept.seed, kept.window) == (18, 3, hdet.windows.FixedWindow(9))
 
 
 def test_without_knobs_the_recipe_is_taken_and_told(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +214,7 @@ def test_the_users_own_task_and_knob_are_found_in_the_working_directory(declared
     (declared / "my_cli_kinds.py").write_text(
         "import hdet\n"
         "from hdet.app.tasks import Digits\n"
-        "@hdet.register\n"
+        "@hdet.spec.register\n"
         "class RateOfMyOwn(hdet.LearningRate):\n"
         "    pass\n"
         "def task(seed, batch_size, device):\n"

@@ -105,7 +105,7 @@ def test_exported_yaml_is_the_base_of_every_step_to_the_last_bit(
         pieces = sorted(found[knob]["bases"].items())
         for (start, bases), (stop, _) in itertools.pairwise([*pieces, (found[knob]["total_steps"], None)]):
             course += bases if isinstance(bases, list) else [bases] * (stop - start)
-        assert tuple(course) == hdet.Replay.of(history, knob).values
+        assert tuple(course) == hdet.schedules.Replay.of(history, knob).values
 
 
 @pytest.mark.parametrize("total_steps", [None, 24, 60, 7])
@@ -122,7 +122,7 @@ def test_an_exported_scheduler_gives_a_plain_optimizer_the_runs_rates(
         optimizer.step()
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == rates[-1]  # held past the end
-    recorded = hdet.Replay.of(hdet.History(over / "history.jsonl"), "learning_rate", total_steps).values
+    recorded = hdet.schedules.Replay.of(hdet.History(over / "history.jsonl"), "learning_rate", total_steps).values
     assert tuple(rates) == recorded
     assert len(set(recorded)) > 5
 
@@ -159,7 +159,7 @@ def test_ones_own_members_and_model_are_looked_at(
 ) -> None:
     (tmp_path / "looked_at.py").write_text(
         "import torch, hdet\n"
-        "@hdet.register\n"
+        "@hdet.spec.register\n"
         "class RateToLookAt(hdet.LearningRate):\n"
         "    '''A rate of one's own.'''\n"
         "def build():\n"

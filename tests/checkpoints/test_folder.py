@@ -54,14 +54,14 @@ def start(problem: Any) -> Callable[[], hdet.Engine]:
 def saved(start: Callable[[], hdet.Engine], train: Any, tmp_path: Path) -> Path:
     engine = start()
     train(engine, 4)
-    return hdet.CheckpointFolder(tmp_path / "checkpoints").save(engine)
+    return hdet.checkpoints.CheckpointFolder(tmp_path / "checkpoints").save(engine)
 
 
 def refusal(saved: Path, engine: hdet.Engine, assert_same: Any) -> str:
     """What a resume says, which changes nothing."""
     before = engine.state_dict()
     with pytest.raises(CheckpointError) as caught:
-        hdet.CheckpointFolder(saved.parent).resume(engine)
+        hdet.checkpoints.CheckpointFolder(saved.parent).resume(engine)
     assert_same(engine.state_dict(), before)
     return str(caught.value)
 
@@ -131,15 +131,15 @@ def test_plain_numbers_of_odd_types_are_refused(
 ) -> None:
     engine = start()
     train(engine, 4)
-    state = hdet.Stateful(engine).state_dict()
+    state = hdet.checkpoints.Stateful(engine).state_dict()
     changed = io.BytesIO()
     torch.save(control(torch.load(io.BytesIO(state["control"]), weights_only=True)), changed)
     fresh = start()
     before = fresh.state_dict()
     with pytest.raises(CheckpointError, match=message):
-        hdet.Stateful(fresh).load_state_dict({**state, "control": changed.getvalue()})
+        hdet.checkpoints.Stateful(fresh).load_state_dict({**state, "control": changed.getvalue()})
     with pytest.raises(CheckpointError, match="control cannot be read"):
-        hdet.Stateful(fresh).load_state_dict({**state, "control": b"rubbish"})
+        hdet.checkpoints.Stateful(fresh).load_state_dict({**state, "control": b"rubbish"})
     assert_same(fresh.state_dict(), before)
 
 
@@ -188,7 +188,7 @@ def test_a_checkpoint_without_a_manifest_is_not_passed_over(
     (saved / "manifest.json").unlink()
     said = refusal(saved, start(), assert_same)
     assert "has no manifest.json" in said
-    assert "hdet.Stateful" in said
+    assert "hdet.checkpoints.Stateful" in said
 
 
 def test_a_save_cut_short_does_not_count_and_is_cleared_away(
@@ -197,7 +197,7 @@ def test_a_save_cut_short_does_not_count_and_is_cleared_away(
     cut = saved.with_name("step_00000008.part")
     shutil.copytree(saved, cut)
     (cut / ".metadata").unlink()
-    checkpoints = hdet.CheckpointFolder(saved.parent)
+    checkpoints = hdet.checkpoints.CheckpointFolder(saved.parent)
     engine = start()
     assert checkpoints.resume(engine) == 4
     train(engine, 8)
@@ -212,9 +212,9 @@ def test_a_save_in_the_background_gets_its_name_without_anybody_waiting(
     """A kill long after it must find it whole."""
     engine = start()
     train(engine, 4)
-    target = hdet.CheckpointFolder(tmp_path).save(engine, wait=False)
+    target = hdet.checkpoints.CheckpointFolder(tmp_path).save(engine, wait=False)
     end = time.monotonic() + 60
     while not target.exists():
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert hdet.CheckpointFolder(tmp_path).resume(start()) == 4
+    assert hdet.checkpoints.CheckpointFolder(tmp_path).resume(start()) == 4

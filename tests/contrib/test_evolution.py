@@ -112,7 +112,7 @@ def test_a_rate_is_found(problem: Any, train: Any) -> None:
     """From a tenth of a good rate the whole of it moves a run's base up."""
     model = problem.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
-    evidence = hdet.Divergent(design=Antithetic(), estimator=EvolutionStrategy())
+    evidence = hdet.evidence.Divergent(design=Antithetic(), estimator=EvolutionStrategy())
     knob = hdet.LearningRate(spread=Gaussian(0.3), evidence=evidence, controller=Adam(0.2))
     engine = hdet.Engine(
         hdet.replicate(model, optimizer, n=4), [knob], window=5, signal=problem.probe(), total_steps=60

@@ -93,7 +93,7 @@ def data_parallel() -> Found:
     for at in ("last", "average"):
         found[f"probe {at}"] = many_ranks(DistributedDataParallel, home={"exact": True}, signal=probe(at))
     found["tilt"] = many_ranks(
-        DistributedDataParallel, home={"exact": True}, signal=probe(), evidence=hdet.Divergent(tilt=1.0)
+        DistributedDataParallel, home={"exact": True}, signal=probe(), evidence=hdet.evidence.Divergent(tilt=1.0)
     )
     for gradients in ("shared", "local"):
         found[f"copies {gradients}"] = many_ranks(home={"copies": 2}, gradients=gradients)
@@ -116,7 +116,7 @@ def in_parts() -> Found:
     found["hsdp batch norm"] = many_ranks(sharded_over(mesh), batch_normed, home={"mesh": mesh}, **both)
     found["hsdp probe"] = many_ranks(sharded_over(mesh), home={"mesh": mesh}, signal=probe("average"), **both)
     found["hsdp tilt"] = many_ranks(
-        sharded_over(mesh), home={"mesh": mesh}, signal=probe(), evidence=hdet.Divergent(tilt=1.0), **both
+        sharded_over(mesh), home={"mesh": mesh}, signal=probe(), evidence=hdet.evidence.Divergent(tilt=1.0), **both
     )
     tensor_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for gradients in ("shared", "local"):

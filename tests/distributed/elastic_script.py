@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
         engine = engine_of(
             hdet.distribute(model, optimizer_of(model), exact=True), hdet.History(folder / "history.jsonl")
         )
-        checkpoints = hdet.CheckpointFolder(folder / "checkpoints")
+        checkpoints = hdet.checkpoints.CheckpointFolder(folder / "checkpoints")
         start = checkpoints.resume(engine)
         if rank == 0:
             with (folder / "attempts").open("a") as file:

@@ -115,7 +115,7 @@ def test_a_probe_judges_ranks_as_it_judges_copies(ranks: list[Found], at: str) -
 def test_tilted_probes_are_split_over_ranks(ranks: list[Found]) -> None:
     found = each_rank(ranks, "tilt")
     decided_alike(found)
-    identical(found[0], cases.one_process(4, signal=probe(), evidence=hdet.Divergent(tilt=1.0)))
+    identical(found[0], cases.one_process(4, signal=probe(), evidence=hdet.evidence.Divergent(tilt=1.0)))
 
 
 @pytest.mark.parametrize("gradients", ["shared", "local"])
@@ -158,7 +158,7 @@ def test_a_sharded_model_is_probed_at_averaged_weights(ranks: list[Found]) -> No
 def test_a_sharded_model_is_probed_at_tilted_weights(ranks: list[Found]) -> None:
     found = each_rank(ranks, "hsdp tilt")
     decided_alike(found)
-    close(found[0], cases.one_process(2, each=2, signal=probe(), evidence=hdet.Divergent(tilt=1.0)))
+    close(found[0], cases.one_process(2, each=2, signal=probe(), evidence=hdet.evidence.Divergent(tilt=1.0)))
 
 
 @pytest.mark.parametrize("gradients", ["shared", "local"])

@@ -55,7 +55,7 @@ def four_ranks(folder: Path) -> Found:
     # Saved in mid-window, by DDP: the window's opening is what is kept, and the run goes on from there.
     engine = ddp_engine()
     train(engine, STOP)
-    checkpoints = hdet.CheckpointFolder(folder / "ddp")
+    checkpoints = hdet.checkpoints.CheckpointFolder(folder / "ddp")
     checkpoints.save(engine)
     own = engine.state_dict()
     train(engine, cases.STEPS)
@@ -93,7 +93,7 @@ def four_ranks(folder: Path) -> Found:
 
     # In the background, beside training that goes on; two, so that an older one is dropped.
     engine = ddp_engine()
-    background = hdet.CheckpointFolder(folder / "async", keep=1)
+    background = hdet.checkpoints.CheckpointFolder(folder / "async", keep=1)
     train(engine, 5)
     background.save(engine, wait=False)
     train(engine, 9)
@@ -109,15 +109,15 @@ def four_ranks(folder: Path) -> Found:
 
     # Without hdet's folder: any use of torch.distributed.checkpoint.
     engine = ddp_engine()
-    dcp.save({"mine": {"note": "x"}, "hdet": hdet.Stateful(engine)}, checkpoint_id=folder / "fresh")
-    dcp.load({"hdet": hdet.Stateful(engine)}, checkpoint_id=folder / "fresh")
+    dcp.save({"mine": {"note": "x"}, "hdet": hdet.checkpoints.Stateful(engine)}, checkpoint_id=folder / "fresh")
+    dcp.load({"hdet": hdet.checkpoints.Stateful(engine)}, checkpoint_id=folder / "fresh")
     train(engine, cases.STEPS)
     found["fresh"] = cases.outcome(engine)
 
     # Shards.
     engine, part = hsdp_engine((2, 2))
     train(engine, STOP, parts=(part,), each=2)
-    sharded = hdet.CheckpointFolder(folder / "hsdp")
+    sharded = hdet.checkpoints.CheckpointFolder(folder / "hsdp")
     sharded.save(engine)
     train(engine, cases.STEPS, parts=(part,), each=2)
     found["hsdp whole"] = cases.outcome(engine)
@@ -151,10 +151,10 @@ def apart(folder: Path) -> Found:
         for stop in (4, 6) if name == "kept" else (0, 2):
             engine = make()
             train(engine, stop)
-            checkpoints = hdet.CheckpointFolder(folder / f"{name} {stop}")
+            checkpoints = hdet.checkpoints.CheckpointFolder(folder / f"{name} {stop}")
             checkpoints.save(engine)
             if stop == 6:  # any use of torch.distributed.checkpoint holds the first place's point, not a mix
-                dcp.save({"hdet": hdet.Stateful(engine)}, checkpoint_id=folder / "kept bare")
+                dcp.save({"hdet": hdet.checkpoints.Stateful(engine)}, checkpoint_id=folder / "kept bare")
             train(engine, cases.STEPS)
             found[f"{name} {stop} whole"] = cases.outcome(engine)
             engine = make()
@@ -162,7 +162,7 @@ def apart(folder: Path) -> Found:
             train(engine, cases.STEPS)
             found[f"{name} {stop}"] = cases.outcome(engine)
     engine = kept_engine()
-    dcp.load({"hdet": hdet.Stateful(engine)}, checkpoint_id=folder / "kept bare")
+    dcp.load({"hdet": hdet.checkpoints.Stateful(engine)}, checkpoint_id=folder / "kept bare")
     found["bare"] = engine.optimizers[0].state_dict()["state"]
     raw = {"hdet": {"model": {name: torch.empty_like(value) for name, value in network().state_dict().items()}}}
     dcp.load(raw, checkpoint_id=folder / "noisy 2" / "step_00000000")
@@ -181,7 +181,7 @@ def halves(folder: Path) -> Found:
         return cases.engine_of(hdet.distribute(model, optimizer_of(model), group=group))
 
     engine = start()
-    checkpoints = hdet.CheckpointFolder(folder / f"half {half}")
+    checkpoints = hdet.checkpoints.CheckpointFolder(folder / f"half {half}")
     train(engine, 4)
     checkpoints.save(engine)
     if half == 1:
@@ -198,7 +198,7 @@ def halves(folder: Path) -> Found:
 def full_in_the_background(folder: Path) -> str:
     """The second rank's disk fills up under an asynchronous save."""
     engine, part = hsdp_engine((2, 2))
-    checkpoints = hdet.CheckpointFolder(folder / "full")
+    checkpoints = hdet.checkpoints.CheckpointFolder(folder / "full")
     train(engine, 4, parts=(part,), each=2)
     checkpoints.save(engine)
     train(engine, 8, parts=(part,), each=2)
@@ -219,11 +219,14 @@ def full_in_the_background(folder: Path) -> str:
 
 def two_ranks(folder: Path) -> Found:
     engine = ddp_engine()
-    found: Found = {"at": hdet.CheckpointFolder(folder / "ddp").resume(engine), "before": cases.outcome(engine)}
+    found: Found = {
+        "at": hdet.checkpoints.CheckpointFolder(folder / "ddp").resume(engine),
+        "before": cases.outcome(engine),
+    }
     train(engine, cases.STEPS)
     found["ddp"] = cases.outcome(engine)
     engine, _ = hsdp_engine((2, 1))
-    hdet.CheckpointFolder(folder / "hsdp").resume(engine)
+    hdet.checkpoints.CheckpointFolder(folder / "hsdp").resume(engine)
     found["hsdp before"] = cases.outcome(engine)
     train(engine, cases.STEPS, parts=(0, 1), each=2)
     found["hsdp"] = cases.outcome(engine)
@@ -330,7 +333,7 @@ def test_one_process_takes_up_replicas_that_differ(folder: Path, four: list[Foun
         model = network()
         home = hdet.replicate(model, optimizer_of(model), n=n)
         engine = cases.engine_of(home, gradients="local", merge=Mean("keep"))
-        assert hdet.CheckpointFolder(folder / "kept 6").resume(engine) == 4
+        assert hdet.checkpoints.CheckpointFolder(folder / "kept 6").resume(engine) == 4
         moments = [optimizer.state_dict()["state"][0]["exp_avg"] for optimizer in engine.optimizers]
         assert torch.equal(moments[0], moments[1]) != same
         train(engine, cases.STEPS)
@@ -366,7 +369,7 @@ def test_one_process_takes_up_a_run_of_four_ranks(folder: Path, four: list[Found
     torch.set_num_threads(1)
     model = network()
     engine = cases.engine_of(hdet.replicate(model, optimizer_of(model), n=4))
-    assert hdet.CheckpointFolder(folder / "ddp").resume(engine) == 4
+    assert hdet.checkpoints.CheckpointFolder(folder / "ddp").resume(engine) == 4
     train(engine, cases.STEPS)
     same_end(cases.outcome(engine), four[0]["whole"])
 
@@ -375,7 +378,7 @@ def test_a_checkpoint_of_another_declaration_is_refused(folder: Path, four: list
     model = network()
     engine = cases.engine_of(hdet.replicate(model, optimizer_of(model), n=4), seed=7)
     with pytest.raises(CheckpointError, match="seed"):
-        hdet.CheckpointFolder(folder / "ddp").resume(engine)
+        hdet.checkpoints.CheckpointFolder(folder / "ddp").resume(engine)
 
 
 def one_process(seed: int = 0, **options: Any) -> hdet.Engine:
@@ -388,7 +391,7 @@ def test_where_nothing_is_to_resume_the_run_and_its_history_begin(tmp_path: Path
     path = tmp_path / "history.jsonl"
     train(one_process(history=path), 5)  # killed after a window, before its first checkpoint
     engine = one_process(history=hdet.History(path))
-    assert hdet.CheckpointFolder(tmp_path / "none").resume(engine) is None
+    assert hdet.checkpoints.CheckpointFolder(tmp_path / "none").resume(engine) is None
     assert engine.step_count == 0
     train(engine, cases.STEPS)
     assert [record.window for record in hdet.History(path)] == [0, 1, 2]
@@ -398,22 +401,22 @@ def test_where_nothing_is_to_resume_the_run_and_its_history_begin(tmp_path: Path
 def test_a_refused_resume_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
     saved = one_process(seed=1)
     train(saved, 6)
-    hdet.CheckpointFolder(tmp_path / "folder").save(saved)
-    dcp.save({"hdet": hdet.Stateful(saved)}, checkpoint_id=tmp_path / "bare")
+    hdet.checkpoints.CheckpointFolder(tmp_path / "folder").save(saved)
+    dcp.save({"hdet": hdet.checkpoints.Stateful(saved)}, checkpoint_id=tmp_path / "bare")
     model = network()
     engine = cases.engine_of(hdet.replicate(model, optimizer_of(model), n=2), seed=7)
     train(engine, 5)
     before = [tensor.clone() for tensor in engine.cycle.anchor.held]
     with pytest.raises(CheckpointError, match="seed=0, this engine has 7"):
-        hdet.CheckpointFolder(tmp_path / "folder").resume(engine)
+        hdet.checkpoints.CheckpointFolder(tmp_path / "folder").resume(engine)
     with pytest.raises(CheckpointError, match="seed=0, this engine has 7"):
-        dcp.load({"hdet": hdet.Stateful(engine)}, checkpoint_id=tmp_path / "bare")
+        dcp.load({"hdet": hdet.checkpoints.Stateful(engine)}, checkpoint_id=tmp_path / "bare")
     assert all(map(torch.equal, before, engine.cycle.anchor.held))
     assert engine.step_count == 5
 
 
 def test_a_folder_of_another_run_is_not_saved_over(tmp_path: Path) -> None:
-    checkpoints = hdet.CheckpointFolder(tmp_path)
+    checkpoints = hdet.checkpoints.CheckpointFolder(tmp_path)
     old = one_process()
     for step in (4, 8):
         train(old, step)
@@ -435,9 +438,9 @@ def test_a_folder_of_another_run_is_not_saved_over(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
     engine = one_process()
     train(engine, 8)
-    hdet.CheckpointFolder(tmp_path, keep=1).save(engine)
+    hdet.checkpoints.CheckpointFolder(tmp_path, keep=1).save(engine)
     again = one_process()
-    checkpoints = hdet.CheckpointFolder(tmp_path, keep=1)
+    checkpoints = hdet.checkpoints.CheckpointFolder(tmp_path, keep=1)
     assert checkpoints.resume(again) == 8
     train(again, cases.STEPS)
     checkpoints.save(again)
@@ -454,7 +457,7 @@ def test_a_folder_that_cannot_be_cleared_is_told(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("hdet.checkpoints.folder.shutil.rmtree", refuse)
     with pytest.raises(CheckpointError, match="is not yours"):
-        hdet.CheckpointFolder(tmp_path).save(engine)
+        hdet.checkpoints.CheckpointFolder(tmp_path).save(engine)
 
 
 def test_a_guard_looks_for_the_best_point_anew_after_a_sharded_checkpoint(tmp_path: Path) -> None:
@@ -463,7 +466,7 @@ def test_a_guard_looks_for_the_best_point_anew_after_a_sharded_checkpoint(tmp_pa
     train(engine, 8)
     assert engine.cycle.watch is not None
     assert engine.cycle.watch.bases
-    checkpoints = hdet.CheckpointFolder(tmp_path)
+    checkpoints = hdet.checkpoints.CheckpointFolder(tmp_path)
     checkpoints.save(engine)
     checkpoints.resume(engine)
     assert not engine.cycle.watch.bases

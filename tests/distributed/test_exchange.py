@@ -149,7 +149,7 @@ def refused() -> dict[str, str]:
     for name, attempt in attempts.items():
         try:
             attempt()
-        except hdet.HdetError as error:
+        except hdet.errors.HdetError as error:
             told[name] = f"{type(error).__name__}: {error}"
         dist.barrier()
     return told
@@ -214,7 +214,7 @@ def statistics() -> dict[str, torch.Tensor]:
     found = {}
     for name, wrap in (("plain", nn.Sequential), ("DDP", DistributedDataParallel)):
         model = wrap(batch_normed())
-        knob = hdet.LearningRate(controller=Hold(), evidence=hdet.Line())
+        knob = hdet.LearningRate(controller=Hold(), evidence=hdet.evidence.Line())
         home = hdet.distribute(model, optimizer_of(model), micro_batches=1)
         engine = hdet.Engine(home, [knob], window=1, total_steps=2, signal=probe())
         train(engine, 1)
@@ -222,7 +222,7 @@ def statistics() -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp_replicate", "dp_shard"))
     model = batch_normed()
     fully_shard(model, mesh=mesh)
-    knob = hdet.LearningRate(controller=Hold(), evidence=hdet.Line())
+    knob = hdet.LearningRate(controller=Hold(), evidence=hdet.evidence.Line())
     home = hdet.distribute(model, optimizer_of(model), mesh=mesh)
     engine = hdet.Engine(home, [knob], window=1, total_steps=2, signal=probe())
     train(engine, 1, parts=(dist.get_rank(),), each=4)

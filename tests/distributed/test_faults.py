@@ -58,7 +58,7 @@ def engine_of(blow: Callable[[], None], gradients: str, wrapped: bool) -> hdet.E
 
 def in_forward(folder: Path, sign: int, gradients: str, wrapped: bool) -> None:
     engine = engine_of(partial(strike, sign), gradients, wrapped)
-    checkpoints = hdet.CheckpointFolder(folder)
+    checkpoints = hdet.checkpoints.CheckpointFolder(folder)
     train(engine, 4)
     checkpoints.save(engine)
     train(engine, cases.STEPS)
@@ -66,7 +66,7 @@ def in_forward(folder: Path, sign: int, gradients: str, wrapped: bool) -> None:
 
 def in_merge(folder: Path) -> None:
     engine = engine_of(lambda: None, "local", True)
-    checkpoints = hdet.CheckpointFolder(folder)
+    checkpoints = hdet.checkpoints.CheckpointFolder(folder)
     train(engine, 4)
     checkpoints.save(engine)
     plain = Exchange.reduce
@@ -82,12 +82,12 @@ def in_merge(folder: Path) -> None:
 
 def in_save(folder: Path) -> None:
     engine = engine_of(lambda: None, "local", True)
-    checkpoints = hdet.CheckpointFolder(folder)
+    checkpoints = hdet.checkpoints.CheckpointFolder(folder)
     train(engine, 4)
     checkpoints.save(engine)
     train(engine, 9)
     if dist.get_rank() == VICTIM:
-        hdet.Stateful.point = lambda self, **options: strike(signal.SIGKILL) or {}  # type: ignore[method-assign]
+        hdet.checkpoints.Stateful.point = lambda self, **options: strike(signal.SIGKILL) or {}  # type: ignore[method-assign]
     checkpoints.save(engine)
 
 
@@ -103,7 +103,7 @@ def in_phase(folder: Path, phase: str) -> None:
         return struck
 
     engine = engine_of(lambda: None, "shared", False)
-    checkpoints = hdet.CheckpointFolder(folder)
+    checkpoints = hdet.checkpoints.CheckpointFolder(folder)
     train(engine, 4)
     checkpoints.save(engine)
     if phase == "gather":
@@ -111,7 +111,7 @@ def in_phase(folder: Path, phase: str) -> None:
     elif phase == "gradients":
         Exchange.reduce = fatal(Exchange.reduce)  # type: ignore[method-assign, assignment]
     else:
-        hdet.Stateful.template = fatal(hdet.Stateful.template)  # type: ignore[method-assign, assignment]
+        hdet.checkpoints.Stateful.template = fatal(hdet.checkpoints.Stateful.template)  # type: ignore[method-assign, assignment]
         checkpoints.resume(engine)
     train(engine, cases.STEPS)
 
@@ -127,7 +127,7 @@ def in_probe_of_shards() -> None:
         return loss_of(model, given)
 
     signal_of = hdet.Probe(held_out, [batch(-1 - j, 99) for j in range(4)])
-    knob = hdet.LearningRate(evidence=hdet.Line())
+    knob = hdet.LearningRate(evidence=hdet.evidence.Line())
     home = hdet.distribute(model, optimizer_of(model), mesh=mesh)
     train(cases.engine_of(home, knobs=[knob], signal=signal_of), cases.STEPS)
 
@@ -135,17 +135,17 @@ def in_probe_of_shards() -> None:
 def slowly(folder: Path) -> None:
     engine = engine_of(partial(time.sleep, 1.5), "shared", True)
     train(engine, cases.STEPS)
-    hdet.CheckpointFolder(folder).save(engine)
+    hdet.checkpoints.CheckpointFolder(folder).save(engine)
 
 
 def resumes_whole(folder: Path) -> None:
     """The last checkpoint is whole, and a run from it ends as one that was never struck."""
     torch.set_num_threads(1)
     model = Struck(lambda: None)
-    assert (newest := hdet.CheckpointFolder(folder).latest()) is not None
+    assert (newest := hdet.checkpoints.CheckpointFolder(folder).latest()) is not None
     assert newest.name == "step_00000004"
     engine = cases.engine_of(hdet.replicate(model, optimizer_of(model), n=2), gradients="local")
-    assert hdet.CheckpointFolder(folder).resume(engine) == 4
+    assert hdet.checkpoints.CheckpointFolder(folder).resume(engine) == 4
     train(engine, cases.STEPS)
     other = Struck(lambda: None)
     whole = cases.engine_of(hdet.replicate(other, optimizer_of(other), n=2), gradients="local")
@@ -202,7 +202,7 @@ def test_a_rank_killed_in_another_phase_ends_the_others_too(tmp_path: Path, phas
     found = survivors(in_phase, 2, tmp_path, phase)
     assert set(found) == {0}
     assert found[0].startswith("LostRankError: rank 0, ")
-    assert (newest := hdet.CheckpointFolder(tmp_path).latest()) is not None
+    assert (newest := hdet.checkpoints.CheckpointFolder(tmp_path).latest()) is not None
     assert newest.name == "step_00000004"
 
 
@@ -218,7 +218,7 @@ def test_a_slow_rank_slows_the_run_and_changes_nothing(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = Struck(lambda: None)
     engine = cases.engine_of(hdet.replicate(model, optimizer_of(model), n=2))
-    assert hdet.CheckpointFolder(tmp_path).resume(engine) == cases.STEPS
+    assert hdet.checkpoints.CheckpointFolder(tmp_path).resume(engine) == cases.STEPS
     other = Struck(lambda: None)
     whole = cases.engine_of(hdet.replicate(other, optimizer_of(other), n=2))
     train(whole, cases.STEPS)

@@ -127,7 +127,7 @@ def stored(options: Found, mesh: Any, folder: str) -> Found:
     """The same by a folder of checkpoints, at the opening of the third window."""
     whole, second = fresh(options, mesh), fresh(options, mesh)
     train(whole, 8, **parts_of(mesh))
-    checkpoints = hdet.CheckpointFolder(folder)
+    checkpoints = hdet.checkpoints.CheckpointFolder(folder)
     checkpoints.save(whole)
     return {"at": checkpoints.resume(second), **compared(whole, second, parts_of(mesh))}
 

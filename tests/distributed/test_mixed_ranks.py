@@ -37,7 +37,7 @@ def network() -> nn.Module:
 
 
 def dropout(controller: Controller | None = None) -> hdet.Knob:
-    return hdet.Dropout(evidence=hdet.MixedDifference(), controller=controller or Gated(0.1, gate=0.0))
+    return hdet.Dropout(evidence=hdet.evidence.MixedDifference(), controller=controller or Gated(0.1, gate=0.0))
 
 
 def engine_of(replicas: hdet.replicas.Replicas, knob: hdet.Knob) -> hdet.Engine:
@@ -143,7 +143,7 @@ def hooked(mesh: Any) -> int:
     return before
 
 
-def refused(replicas: hdet.replicas.Replicas, evidence: hdet.Evidence) -> str:
+def refused(replicas: hdet.replicas.Replicas, evidence: hdet.evidence.Evidence) -> str:
     try:
         engine_of(replicas, hdet.Dropout(evidence=evidence))
     except ConfigError as error:
@@ -153,12 +153,12 @@ def refused(replicas: hdet.replicas.Replicas, evidence: hdet.Evidence) -> str:
 
 def contrast_on_shards(mesh: Any) -> str:
     model = sharded_over(mesh["dp_shard"])(network())
-    return refused(hdet.distribute(model, optimizer_of(model), mesh=mesh), hdet.Contrast())
+    return refused(hdet.distribute(model, optimizer_of(model), mesh=mesh), hdet.evidence.Contrast())
 
 
 def normed_over_ranks() -> str:
     model = network().append(nn.SyncBatchNorm(1))
-    return refused(hdet.distribute(model, optimizer_of(model)), hdet.MixedDifference())
+    return refused(hdet.distribute(model, optimizer_of(model)), hdet.evidence.MixedDifference())
 
 
 def everything() -> Found:
@@ -235,7 +235,7 @@ def test_the_recipe_judges_dropout_on_shards_where_it_has_an_objective_and_says_
 
 
 def test_contrast_on_shards_is_refused_and_the_way_out_named(ranks: list[Found]) -> None:
-    assert all("evidence=hdet.MixedDifference()" in rank["contrast on shards"] for rank in ranks)
+    assert all("evidence=hdet.evidence.MixedDifference()" in rank["contrast on shards"] for rank in ranks)
 
 
 def test_layers_that_wait_for_other_ranks_in_a_pass_are_refused(ranks: list[Found]) -> None:

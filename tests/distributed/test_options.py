@@ -79,7 +79,7 @@ def options(folder: Path) -> Found:
         "open": state["open"],
         "model": list(state["converged"]["model"].values()),
     }
-    hdet.CheckpointFolder(folder).save(engine)
+    hdet.checkpoints.CheckpointFolder(folder).save(engine)
     train(engine, STEPS)
     found["saved"]["end"] = weights(engine)[0]
 
@@ -189,7 +189,7 @@ def resumed(folder: Path) -> float:
         home = hdet.distribute(model, descent(model), precision=torch.bfloat16)
         return hdet.Engine(home, held(), window=WINDOW, total_steps=STEPS, gradients="local")
 
-    checkpoints = hdet.CheckpointFolder(folder)
+    checkpoints = hdet.checkpoints.CheckpointFolder(folder)
     whole, other = fresh(), fresh()
     train(whole, WINDOW)
     checkpoints.save(whole)
@@ -326,7 +326,7 @@ def test_a_checkpoint_in_flight_holds_the_merged_point(ranks: list[Found], folde
     engine = hdet.Engine(
         hdet.replicate(model, descent(model), n=RANKS), held(), window=WINDOW, total_steps=STEPS, gradients="local"
     )
-    assert hdet.CheckpointFolder(folder).resume(engine) == WINDOW
+    assert hdet.checkpoints.CheckpointFolder(folder).resume(engine) == WINDOW
     assert difference(weights(engine)[0], first["model"]) == 0.0
 
 

@@ -93,7 +93,7 @@ def engine_of(model: nn.Module, horizon: int = 0, **home: Any) -> hdet.Engine:
     window = BLOCKS * (2 if home.get("micro_batches") is None else 1)
     return hdet.Engine(
         hdet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05), **home),
-        [hdet.Dropout(evidence=hdet.Contrast(horizon=horizon, refresh=4), controller=Hold())],
+        [hdet.Dropout(evidence=hdet.evidence.Contrast(horizon=horizon, refresh=4), controller=Hold())],
         window=window,
         total_steps=2 * window,
         signal=hdet.Probe(loss_of, [batch(-1 - j, 99) for j in range(4)]),

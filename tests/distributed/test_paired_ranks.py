@@ -35,7 +35,7 @@ def trained(replicas: hdet.replicas.Replicas) -> Found:
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 99)
     engine = hdet.Engine(
         replicas,
-        [hdet.Dropout(evidence=hdet.Contrast(paired=True, refresh=4), controller=Gated(0.1, gate=0.0))],
+        [hdet.Dropout(evidence=hdet.evidence.Contrast(paired=True, refresh=4), controller=Gated(0.1, gate=0.0))],
         window=WINDOW,
         total_steps=4 * STEPS,
         signal=hdet.Probe(loss_of, [batch(-1 - j, 99) for j in range(4)]),

@@ -39,7 +39,10 @@ def begun_anew(home: str) -> Found:
     if "noisy" in home:
         hdet.perturb(replicas, 0.01)
     knob = hdet.LearningRate(
-        schedule=Cosine(10.0, STEPS, warmup=0.5), bounds=(0.0, 1e4), controller=Calibrate(), evidence=hdet.Line()
+        schedule=Cosine(10.0, STEPS, warmup=0.5),
+        bounds=(0.0, 1e4),
+        controller=Calibrate(),
+        evidence=hdet.evidence.Line(),
     )
     engine = hdet.Engine(
         replicas, [knob], window=WINDOW, signal=probe(), total_steps=STEPS, guard=hdet.Rewind(overshoot=1.1)

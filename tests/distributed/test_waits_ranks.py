@@ -26,13 +26,13 @@ def network() -> nn.Module:
 
 
 KNOBS = {
-    "line": hdet.LearningRate(evidence=hdet.Line(read_average_above=None), controller=Hold()),
-    "group lines": hdet.LearningRate(evidence=hdet.GroupLines(), controller=Hold()),
-    "analytic": hdet.WeightDecay(evidence=hdet.Analytic(), controller=Hold()),
-    "recursion": hdet.Beta1(evidence=hdet.Recursion(), controller=Hold()),
-    "contrast": hdet.Dropout(evidence=hdet.Contrast(horizon=20), controller=Hold()),
-    "contrast of one window": hdet.Dropout(evidence=hdet.Contrast(refresh=2), controller=Hold()),
-    "mixed": hdet.Dropout(evidence=hdet.MixedDifference(), controller=Hold()),
+    "line": hdet.LearningRate(evidence=hdet.evidence.Line(read_average_above=None), controller=Hold()),
+    "group lines": hdet.LearningRate(evidence=hdet.evidence.GroupLines(), controller=Hold()),
+    "analytic": hdet.WeightDecay(evidence=hdet.evidence.Analytic(), controller=Hold()),
+    "recursion": hdet.Beta1(evidence=hdet.evidence.Recursion(), controller=Hold()),
+    "contrast": hdet.Dropout(evidence=hdet.evidence.Contrast(horizon=20), controller=Hold()),
+    "contrast of one window": hdet.Dropout(evidence=hdet.evidence.Contrast(refresh=2), controller=Hold()),
+    "mixed": hdet.Dropout(evidence=hdet.evidence.MixedDifference(), controller=Hold()),
     "diverged": hdet.LearningRate(controller=Hold()),
 }
 REFUSED = {("fsdp2", name) for name in ("recursion", "contrast", "contrast of one window", "diverged")}

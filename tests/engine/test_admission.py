@@ -181,7 +181,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
         r"hdet.Probe\(...\), or accept_bias=True",
     ),
     "a tilt without a probe": (
-        lambda p: make(p, [hdet.LearningRate()], evidence=hdet.Divergent(tilt=1.0)),
+        lambda p: make(p, [hdet.LearningRate()], evidence=hdet.evidence.Divergent(tilt=1.0)),
         ConfigError,
         "learning_rate: a tilt evaluates merged weights; give signal=hdet.Probe",
     ),
@@ -191,22 +191,22 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
         "learning_rate: the controller calibrate needs a judgement at window-averaged weights, which diverg",
     ),
     "evidence blind to forward knobs": (
-        lambda p: make(p, [hdet.Dropout(pattern="2")], evidence=hdet.Line(), signal=p.probe()),
+        lambda p: make(p, [hdet.Dropout(pattern="2")], evidence=hdet.evidence.Line(), signal=p.probe()),
         IdentifiabilityError,
         r"dropout\[2\] acts in the forward pass, of which line evidence sees nothing; give the knob other",
     ),
     "evidence blind to update knobs": (
-        lambda p: make(p, [hdet.LearningRate()], evidence=hdet.Contrast(), signal=p.probe()),
+        lambda p: make(p, [hdet.LearningRate()], evidence=hdet.evidence.Contrast(), signal=p.probe()),
         IdentifiabilityError,
         "learning_rate acts on the update, of which contrast evidence sees nothing",
     ),
     "evidence that needs a probe": (
-        lambda p: make(p, [hdet.LearningRate()], evidence=hdet.Line()),
+        lambda p: make(p, [hdet.LearningRate()], evidence=hdet.evidence.Line()),
         ConfigError,
         r"learning_rate: line evidence measures a held-out loss; give signal=hdet.Probe",
     ),
     "graded spreads under signs": (
-        lambda p: make(p, [hdet.LearningRate(spread=Symmetric())], evidence=hdet.Divergent(design=Hadamard())),
+        lambda p: make(p, [hdet.LearningRate(spread=Symmetric())], evidence=hdet.evidence.Divergent(design=Hadamard())),
         ConfigError,
         "learning_rate",
     ),
@@ -242,7 +242,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
     "micro-batches that should diverge": (
         lambda p: Engine(
             hdet.micro_batches(m := p.model(), torch.optim.SGD(m.parameters(), lr=0.1), n=4),
-            [hdet.LearningRate(evidence=hdet.Divergent())],
+            [hdet.LearningRate(evidence=hdet.evidence.Divergent())],
         ),
         ConfigError,
         "learning_rate: micro-batches of one model cannot diverge; use hdet.replicate, or evidence",
@@ -385,7 +385,7 @@ def test_a_history_of_another_run(problem: Any, train: Any, tmp_path: Any) -> No
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_controller_that_moves_nowhere(bad: float, problem: Any) -> None:
-    @hdet.register
+    @hdet.spec.register
     class Lost(Controller):
         kind = "lost"
 

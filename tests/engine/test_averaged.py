@@ -25,7 +25,7 @@ def engine_of(problem: Any, n: int = 1, **options: Any) -> Engine:
     model = problem.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     home = hdet.micro_batches(model, optimizer, n=1) if n == 1 else hdet.replicate(model, optimizer, n=n)
-    knob = hdet.LearningRate(evidence=hdet.Line(), controller=Hold())
+    knob = hdet.LearningRate(evidence=hdet.evidence.Line(), controller=Hold())
     given = {"knobs": [knob], "window": WINDOW, "signal": problem.probe(), "total_steps": TOTAL, **options}
     return Engine(home, given.pop("knobs"), **given)
 
@@ -82,7 +82,7 @@ def test_no_second_copy_is_held(problem: Any, train: Any) -> None:
     optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01)
     optimizer.train()
     home = hdet.micro_batches(model, optimizer, n=1)
-    knob = hdet.LearningRate(evidence=hdet.Line(), controller=Hold())
+    knob = hdet.LearningRate(evidence=hdet.evidence.Line(), controller=Hold())
     engine = Engine(home, [knob], window=WINDOW, signal=problem.probe(), total_steps=TOTAL)
     train(engine, WINDOW + 1)
     found = averaged(engine)

@@ -19,27 +19,27 @@ from hdet.spreads import TwoLevel
 SCALAR = hdet.Scalar("margin", path="margin", bounds=(0.0, 1.0), space=Linear())
 PULL = hdet.Scalar("pull", path="pull", bounds=(0.1, 1.0), effect="update")
 
-REMEMBERING = hdet.Contrast(horizon=400)
+REMEMBERING = hdet.evidence.Contrast(horizon=400)
 
-FORWARD_RULE = hdet.Contrast().default_controller(hdet.Dropout())
-DECAY_RULE = hdet.Analytic().default_controller(hdet.WeightDecay())
+FORWARD_RULE = hdet.evidence.Contrast().default_controller(hdet.Dropout())
+DECAY_RULE = hdet.evidence.Analytic().default_controller(hdet.WeightDecay())
 
 
 @pytest.mark.parametrize(
     ("knob", "evidence", "rule"),
     [
-        (hdet.LearningRate(), hdet.Line(), Calibrate()),
-        (hdet.LearningRate(groups=0), hdet.Line(), Calibrate()),
-        (hdet.WeightDecay(), hdet.Analytic(), DECAY_RULE),
+        (hdet.LearningRate(), hdet.evidence.Line(), Calibrate()),
+        (hdet.LearningRate(groups=0), hdet.evidence.Line(), Calibrate()),
+        (hdet.WeightDecay(), hdet.evidence.Analytic(), DECAY_RULE),
         (hdet.Dropout(), REMEMBERING, FORWARD_RULE),
         (hdet.LabelSmoothing(), REMEMBERING, FORWARD_RULE),
         (hdet.AttentionTemperature(), REMEMBERING, FORWARD_RULE),
         (SCALAR, REMEMBERING, Gated()),
-        (hdet.Momentum(), hdet.Recursion(), Gated()),
-        (hdet.Beta1(), hdet.Recursion(), Gated()),
-        (hdet.Beta2(), hdet.Recursion(), Gated()),
-        (hdet.ClipNorm(), hdet.Recursion(), hdet.ClipNorm().default_controller),
-        (PULL, hdet.Divergent(), Gated()),
+        (hdet.Momentum(), hdet.evidence.Recursion(), Gated()),
+        (hdet.Beta1(), hdet.evidence.Recursion(), Gated()),
+        (hdet.Beta2(), hdet.evidence.Recursion(), Gated()),
+        (hdet.ClipNorm(), hdet.evidence.Recursion(), hdet.ClipNorm().default_controller),
+        (PULL, hdet.evidence.Divergent(), Gated()),
     ],
 )
 def test_without_divergence_each_knob_gets_what_suits_it(knob: Any, evidence: Any, rule: Any) -> None:
@@ -89,38 +89,41 @@ def test_none_of_them_listens_to_the_end(rule: Any) -> None:
 @pytest.mark.parametrize("knob", [hdet.LearningRate(), hdet.WeightDecay(), hdet.Dropout(), hdet.Momentum()])
 def test_replicas_that_can_come_apart_are_compared(knob: Any) -> None:
     done = complete(knob, None, diverge=True)
-    assert done.evidence == hdet.Divergent()
-    assert done.controller == hdet.Divergent().default_controller(knob)
+    assert done.evidence == hdet.evidence.Divergent()
+    assert done.controller == hdet.evidence.Divergent().default_controller(knob)
     assert not done.controller.needs_averaged
 
 
 def test_a_learning_rate_judged_by_divergence_is_not_calibrated() -> None:
     """Calibrate needs a judgement at averaged weights, which divergent evidence has not."""
-    assert hdet.Divergent().default_controller(hdet.LearningRate()) == Gated()
-    assert hdet.Line().default_controller(hdet.LearningRate()) == Calibrate()
+    assert hdet.evidence.Divergent().default_controller(hdet.LearningRate()) == Gated()
+    assert hdet.evidence.Line().default_controller(hdet.LearningRate()) == Calibrate()
 
 
 def test_what_was_declared_is_kept() -> None:
-    own = hdet.LearningRate(evidence=hdet.Line(width=0.1), controller=Hold())
-    assert complete(own, hdet.Divergent(), diverge=True) == own
+    own = hdet.LearningRate(evidence=hdet.evidence.Line(width=0.1), controller=Hold())
+    assert complete(own, hdet.evidence.Divergent(), diverge=True) == own
 
 
 def test_a_knobs_own_evidence_goes_before_the_engines_and_that_before_the_default() -> None:
-    engines = hdet.Divergent(estimator=Marginal())
+    engines = hdet.evidence.Divergent(estimator=Marginal())
     assert complete(hdet.LearningRate(), engines, diverge=False).evidence == engines
-    assert complete(hdet.LearningRate(evidence=hdet.Line()), engines, diverge=True).evidence == hdet.Line()
+    assert (
+        complete(hdet.LearningRate(evidence=hdet.evidence.Line()), engines, diverge=True).evidence
+        == hdet.evidence.Line()
+    )
 
 
 def test_the_controller_follows_the_evidence_that_was_chosen() -> None:
-    assert complete(hdet.LearningRate(), hdet.Line(), diverge=True).controller == Calibrate()
-    assert complete(hdet.LearningRate(evidence=hdet.Divergent()), None, diverge=False).controller == Gated()
+    assert complete(hdet.LearningRate(), hdet.evidence.Line(), diverge=True).controller == Calibrate()
+    assert complete(hdet.LearningRate(evidence=hdet.evidence.Divergent()), None, diverge=False).controller == Gated()
 
 
 @pytest.mark.parametrize("diverge", [False, True])
 def test_a_knob_without_a_spread_asks_for_no_comparison(diverge: bool) -> None:
     """So that it needs no probe."""
     still = hdet.LearningRate(spread=TwoLevel(0.0))
-    assert complete(still, None, diverge=diverge).evidence == hdet.Divergent()
+    assert complete(still, None, diverge=diverge).evidence == hdet.evidence.Divergent()
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = hdet.Engine(hdet.micro_batches(model, optimizer, n=2), [still], window=2)
@@ -129,18 +132,18 @@ def test_a_knob_without_a_spread_asks_for_no_comparison(diverge: bool) -> None:
 
 def test_the_rule_for_decay_is_for_its_formula_in_log_space_only() -> None:
     """Elsewhere, say from a decay of 0 in `Linear` space, its units mean nothing."""
-    assert isinstance(hdet.Analytic().default_controller(hdet.WeightDecay()), Regularize)
+    assert isinstance(hdet.evidence.Analytic().default_controller(hdet.WeightDecay()), Regularize)
     for knob, evidence in (
-        (hdet.WeightDecay(), hdet.Divergent()),
-        (hdet.WeightDecay(space=Relative()), hdet.Analytic()),
-        (hdet.WeightDecay(space=Linear(0.2)), hdet.Divergent()),
+        (hdet.WeightDecay(), hdet.evidence.Divergent()),
+        (hdet.WeightDecay(space=Relative()), hdet.evidence.Analytic()),
+        (hdet.WeightDecay(space=Linear(0.2)), hdet.evidence.Divergent()),
     ):
         assert type(evidence.default_controller(knob)) is Gated
 
 
 def test_evidence_names_the_controller_of_the_knobs_that_it_judges() -> None:
-    assert complete(hdet.LearningRate(evidence=hdet.GroupLines()), None, diverge=False).controller == Pooled()
+    assert complete(hdet.LearningRate(evidence=hdet.evidence.GroupLines()), None, diverge=False).controller == Pooled()
     assert complete(hdet.LearningRate(evidence=Population()), None, diverge=True).controller == Hold()
-    forgets = complete(hdet.Dropout(evidence=hdet.MixedDifference()), None, diverge=False).controller
+    forgets = complete(hdet.Dropout(evidence=hdet.evidence.MixedDifference()), None, diverge=False).controller
     assert forgets == FORWARD_RULE.replace(memory=0.7)  # type: ignore[attr-defined]
-    assert complete(SCALAR.replace(evidence=hdet.MixedDifference()), None, diverge=False).controller == Gated()
+    assert complete(SCALAR.replace(evidence=hdet.evidence.MixedDifference()), None, diverge=False).controller == Gated()

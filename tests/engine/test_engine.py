@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
-@hdet.register
+@hdet.spec.register
 class Push(Controller):
     """Moves by the same amount, whatever the evidence."""
 
@@ -122,7 +122,7 @@ def test_local_gradients_on_the_same_batches_are_plain_training(
 def test_a_probe_changes_nothing(problem: Any, train: Any, assert_same: Any) -> None:
     """Dropout draws from the global generator: evaluating the probe in between must not shift it."""
     results = []
-    for signal in (hdet.TrainingLoss(), problem.probe(), problem.probe(at="average")):
+    for signal in (hdet.signals.TrainingLoss(), problem.probe(), problem.probe(at="average")):
         model = problem.model(nn.BatchNorm1d(6), nn.Dropout(0.3))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         engine = Engine(hdet.replicate(model, optimizer, n=2), still(), window=7, signal=signal)
@@ -154,8 +154,8 @@ def test_counterfactual_evidence_looks_and_does_not_touch(n: int, problem: Any, 
     make = OPTIMIZERS["adamw"]
     schedule = OneCycle(0.05, total_steps=STEPS)
     knobs = [
-        hdet.LearningRate(schedule=schedule, evidence=hdet.Line(), controller=Hold()),
-        hdet.WeightDecay(schedule=1e-3, evidence=hdet.Analytic(), controller=Hold()),
+        hdet.LearningRate(schedule=schedule, evidence=hdet.evidence.Line(), controller=Hold()),
+        hdet.WeightDecay(schedule=1e-3, evidence=hdet.evidence.Analytic(), controller=Hold()),
     ]
     replicas = hdet.replicate(model, make(model.parameters()), n=n)
     engine = Engine(replicas, knobs, window=7, signal=problem.probe())
@@ -238,7 +238,7 @@ def test_no_global_generator_is_touched(problem: Any, train: Any, tmp_path: Any)
     model = problem.model(nn.BatchNorm1d(6))  # seeded, and gives the state back
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     knobs = [
-        hdet.LearningRate(spread=Symmetric(0.1), evidence=hdet.Divergent(design=LatinHypercube())),
+        hdet.LearningRate(spread=Symmetric(0.1), evidence=hdet.evidence.Divergent(design=LatinHypercube())),
         hdet.WeightDecay(spread=TwoLevel(0.5)),
     ]
     engine = Engine(
@@ -360,7 +360,7 @@ def test_merging_may_keep_or_reset_optimizer_state(problem: Any, train: Any) -> 
 
 
 def test_window_boundaries_follow_the_rule(problem: Any, train: Any) -> None:
-    engine = explored(problem, window=hdet.GrowingWindow(minimum=4, fraction=0.5), total_steps=40)
+    engine = explored(problem, window=hdet.windows.GrowingWindow(minimum=4, fraction=0.5), total_steps=40)
     records = train(engine)
     assert [(record.start, record.stop) for record in records] == [
         (0, 4),

@@ -358,7 +358,7 @@ def test_schedule_free_is_probed_at_its_own_average(
         return problem.loss(model, batch)
 
     probed, own = build(hdet.Probe(loss, [problem.batch(-1, j) for j in range(2)]))
-    unprobed, other = build(hdet.TrainingLoss())
+    unprobed, other = build(hdet.signals.TrainingLoss())
     assert_same(probed.state_dict(), unprobed.state_dict())
     assert_same(own.state_dict()["state"], other.state_dict()["state"])
     assert modes

@@ -102,7 +102,7 @@ def test_contrast_reads_nothing_before_the_window_ends(rate: Any, horizon: int) 
             optimizer.state[parameter] = {"step": torch.ones((), device="meta"), **moments}
     engine = Engine(
         hdet.micro_batches(model, optimizer, 4),
-        [hdet.Dropout(evidence=hdet.Contrast(horizon=horizon, refresh=3), controller=Hold())],
+        [hdet.Dropout(evidence=hdet.evidence.Contrast(horizon=horizon, refresh=3), controller=Hold())],
         window=10,
         signal=hdet.Probe(lambda m, x: m(x).square().mean(), [torch.ones(4, 4, device="meta")] * 2),
         total_steps=20,
@@ -125,12 +125,14 @@ def with_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 COUNTERFACTUAL = {
-    "line": hdet.LearningRate(schedule=OneCycle(0.01, total_steps=20), evidence=hdet.Line(read_average_above=None)),
-    "analytic": hdet.WeightDecay(evidence=hdet.Analytic(stride=2)),
-    "beta1": hdet.Beta1(evidence=hdet.Recursion()),
-    "beta2": hdet.Beta2(evidence=hdet.Recursion()),
-    "momentum": hdet.Momentum(evidence=hdet.Recursion()),
-    "mixed": hdet.Dropout(evidence=hdet.MixedDifference()),
+    "line": hdet.LearningRate(
+        schedule=OneCycle(0.01, total_steps=20), evidence=hdet.evidence.Line(read_average_above=None)
+    ),
+    "analytic": hdet.WeightDecay(evidence=hdet.evidence.Analytic(stride=2)),
+    "beta1": hdet.Beta1(evidence=hdet.evidence.Recursion()),
+    "beta2": hdet.Beta2(evidence=hdet.evidence.Recursion()),
+    "momentum": hdet.Momentum(evidence=hdet.evidence.Recursion()),
+    "mixed": hdet.Dropout(evidence=hdet.evidence.MixedDifference()),
 }
 
 
@@ -254,9 +256,9 @@ def test_on_a_gpu_no_evidence_waits_with_rates_and_step_counts_there(options: An
     engine = Engine(
         hdet.micro_batches(model, optimizer, 4),
         [
-            hdet.LearningRate(evidence=hdet.Line()),
-            hdet.WeightDecay(evidence=hdet.Analytic()),
-            hdet.Dropout(evidence=hdet.Contrast(horizon=30)),
+            hdet.LearningRate(evidence=hdet.evidence.Line()),
+            hdet.WeightDecay(evidence=hdet.evidence.Analytic()),
+            hdet.Dropout(evidence=hdet.evidence.Contrast(horizon=30)),
         ],
         window=10,
         signal=hdet.Probe(lambda m, x: m(x).square().mean(), [torch.ones(4, 4, device="cuda") * j for j in range(2)]),

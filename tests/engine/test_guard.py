@@ -60,7 +60,11 @@ def held_out_loss(model: nn.Module) -> float:
 
 def rate(peak: float, **options: Any) -> hdet.LearningRate:
     return hdet.LearningRate(
-        schedule=Cosine(peak, STEPS, warmup=0.5), bounds=(0.0, 100.0), controller=BLIND, evidence=hdet.Line(), **options
+        schedule=Cosine(peak, STEPS, warmup=0.5),
+        bounds=(0.0, 100.0),
+        controller=BLIND,
+        evidence=hdet.evidence.Line(),
+        **options,
     )
 
 
@@ -92,7 +96,7 @@ def train(
     batch: Callable[[int, int], Batch] = lambda step, index: draw(1000 * step + index),
     before: Callable[[int], object] = lambda step: None,
     report: Callable[[int, Tensor], Tensor] = lambda step, own: own,
-) -> list[hdet.WindowRecord]:
+) -> list[hdet.history.WindowRecord]:
     for model, _ in engine.hosts:
         model.train()
     return explicit_loop.train(
@@ -110,7 +114,7 @@ def wreck(engine: Engine) -> None:
         nn.init.constant_(model[-1].bias, 50.0)  # type: ignore[index]
 
 
-def rewinds(records: list[hdet.WindowRecord]) -> list[tuple[int, int]]:
+def rewinds(records: list[hdet.history.WindowRecord]) -> list[tuple[int, int]]:
     """At which step the run went back, and to which."""
     return [(record.stop, fault["step"]) for record in records for fault in record.faults if fault["kind"] == "rewound"]
 
@@ -201,7 +205,7 @@ def test_evidence_from_the_way_that_led_astray_is_forgotten(monkeypatch: pytest.
 def test_controllers_that_remember_begin_anew() -> None:
     """A knob of another kind stays where it is, and forgets."""
     gated = Gated(0.1, gate=0.0, memory=0.9)
-    decay = hdet.WeightDecay(schedule=0.1, controller=gated, evidence=hdet.Analytic())
+    decay = hdet.WeightDecay(schedule=0.1, controller=gated, evidence=hdet.evidence.Analytic())
     engine = make(knobs=[rate(0.01), decay], guard=Rewind(significance=0.01))
     train(engine, 16)
     assert engine.knobs[1].state != gated.start()
@@ -239,16 +243,16 @@ def looking_ahead(
     knob = hdet.LearningRate(
         schedule=Cosine(peak, STEPS, warmup=0.5), bounds=(0.0, 1e4), controller=controller or Calibrate()
     )
-    return make(peak, guard=guard, knobs=[knob], evidence=hdet.Line(), **options)
+    return make(peak, guard=guard, knobs=[knob], evidence=hdet.evidence.Line(), **options)
 
 
-def restarts(records: list[hdet.WindowRecord]) -> list[tuple[int, int]]:
+def restarts(records: list[hdet.history.WindowRecord]) -> list[tuple[int, int]]:
     return [
         (record.stop, fault["step"]) for record in records for fault in record.faults if fault["kind"] == "restarted"
     ]
 
 
-def until_it_began_anew(engine: Engine) -> list[hdet.WindowRecord]:
+def until_it_began_anew(engine: Engine) -> list[hdet.history.WindowRecord]:
     records = train(engine, WINDOW)
     while not restarts(records):
         records += train(engine, engine.step_count + WINDOW)
@@ -290,9 +294,11 @@ def test_the_first_weights_are_those_of_the_first_step(assert_same: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "evidence", [hdet.Contrast(bound_from=0.0), hdet.MixedDifference(bound_from=0.0)], ids=["contrast", "mixed"]
+    "evidence",
+    [hdet.evidence.Contrast(bound_from=0.0), hdet.evidence.MixedDifference(bound_from=0.0)],
+    ids=["contrast", "mixed"],
 )
-def test_levels_near_a_bound_are_no_look_ahead(evidence: hdet.Evidence) -> None:
+def test_levels_near_a_bound_are_no_look_ahead(evidence: hdet.evidence.Evidence) -> None:
     """They lie off their base too, to the end of the run: the first weights would be kept as long, and come back."""
     engine = make(
         guard=Rewind(),
@@ -483,7 +489,7 @@ def test_a_resume_before_or_after_a_new_start_is_the_same_run_bit_for_bit(stop: 
     assert_same(second.cycle.watch.state_dict(), whole.cycle.watch.state_dict())  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("signal", [None, hdet.TrainingLoss()])
+@pytest.mark.parametrize("signal", [None, hdet.signals.TrainingLoss()])
 def test_without_a_probe_it_is_refused(signal: Any) -> None:
     with pytest.raises(ConfigError, match=r"guard=Rewind\(\) compares the held-out loss.*signal=hdet\.Probe"):
         make(guard=Rewind(), signal=signal, knobs=[])

@@ -49,17 +49,20 @@ Home = Callable[[torch.nn.Module, torch.optim.Optimizer], hdet.replicas.Replicas
 CASES: dict[str, tuple[Home, list[hdet.Knob], dict[str, Any]]] = {
     "diverged copies": (copies, [hdet.LearningRate(), hdet.WeightDecay()], {}),
     "diverged copies, local": (copies, [hdet.LearningRate(controller=Hold())], {"gradients": "local"}),
-    "lines on copies": (copies, [hdet.LearningRate(evidence=hdet.Line(read_average_above=None))], {}),
+    "lines on copies": (copies, [hdet.LearningRate(evidence=hdet.evidence.Line(read_average_above=None))], {}),
     "lines": (
         seats,
-        [hdet.LearningRate(evidence=hdet.Line(read_average_above=None)), hdet.WeightDecay(evidence=hdet.Analytic())],
+        [
+            hdet.LearningRate(evidence=hdet.evidence.Line(read_average_above=None)),
+            hdet.WeightDecay(evidence=hdet.evidence.Analytic()),
+        ],
         {},
     ),
-    "group lines": (seats, [hdet.LearningRate(evidence=hdet.GroupLines())], {}),
-    "recursion": (seats, [hdet.Beta2(evidence=hdet.Recursion())], {}),
-    "contrast": (seats, [hdet.Dropout(evidence=hdet.Contrast(horizon=20))], {}),
-    "mixed difference": (seats, [hdet.Dropout(evidence=hdet.MixedDifference())], {}),
-    "a guard": (seats, [hdet.LearningRate(evidence=hdet.Line())], {"guard": hdet.Rewind()}),
+    "group lines": (seats, [hdet.LearningRate(evidence=hdet.evidence.GroupLines())], {}),
+    "recursion": (seats, [hdet.Beta2(evidence=hdet.evidence.Recursion())], {}),
+    "contrast": (seats, [hdet.Dropout(evidence=hdet.evidence.Contrast(horizon=20))], {}),
+    "mixed difference": (seats, [hdet.Dropout(evidence=hdet.evidence.MixedDifference())], {}),
+    "a guard": (seats, [hdet.LearningRate(evidence=hdet.evidence.Line())], {"guard": hdet.Rewind()}),
 }
 
 
@@ -135,9 +138,13 @@ def test_a_compiled_model_and_step_are_compiled_in_the_first_window_alone(how: s
     model.compile(backend=graphs)
     update = torch.compile(optimizer.step, backend=graphs)
     knobs: list[hdet.Knob] = [
-        hdet.LearningRate(schedule=OneCycle(0.01, total_steps=STEPS), evidence=hdet.Line(), controller=Gated(gate=0.0)),
+        hdet.LearningRate(
+            schedule=OneCycle(0.01, total_steps=STEPS), evidence=hdet.evidence.Line(), controller=Gated(gate=0.0)
+        ),
         hdet.Dropout(
-            schedule=hdet.schedules.LinearDecay(0.3, total_steps=STEPS), evidence=hdet.Contrast(), controller=Hold()
+            schedule=hdet.schedules.LinearDecay(0.3, total_steps=STEPS),
+            evidence=hdet.evidence.Contrast(),
+            controller=Hold(),
         ),
     ]
     if how == "attach":

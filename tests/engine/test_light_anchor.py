@@ -21,7 +21,7 @@ STEPS = 40
 
 def make(problem: Any, kind: Any = torch.optim.AdamW, **options: Any) -> Engine:
     model = problem.model()
-    knob = hdet.LearningRate(schedule=Cosine(0.01, STEPS, warmup=0.5), evidence=hdet.Line())
+    knob = hdet.LearningRate(schedule=Cosine(0.01, STEPS, warmup=0.5), evidence=hdet.evidence.Line())
     settings: dict[str, Any] = {"guard": hdet.Rewind(), "window": 5, "signal": problem.probe(), **options}
     return Engine(
         hdet.micro_batches(model, kind(model.parameters(), lr=0.01), 2), [knob], total_steps=STEPS, **settings
@@ -133,7 +133,7 @@ def test_a_point_saved_within_a_window_has_moments_of_that_window(problem: Any, 
 
 def test_a_point_for_a_distributed_checkpoint_holds_the_openings_state(problem: Any, train: Any) -> None:
     engine = make(problem)
-    stateful = hdet.Stateful(engine)
+    stateful = hdet.checkpoints.Stateful(engine)
     train(engine, 5)
     assert engine.cycle.watch is not None
     engine.cycle.watch.lowest = -1.0
@@ -158,7 +158,7 @@ def test_frozen_parameters_are_neither_averaged_nor_written_by_the_probe(problem
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     engine = Engine(
         hdet.micro_batches(model, optimizer, 2),
-        [hdet.LearningRate(schedule=Cosine(0.01, STEPS), evidence=hdet.Line(read_average_above=None))],
+        [hdet.LearningRate(schedule=Cosine(0.01, STEPS), evidence=hdet.evidence.Line(read_average_above=None))],
         window=5,
         signal=problem.probe(),
         guard=hdet.Rewind(),

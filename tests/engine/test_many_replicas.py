@@ -75,4 +75,4 @@ def test_a_history_written_without_these_fields_reads() -> None:
     assert "mean_loss" not in line
     again = WindowRecord.from_json(line)
     assert (again.loss, again.range("rate")) == (2.0, (0.5, 2.0))
-    assert hdet.WindowRecord is WindowRecord
+    assert hdet.history.WindowRecord is WindowRecord

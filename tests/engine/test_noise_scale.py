@@ -35,7 +35,7 @@ class Quadratic(nn.Module):
 def engine_of(n: int = 4, steps: int = 200, noise_scale: bool = True) -> hdet.Engine:
     model = Quadratic()
     optimizer = SGD(model.parameters(), lr=1e-4)
-    knob = hdet.LearningRate(spread=hdet.spreads.TwoLevel(0.0), evidence=hdet.Line())
+    knob = hdet.LearningRate(spread=hdet.spreads.TwoLevel(0.0), evidence=hdet.evidence.Line())
     probe = hdet.Probe(lambda model, z: model(z).mean(1), [torch.zeros(2, 1, DIMENSIONS)])
     return hdet.Engine(
         hdet.micro_batches(model, optimizer, n),
@@ -47,7 +47,7 @@ def engine_of(n: int = 4, steps: int = 200, noise_scale: bool = True) -> hdet.En
     )
 
 
-def train(engine: hdet.Engine, seed: int = 0, divided: float = 1.0, left_out: int = -1) -> hdet.WindowRecord:
+def train(engine: hdet.Engine, seed: int = 0, divided: float = 1.0, left_out: int = -1) -> hdet.history.WindowRecord:
     generator = torch.Generator().manual_seed(seed)
     assert engine.total_steps is not None
     for step in range(engine.total_steps):
@@ -156,7 +156,7 @@ def test_micro_batches_of_the_same_data_are_refused() -> None:
     model = nn.Sequential(hdet.nn.Dropout(0.1), nn.Linear(2, 1))
     home = hdet.micro_batches(model, SGD(model.parameters(), lr=0.1), 4)
     probe = hdet.Probe(lambda model, x: model(x).square().mean(1), [torch.ones(8, 2)])
-    knob = hdet.Dropout(evidence=hdet.Contrast(paired=True))
+    knob = hdet.Dropout(evidence=hdet.evidence.Contrast(paired=True))
     with pytest.raises(ConfigError, match=r"Contrast\(paired=True\) has two of them take the same"):
         hdet.Engine(home, [knob], signal=probe, noise_scale=True)
 

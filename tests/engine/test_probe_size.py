@@ -146,15 +146,18 @@ def test_a_history_that_holds_the_notice_is_not_told_again() -> None:
 
 
 def test_errors_that_are_not_the_probes_own_are_not_looked_at() -> None:
-    assert found(looker(gradients="local", evidence=hdet.Divergent()), records(estimates(STEADY))) == []
-    assert found(looker(probe=hdet.TrainingLoss(), evidence=hdet.Divergent()), records(estimates(STEADY))) == []
+    assert found(looker(gradients="local", evidence=hdet.evidence.Divergent()), records(estimates(STEADY))) == []
+    assert (
+        found(looker(probe=hdet.signals.TrainingLoss(), evidence=hdet.evidence.Divergent()), records(estimates(STEADY)))
+        == []
+    )
     model = nn.Sequential(nn.Linear(20, 10), hdet.nn.Dropout(0.1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     probe = hdet.Probe(cross_entropy, [draw(1, 4), draw(2, 4)])
     made = hdet.Engine(hdet.micro_batches(model, optimizer, 2), [hdet.Dropout()], signal=probe)
     assert found(ProbeSize(made.knobs, probe, "shared"), records(estimates(STEADY), "dropout")) == []
     with pytest.warns(UserWarning, match="too small"):
-        assert found(looker(evidence=hdet.Divergent()), records(estimates(STEADY)))
+        assert found(looker(evidence=hdet.evidence.Divergent()), records(estimates(STEADY)))
 
 
 # -- real runs ------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def build(
     settings: dict[str, Any] = {
         "window": WINDOW,
         "signal": problem.probe(at="average"),
-        "evidence": hdet.Divergent(estimator=Kalman()),
+        "evidence": hdet.evidence.Divergent(estimator=Kalman()),
         "gradients": "local",
         **options,
     }
@@ -207,7 +207,7 @@ def test_resume_with_another_number_of_replicas(
 def test_another_spread_or_window_opens_the_window_anew(straight: Any, problem: Any, train: Any) -> None:
     """Half a window at other levels could not be told from evidence."""
     _, states, _ = straight
-    engine = build(problem, window=hdet.FixedWindow(3))
+    engine = build(problem, window=hdet.windows.FixedWindow(3))
     engine.load_state_dict(states[14])
     assert engine.step_count == 10
     assert (engine.cycle.window.start, engine.cycle.window.stop) == (10, 13)
@@ -256,7 +256,7 @@ def test_every_controller_and_estimator_has_plain_state(
         model = problem.model()
         replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.01), n=3)
         knob = hdet.LearningRate(spread=TwoLevel(0.2), controller=controller)
-        return Engine(replicas, [knob], window=3, evidence=hdet.Divergent(estimator=estimator), total_steps=9)
+        return Engine(replicas, [knob], window=3, evidence=hdet.evidence.Divergent(estimator=estimator), total_steps=9)
 
     whole = engine()
     train(whole, 7)
@@ -278,9 +278,11 @@ def test_counterfactual_evidence_resumes(step: int, home: Any, problem: Any, tra
         model = problem.model(hdet.nn.Dropout(0.2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
         knobs = [
-            hdet.LearningRate(schedule=OneCycle(0.02, total_steps=20), evidence=hdet.Line(), controller=Calibrate()),
-            hdet.WeightDecay(evidence=hdet.Analytic()),
-            hdet.Dropout(evidence=hdet.Contrast(refresh=3), controller=Gated(0.06, gate=0.0, memory=0.7)),
+            hdet.LearningRate(
+                schedule=OneCycle(0.02, total_steps=20), evidence=hdet.evidence.Line(), controller=Calibrate()
+            ),
+            hdet.WeightDecay(evidence=hdet.evidence.Analytic()),
+            hdet.Dropout(evidence=hdet.evidence.Contrast(refresh=3), controller=Gated(0.06, gate=0.0, memory=0.7)),
         ]
         return Engine(home(model, optimizer, n=4), knobs, window=8, signal=problem.probe())
 
@@ -423,13 +425,13 @@ def test_foreign_states_are_refused(straight: Any, problem: Any, refused: Any) -
     refused(build(problem, seed=1), state, "seed=0, this engine has 1; declare the same")
     refused(build(problem, gradients="shared"), state, "gradients='local', this engine has 'shared'")
     refused(build(problem, total_steps=30), state, "total_steps=25, this engine has 30")
-    refused(build(problem, evidence=hdet.Divergent()), state, "evidence=")
+    refused(build(problem, evidence=hdet.evidence.Divergent()), state, "evidence=")
 
 
 def test_other_knobs_are_refused(straight: Any, problem: Any, refused: Any) -> None:
     model = problem.model(nn.BatchNorm1d(6))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    evidence = hdet.Divergent(estimator=Kalman())
+    evidence = hdet.evidence.Divergent(estimator=Kalman())
     # The same knobs in another order would take each other's memory.
     knobs = [hdet.WeightDecay(), hdet.LearningRate(schedule=OneCycle(0.02, total_steps=TOTAL))]
     engine = Engine(hdet.replicate(model, optimizer, n=4), knobs, evidence=evidence, gradients="local")
@@ -441,7 +443,7 @@ def test_another_controllers_state_is_refused(straight: Any, problem: Any, refus
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = OneCycle(0.02, total_steps=TOTAL)
     knobs = [hdet.LearningRate(schedule=schedule), hdet.WeightDecay(controller=Gated())]
-    evidence = hdet.Divergent(estimator=Kalman())
+    evidence = hdet.evidence.Divergent(estimator=Kalman())
     engine = Engine(
         hdet.replicate(model, optimizer, n=4), knobs, evidence=evidence, gradients="local", signal=problem.probe()
     )
@@ -459,7 +461,10 @@ def test_another_model_or_optimizer_is_refused(straight: Any, problem: Any, refu
         optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
         knobs = [hdet.LearningRate(schedule=OneCycle(0.02, total_steps=TOTAL)), hdet.WeightDecay()]
         return Engine(
-            hdet.replicate(model, optimizer, n=4), knobs, evidence=hdet.Divergent(estimator=Kalman()), gradients="local"
+            hdet.replicate(model, optimizer, n=4),
+            knobs,
+            evidence=hdet.evidence.Divergent(estimator=Kalman()),
+            gradients="local",
         )
 
     wider = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 2))

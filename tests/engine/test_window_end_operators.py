@@ -40,8 +40,8 @@ def operators(tensors: int) -> int:
     engine = hdet.Engine(
         hdet.micro_batches(model, optimizer, 1),
         [
-            hdet.LearningRate(evidence=hdet.Line(read_average_above=None), controller=Hold()),
-            hdet.WeightDecay(evidence=hdet.Analytic(), controller=Hold()),
+            hdet.LearningRate(evidence=hdet.evidence.Line(read_average_above=None), controller=Hold()),
+            hdet.WeightDecay(evidence=hdet.evidence.Analytic(), controller=Hold()),
         ],
         window=2,
         signal=hdet.Probe(lambda model, batch: batch, [torch.ones(()), torch.zeros(())]),

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import hdet
 import hdet.testing
-from hdet import Contrast, Engine, Probe
+from hdet import Engine, Probe
 from hdet.controllers import Hold
+from hdet.evidence import Contrast
 from hdet.hparams.forward import ModuleKnob
 from hdet.spaces import Arcsine, Space
 from hdet.spreads import TwoLevel

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import hdet
-from hdet import Analytic, Engine, Probe
+from hdet import Engine, Probe
 from hdet.controllers import Hold
 from hdet.errors import ConfigError
+from hdet.evidence import Analytic
 from hdet.schedules import Replay
 from hdet.spaces import Linear
 
@@ -90,7 +91,7 @@ def run(
     replicas: Callable[[nn.Module, Optimizer], Any] = lambda m, o: hdet.micro_batches(m, o, n=1),
     window: int = T,
     loss: Any = noisy,
-) -> tuple[Engine, list[hdet.WindowRecord]]:
+) -> tuple[Engine, list[hdet.history.WindowRecord]]:
     model = Vector()
     engine = Engine(
         replicas(model, optimizer(model)),
@@ -124,7 +125,7 @@ def test_a_rate_that_changes_in_the_window_counts_step_by_step() -> None:
     rates = [RATE * (1 + step % 7) for step in range(T)]
     knobs: list[hdet.Knob] = [
         knob(Analytic()),
-        hdet.LearningRate(schedule=Replay(rates), evidence=hdet.Line(), controller=Hold()),
+        hdet.LearningRate(schedule=Replay(rates), evidence=hdet.evidence.Line(), controller=Hold()),
     ]
     _, (record,) = run(lambda m: SGD(m.parameters(), lr=RATE, weight_decay=DECAY), knobs)
     want = difference(MAKES["sgd"], rate=lambda step: rates[step])

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 import hdet
-from hdet import ClipNorm, Engine, Probe, Recursion
+from hdet import ClipNorm, Engine, Probe
 from hdet.controllers import Controller, Hold
 from hdet.errors import ConfigError
+from hdet.evidence import Recursion
 
 T, RATE, NORM, NUDGE = 12, 0.01, 1.2, 1e-5
 TARGET = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -109,7 +110,7 @@ def engine_of(make: Make, *, windows: int = 1, replicas: Any = None, norm: float
     )
 
 
-def train(engine: Engine, until: int, loss: Any = noisy) -> list[hdet.WindowRecord]:
+def train(engine: Engine, until: int, loss: Any = noisy) -> list[hdet.history.WindowRecord]:
     records = []
     for step in range(engine.step_count, until):
         for replica in engine.replicas:
@@ -125,7 +126,7 @@ def train(engine: Engine, until: int, loss: Any = noisy) -> list[hdet.WindowReco
     return records
 
 
-def slope(record: hdet.WindowRecord) -> float:
+def slope(record: hdet.history.WindowRecord) -> float:
     found: float = record.estimates["clip_norm"]["slope"]
     return found
 

@@ -34,8 +34,9 @@ from torch import Tensor, nn
 
 import hdet
 import hdet.testing
-from hdet import Contrast, Engine, Probe
+from hdet import Engine, Probe
 from hdet.controllers import Hold
+from hdet.evidence import Contrast
 from hdet.evidence.contrast import ContrastCollector
 from hdet.evidence.parts.gradient_memory import Dots
 from hdet.hparams.forward import ModuleKnob

@@ -13,7 +13,8 @@ import torch
 from contrast_parts import AIM, ONE_STEP, RATE, SCALE, SLOPE, WIDTH, knob, make, noisy, on_bound, regulariser, train
 from torch import Tensor
 
-from hdet import Contrast, Engine
+from hdet import Engine
+from hdet.evidence import Contrast
 
 
 def constant(model: Any, batch: float) -> Tensor:

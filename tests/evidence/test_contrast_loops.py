@@ -10,9 +10,10 @@ import torch
 from contrast_parts import ONE_STEP, knob, make, noisy, on_bound, regulariser, scaled, secant, train
 from torch import Tensor, nn
 
-from hdet import Contrast, Engine
+from hdet import Engine
 from hdet.controllers import Gated
 from hdet.errors import IdentifiabilityError, StepError
+from hdet.evidence import Contrast
 from hdet.spreads import TwoLevel
 
 

@@ -14,9 +14,10 @@ from torch import nn
 
 import hdet
 import hdet.testing
-from hdet import Contrast, Engine, Probe
+from hdet import Engine, Probe
 from hdet.controllers import Context, Estimate, Gated, Hold
 from hdet.designs import Design, Fixed
+from hdet.evidence import Contrast
 from hdet.evidence.contrast import ContrastCollector
 
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import hdet
-from hdet import Divergent, Engine, Probe
+from hdet import Engine, Probe
 from hdet.contrib import Kalman, Marginal
 from hdet.controllers import Estimate
 from hdet.designs import Fixed, Hadamard, Permutation
 from hdet.estimators import Estimator, LeastSquares
+from hdet.evidence import Divergent
 from hdet.evidence.divergent import DivergentCollector
 from hdet.spaces import Linear
 from hdet.spreads import OneSided, Symmetric, TwoLevel
@@ -271,7 +272,7 @@ def test_levels_are_offsets_from_the_base() -> None:
     """Not from their own mean, which a one-sided spread has elsewhere; a memory of places needs that."""
     seen: list[Any] = []
 
-    @hdet.register
+    @hdet.spec.register
     class Watch(Estimator):
         kind = "watch"
 

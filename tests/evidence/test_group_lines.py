@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hdet
-from hdet import Engine, Line, Probe
+from hdet import Engine, Probe
 from hdet.controllers import Calibrate, Hold, Pooled
 from hdet.engine.preview import preview
 from hdet.errors import ConfigError
-from hdet.evidence import GroupLines
+from hdet.evidence import GroupLines, Line
 from hdet.evidence.group_lines import among_the_others
 from hdet.hparams.schedule import LinearDecay
 
@@ -111,7 +111,7 @@ class Watched:
         return np.array([[difference(k, j) for k in range(len(NAMES))] for j in range(J)])
 
 
-def relative(record: hdet.WindowRecord) -> list[dict[str, Any]]:
+def relative(record: hdet.history.WindowRecord) -> list[dict[str, Any]]:
     return [record.estimates[f"learning_rate[{name}]"]["relative"] for name in NAMES]
 
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import hdet
-from hdet import Engine, Line, Probe
+from hdet import Engine, Probe
 from hdet.controllers import Calibrate, Hold
 from hdet.controllers.vetoes import Fade
 from hdet.errors import ConfigError
+from hdet.evidence import Line
 from hdet.schedules import Replay, Schedule
 from hdet.spaces import Linear
 from hdet.spreads import TwoLevel
@@ -79,7 +80,7 @@ def run(
     weight_decay: float = 0.0,
     before_close: Callable[[Engine], object] = lambda engine: None,
     **options: Any,
-) -> tuple[Engine, list[hdet.WindowRecord]]:
+) -> tuple[Engine, list[hdet.history.WindowRecord]]:
     """Windows of T steps."""
     model = Vector()
     optimizer = torch.optim.SGD(
@@ -375,7 +376,7 @@ def test_spaces_that_are_not_factors_are_refused() -> None:
 
 def mixed() -> list[hdet.Knob]:
     """Decay so strong that replicas at other levels of it end elsewhere."""
-    decay = hdet.WeightDecay(evidence=hdet.Divergent(), controller=Hold(), spread=TwoLevel(0.7))
+    decay = hdet.WeightDecay(evidence=hdet.evidence.Divergent(), controller=Hold(), spread=TwoLevel(0.7))
     return [lr_knob(), decay]
 
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hdet
-from hdet import Engine, MixedDifference, Objective, Probe
+from hdet import Engine, Objective, Probe
 from hdet.controllers import Gated, Hold
 from hdet.errors import ConfigError, IdentifiabilityError, StepError
+from hdet.evidence import MixedDifference
 from hdet.evidence.mixed_difference import MixedDifferenceCollector
 from hdet.evidence.parts.probe_gradient import aim
 from hdet.hparams.binding import Attribute
@@ -112,7 +113,7 @@ def train(
     loss: Callable[[Any, Any], Tensor] = scaled,
     batch: Callable[[int, int], Any] = lambda step, index: 1.0,
     report: Callable[[int, Tensor], Tensor] = lambda step, own: own,
-) -> list[hdet.WindowRecord]:
+) -> list[hdet.history.WindowRecord]:
     return explicit_loop.train(engine, loss=lambda model, step, index: loss(model, batch(step, index)), report=report)
 
 
@@ -541,7 +542,7 @@ def ended(knobs: list[hdet.Knob], seen: list[tuple[bool, ...]] | None = None, **
 @pytest.mark.parametrize("explored", [0.0, 0.1])
 def test_training_goes_on_as_without_it_bit_for_bit(explored: float) -> None:
     """Also beside a knob that has replicas come apart."""
-    rate = hdet.LearningRate(evidence=hdet.Divergent(), spread=TwoLevel(explored), controller=Hold())
+    rate = hdet.LearningRate(evidence=hdet.evidence.Divergent(), spread=TwoLevel(explored), controller=Hold())
     home = {"replicas": hdet.replicate, "n": 2}
     seen: list[tuple[bool, ...]] = []
     before = (random.getstate(), str(np.random.get_state(legacy=False)))
@@ -576,7 +577,7 @@ def test_knobs_that_are_buffers_run_at_their_levels_and_those_of_other_evidence_
         seen.append((float(model.a), float(model.late)))
         return scaled(model, batch)
 
-    other = quiet("late", evidence=hdet.Contrast()).replace(name="other")
+    other = quiet("late", evidence=hdet.evidence.Contrast()).replace(name="other")
     engine = make([quiet(), other], n=4, model=Buffered, loss=watched)
     train(engine)
     assert [late for _, late in seen] == [1.0] * 8

@@ -151,7 +151,7 @@ def test_points_stay_within_bounds(problem: Any, train: Any) -> None:
 
 @pytest.mark.parametrize("step", [0, 2, 4, 9, 19, 20])
 def test_a_run_that_is_taken_up_is_the_same_run(step: int, problem: Any, train: Any) -> None:
-    knobs = [OuterLearningRate(), OuterMomentum(), hdet.LearningRate(evidence=hdet.Line())]
+    knobs = [OuterLearningRate(), OuterMomentum(), hdet.LearningRate(evidence=hdet.evidence.Line())]
     whole, first, second = (engine_of(problem, Outer(), knobs) for _ in range(3))
     train(whole)
     train(first, step)
@@ -210,8 +210,18 @@ def test_in_yaml() -> None:
             "optimizer Adam has no 'momentum'",
         ),
         (Outer(options=()), OuterMomentum(), ConfigError, "reaches 0, outside the bounds"),
-        (Outer(), OuterLearningRate(evidence=hdet.Divergent()), IdentifiabilityError, "all replicas make together"),
-        (Outer(), OuterLearningRate(evidence=hdet.Line()), IdentifiabilityError, "acts on the merge's step, of which"),
+        (
+            Outer(),
+            OuterLearningRate(evidence=hdet.evidence.Divergent()),
+            IdentifiabilityError,
+            "all replicas make together",
+        ),
+        (
+            Outer(),
+            OuterLearningRate(evidence=hdet.evidence.Line()),
+            IdentifiabilityError,
+            "acts on the merge's step, of which",
+        ),
         (
             Outer(),
             hdet.LearningRate(evidence=OuterLine()),

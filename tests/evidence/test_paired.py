@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import hdet
-from hdet import Contrast, Engine
+from hdet import Engine
 from hdet.controllers import Hold
 from hdet.errors import ConfigError
+from hdet.evidence import Contrast
 from hdet.replicas import Replicas
 from hdet.spreads import TwoLevel
 
@@ -56,11 +57,11 @@ def evidence(**options: Any) -> Contrast:
     return Contrast(**{"paired": True, **options})
 
 
-def dropout(source: hdet.Evidence | None = None, width: float = 0.1) -> hdet.Knob:
+def dropout(source: hdet.evidence.Evidence | None = None, width: float = 0.1) -> hdet.Knob:
     return hdet.Dropout(evidence=source or evidence(), controller=Hold(), spread=TwoLevel(width))
 
 
-def idle(source: hdet.Evidence | None = None, width: float = 0.1) -> hdet.Knob:
+def idle(source: hdet.evidence.Evidence | None = None, width: float = 0.1) -> hdet.Knob:
     return hdet.Scalar(
         "idle", path="idle", bounds=(0.1, 1.0), evidence=source or evidence(), controller=Hold(), spread=TwoLevel(width)
     )

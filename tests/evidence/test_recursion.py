@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 import hdet
-from hdet import Engine, Probe, Recursion
+from hdet import Engine, Probe
 from hdet.controllers import Controller, Hold
 from hdet.errors import ConfigError
+from hdet.evidence import Recursion
 from hdet.schedules import Replay
 from hdet.spaces import Arcsine, Linear, Log, Logit, Relative, Space
 from hdet.spreads import TwoLevel
@@ -98,8 +99,8 @@ def run(
     batches: Sequence[float] = (1.0, 1.0),
     replicas: Callable[[nn.Module, Optimizer], Any] = lambda m, o: hdet.micro_batches(m, o, n=1),
     dtype: torch.dtype = torch.float64,
-    evidence: hdet.Evidence | None = None,
-) -> tuple[Engine, list[hdet.WindowRecord]]:
+    evidence: hdet.evidence.Evidence | None = None,
+) -> tuple[Engine, list[hdet.history.WindowRecord]]:
     model = Vector(dtype)
     engine = Engine(
         replicas(model, make(model)),
@@ -112,7 +113,7 @@ def run(
     return engine, train(engine, window * windows, loss)
 
 
-def train(engine: Engine, until: int, loss: Any = noisy) -> list[hdet.WindowRecord]:
+def train(engine: Engine, until: int, loss: Any = noisy) -> list[hdet.history.WindowRecord]:
     return explicit_loop.train(engine, until, loss=lambda model, step, index: loss(model, step))
 
 
@@ -121,7 +122,7 @@ def held(kind: type[hdet.Knob], **options: Any) -> hdet.Knob:
     return kind(evidence=Recursion(width=1e-3), controller=Hold(), **options)
 
 
-def slope(record: hdet.WindowRecord) -> float:
+def slope(record: hdet.history.WindowRecord) -> float:
     (estimate,) = record.estimates.values()
     found: float = estimate["slope"]
     return found
@@ -187,7 +188,7 @@ def test_values_and_rates_that_change_in_the_window_count_step_by_step(kind: typ
     course = [0.9 - 0.02 * (step % 7) for step in range(2 * T)]
     rates = [RATE * (1 + step % 5) for step in range(2 * T)]
     knob = held(kind, schedule=Replay(tuple(course)))
-    rate = hdet.LearningRate(schedule=Replay(tuple(rates)), evidence=hdet.Line(), controller=Hold())
+    rate = hdet.LearningRate(schedule=Replay(tuple(rates)), evidence=hdet.evidence.Line(), controller=Hold())
     _, records = run(make, [knob, rate], windows=2)
     want = difference(make, knob, course.__getitem__, T, rate=rates.__getitem__)
     assert records[-1].estimates[knob.label]["slope"] == pytest.approx(want, rel=1e-5)
@@ -357,7 +358,9 @@ def test_copies_agree_with_one_model(n: int) -> None:
 
 def test_where_replicas_come_apart_the_direction_is_their_mean() -> None:
     """Their rates differ here, and D is in proportion to the rate, so that its mean is that of the mean rate."""
-    rate = hdet.LearningRate(evidence=hdet.Divergent(), controller=Hold(), space=Linear(RATE), spread=TwoLevel(0.5))
+    rate = hdet.LearningRate(
+        evidence=hdet.evidence.Divergent(), controller=Hold(), space=Linear(RATE), spread=TwoLevel(0.5)
+    )
     knob = hdet.Momentum(evidence=Recursion(), controller=Hold())  # far enough for a mean in float32
     _, (apart,) = run(SGDS["momentum"], [knob, rate], replicas=lambda m, o: hdet.replicate(m, o, n=2))
     assert len(set(apart.values["learning_rate"])) == 2

@@ -61,7 +61,7 @@ def at_work(make: Any, knobs: list[hdet.Knob], n: int = 1, **options: Any) -> tu
 
 def line(**options: Any) -> hdet.LearningRate:
     return hdet.LearningRate(
-        schedule=Constant(RATE), evidence=hdet.Line(read_average_above=None), controller=Hold(), **options
+        schedule=Constant(RATE), evidence=hdet.evidence.Line(read_average_above=None), controller=Hold(), **options
     )
 
 
@@ -70,7 +70,7 @@ def test_the_line_is_what_another_rate_in_this_window_would_have_evaluated(make:
     """z moves in proportion to the rate; x goes on towards where z was, whatever the rate is now."""
     engine, optimizer = at_work(make, [line()])
     model: Any = engine.replicas[0].model
-    width, records, losses = hdet.Line().width, [], {}
+    width, records, losses = hdet.evidence.Line().width, [], {}
     for number in range(3 * T):
         if number == 2 * T:  # the third window opens: make it at other rates too
             for sign in (-1.0, 1.0):
@@ -102,7 +102,7 @@ def test_the_pull_of_decay_is_read_at_the_weights_it_evaluates() -> None:
     model = Vector()
     optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=RATE, weight_decay=decay)
     optimizer.train()
-    knob = hdet.WeightDecay(evidence=hdet.Analytic(), controller=Hold())
+    knob = hdet.WeightDecay(evidence=hdet.evidence.Analytic(), controller=Hold())
     home = hdet.micro_batches(model, optimizer, n=1)
     engine = Engine(home, [knob], window=T, signal=hdet.Probe(loss, (1.0, 1.0)))
     for _ in range(T):

@@ -40,7 +40,7 @@ class Cell:
         return None
 
 
-@hdet.register
+@hdet.spec.register
 class Wish(Controller):
     """Moves by what the slope says, and keeps the context it was shown."""
 

@@ -47,7 +47,7 @@ RICH = [
         spread=Symmetric(1 / 9),
         schedule=OneCycle(3e-4, total_steps=2000, three_phase=True),
         controller=Paper(floor=1e-9),
-        evidence=hdet.Divergent(estimator=Softmax(0.1), design=Fixed(), tilt=0.5),
+        evidence=hdet.evidence.Divergent(estimator=Softmax(0.1), design=Fixed(), tilt=0.5),
         authority=1.5,
     ),
     hdet.WeightDecay(schedule=0.1, spread=Geometric(0.5, ratio=3.0)),
@@ -56,7 +56,7 @@ RICH = [
     hdet.Beta2(controller=Newton()),
     hdet.Dropout(pattern=("blocks.*", "head"), spread=OneSided(0.1, "down"), accept_bias=True),
     hdet.AttentionTemperature(schedule=Replay((1.0, 2.0))),
-    hdet.LabelSmoothing(evidence=hdet.Divergent(estimator=Kalman())),
+    hdet.LabelSmoothing(evidence=hdet.evidence.Divergent(estimator=Kalman())),
     hdet.Scalar("margin", path="head.margin", space=Linear(0.5), bounds=(0, 1), effect="update", biased=False),
 ]
 
@@ -108,7 +108,7 @@ def test_declarations_are_frozen() -> None:
 def epsilon() -> Iterator[type[Knob]]:
     """A knob as a user would write it."""
 
-    @hdet.register
+    @hdet.spec.register
     class Epsilon(Knob):
         """The epsilon of Adam."""
 
@@ -140,6 +140,6 @@ def test_a_knob_of_ones_own(epsilon: Any, problem: Any, train: Any) -> None:
 def test_two_of_one_kind_are_refused(epsilon: Any) -> None:
     with pytest.raises(ConfigError, match=r"knob 'epsilon' is already .*Epsilon; set another `kind` on .*Other"):
 
-        @hdet.register
+        @hdet.spec.register
         class Other(Knob):
             kind = "epsilon"

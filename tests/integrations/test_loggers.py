@@ -134,7 +134,7 @@ class Counting(Failing):
 
 def alone() -> int:
     """On ranks that train apart, so that each has windows of its own."""
-    record = hdet.WindowRecord(0, 0, 5, {}, {}, [1.0], {}, {}, True)
+    record = hdet.history.WindowRecord(0, 0, 5, {}, {}, [1.0], {}, {}, True)
     logger = Counting()
     logger(record)
     return logger.calls

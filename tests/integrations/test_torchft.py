@@ -134,7 +134,7 @@ def test_what_cannot_do_without_a_replica_is_refused(tmp_path: Path, monkeypatch
                 hdet.torchft.distribute(manager, model, optimizer, group=2, groups=2)
             for message, options in {
                 "gradients='local'": {"gradients": "shared"},
-                "line evidence needs numbers of every replica": {"evidence": hdet.Line()},
+                "line evidence needs numbers of every replica": {"evidence": hdet.evidence.Line()},
                 "a guard goes by the first replica": {"guard": hdet.Rewind()},
                 "Exploit copies single replicas": {"merge": hdet.merges.Exploit()},
             }.items():
@@ -207,7 +207,7 @@ def test_the_outer_merge_is_torchfts_diloco(tmp_path: Path, monkeypatch: pytest.
     assert min(moved) > 0.1  # so that the tolerance says something
 
 
-def trained(engine: hdet.Engine, example: Any) -> hdet.WindowRecord | None:
+def trained(engine: hdet.Engine, example: Any) -> hdet.history.WindowRecord | None:
     """One step of an engine's copies in this process."""
     losses = []
     for replica in engine.replicas:

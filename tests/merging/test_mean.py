@@ -63,7 +63,7 @@ def test_a_merge_of_ones_own(problem: Any, train: Any) -> None:
         def weights(self, harvest: Harvest) -> NDArray[np.float64]:
             return np.arange(len(harvest.valid)) == harvest.valid.argmax()
 
-    @hdet.register
+    @hdet.spec.register
     class First(Merge):
         """The first valid replica wins."""
 

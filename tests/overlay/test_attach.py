@@ -216,7 +216,7 @@ def test_detached_at_any_step_nothing_is_left(stop: int) -> None:
 def test_as_a_context_manager_it_closes_the_window_under_way_and_detaches() -> None:
     model = network()
     optimizer = adamw(model)
-    seen: list[hdet.WindowRecord] = []
+    seen: list[hdet.history.WindowRecord] = []
     with hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, window=5) as search:
         search.on_window(seen.append)
         loop(model, optimizer, search=search, stop=13)

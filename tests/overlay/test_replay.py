@@ -1,4 +1,4 @@
-"""`hdet.Replay` and `hdet.ReplayLR`: a plain run under the course that a search took."""
+"""`hdet.schedules.Replay` and `hdet.ReplayLR`: a plain run under the course that a search took."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_plain_run_has_the_searchs_bases_at_every_step_to_the_last_bit(searche
 def test_torchs_own_scheduler_has_them_too(searched: tuple[Path, list[Held]]) -> None:
     path, bases = searched
     optimizer = optimizer_of(network(), lr=1.0)
-    scheduler = LambdaLR(optimizer, hdet.Replay.of(hdet.History(path), "learning_rate"))
+    scheduler = LambdaLR(optimizer, hdet.schedules.Replay.of(hdet.History(path), "learning_rate"))
     for rate, _, _ in bases:
         assert optimizer.param_groups[0]["lr"] == rate
         optimizer.step()
@@ -92,9 +92,9 @@ def test_torchs_own_scheduler_has_them_too(searched: tuple[Path, list[Held]]) ->
 def test_over_another_length_the_course_keeps_its_ends_and_its_shape(searched: tuple[Path, list[Held]]) -> None:
     path, bases = searched
     rates = [rate for rate, _, _ in bases]
-    twice = hdet.Replay.of(hdet.History(path), "learning_rate", 2 * STEPS - 1)
+    twice = hdet.schedules.Replay.of(hdet.History(path), "learning_rate", 2 * STEPS - 1)
     assert list(twice.values[::2]) == rates
-    half = hdet.Replay.of(hdet.History(path), "learning_rate", STEPS // 2)
+    half = hdet.schedules.Replay.of(hdet.History(path), "learning_rate", STEPS // 2)
     assert (half.values[0], half.values[-1]) == (rates[0], rates[-1])
     assert min(rates) <= min(half.values) <= max(half.values) <= max(rates)
 
@@ -142,7 +142,7 @@ def records() -> list[WindowRecord]:
 )
 def test_what_cannot_be_replayed_is_named(windows: list[WindowRecord], knob: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        hdet.Replay.of(windows, knob)
+        hdet.schedules.Replay.of(windows, knob)
 
 
 def test_a_model_is_asked_for_where_a_knob_lives_in_it() -> None:
@@ -152,5 +152,5 @@ def test_a_model_is_asked_for_where_a_knob_lives_in_it() -> None:
 
 def test_a_length_of_no_steps_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1; got 0"):
-        hdet.Replay.of(records(), "rate", 0)
-    assert hdet.Replay.of(records(), "rate", 1).values == (0.1,)
+        hdet.schedules.Replay.of(records(), "rate", 0)
+    assert hdet.schedules.Replay.of(records(), "rate", 1).values == (0.1,)

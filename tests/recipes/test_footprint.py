@@ -88,7 +88,7 @@ def test_traffic_takes_the_time_that_bandwidths_say() -> None:
 
 def test_what_comes_apart_is_refused() -> None:
     with pytest.raises(ConfigError, match="compares replicas that come apart"):
-        footprint(*pair(), [hdet.LearningRate(evidence=hdet.Divergent())])
+        footprint(*pair(), [hdet.LearningRate(evidence=hdet.evidence.Divergent())])
 
 
 def test_an_optimizer_that_cannot_be_tried_is_named() -> None:

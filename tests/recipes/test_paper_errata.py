@@ -136,7 +136,7 @@ def in_force(scheduler: hdet.OneCycleHDET) -> list[float]:
     return rates
 
 
-def trained(engine: hdet.Engine, steps: int, losses: list[float]) -> list[hdet.WindowRecord]:
+def trained(engine: hdet.Engine, steps: int, losses: list[float]) -> list[hdet.history.WindowRecord]:
     for _ in range(steps):
         engine.step([torch.tensor(loss) for loss in losses])
     return engine.history.windows

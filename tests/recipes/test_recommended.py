@@ -242,7 +242,7 @@ def test_without_a_warm_up_it_does_not_speak_of_caution(capsys: pytest.CaptureFi
 # -- the engine it makes --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [None, hdet.TrainingLoss(), lambda model: 0.0, [torch.ones(2)]])
+@pytest.mark.parametrize("bad", [None, hdet.signals.TrainingLoss(), lambda model: 0.0, [torch.ones(2)]])
 def test_what_is_no_probe_is_refused(bad: Any) -> None:
     model = network()
     with pytest.raises(ConfigError, match=r"probe must be an hdet\.Probe"):
@@ -379,7 +379,7 @@ def test_the_recipes_places_and_strides_are_the_engines() -> None:
         stride=3,
     )
     assert (engine.plan.anchor, engine.plan.averages, engine.plan.guard) == ("host", "host", None)
-    assert engine.plan.windows == hdet.FixedWindow(7)
+    assert engine.plan.windows == hdet.windows.FixedWindow(7)
     assert {evidence.stride for evidence in engine.plan.evidence} == {3}  # type: ignore[attr-defined]
 
 

@@ -130,7 +130,9 @@ def test_of_weights_on_a_gpu_the_mean_lies_on_the_host() -> None:
 def test_an_engine_that_keeps_averages_on_the_host_runs_the_same(problem: Any, train: Any, assert_same: Any) -> None:
     def run(**options: Any) -> tuple[hdet.Engine, list[Any]]:
         model = problem.model()
-        knob = hdet.LearningRate(schedule=Constant(0.01), evidence=hdet.Line(stride=2, read_average_above=-1e9))
+        knob = hdet.LearningRate(
+            schedule=Constant(0.01), evidence=hdet.evidence.Line(stride=2, read_average_above=-1e9)
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         made = hdet.Engine(
             hdet.micro_batches(model, optimizer, 2), [knob], window=5, total_steps=15, signal=problem.probe(), **options

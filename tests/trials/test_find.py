@@ -42,7 +42,7 @@ DATA = examples(256, 7)
 PROBE = hdet.Probe(loss, [examples(64, seed) for seed in range(8)])
 
 
-def found(rate: float = 1e-3, **given: object) -> hdet.RateEstimate:
+def found(rate: float = 1e-3, **given: object) -> hdet.trials.RateEstimate:
     model, optimizer = build(rate)
     settings = {"loss": loss, "batches": TRAIN, "probe": PROBE, "total_steps": 1000, **given}
     return hdet.find(model, optimizer, **settings)
@@ -209,7 +209,7 @@ def test_steps_and_trials_are_what_was_asked_for() -> None:
 
 def test_the_answer_in_words_yaml_and_a_picture() -> None:
     trials = Trial(0.1, (1.0, 1.2)), Trial(3e3, None)
-    told = hdet.RateEstimate(0.1, 10, 320, Trial(0.0, (2.0, 2.2)), trials, Minimum(6e-6, 3e-6, None, "flat"))
+    told = hdet.trials.RateEstimate(0.1, 10, 320, Trial(0.0, (2.0, 2.2)), trials, Minimum(6e-6, 3e-6, None, "flat"))
     assert told.learning_rate == pytest.approx(3e-6)
     assert told.low == pytest.approx(3e-6 / 2 / 12)
     assert told.to_dict()["high"] is None

@@ -19,7 +19,7 @@ class Evolution(Replicated):
     gradients: ClassVar[Literal["shared", "local"]] = "shared"
 
     def knob(self, schedule: Schedule) -> hdet.LearningRate:
-        evidence = hdet.Divergent(design=Antithetic(), estimator=EvolutionStrategy())
+        evidence = hdet.evidence.Divergent(design=Antithetic(), estimator=EvolutionStrategy())
         return hdet.LearningRate(schedule=schedule, spread=Gaussian(0.3), evidence=evidence, controller=Adam(0.2))
 
 

@@ -53,7 +53,7 @@ class FindThenTrain(Contender):
         }
         return Outcome(model if trained else None, problem, details)
 
-    def rate(self, estimate: hdet.RateEstimate) -> float:
+    def rate(self, estimate: hdet.trials.RateEstimate) -> float:
         """What the run is trained at. A variant is a subclass that overrides this."""
         return estimate.learning_rate
 

@@ -132,8 +132,8 @@ class Ranks(Replicas):
         if terms.observed and refusals.sharded(self.hosts[0][0]):
             raise ConfigError(
                 "Contrast evidence looks at a replica's whole gradient, and this model's lies in parts on several "
-                "ranks; give the knob evidence=hdet.MixedDifference() and the engine objective=hdet.Objective(...), or "
-                "use DistributedDataParallel or an unwrapped model"
+                "ranks; give the knob evidence=hdet.evidence.MixedDifference() and the engine "
+                "objective=hdet.Objective(...), or use DistributedDataParallel or an unwrapped model"
             )
         if self._wrapped is not None and own and terms.gradients == "shared" and self._wrapped._comm_hooks:
             raise ConfigError(

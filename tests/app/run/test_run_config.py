@@ -35,9 +35,9 @@ SMALL: dict[str, Any] = {"task": "digits", "steps": 40, "knobs": []}
             optimizer=SGD(0.1, nesterov=True),
             schedule=OneCycle(0.1, total_steps=10),
             knobs=(hdet.LearningRate(), hdet.Dropout(spread=OneSided(0.2), controller=Hold())),
-            window=hdet.GrowingWindow(minimum=3),
+            window=hdet.windows.GrowingWindow(minimum=3),
             signal=DeclaredTrainingLoss(),
-            evidence=hdet.Divergent(estimator=Kalman()),
+            evidence=hdet.evidence.Divergent(estimator=Kalman()),
             merge=Mean(optimizer="reset"),
             gradients="local",
             clip=1.0,
@@ -98,7 +98,7 @@ def test_a_schedule_takes_its_peak_and_length_from_the_run(schedule: object, exp
 def test_a_kind_that_goes_without_saying_is_the_default() -> None:
     config = RunConfig.from_dict({**SMALL, "optimizer": {"lr": 0.5}, "window": 7, "signal": {"at": "average"}})
     assert config.optimizer == AdamW(0.5)
-    assert config.window == hdet.FixedWindow(7)
+    assert config.window == hdet.windows.FixedWindow(7)
     assert config.signal == DeclaredProbe(at="average")
 
 
@@ -170,7 +170,7 @@ def test_a_run_has_a_task_and_steps() -> None:
 
 def test_imports_register_the_users_own_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_running_knobs.py").write_text(
-        "import hdet\n@hdet.register\nclass DecayOfMyOwn(hdet.WeightDecay):\n    pass\n"
+        "import hdet\n@hdet.spec.register\nclass DecayOfMyOwn(hdet.WeightDecay):\n    pass\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = RunConfig.from_dict({**SMALL, "imports": ["my_running_knobs"], "knobs": ["decay_of_my_own"]})

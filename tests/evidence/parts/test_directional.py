@@ -40,18 +40,18 @@ def sgd(model: nn.Module, **options: float) -> Optimizer:
 
 
 CASES = [
-    (adamw, hdet.WeightDecay(evidence=hdet.Analytic())),
-    (adamw, hdet.Beta1(evidence=hdet.Recursion())),
-    (adamw, hdet.Beta2(evidence=hdet.Recursion())),
-    (sgd, hdet.WeightDecay(evidence=hdet.Analytic())),
-    (sgd, hdet.Momentum(evidence=hdet.Recursion())),
+    (adamw, hdet.WeightDecay(evidence=hdet.evidence.Analytic())),
+    (adamw, hdet.Beta1(evidence=hdet.evidence.Recursion())),
+    (adamw, hdet.Beta2(evidence=hdet.evidence.Recursion())),
+    (sgd, hdet.WeightDecay(evidence=hdet.evidence.Analytic())),
+    (sgd, hdet.Momentum(evidence=hdet.evidence.Recursion())),
 ]
 IDS = [f"{make.__name__}-{knob.label}" for make, knob in CASES]
 
 
 def trained(
     model: nn.Module, optimizer: Optimizer, knobs: list[hdet.Knob], still: range = range(0)
-) -> tuple[Engine, list[hdet.WindowRecord]]:
+) -> tuple[Engine, list[hdet.history.WindowRecord]]:
     """Windows of training; in the `still` ones the rate is 0, so that neither decay nor momentum moves a weight."""
     signal = Probe(read_out, (1.0, 1.3, 0.7))
     engine = Engine(hdet.micro_batches(model, optimizer, n=1), knobs, window=T, signal=signal, total_steps=T * WINDOWS)
@@ -82,7 +82,7 @@ def test_at_the_origin_there_is_nothing_to_decay_and_other_knobs_are_heard() -> 
     model = Two(start=0.0)
     optimizer = AdamW([{"params": [model.w], "name": "w"}, {"params": [model.other], "name": "other"}], lr=0.01)
     knobs: list[hdet.Knob] = [
-        hdet.WeightDecay(groups=group, name=group, evidence=hdet.Analytic(), controller=Hold())
+        hdet.WeightDecay(groups=group, name=group, evidence=hdet.evidence.Analytic(), controller=Hold())
         for group in ("w", "other")
     ]
     _, records = trained(model, optimizer, knobs)

@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hdet import Contrast, Engine, Probe
+from hdet import Engine, Probe
 from hdet.controllers import Estimate, Hold
+from hdet.evidence import Contrast
 from hdet.evidence.contrast import ContrastCollector
 from hdet.evidence.parts import gradient_memory as memory
 from hdet.evidence.parts.gradient_memory import Dots, Record, Traces

@@ -16,7 +16,7 @@ def test_a_sub_batch_that_is_never_finite_is_named(problem: Any, train: Any) -> 
     model = problem.model()
     engine = hdet.Engine(
         hdet.micro_batches(model, torch.optim.SGD(model.parameters(), lr=0.01), 1),
-        [hdet.LearningRate(evidence=hdet.Line())],
+        [hdet.LearningRate(evidence=hdet.evidence.Line())],
         window=3,
         signal=hdet.Probe(problem.loss, held_out),
         total_steps=9,
