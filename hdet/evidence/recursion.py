@@ -28,7 +28,7 @@ KNOWN: Mapping[str, tuple[type[Optimizer], ...]] = {
     "betas": (Adam, AdamW),
     ENTRY: (SGD, Adam, AdamW),
 }
-KINDS: Mapping[tuple[str, int | None], type[Trace | ClipTrace]] = {
+KINDS: Mapping[tuple[str, int | None], type[Trace]] = {
     ("momentum", None): MomentumTrace,
     ("betas", 0): FirstTrace,
     ("betas", 1): SecondTrace,
@@ -165,7 +165,7 @@ class RecursionCollector(DirectionalCollector):
                 trace.load_state_dict(own)
 
 
-def _traces(knob: BoundKnob, host: int, model: nn.Module) -> list[Trace | ClipTrace]:
+def _traces(knob: BoundKnob, host: int, model: nn.Module) -> list[Trace]:
     """A trace for each parameter group of a knob.
 
     Raises:
@@ -182,7 +182,7 @@ def _traces(knob: BoundKnob, host: int, model: nn.Module) -> list[Trace | ClipTr
         raise ConfigError(
             f"{knob.name}: Recursion evidence knows the recursions of torch.optim.SGD (momentum, clipping), Adam and "
             f"AdamW (betas, clipping), not those of {type(binding.optimizer).__name__}; take one of these, or "
-            f"evidence=hdet.Divergent()"
+            f"evidence=hdet.evidence.Divergent()"
         )
     if binding.key == "momentum" and knob.spec.bounds[0] <= 0.0:
         raise ConfigError(
@@ -190,7 +190,7 @@ def _traces(knob: BoundKnob, host: int, model: nn.Module) -> list[Trace | ClipTr
             f"{knob.spec.bounds} allow it; give bounds=(0.1, {knob.spec.bounds[1]:g})"
         )
     kind = KINDS[binding.key, binding.item]
-    traces: list[Trace | ClipTrace] = []
+    traces: list[Trace] = []
     for index in binding.indices:
         parameters = _trained(binding.optimizer, index, model)
         _check(knob, binding.optimizer.param_groups[index], parameters)
@@ -208,7 +208,7 @@ def _check(knob: BoundKnob, group: dict[str, Any], parameters: Sequence[nn.Param
     if any(hasattr(p, "to_local") for p in parameters):
         raise ConfigError(
             f"{knob.name}: Recursion evidence does not work on parameters that are sharded over ranks; use "
-            f"evidence=hdet.Divergent()"
+            f"evidence=hdet.evidence.Divergent()"
         )
     if "betas" not in group:
         return
@@ -233,5 +233,5 @@ def _value(knob: BoundKnob, step: int) -> Value:
     return Value(value, (apply(value, NUDGE) - apply(value, -NUDGE)) / (2 * NUDGE))
 
 
-def _flat(hosts: Sequence[Sequence[Trace | ClipTrace]]) -> list[Trace | ClipTrace]:
+def _flat(hosts: Sequence[Sequence[Trace]]) -> list[Trace]:
     return [trace for traces in hosts for trace in traces]

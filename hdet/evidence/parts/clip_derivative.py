@@ -9,35 +9,32 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from hdet.evidence.parts.preconditioner import decoupled, without_waiting
-from hdet.evidence.parts.weight_derivative import LEAST_ROOT, Value
+from hdet.evidence.parts.preconditioner import without_waiting
+from hdet.evidence.parts.weight_derivative import LEAST_ROOT, Trace, Value
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.clipping import clipping_of
 from hdet.replicas import tensors
 
 
-class ClipTrace:
+class ClipTrace(Trace):
     """The recursion of the threshold c in one parameter group.
 
     With g the clipped gradient, d g / d log c is g where it was clipped, else 0.
 
     Attributes:
-        parameters: those that are trained.
         first: the derivative of the gradient's running mean (Adam), or of the momentum buffer.
         second: the derivative of the squared gradient's running mean; empty for SGD.
-        direction: D so far.
+        per_log: d log c / d coordinate in the coming step.
     """
 
+    followed = ("first", "second", "direction")
+    counted = "per_log"
+
     def __init__(self, binding: GroupBinding, index: int, parameters: Sequence[nn.Parameter]) -> None:
-        self.optimizer = binding.optimizer
-        self.index = index
-        self.parameters = list(parameters)
-        self.direction = [
-            torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)).detach() for p in parameters
-        ]
+        super().__init__(binding, index, parameters)
         self.first = tensors.clones(self.direction)
         self.second = [] if isinstance(self.optimizer, SGD) else tensors.clones(self.direction)
-        self._per_log = 1.0  # d log c / d coordinate in the coming step
+        self.per_log = 1.0
         self._update: list[tuple[int, Tensor]] = []  # of SGD's coming step, by parameter
         self._stepping: list[int] = []
         clipping = clipping_of(self.optimizer)
@@ -46,11 +43,10 @@ class ClipTrace:
 
     @torch.no_grad()
     def open(self, first: Value) -> None:
-        """Here the optimizer's state is what it is, whatever the threshold will be: its derivative is 0."""
         for held in (self.direction, self.first, self.second):
             for tensor in held:
                 tensor.zero_()
-        self._per_log = first.slope / first.value
+        self.per_log = first.slope / first.value
         self._stepping = []
 
     @torch.no_grad()
@@ -60,7 +56,7 @@ class ClipTrace:
         if not self._stepping:
             return
         group = self.optimizer.param_groups[self.index]
-        share = is_clipped * self._per_log
+        share = is_clipped * self.per_log
         gradients = [tensors.wide(tensors.gradient(self.parameters[n])) for n in self._stepping]
         if scale is not None:
             gradients = list(torch._foreach_div(gradients, scale))
@@ -96,18 +92,11 @@ class ClipTrace:
 
     @torch.no_grad()
     def follow(self, now: Value, following: Value) -> None:
-        """The optimizer has made a step with the threshold at `now`; the next will have it at `following`."""
-        self._per_log = following.slope / following.value
+        self.per_log = following.slope / following.value
         stepped, self._stepping = self._stepping, []
         if not stepped:
             return
-        group = self.optimizer.param_groups[self.index]
-        direction = [self.direction[n] for n in stepped]
-        lr, decay = without_waiting(group["lr"]), without_waiting(group["weight_decay"])
-        if decoupled(self.optimizer, group) and (isinstance(decay, Tensor) or decay != 0.0):
-            torch._foreach_mul_(direction, 1.0 - lr * decay)
-        for change, own in zip(self._changes(group, stepped), direction, strict=True):
-            own.sub_(change * lr)
+        self._advance(stepped, self._changes(self.optimizer.param_groups[self.index], stepped))
         self._update = []
 
     def _changes(self, group: dict[str, Any], stepped: list[int]) -> list[Tensor]:
@@ -126,21 +115,3 @@ class ClipTrace:
             bent = state["exp_avg"] * self.second[n] / (2.0 * root * second**0.5 * scale)
             found.append((self.first[n] - bent) / (scale * first))
         return found
-
-    def state_dict(self) -> dict[str, Any]:
-        own = {id(parameter) for parameter in self.parameters}
-        return {
-            "places": [n for n, p in enumerate(self.optimizer.param_groups[self.index]["params"]) if id(p) in own],
-            "first": tensors.clones(self.first),
-            "second": tensors.clones(self.second),
-            "direction": tensors.clones(self.direction),
-            "per_log": self._per_log,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        every = self.optimizer.param_groups[self.index]["params"]
-        self.parameters = [every[place] for place in state["places"]]
-        for name in ("first", "second", "direction"):
-            held = [h.to(p.device, copy=True) for h, p in zip(state[name], self.parameters, strict=bool(state[name]))]
-            setattr(self, name, held)
-        self._per_log = state["per_log"]

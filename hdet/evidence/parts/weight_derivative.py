@@ -1,8 +1,10 @@
-"""How a parameter group's weights depend on momentum or a beta, followed from step to step."""
+"""How a parameter group's weights depend on a knob of the optimizer, followed from step to step."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,32 +28,84 @@ class Value:
     slope: float
 
 
-class Trace:
+class Trace(ABC):
     """The recursion of one knob in one parameter group.
 
     Attributes:
         parameters: those that are trained.
-        running: the entry of the optimizer's state that the knob governs.
-        ahead: what the next step's derivative of `running` begins with: all of it that the step before decides.
         direction: D so far.
-        counts: the optimizer's step count of each parameter.
+        followed: the attributes that hold a tensor for each parameter.
+        counted: the attribute that holds what else a window under way needs.
     """
 
-    running: ClassVar[str]
+    followed: ClassVar[tuple[str, ...]]
+    counted: ClassVar[str]
 
     def __init__(self, binding: GroupBinding, index: int, parameters: Sequence[nn.Parameter]) -> None:
         self.optimizer = binding.optimizer
         self.index = index
         self.parameters = list(parameters)
-        self.ahead = [
+        self.direction = [
             torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)).detach() for p in parameters
         ]
-        self.direction = tensors.clones(self.ahead)
+
+    @abstractmethod
+    def open(self, first: Value) -> None:
+        """A window opens with the knob at `first`: what the optimizer holds does not depend on it yet."""
+
+    @abstractmethod
+    def follow(self, now: Value, following: Value) -> None:
+        """The optimizer has made a step with the knob at `now`; the next will have it at `following`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {id(parameter) for parameter in self.parameters}
+        return {
+            "places": [n for n, p in enumerate(self.optimizer.param_groups[self.index]["params"]) if id(p) in own],
+            **{name: tensors.clones(getattr(self, name)) for name in self.followed},
+            self.counted: copy(getattr(self, self.counted)),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        every = self.optimizer.param_groups[self.index]["params"]
+        self.parameters = [every[place] for place in state["places"]]
+        for name in self.followed:
+            held = [h.to(p.device, copy=True) for h, p in zip(state[name], self.parameters, strict=bool(state[name]))]
+            setattr(self, name, held)
+        setattr(self, self.counted, copy(state[self.counted]))
+
+    def _advance(self, stepped: Sequence[int], change: Tensors) -> None:
+        """D after a step of some parameters, of whose updates `change` is the derivative."""
+        group = self.optimizer.param_groups[self.index]
+        direction = [self.direction[number] for number in stepped]
+        lr, decay = without_waiting(group["lr"]), without_waiting(group["weight_decay"])
+        if decoupled(self.optimizer, group) and (isinstance(decay, Tensor) or decay != 0.0):
+            torch._foreach_mul_(direction, 1.0 - lr * decay)
+        if isinstance(lr, Tensor):
+            torch._foreach_sub_(direction, torch._foreach_mul(change, lr))
+        else:
+            torch._foreach_add_(direction, change, alpha=-lr)
+
+
+class RunningTrace(Trace):
+    """Of a knob that governs a running value in the optimizer's state.
+
+    Attributes:
+        running: the entry of the state.
+        ahead: what the next step's derivative of `running` begins with: all of it that the step before decides.
+        counts: the optimizer's step count of each parameter.
+    """
+
+    running: ClassVar[str]
+    followed = ("ahead", "direction")
+    counted = "counts"
+
+    def __init__(self, binding: GroupBinding, index: int, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(binding, index, parameters)
+        self.ahead = tensors.clones(self.direction)
         self.counts = [0.0] * len(self.parameters)
 
     @torch.no_grad()
     def open(self, first: Value) -> None:
-        """Here the optimizer's state is what it is, whatever the knob will be: its derivative is 0."""
         for number, parameter in enumerate(self.parameters):
             state = self.optimizer.state.get(parameter, {})
             held = state.get(self.running)
@@ -64,25 +118,15 @@ class Trace:
 
     @torch.no_grad()
     def follow(self, now: Value, following: Value) -> None:
-        """The optimizer has made a step with the knob at `now`; the next will have it at `following`."""
         stepped = [number for number, p in enumerate(self.parameters) if self._stepped(number, p)]
         if not stepped:
             return
         states = [self.optimizer.state[self.parameters[number]] for number in stepped]
         running = [tensors.wide(state[self.running]) for state in states]
         derivative = [self.ahead[number] for number in stepped]
-        direction = [self.direction[number] for number in stepped]
         if spent := self._spent(now):
             torch._foreach_add_(derivative, running, alpha=-spent)
-        change = self._change(now, derivative, states, [self.counts[number] for number in stepped])
-        group = self.optimizer.param_groups[self.index]
-        lr, decay = without_waiting(group["lr"]), without_waiting(group["weight_decay"])
-        if decoupled(self.optimizer, group) and (isinstance(decay, Tensor) or decay != 0.0):
-            torch._foreach_mul_(direction, 1.0 - lr * decay)
-        if isinstance(lr, Tensor):
-            torch._foreach_sub_(direction, torch._foreach_mul(change, lr))
-        else:
-            torch._foreach_add_(direction, change, alpha=-lr)
+        self._advance(stepped, self._change(now, derivative, states, [self.counts[number] for number in stepped]))
         torch._foreach_mul_(derivative, following.value)
         torch._foreach_add_(derivative, running, alpha=self._carried(following))
 
@@ -100,39 +144,22 @@ class Trace:
         self.counts[number] = before + 1.0 if unread else float(step)
         return self.counts[number] != before
 
+    @abstractmethod
     def _carried(self, value: Value) -> float:
         """How often the running value of the step before enters the derivative."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _spent(self, value: Value) -> float:
         """How often this step's running value is taken off the derivative."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _change(
         self, now: Value, derivative: list[Tensor], states: list[dict[str, Any]], counts: list[float]
     ) -> Tensors:
         """The derivative of the update, which the learning rate multiplies."""
-        raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        own = {id(parameter) for parameter in self.parameters}
-        return {
-            "places": [n for n, p in enumerate(self.optimizer.param_groups[self.index]["params"]) if id(p) in own],
-            "ahead": tensors.clones(self.ahead),
-            "direction": tensors.clones(self.direction),
-            "counts": list(self.counts),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        every = self.optimizer.param_groups[self.index]["params"]
-        self.parameters = [every[place] for place in state["places"]]
-        for name in ("ahead", "direction"):
-            held = [h.to(p.device, copy=True) for h, p in zip(state[name], self.parameters, strict=True)]
-            setattr(self, name, held)
-        self.counts = list(state["counts"])
 
 
-class MomentumTrace(Trace):
+class MomentumTrace(RunningTrace):
     """SGD: buf_t = mu buf_{t-1} + (1 - dampening) g_t."""
 
     running = "momentum_buffer"
@@ -153,7 +180,7 @@ class MomentumTrace(Trace):
         return change
 
 
-class MeanTrace(Trace):
+class MeanTrace(RunningTrace):
     """Adam's m and v: m_t = beta m_{t-1} + (1 - beta) g_t, so that m_{t-1} - g_t = (m_{t-1} - m_t) / (1 - beta)."""
 
     def _carried(self, value: Value) -> float:
