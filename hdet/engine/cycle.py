@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hdet.controllers import Estimate
-from hdet.engine import recovery
+from hdet.engine import recording, recovery
 from hdet.engine.declaration import declaration
 from hdet.engine.guard import Watch
 from hdet.engine.noise_scale import NoiseMeter, NoiseScale
@@ -21,17 +18,15 @@ from hdet.engine.plan import Plan
 from hdet.engine.probe_size import ProbeSize
 from hdet.engine.standstill import Standstill
 from hdet.engine.tally import Losses, Reading, Tally
-from hdet.errors import ConfigError, DivergedError, HdetError
+from hdet.errors import ConfigError, DivergedError
 from hdet.evidence import Collector, Harvest, Scene, Window
 from hdet.history import History, WindowRecord
 from hdet.hparams.bound import Moment
-from hdet.record import MOST_REPLICAS
 from hdet.replicas import Replica, Terms, tensors
 from hdet.replicas.alike import require_alike
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.average import Averages
 from hdet.replicas.distributed.lost_rank import translated
-from hdet.replicas.distributed.ranks import Ranks
 from hdet.replicas.held_optimizer import OF_GRADIENTS
 from hdet.replicas.moving import Moving
 
@@ -241,15 +236,8 @@ class Cycle:
         if reading.apart:
             require_alike(self.home, reading.valid, self.anchor, self.step_count)
         self.standstill.look(window, trained=self._begun)
-        last = window.stop - 1
-        bases = {knob.name: knob.base(last) for knob in self.knobs}
-        shown = range(min(self.home.size, MOST_REPLICAS))
-        values = {knob.name: knob.values(last, shown) for knob in self.knobs}
-        told_in_full = len(shown) == self.home.size
-        ranges = {} if told_in_full else {knob.name: list(knob.range(last)) for knob in self.knobs}
-        by_member = [knob.name for collector in self.collectors if collector.by_member for knob in collector.knobs]
-        courses = {k.name: k.course(window.start, window.stop) for k in self.knobs if k.name not in by_member}
-        opened = {knob.name: knob.learned for knob in self.knobs}
+        account = recording.Account.of(window, self.knobs, self.collectors, self.home.size)
+        bases = account.bases
         estimates: dict[str, Estimate] = {}
         moves = {knob.name: 0.0 for knob in self.knobs}
         reasons: dict[str, dict[str, str]] = {}
@@ -283,33 +271,16 @@ class Cycle:
         noise = self.noise.read() if self.noise is not None else None
         self.noise_scale = noise or self.noise_scale
         now = time.perf_counter()
-        record = WindowRecord(
-            window=window.index,
-            start=window.start,
-            stop=window.stop,
-            bases=bases,
-            values=values,
-            losses=[loss if math.isfinite(loss) else None for loss in reading.losses[: len(shown)].tolist()],
-            estimates={name: estimate.to_dict() for name, estimate in estimates.items()},
-            moves=moves,
+        record = account.record(
+            reading,
+            estimates,
+            moves,
+            reasons=reasons,
             merged=merged,
             faults=faults,
             seconds=now - self._clock,
             closing=now - began,
-            learned={
-                knob.name: {
-                    "start": knob.learned.start,
-                    "opened": opened[knob.name].value,
-                    "closed": knob.learned.value,
-                }
-                for knob in self.knobs
-            },
-            course=courses,
-            reasons=reasons,
-            replicas=self.home.size,
-            ranges=ranges,
-            mean_loss=None if told_in_full else _mean(reading),
-            noise_scale=asdict(noise) if noise is not None else {},
+            noise=noise,
             best_schedule=self._best_schedule() if self.step_count == self._last_step else {},
         )
         record.hints.extend(self._probe_size.look(self.history.latest, record))
@@ -317,7 +288,8 @@ class Cycle:
             self.end()
         else:
             self.open_window(window.index + 1)
-        self._record(record)  # last: where the disk is full, the engine can go on all the same
+        # Last: where the disk is full, the engine can go on all the same.
+        recording.append(self.history, record, self.home, self.tally.sums.device)
         self._refuse_to_go_on(reading, bases)
         return record
 
@@ -368,27 +340,6 @@ class Cycle:
     def _best_schedule(self) -> dict[str, list[float]]:
         by_member = (collector for collector in self.collectors if collector.by_member)
         return {name: values for collector in by_member for name, values in collector.best_schedule().items()}
-
-    def _record(self, record: WindowRecord) -> None:
-        """Append to the history. Where one rank cannot write it, none goes on to wait for that one.
-
-        Raises:
-            HdetError: a history could not be written, here or in another process.
-        """
-        failure: Exception | None = None
-        try:
-            self.history.append(record)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            failure = error
-        if isinstance(self.home, Ranks):
-            row = torch.full((len(self.home.local), 1), float(failure is not None), device=self.tally.sums.device)
-            if (self.home.gather(row) == 1.0).any() and failure is None:
-                failure = HdetError(
-                    "another process of this run could not write its history, and says why; the window is kept in "
-                    "memory there, and is written with the next"
-                )
-        if failure is not None:
-            raise failure
 
     def _moment(self, window: Window, loss: float | None) -> Moment:
         left = None if self._last_step is None else self.plan.windows.count(self.step_count, self._last_step)
@@ -501,12 +452,6 @@ class Cycle:
             self.end()
         else:
             self.open_window(window)
-
-
-def _mean(reading: Reading) -> float | None:
-    """Over the replicas that have a loss; None where none has."""
-    finite = reading.losses[np.isfinite(reading.losses)]
-    return float(finite.mean()) if len(finite) else None
 
 
 def _sum(moves: dict[str, float], more: dict[str, float]) -> dict[str, float]:
