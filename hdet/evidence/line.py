@@ -109,7 +109,7 @@ class LineCollector(Collector):
                 for x in offsets
             ]
             with self.scene.at_base():
-                losses = losses_at(self.scene, harvest, points, kept)
+                losses = losses_at(self.scene, harvest, points, kept, independent=True)
             return losses.reshape(len(chosen), len(offsets), -1)
 
         def read(end: Sequence[Tensor], chosen: Sequence[int], averaged: bool) -> dict[int, Estimate]:

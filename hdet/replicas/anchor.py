@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class Anchor:
                 version = 0 if parameter.is_inference() else parameter._version
                 if self._versions.setdefault(number, version) == version:
                     continue
-            moving[number] = tensors.local(parameter.detach())
+            moving[number] = tensors.local(parameter)  # `detach` of thousands takes longer than the copies
         return moving
 
     def values(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -126,12 +126,12 @@ class Anchor:
         they are no state to go on from.
         """
         nearest = self.optimizer_state(fresh=fresh or self._state.lends)
-        moments = [value for state in nearest["state"].values() for value in finite.with_mean(state)]
-        return nearest if fresh or tensors.all_finite(moments) else self.optimizer_state()
+        sound = fresh or tensors.all_finite(finite.with_mean(nearest["state"].values()))
+        return nearest if sound else self.optimizer_state()
 
     def is_finite(self) -> bool:
         """Whether all that is held has finite values, buffers aside. Waits for the device."""
-        moments = [value for state in self.optimizer_state()["state"].values() for value in finite.with_mean(state)]
+        moments = finite.with_mean(self.optimizer_state()["state"].values())
         return bool(tensors.all_finite([*self._parameters.values(), *moments]))
 
     def restore(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -144,11 +144,12 @@ class Anchor:
         tensors.copy_([live for live, _ in pairs], [held for _, held in pairs])
         self._state.put_back(optimizer)
 
+    @torch.no_grad()
     def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
         """The model's tensors with what is held for them. A buffer that has come since, or has grown, is let be."""
         tensors.reshard(model)
-        own = [tensors.local(parameter.detach()) for parameter in model.parameters()]
-        found = [(own[number], held) for number, held in self._parameters.items()]
+        own = self._walk.every() if model is self._model else list(model.parameters())
+        found = [(tensors.local(own[number]), held) for number, held in self._parameters.items()]
         buffers = _buffers(model)
         fits = [name for name, held in self._buffers.items() if name in buffers and buffers[name].shape == held.shape]
         return found + [(buffers[name], self._buffers[name]) for name in fits]
@@ -163,11 +164,14 @@ class Anchor:
     @contextmanager
     def evaluated(self) -> Iterator[None]:
         """`substituted`, as the optimizer then would evaluate the model: in eval mode, if it has modes."""
-        parameters = tensors.moving_parameters(self._model, self._optimizer)
-        own = [tensors.local(parameter.detach()) for parameter in parameters]
-        held = self._state.averaged(parameters, self.values(parameters))
-        switched = tensors.evaluated_weights(self._model, self._optimizer)
-        with switched, self.substituted(), tensors.substituted(own, held):
+        with ExitStack() as stack:
+            stack.enter_context(tensors.evaluated_weights(self._model, self._optimizer))
+            stack.enter_context(self.substituted())
+            if self._state.averages:
+                parameters = tensors.moving_parameters(self._model, self._optimizer)
+                own = [tensors.local(parameter.detach()) for parameter in parameters]
+                held = self._state.averaged(parameters, self.values(parameters))
+                stack.enter_context(tensors.substituted(own, held))
             yield
 
     def state_dict(self, *, fresh: bool = False, leave_out: Collection[str] = ()) -> dict[str, Any]:

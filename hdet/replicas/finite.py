@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.replicas import tensors
+from hdet.replicas.walk import Walk
 
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes with arithmetic of their own. Quantized states have scales that tell nothing by themselves."""
@@ -28,6 +29,7 @@ class Finiteness:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model = model
+        self._walk = Walk(model)
         self._optimizer = optimizer
         self._opened: dict[str, Tensor] = {}
 
@@ -39,8 +41,8 @@ class Finiteness:
     def flags(self) -> Tensor:
         """[3] booleans, in the order of `PLACES`: all is finite there."""
         tensors.reshard(self._model)
-        parameters = tensors.all_finite([tensors.local(p) for p in self._model.parameters()])
-        states = tensors.all_finite([t for state in self._states() for t in with_mean(state)])
+        parameters = tensors.all_finite([tensors.local(p) for p in self._walk.parameters()])
+        states = tensors.all_finite(with_mean(self._states()))
         now = self._buffers()
         kept = [now[name] | ~self._opened[name] for name in now if name in self._opened]
         buffers = torch.stack(kept).all() if kept else torch.tensor(True)
@@ -57,11 +59,14 @@ class Finiteness:
         return dict(zip(found, tensors.finite(list(found.values())), strict=True)) if found else {}
 
 
-def with_mean(state: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors of one parameter's optimizer state that a merge takes a mean of; of sharded ones this rank's part."""
-    for value in state.values():
-        if isinstance(value, Tensor) and value.dim() and value.dtype in PLAIN and value.numel():
-            yield tensors.local(value.detach() if value.requires_grad else value)
+def with_mean(states: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    """The tensors of parameters' optimizer states that a merge takes a mean of; of sharded ones this rank's part."""
+    return [
+        tensors.local(value.detach() if value.requires_grad else value)
+        for state in states
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim() and value.dtype in PLAIN and value.numel()
+    ]
 
 
 def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -77,6 +77,11 @@ class HeldOptimizer:
     def _states(self) -> list[State]:
         return self._own if self._lent is None else self._lent._states
 
+    @property
+    def averages(self) -> bool:
+        """Whether the optimizer evaluates an average of the weights (`averaged`)."""
+        return any("z" in state for state in self._states)
+
     @torch.no_grad()
     def take(self, lent: HeldOptimizer | None = None) -> None:
         """Copy the state as it is now.
@@ -162,6 +167,8 @@ class HeldOptimizer:
             y: their values at that time.
             now: where the average would be now, had z stood still since.
         """
+        if not self.averages:
+            return list(y)
         states = iter(self._states)
         zs: dict[int, tuple[Tensor, State, State]] = {}
         for then, group in zip(self._groups, self._optimizer.param_groups, strict=True):

@@ -33,10 +33,14 @@ class Moving:
         self._hosts = hosts
         self._walks = [Walk(model) for model, _ in hosts]
         self.evaluates_average = is_schedule_free(hosts[0][1])
+        self.parameters: list[list[nn.Parameter]] = [[] for _ in hosts]
+        self._values: list[list[Tensor]] = [[] for _ in hosts]
+        self._memory: list[list[int]] = [[] for _ in hosts]
         self.open()
 
     def open(self) -> None:
         """A window opens: look them up."""
+        before = self.parameters
         whole = [
             [(parameter, moves) for parameter, moves in tensors.can_move(walk, optimizer) if parameter.numel()]
             for walk, (_, optimizer) in zip(self._walks, self._hosts, strict=True)
@@ -44,8 +48,10 @@ class Moving:
         self.flags = [moves for _, moves in whole[0]]
         self.parameters = [[parameter for parameter, moves in own if moves] for own in whole]
         self._sharded = [[hasattr(p, "to_local") for p in own] for own in self.parameters]
-        self._values: list[list[Tensor]] = [[] for _ in self._hosts]
-        self._memory: list[list[int]] = [[] for _ in self._hosts]
+        for host, (were, are) in enumerate(zip(before, self.parameters, strict=True)):
+            # One may have been given data of another shape in the memory that it had.
+            if list(map(id, were)) != list(map(id, are)) or _layout(self._values[host]) != _layout(self._here(host)):
+                self._values[host] = []
 
     @torch.no_grad()
     def values(self, host: int = 0) -> list[Tensor]:
@@ -53,6 +59,16 @@ class Moving:
 
         The same list is given again for as long as the parameters keep their memory.
         """
+        own = self._here(host)
+        memory = [tensor.data_ptr() for tensor in own]
+        if memory != self._memory[host] or not self._values[host]:
+            self._memory[host] = memory
+            self._values[host] = [tensor.detach() for tensor in own]
+        return self._values[host]
+
+    @torch.no_grad()
+    def _here(self, host: int) -> Sequence[Tensor]:
+        """This rank's part of each parameter of a model."""
         own: Sequence[Tensor] = self.parameters[host]
         if any(self._sharded[host]):
             # `to_local` makes a tensor anew for autograd, which of hundreds takes longer than the rest of a step.
@@ -60,12 +76,12 @@ class Moving:
                 getattr(p, "_local_tensor", None) if cut else p for p, cut in zip(own, self._sharded[host], strict=True)
             ]
             own = [tensors.local(p) if part is None else part for p, part in zip(own, held, strict=True)]
-        memory = [tensor.data_ptr() for tensor in own]
-        if memory != self._memory[host] or not self._values[host]:
-            self._memory[host] = memory
-            self._values[host] = [tensor.detach() for tensor in own]
-        return self._values[host]
+        return own
 
     def of(self, every: Sequence[Tensor]) -> list[Tensor]:
         """Those of tensors in the order of `hdet.replicas.tensors.parameters` that stand for such a parameter."""
         return list(compress(every, self.flags))
+
+
+def _layout(of: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.Size, tuple[int, ...]]]:
+    return [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in of]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
@@ -142,10 +142,14 @@ def finite(tensors: Sequence[Tensor]) -> Tensor:
 @torch.no_grad()
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """A 0-dim boolean tensor: no element of any floating tensor is infinite or NaN. No synchronisation."""
-    floating = [t for t in tensors if t.is_floating_point() and t.numel()]
-    large = [t for t in floating if t.numel() > SMALL]
+    large: list[Tensor] = []
+    small: list[Tensor] = []
+    for tensor in tensors:
+        elements = tensor.numel() if tensor.is_floating_point() else 0
+        if elements:
+            (small if elements <= SMALL else large).append(tensor)
     flags = [finite(large).all()] if large else []
-    for own in alike(floating if not large else [t for t in floating if t.numel() <= SMALL]):
+    for own in alike(small):
         flags += [torch.linalg.vector_norm(joined(own[part]), math.inf).isfinite() for part in slices(own)]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).all() if flags else torch.tensor(True)
 
@@ -204,12 +208,15 @@ def slices(of: Sequence[Tensor], elements: int = PASSING) -> Iterator[slice]:
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """The elements of all, one after another; of one contiguous tensor its own memory."""
+    if len(tensors) > 1 and all(tensor.dim() == 1 for tensor in tensors):
+        return torch.cat(list(tensors))  # without views, which of small tensors take longer than copying them
     return _flatten_dense_tensors(list(tensors))  # type: ignore[no-any-return]
 
 
 def parted(whole: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of what `joined` made of tensors of these shapes."""
-    return _unflatten_dense_tensors(whole, list(like))  # type: ignore[no-any-return]
+    pieces = torch.split(whole, [tensor.numel() for tensor in like])
+    return [own if one.dim() == 1 else own.view(one.shape) for own, one in zip(pieces, like, strict=True)]
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -99,6 +99,24 @@ def test_who_asks_for_the_same_gets_the_same(problem: Any) -> None:
     assert one.count == 0
 
 
+def test_what_is_followed_stays_the_same_from_window_to_window(problem: Any) -> None:
+    model = problem.model()
+    moving = Moving([(model, torch.optim.SGD(model.parameters(), lr=0.1))])
+    values = moving.values()
+    moving.open()
+    assert moving.values() is values
+    weight = model[0].weight
+    weight.data = weight.data.view(3, 8)  # another shape in the same memory
+    moving.open()
+    assert [value.shape for value in moving.values()] == [parameter.shape for parameter in model.parameters()]
+    weight.requires_grad_(False)
+    moving.open()
+    assert len(moving.values()) == len(values)  # the optimizer may move it all the same
+    model[0].weight = torch.nn.Parameter(weight.detach().clone())
+    moving.open()
+    assert moving.values()[0].data_ptr() == model[0].weight.data_ptr()
+
+
 def test_on_the_host_it_is_the_same_mean() -> None:
     """`meta` stands for a device that is not the tensors' own: what is held there has no values."""
     weight = torch.zeros(3, dtype=torch.bfloat16)

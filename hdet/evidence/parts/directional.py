@@ -87,6 +87,9 @@ class DirectionalCollector(Collector):
         if not heard:
             return found
         centre = self.centre(harvest)
+        keeps_weights = self.keeps_weights
+        if centre is self.scene.moving.values():  # an average to which nothing was added; points are written over these
+            centre, keeps_weights = tensors.clones(centre), True
         points: list[Any] = []
         offsets: list[list[float]] = []
         for k in heard:
@@ -95,7 +98,7 @@ class DirectionalCollector(Collector):
             offsets.append([width * point for point in self.spec.points])
             points += [partial(self._moved, centre, direction, x) for x in offsets[-1]]
         with self.scene.at_base():
-            losses = losses_at(self.scene, harvest, points, centre if self.keeps_weights else None)
+            losses = losses_at(self.scene, harvest, points, centre if keeps_weights else None, independent=True)
         lines = losses.reshape(len(offsets), len(self.spec.points), -1)
         for k, x, line in zip(heard, offsets, lines, strict=True):
             if any(x):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated
 
 import numpy as np
@@ -36,9 +37,8 @@ def along(offsets: Sequence[float], losses: NDArray[np.float64]) -> Estimate:
     3.0
     """
     x = np.asarray(offsets, dtype=np.float64)
-    columns = [np.ones_like(x), x] + ([x**2 / 2] if len(x) > 2 else [])
     # Differences, so that losses which are all the same give a slope of 0 and not rounding that all sub-batches share.
-    coefficients = np.linalg.pinv(np.stack(columns, axis=1)) @ (losses - losses[0])
+    coefficients = _inverse(tuple(x.tolist())) @ (losses - losses[0])
     if not np.isfinite(coefficients).all():
         return Estimate.nothing()
     root = np.sqrt(losses.shape[1])
@@ -51,3 +51,11 @@ def along(offsets: Sequence[float], losses: NDArray[np.float64]) -> Estimate:
         curvature_stderr=float(error[2]) if curved else None,
         slopes=tuple(coefficients[1].tolist()),
     )
+
+
+@lru_cache(maxsize=64)
+def _inverse(offsets: tuple[float, ...]) -> NDArray[np.float64]:
+    """[2 or 3, P] from losses to coefficients; most lines are read at the same points in every window."""
+    x = np.array(offsets)
+    columns = [np.ones_like(x), x] + ([x**2 / 2] if len(x) > 2 else [])
+    return np.asarray(np.linalg.pinv(np.stack(columns, axis=1)))

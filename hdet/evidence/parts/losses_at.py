@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,7 +21,12 @@ Point = Callable[[], Write]
 
 
 def losses_at(
-    scene: Scene, harvest: Harvest, points: Sequence[Point], kept: Sequence[Tensor] | None = None
+    scene: Scene,
+    harvest: Harvest,
+    points: Sequence[Point],
+    kept: Sequence[Tensor] | None = None,
+    *,
+    independent: bool = False,
 ) -> NDArray[np.float64]:
     """[P, J] probe losses at P points, the same on every process.
 
@@ -34,6 +38,7 @@ def losses_at(
 
     Args:
         kept: a copy of the first model's weights as they are, where there is one already.
+        independent: no point looks at the models' weights, which are then put back after the last point only.
     """
     window, replicas, probe = harvest.window.index, scene.replicas, scene.probe
     replicas.mean_buffers(harvest.valid.tolist())
@@ -42,16 +47,21 @@ def losses_at(
     aside: dict[int, _PutAside] = {}
     # A process that no point falls to evaluates one all the same, to learn J; its result is not counted.
     idle = all(replica.index >= len(points) for replica in replicas.local)
-    for number, point in enumerate(points):
-        write = point()
-        for row, replica in enumerate(replicas.local):
-            if replica.index != number % replicas.size and not (idle and row == number == 0):
-                continue
-            if replica.host not in aside:
-                aside[replica.host] = _PutAside(scene, replica.host, kept if replica.host == 0 else None)
-            with aside[replica.host].at(write):
+    try:
+        for number, point in enumerate(points):
+            if not independent:
+                _put_back(aside)
+            write = point()
+            for row, replica in enumerate(replicas.local):
+                if replica.index != number % replicas.size and not (idle and row == number == 0):
+                    continue
+                if replica.host not in aside:
+                    aside[replica.host] = _PutAside(scene, replica.host, kept if replica.host == 0 else None)
+                aside[replica.host].write(write)
                 measured = probe.measure(replicas.hosts[replica.host][0], window, replica.optimizer, batches)
-            rows[row, number] = torch.zeros_like(measured) if idle else measured
+                rows[row, number] = torch.zeros_like(measured) if idle else measured
+    finally:
+        _put_back(aside)
     missing = torch.zeros_like(next(iter(rows.values())))
     table = torch.stack(
         [
@@ -66,24 +76,32 @@ def losses_at(
 
 
 class _PutAside:
-    """One model's weights, and a copy of them to put back after a point."""
+    """One model's weights, and a copy of them to put back after points were written over them."""
 
     def __init__(self, scene: Scene, host: int, kept: Sequence[Tensor] | None) -> None:
         self._model = scene.replicas.hosts[host][0]
         tensors.reshard(self._model)
         self._live = scene.moving.values(host)
         self._kept = tensors.clones(self._live) if kept is None else kept
+        self._written = False
 
-    @contextmanager
-    def at(self, write: Write) -> Iterator[None]:
-        """A point in place of the weights inside the block."""
+    def write(self, point: Write) -> None:
+        """Put a point in place of the weights."""
         tensors.reshard(self._model)
-        try:
-            write(self._live)
-            yield
-        finally:
+        self._written = True
+        point(self._live)
+
+    def put_back(self) -> None:
+        """The weights as they were."""
+        if self._written:
             tensors.reshard(self._model)
             tensors.copy_(self._live, self._kept)
+            self._written = False
+
+
+def _put_back(aside: dict[int, _PutAside]) -> None:
+    for own in aside.values():
+        own.put_back()
 
 
 def _notice_unusable(losses: NDArray[np.float64]) -> None:

@@ -77,6 +77,17 @@ def test_a_direction_of_zero_teaches_nothing(make: Any, knob: hdet.Knob) -> None
             assert estimate["slope"] != 0.0
 
 
+def test_of_a_window_shorter_than_the_stride_the_last_weights_are_read() -> None:
+    """The average is the model's own weights then, which the points are written over."""
+    told = []
+    for stride in (T, T + 1):  # the last step's weights alone, and none
+        model = Two(1.0)
+        knob = hdet.WeightDecay(evidence=hdet.Analytic(stride=stride), controller=Hold())
+        _, records = trained(model, adamw(model, lr=0.01), [knob])
+        told.append([(record.estimates, record.losses) for record in records])
+    assert told[0] == told[1]
+
+
 def test_at_the_origin_there_is_nothing_to_decay_and_other_knobs_are_heard() -> None:
     """D is there, and zero: another kind of nothing than weights that a knob does not move."""
     model = Two(start=0.0)
