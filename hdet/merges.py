@@ -1,17 +1,15 @@
 """How N replicas become one."""
 
 from hdet.hparams.outer import OuterLearningRate, OuterMomentum
-from hdet.merging import Averager, Exploit, Grawa, Mean, Merge, Merger, Outer, Weighted
+from hdet.merging import Averager, Exploit, Mean, Merge, Merger, Outer
 
 __all__ = [
     "Averager",
     "Exploit",
-    "Grawa",
     "Mean",
     "Merge",
     "Merger",
     "Outer",
     "OuterLearningRate",
     "OuterMomentum",
-    "Weighted",
 ]

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 import hdet
 import hdet.testing
 from hdet.app.study.controls import Apart
-from hdet.contrib import EvolutionStrategy, Gaussian, Geometric, Kalman, Marginal
+from hdet.contrib import EvolutionStrategy, Gaussian, Geometric, Grawa, Kalman, Marginal, Weighted
 from hdet.controllers import Calibrate, Context, Controller, Estimate, Gated, Newton, Paper, Rule, Veto
 from hdet.controllers.state import NoState
 from hdet.designs import Design, Hadamard
@@ -36,7 +36,7 @@ from hdet.hparams.binding import Binding, ModelBinding
 from hdet.hparams.bound import BoundKnob
 from hdet.hparams.knob import ActsOn
 from hdet.hparams.schedule import HeldOneCycle
-from hdet.merges import Exploit, Grawa, Mean, Merge, Merger, Outer, Weighted
+from hdet.merges import Exploit, Mean, Merge, Merger, Outer
 from hdet.schedules import WSD, Constant, Cosine, FromCallable, OneCycle, Replay, Schedule
 from hdet.spaces import Linear, Log, Logit, Space
 from hdet.spec import Spec

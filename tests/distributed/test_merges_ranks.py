@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import batch, batch_normed, difference, knobs, loss_of, network, probe, train
 
 import hdet
-from hdet.merges import Exploit, Grawa, Merge, Outer, OuterLearningRate, OuterMomentum, Weighted
+from hdet.contrib import Grawa, Weighted
+from hdet.merges import Exploit, Merge, Outer, OuterLearningRate, OuterMomentum
 
 Found = dict[str, Any]
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import hdet
+from hdet.contrib import Weighted
 from hdet.controllers import Gated, Hold
 from hdet.errors import ConfigError, IdentifiabilityError
 from hdet.evidence import OuterLine
-from hdet.merges import Exploit, Mean, Merge, Outer, OuterLearningRate, OuterMomentum, Weighted
+from hdet.merges import Exploit, Mean, Merge, Outer, OuterLearningRate, OuterMomentum
 from hdet.spaces import Logit
 
 WINDOW = 4

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import hdet
+from hdet.contrib import Weighted
 from hdet.errors import CheckpointError, ConfigError
-from hdet.merges import Mean, Merge, Outer, Weighted
+from hdet.merges import Mean, Merge, Outer
 
 TOTAL, WINDOW = 14, 4
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hdet
-from hdet.merges import Grawa, Merge
+from hdet.contrib import Grawa
+from hdet.merges import Merge
 from search_parts.replicated import REPLICAS, Replicated, windows_of
 from search_parts.task import Problem, Task, split
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hdet.merges import Grawa, Merge
+from hdet.contrib import Grawa
+from hdet.merges import Merge
 from search_parts.contenders.grawa import ByGradientNorm
 
 

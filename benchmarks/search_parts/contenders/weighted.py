@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hdet.merges import Merge, Weighted
+from hdet.contrib import Weighted
+from hdet.merges import Merge
 from search_parts.replicated import Replicated
 
 

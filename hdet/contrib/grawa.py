@@ -30,7 +30,8 @@ class Grawa(Merge):
     norms. Source: Dimlioglu and Choromanska 2024, arXiv 2403.04206 (MGRAWA, and LGRAWA by layers). There workers are
     pulled part of the way to the centre; here all the way, since a window opens with all replicas alike.
 
-    Costs one gradient a replica and window.
+    For replicas that end windows in places of different sharpness, of which the flat ones are to count more. Costs one
+    gradient a replica and window.
 
     Args:
         layers: weigh each module's own parameters by themselves.

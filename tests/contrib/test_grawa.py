@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 import hdet
+from hdet.contrib import Grawa
+from hdet.contrib.grawa import inverse
 from hdet.errors import CheckpointError, ConfigError
-from hdet.merges import Grawa, Mean, Merge
-from hdet.merging.grawa import inverse
+from hdet.merges import Mean, Merge
 
 N, WINDOW, TOTAL = 3, 4, 8
 Array = NDArray[np.float64]

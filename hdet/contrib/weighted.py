@@ -22,6 +22,9 @@ class Weighted(Merge):
     standard deviation over the replicas that take part, so that one temperature serves all losses. A replica that is
     not valid, or whose signal is not finite, weighs nothing. Where no signal tells replicas apart they weigh alike.
 
+    For replicas that can be much worse than others for long: one with bad data, or a bad value. Where they differ by
+    noise it throws samples away, and the mean is better.
+
     With `Weighted(0)` the best replica is taken whole (and replicas that tie share). With `temperature=None` and
     `trim` it is a trimmed mean.
 
@@ -31,7 +34,7 @@ class Weighted(Merge):
         optimizer: as of `Mean`; what is averaged is weighted in the same way.
 
     >>> import hdet
-    >>> hdet.merges.Merge.from_dict({"kind": "weighted", "temperature": 0}) == hdet.merges.Weighted(0.0)
+    >>> hdet.merges.Merge.from_dict({"kind": "weighted", "temperature": 0}) == hdet.contrib.Weighted(0.0)
     True
     """
 

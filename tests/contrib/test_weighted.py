@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hdet
+from hdet.contrib import Weighted
+from hdet.contrib.weighted import by_signal
 from hdet.errors import ConfigError
-from hdet.merges import Merge, Weighted
-from hdet.merging.weighted import by_signal
-from hdet.replicas import weighting
+from hdet.merges import Merge
 
 LOSSES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=1, max_size=9)
 TEMPERATURES = st.one_of(st.none(), st.floats(0, 10))
@@ -115,12 +115,3 @@ def test_without_losses_it_is_the_mean(problem: Any, train: Any) -> None:
         train(engine, report=lambda step, losses: None)
         found.append(held(engine)[0])
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
-
-
-@pytest.mark.parametrize(
-    "weights",
-    [[0.5, 0.5], [0.0, 0.0, 0.0], [1.0, -1.0, 0.0], [np.nan, 1.0, 0.0], [1.0, 1.0, 1.0], [[1.0], [0.0], [1.0]]],
-)
-def test_weights_that_cannot_be(weights: Any) -> None:
-    with pytest.raises(ConfigError, match="a merge weighs 3 replicas"):
-        weighting.shares([True, True, False], np.array(weights, dtype=np.float64))
