@@ -126,9 +126,12 @@ def searched(side: int, frozen: bool, options: dict[str, Any], windows: int = 4,
     before = alive()
     model, optimizer = build(side, frozen)
     probe = hdet.Probe(loss_of, [torch.ones(2, side), torch.ones(2, side) * 2])
-    engine = hdet.recommended(
-        model, optimizer, total_steps=window * 20, window=window, probe=probe, micro_batches=4, quiet=True, **options
-    )
+    if "merge" in options:
+        replicas = hdet.micro_batches(model, optimizer, 4)
+        engine = hdet.Engine(replicas, signal=probe, total_steps=window * 20, window=window, **options)
+    else:
+        recipe = {"micro_batches": 4, "quiet": True, **options}
+        engine = hdet.recommended(model, optimizer, total_steps=window * 20, window=window, probe=probe, **recipe)
     momentary = 0
     for step in range(windows * window + window // 2):
         losses = []
@@ -150,7 +153,7 @@ def searched(side: int, frozen: bool, options: dict[str, Any], windows: int = 4,
     losses.clear()
     held = alive() - before - base
     watch: Any = engine.cycle.watch
-    guard = [anchor for anchor in (watch.held, watch.first) if anchor is not None]
+    guard = [] if watch is None else [anchor for anchor in (watch.held, watch.first) if anchor is not None]
     kept: list[Any] = []
     for anchor in guard:
         kept += [*anchor._parameters.values(), *anchor._buffers.values()]
@@ -161,6 +164,8 @@ def searched(side: int, frozen: bool, options: dict[str, Any], windows: int = 4,
 def foretold(side: int, frozen: bool, options: dict[str, Any]) -> Footprint:
     with torch.device("meta"):
         model, optimizer = build(side, frozen)
+    if "merge" in options:
+        return footprint(model, optimizer, guard=None, **options)
     stride = options.get("stride", 1)
     given = {name: options[name] for name in ("knobs", "exclude") if name in options}
     chosen = choose(model, optimizer, 160, stride=stride, **given)
@@ -177,6 +182,10 @@ ROWS: dict[str, tuple[bool, dict[str, Any]]] = {
     ),
     "recipe": (False, {}),
     "recipe on LoRA adapters": (True, {}),
+    "outer rate and momentum": (
+        False,
+        {"merge": hdet.merges.Outer(), "knobs": [hdet.merges.OuterLearningRate(), hdet.merges.OuterMomentum()]},
+    ),
 }
 
 

@@ -242,6 +242,13 @@ def test_docstring_examples_are_found() -> None:
 
 
 KNOBS = (ROOT / "docs" / "knobs.md").read_text(encoding="utf-8")
+REFERENCED = [
+    name
+    for page in (ROOT / "docs" / "reference").glob("*.md")
+    for name in re.findall("^::: (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+]
+REFERENCE = {*REFERENCED, *(name.rpartition(".")[2] for name in REFERENCED)}
+"""What the reference has an entry of, by its full name and its last part."""
 LISTED = [
     "knob",
     "space",
@@ -265,6 +272,8 @@ def test_every_built_in_member_of_a_family_is_listed(family: str) -> None:
         # What studies control with is theirs, and known only once they are imported.
         if member.__module__.startswith("hdet.") and not member.__module__.startswith("hdet.app.study."):
             assert re.search(rf"`{member.__name__}[`(]", KNOBS), f"docs/knobs.md does not list the {family} {kind}"
+            package = member.__module__.rpartition(".")[0]
+            assert {member.__name__, package} & REFERENCE, f"docs/reference has no {member.__name__}"
 
 
 def test_every_error_is_explained() -> None:

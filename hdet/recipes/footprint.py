@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from hdet.engine import admission
 from hdet.engine.defaults import complete
 from hdet.engine.guard import Guard, Rewind
 from hdet.errors import ConfigError
-from hdet.evidence import Analytic, Contrast, Evidence, GroupLines, Line, MixedDifference, Recursion
+from hdet.evidence import Analytic, Contrast, Evidence, GroupLines, Line, MixedDifference, OuterLine, Recursion
 from hdet.evidence.parts.sketch import sizes
 from hdet.hparams.clipping import ClipNorm
 from hdet.hparams.knob import Knob
+from hdet.merging import Mean, Merge, Outer
 from hdet.recipes.recommended import DEFAULT_GUARD
 from hdet.replicas import tensors
 from hdet.replicas.held_optimizer import OF_GRADIENTS
@@ -134,6 +136,7 @@ def footprint(
     anchor: Place = "device",
     averages: Place = "device",
     replicas: int = 1,
+    merge: Merge | None = None,
 ) -> Footprint:
     """What a search of knobs costs one process whose replicas stay alike; nothing is allocated and nothing changed.
 
@@ -145,10 +148,12 @@ def footprint(
         knobs: what is explored, such as those of `hdet.recipes.recommended.choose`.
         guard, anchor, averages: as of `hdet.recommended`.
         replicas: N over all processes, of which each tells the others a few numbers.
+        merge: as of `hdet.Engine`; of replicas that are alike a mean holds nothing, and `hdet.merges.Outer` steps.
+            (What a merge of your own holds is not counted.)
 
     Raises:
-        ConfigError: a knob's evidence is of replicas that come apart, or the optimizer's state cannot be known before
-            its first step.
+        ConfigError: a knob's evidence is of replicas that come apart; a knob is the outer optimizer's, and the merge
+            has none; an optimizer's state cannot be known before its first step.
 
     >>> import torch, hdet
     >>> with torch.device("meta"):
@@ -160,6 +165,7 @@ def footprint(
     >>> round(found.bytes("host") / found.parameters, 3)  # the best point: weights and both moments
     3.0
     """
+    merge = merge if merge is not None else Mean()
     weights = _Weights.of(model, optimizer)
     declared = [complete(knob, None, diverge=False) for knob in knobs]
     for knob in declared:
@@ -179,6 +185,9 @@ def footprint(
     sources: dict[Evidence, list[Knob]] = {}
     for knob in declared:
         assert isinstance(knob.evidence, Evidence)
+        if isinstance(knob.evidence, OuterLine):
+            outer = merge.outer_optimizer()
+            admission.has_outer_optimizer(knob, merge, [] if outer is None else [outer])
         sources.setdefault(knob.evidence, []).append(knob)
     lines = [source.line if isinstance(source, GroupLines) else source for source in sources]
     strides = [source.stride for source in lines if isinstance(source, (Line, Analytic))]
@@ -191,7 +200,10 @@ def footprint(
         size = weights.size + 2 * weights.wide if averages == "device" else weights.size
         moved.append(Moved(named, over, size // stride, "step"))
     for source, judged in sources.items():
-        held += _of_evidence(source, judged, weights, optimizer)
+        if not isinstance(source, OuterLine):
+            held += _of_evidence(source, judged, weights, optimizer)
+    explored = any(isinstance(source, OuterLine) for source in sources)
+    held += held_by_merge(merge, model, optimizer, explored=explored)
     if isinstance(guard, Rewind):
         place: Place = guard.keep
         point = weights.size + weights.buffers
@@ -204,6 +216,48 @@ def footprint(
     if replicas > 1:
         moved.append(Moved("losses and marks of the replicas", "network", 8 * NUMBERS * replicas, "window"))
     return Footprint(weights.size, tuple(held), tuple(moved))
+
+
+def held_by_merge(merge: Merge, model: nn.Module, optimizer: Optimizer, *, explored: bool = False) -> list[Held]:
+    """What a merge holds in each process, whether replicas come apart or not: nothing, if not `hdet.merges.Outer`.
+
+    Args:
+        model, optimizer: of one replica.
+        explored: whether knobs of the merge's own optimizer are, by `hdet.evidence.OuterLine`.
+
+    Raises:
+        ConfigError: its optimizer's state cannot be known before its first step.
+
+    >>> import torch, hdet
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Linear(1024, 1024, bias=False)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> [(part.what, part.size >> 20) for part in held_by_merge(hdet.merges.Outer(), model, optimizer)]
+    [("the outer optimizer's state", 4), ('the outer step, made', 16)]
+    """
+    if not isinstance(merge, Outer):
+        return []
+    weights = _Weights.of(model, optimizer)
+    state = _state_bytes(merge.made(_displacements(model, optimizer)))
+    held = held_by_merge(merge.merge, model, optimizer)
+    if state:
+        held.append(Held("the outer optimizer's state", "device", state))
+    # What the window moved, the outer weights, their gradients, and what a step of several tensors at once takes.
+    step = 4 * weights.wide
+    held.append(Held("the outer step, made", "device", step, END))
+    if explored:
+        held.append(Held("the outer step, tried; weights put aside", "device", step + weights.size + state, END))
+    return held
+
+
+def _displacements(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+    """Parameters on the meta device as an outer optimizer has them."""
+    moving = [tensors.local(parameter.detach()) for parameter in tensors.moving_parameters(model, optimizer)]
+    wide = [torch.promote_types(value.dtype, torch.float32) for value in moving]
+    return [
+        nn.Parameter(torch.empty_like(value, dtype=dtype, device="meta"))
+        for value, dtype in zip(moving, wide, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,11 @@ def test_what_evidence_without_replicas_compares_is_drawn_too() -> None:
 
 def test_the_command_draws_it_without_training(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = declared.with_name("plan.png")
+    declared.write_text(dump(RunConfig.from_dict({**DIGITS, "merge": "outer"})))
     assert call("plan", declared, "--figure", picture) == 0
     said = capsys.readouterr().out
     assert "24 steps in 4 windows of 6 to 6 steps, 4 replicas" in said
+    assert re.search("weights: .* in each of 4 models that come apart\nthe outer optimizer's state: ", said)
     assert "not measured" in said
     assert "▁" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -81,12 +84,14 @@ def test_the_command_draws_it_without_training(declared: Path, capsys: pytest.Ca
 def test_of_a_search_in_which_nothing_diverges_every_byte_is_told(
     declared: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alike = {**DIGITS, "gradients": "shared", "knobs": [{"kind": "learning_rate", "evidence": "line"}]}
+    knobs = [{"kind": "learning_rate", "evidence": "line"}, "outer_learning_rate"]
+    alike = {**DIGITS, "gradients": "shared", "merge": "outer", "knobs": knobs}
     declared.write_text(dump(RunConfig.from_dict(alike)))
     assert call("plan", declared) == 0
     said = capsys.readouterr().out
     assert "P, the parameters that are trained" in said
     assert "the weights a window opened with" in said
+    assert "the outer step, tried" in said
     assert "moved:" in said
 
 

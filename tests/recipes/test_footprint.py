@@ -12,6 +12,7 @@ from torch import nn
 
 import hdet
 from hdet.errors import ConfigError
+from hdet.merges import Outer, OuterLearningRate
 from hdet.recipes.footprint import footprint
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -89,6 +90,21 @@ def test_traffic_takes_the_time_that_bandwidths_say() -> None:
 def test_what_comes_apart_is_refused() -> None:
     with pytest.raises(ConfigError, match="compares replicas that come apart"):
         footprint(*pair(), [hdet.LearningRate(evidence=hdet.evidence.Divergent())])
+
+
+def test_an_outer_step_is_counted_by_its_optimizers_state() -> None:
+    p = footprint(*pair(), []).parameters
+    for merge, moments in ((Outer(1.0, options={}), 0), (Outer(), 1), (Outer(0.1, optimizer="Adam", options={}), 2)):
+        told = footprint(*pair(), [OuterLearningRate()], guard=None, merge=merge)
+        plain = footprint(*pair(), [], guard=None)
+        assert told.bytes("device") - plain.bytes("device") == pytest.approx(moments * p, abs=64)
+        assert told.momentary == pytest.approx((5 + moments) * p, abs=64)
+        assert footprint(*pair(), [], guard=None, merge=merge).momentary == 4 * p
+
+
+def test_an_outer_rate_without_an_outer_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the merge mean has none"):
+        footprint(*pair(), [OuterLearningRate()])
 
 
 def test_an_optimizer_that_cannot_be_tried_is_named() -> None:

@@ -20,7 +20,7 @@ from hdet.app.text import one_line
 from hdet.engine.engine import Engine
 from hdet.engine.preview import Preview, preview
 from hdet.errors import ConfigError
-from hdet.recipes.footprint import footprint
+from hdet.recipes.footprint import footprint, held_by_merge
 from hdet.spec import meant
 
 WIDE = 110
@@ -109,11 +109,14 @@ def _show(config: Path, seen: Preview, replicas: int) -> None:
 def _held(declared: RunConfig, engine: Engine) -> str:
     """What the search holds and moves beside plain training, in lines."""
     model, optimizer = engine.home.hosts[0]
+    knobs = [knob.spec for knob in engine.knobs]
     if declared.copies:
         size = sum(p.numel() * p.element_size() for p in model.parameters())
-        return f"weights: {_bytes(size)} in each of {len(engine.home.hosts)} models that come apart"
-    knobs = [knob.spec for knob in engine.knobs]
-    found = footprint(model, optimizer, knobs, guard=declared.guard, replicas=engine.home.size)
+        explored = any(knob.acts_on == "merge" for knob in knobs)
+        parts = held_by_merge(declared.merge, model, optimizer, explored=explored)
+        lines = [f"weights: {_bytes(size)} in each of {len(engine.home.hosts)} models that come apart"]
+        return "\n".join([*lines, *(f"{part.what}: {_bytes(part.size)}, {part.when}" for part in parts)])
+    found = footprint(model, optimizer, knobs, guard=declared.guard, replicas=engine.home.size, merge=declared.merge)
     return f"{found}\n"
 
 

@@ -148,7 +148,7 @@ class RunConfig(Spec):
     @property
     def copies(self) -> bool:
         """Whether each replica is a copy of the model that may come apart from the others."""
-        listed = self._listed()
+        listed = [knob for knob in self._listed() if knob.acts_on != "merge"]  # all replicas make that step together
         # A warm noisy start sets replicas apart by itself.
         return (
             self.gradients == "local"
