@@ -238,7 +238,7 @@ def test_windows_that_prove_little_each_prove_it_together_but_not_on_one_probe_t
 
 def test_a_rate_at_which_the_run_leads_nowhere_is_raised_on_little_proof() -> None:
     """Ten windows of this length are left, and each gains what its slope says."""
-    at = replace(LATE, shift=math.log(10.0), step=500, total_steps=1000, length=50)
+    at = replace(LATE, shift=math.log(9.0), step=500, total_steps=1000, length=50)
     for gain, moved in ((0.02, 0.5), (0.03, 0.0)):  # 0.2 and 0.3 in the rest of the run
         estimate = Estimate(-gain, stderr=gain / 2.5, averaged=Estimate.nothing(), level=-1.0)
         assert move(estimate, at) == moved, "a quarter of the loss, whatever its sign"
@@ -246,6 +246,14 @@ def test_a_rate_at_which_the_run_leads_nowhere_is_raised_on_little_proof() -> No
         assert move(replace(estimate, level=None), at) == 0.0
         strict = Calibrate(min_gain=0.0)
         assert strict.step(strict.start(), estimate, at)[0] == 0.0
+
+
+def test_what_was_set_says_nothing_once_windows_have_overcome_it() -> None:
+    proof = Estimate(-0.3, stderr=0.1, averaged=Estimate.nothing(), level=0.1, curvature=1.0)
+    at = [replace(LATE, shift=math.log(factor), step=900, total_steps=2000) for factor in (0.9, 1.1, 5.0, 9.0, 10.0)]
+    assert [move(proof, where) > 0 for where in at] == [True, True, False, False, True]
+    always = Calibrate(max_distance=100.0)
+    assert always.step(always.start(), proof, at[-1])[0] == 0.0
 
 
 def test_by_default_the_ceiling_is_far_above() -> None:

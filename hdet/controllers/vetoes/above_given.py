@@ -36,7 +36,8 @@ class AboveGiven(Veto):
 
     Far too low is also a rate at which the run leads nowhere. A window's slope in log space is about what its steps
     have gained. If the steps that are left would gain less than `min_gain` of the loss in this way, no more is asked
-    for than the rule that raises asks for itself.
+    for than the rule that raises asks for itself. And a base that windows have raised by `max_distance` has overcome
+    what the user set: that was far too low, and says nothing of how much further to go.
 
     A short run has few windows to prove it in, and a rate that is raised late costs it more than one that is somewhat
     too high. So s = min(1, total_steps / full_from) reduces what is asked for. Without a known end s is 1.
@@ -45,6 +46,7 @@ class AboveGiven(Veto):
         significance: |t| that is asked for at the schedule as given, and below it.
         doubled_at: shift at which twice as much is asked for in a long run; by default a factor of 3.
         full_from: steps of a run from which the proof is asked for in full; 0 asks for it in every run.
+        max_distance: shift from which no more is asked for than by the rule that raises; by default a factor of 10.
         min_gain: share of the loss that the rest of the run has to promise. 0 asks for the proof in any case, and so
             does a run without a known end.
 
@@ -57,6 +59,7 @@ class AboveGiven(Veto):
     significance: float = Field(default=2.0, gt=0, le=100)
     doubled_at: float = Field(default=math.log(3.0), gt=0)
     full_from: int = Field(default=1000, ge=0)
+    max_distance: float = Field(default=math.log(10.0), gt=0, le=100)
     min_gain: float = Field(default=0.25, ge=0, le=1)
 
     def start(self) -> AboveGivenState:
@@ -71,7 +74,7 @@ class AboveGiven(Veto):
         return state if move == 0 else self.start()
 
     def allow(self, move: float, state: AboveGivenState, estimate: Estimate, context: Context) -> float:
-        if move <= 0 or context.shift <= 0 or self._leads_nowhere(estimate, context):
+        if move <= 0 or not 0 < context.shift < self.max_distance or self._leads_nowhere(estimate, context):
             return move
         steps = math.inf if context.total_steps is None else context.total_steps
         share = steps / self.full_from if steps < self.full_from else 1.0
