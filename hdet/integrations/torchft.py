@@ -1,16 +1,13 @@
-"""torchft: managed replica groups as replicas, which may be killed and come back while the run goes on."""
+"""torchft: replica groups that may be killed and come back while the run goes on."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hdet.engine.declaration import declaration
@@ -18,21 +15,69 @@ from hdet.engine.engine import Engine
 from hdet.engine.tally import Losses
 from hdet.errors import CheckpointError, ConfigError, LostRankError, MissingExtraError
 from hdet.evidence import Divergent
+from hdet.integrations.managed_search import Agreed, require_managed, require_shareable
 from hdet.merging.exploit import Exploit
+from hdet.overlay import attach as overlay
+from hdet.overlay.search import Search
 from hdet.record import WindowRecord
-from hdet.replicas.distributed.exchange import Exchange
-from hdet.replicas.distributed.layout import Group, Layout
+from hdet.replicas import micro_batches
+from hdet.replicas.distributed.distribute import unwrapped
 from hdet.replicas.distributed.ranks import Ranks
 from hdet.replicas.in_process import check_pair
-from hdet.replicas.tensors import copy_
+from hdet.signals import Probe
 
 try:
     from torchft import Manager
-    from torchft.process_group import ManagedProcessGroup
 except ImportError:
     raise MissingExtraError("torchft", "torchft") from None
 
-SUM = dist.ReduceOp.SUM
+from hdet.integrations.managed_exchange import ManagedExchange
+
+FORWARD = ("dropout", "label_smoothing")
+"""The recipe's knobs of the forward pass."""
+
+
+def attach(manager: Manager, model: nn.Module, optimizer: Any, *, probe: Probe, **options: Any) -> Search:
+    """Explore learning rate and weight decay where torchft averages gradients over replica groups at every step.
+
+    The loop stays as it is. All groups hold the same weights and read the same probe, so each makes the search by
+    itself, and all learn the same. What could differ is made equal with the groups that are there: a pass's training
+    loss is their mean, and so is, as a window opens, what was learned. (Groups on other hardware differ in last bits.)
+    A step that torchft does not commit is none. A group that comes back takes over the search with the weights, at
+    whatever step.
+
+    Costs one more all-reduce a pass, of some numbers.
+
+    Args:
+        manager: made with `use_async_quorum=False`. Its own state functions hold model, optimizer and scheduler.
+        model: in torchft's DistributedDataParallel, as the loop calls it.
+        optimizer: torchft's, or the one in it.
+        probe: held-out loss, the same in all groups.
+        options: of `hdet.attach`, without `guard`, `noise_scale` and `replicas`. `micro_batches` is 1 by default, and
+            the loop calls `search.loss(...)` in each pass, in all groups.
+
+    Raises:
+        ConfigError: the manager's quorum is asynchronous, a group is of several processes, an option or a knob cannot
+            be had; or what `hdet.attach` refuses.
+
+    >>> search = hdet.torchft.attach(manager, model, optimizer, probe=probe, total_steps=1000)  # doctest: +SKIP
+    """
+    require_shareable(options)
+    require_managed(manager)
+    bare_optimizer: Optimizer = getattr(optimizer, "optim", optimizer)
+    agreed = Agreed(manager)
+    before_step = bare_optimizer.register_step_pre_hook(agreed.take_mean)  # before the search's own
+    options["exclude"] = sorted({*options.get("exclude", ()), *FORWARD})
+    options["guard"] = None
+    seats = options.pop("micro_batches", 1)
+    try:
+        place = micro_batches(unwrapped(model)[0], bare_optimizer, seats)
+        search = overlay.attach(model, bare_optimizer, probe=probe, replicas=place, **options)
+    except BaseException:
+        before_step.remove()
+        raise
+    agreed.ride(search, before_step)
+    return search
 
 
 def distribute(manager: Manager, model: nn.Module, optimizer: Optimizer, *, group: int, groups: int) -> Ranks:
@@ -53,106 +98,10 @@ def distribute(manager: Manager, model: nn.Module, optimizer: Optimizer, *, grou
     check_pair(model, optimizer, 1)
     if not 0 <= group < groups:
         raise ConfigError(f"group= is the number of this replica group, from 0 to {groups - 1}; got {group}")
-    if manager._use_async_quorum:  # as torchft's own DiLoCo asks
-        raise ConfigError(
-            "a group that comes back takes over weights and bases before it trains; give torchft's Manager "
-            "use_async_quorum=False"
-        )
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise ConfigError(
-            f"this replica group is of {dist.get_world_size()} processes, and a managed replica is one process; start "
-            f"each as a group of its own"
-        )
+    require_managed(manager)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     exchange = ManagedExchange(manager, group, groups, device)
     return Ranks([(model, optimizer)], [model], exchange, seats=0, reduces=None)
-
-
-class ManagedExchange(Exchange):
-    """Collectives by a torchft Manager, over the groups of its quorum.
-
-    Between meetings nobody else is there: all replicas are taken to be as this one is.
-
-    Attributes:
-        meeting: whether the groups are at the end of a window together.
-    """
-
-    def __init__(self, manager: Manager, group: int, groups: int, device: torch.device) -> None:
-        self.manager = manager
-        self.meeting = False
-        self._group = ManagedProcessGroup(manager)  # a layout holds it weakly
-        table = np.arange(groups, dtype=np.int64).reshape(groups, 1)
-        everyone = Group(self._group)
-        super().__init__(Layout(everyone, everyone, table, group, 0, tuple(range(groups))), device, exact=False)
-
-    def reduce(self, sources: Any, targets: Any, weights: Any, *, mean: bool) -> None:
-        if self.meeting:
-            super().reduce(sources, targets, weights, mean=mean)
-            return
-        scale = 1.0 if mean else float(sum(weights))
-        copy_(list(targets), [source * scale for source in sources])
-
-    def begin_sum(self, flat: Tensor) -> Callable[[], object]:
-        work = self.manager.allreduce(flat, reduce_op=SUM)
-        return partial(self._finish, work)
-
-    def _finish(self, work: dist.Work) -> None:
-        """Wait for a sum.
-
-        Raises:
-            LostRankError: it failed. The manager reports no error of a collective to who waits for it.
-        """
-        work.wait()
-        error = self.manager.errored()
-        if error is not None:
-            raise LostRankError(f"a replica group was lost while the groups met at a window's end: {error}")
-
-    def send(self, flat: Tensor, place: int) -> None:
-        if not self.meeting:
-            return
-        if self.layout.place != place:
-            flat.zero_()
-        self.begin_sum(flat.view(torch.uint8))()
-
-    def gather(self, row: Tensor) -> Tensor:
-        """[M] of each group -> [N, M]; of groups that are not there NaN, or 0 where numbers are whole.
-
-        Raises:
-            ConfigError: two groups have one number.
-        """
-        row = row.to(self.device).contiguous()
-        if not self.meeting:
-            return row.expand(self.layout.places, -1).clone()
-        # As bytes, of which all others' are 0: what is gathered stays the same to the bit.
-        own = row.view(torch.uint8)
-        flat = torch.zeros(self.layout.places, len(own) + 1, dtype=torch.uint8, device=self.device)
-        flat[self.layout.place, :-1] = own
-        flat[self.layout.place, -1] = 1
-        self.begin_sum(flat)()
-        there = flat[:, -1].tolist()
-        if max(there) > 1:
-            raise ConfigError(
-                f"{max(there)} replica groups have the number {there.index(max(there))}; give each its own group="
-            )
-        self.present = [bool(count) for count in there]
-        rows = flat[:, :-1].contiguous().view(row.dtype)
-        if rows.is_floating_point():
-            rows[~torch.tensor(self.present, device=rows.device)] = torch.nan
-        return rows
-
-    def gather_objects(self, own: Any) -> list[Any]:
-        if not self.meeting:
-            return [own] * self.layout.places
-        held = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
-        lengths = [int(length) for length in self.gather(torch.tensor([len(held)]))[:, 0]]
-        rows = self.gather(nn.functional.pad(held, (0, max(lengths) - len(held)))).cpu()
-        return [
-            pickle.loads(bytes(row[:length].tolist())) if length else None
-            for row, length in zip(rows, lengths, strict=True)
-        ]
-
-    def broadcast_object(self, own: Any, place: int) -> Any:
-        return self.gather_objects(own)[place]
 
 
 class ManagedEngine:

@@ -197,6 +197,11 @@ def _inner(optimizer: Any) -> Optimizer:
             f"DeepSpeed's {type(optimizer).__name__} keeps master weights apart from the model, in parts on each rank; "
             f"give the engine to hdet.deepspeed.attach(engine, probe=...)"
         )
+    if type(optimizer).__module__.startswith("torchft."):
+        raise ConfigError(
+            "torchft steps this optimizer where its replica groups commit a step, and a search by hdet.attach is one "
+            "group's own, which others would not follow; call hdet.torchft.attach(manager, model, optimizer, probe=...)"
+        )
     optimizer = bare_optimizer(optimizer)
     if isinstance(optimizer, (list, tuple, dict)):
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,9 +25,11 @@ class ReportedLosses:
     Attributes:
         divided: whether each loss that is reported was divided by the number of micro-batches beforehand.
         seen: whether any loss was ever reported.
+        agree: what stands for a loss that is reported; the loss itself, unless others train the same model.
     """
 
     def __init__(self) -> None:
+        self.agree: Callable[[Tensor], Tensor] = torch.detach
         self.divided = False
         self.seen = False
         self._known = False
@@ -36,7 +39,7 @@ class ReportedLosses:
     def note(self, number: int, loss: Tensor) -> None:
         """The loss of a pass, by its number in the step."""
         self.seen = True
-        self._losses[number] = loss.detach()
+        self._losses[number] = self.agree(loss.detach())
         if not self._known and loss.requires_grad:
             loss.register_hook(partial(self._weights.__setitem__, number))
 

@@ -117,6 +117,13 @@ class Search(AbstractContextManager["Search"]):
             while self._undo:
                 self._undo.pop()()
 
+    def agree_on_losses(self, agree: Callable[[Tensor], Tensor]) -> None:
+        """Of each pass's loss, detached, take what this returns: the mean over others that train the same model.
+
+        Only needed where torch.distributed does not know of them.
+        """
+        self._riding.losses.agree = agree
+
     def undo_when_detached(self, undo: Callable[[], object]) -> None:
         """Something was done to the optimizer for this search, and `undo` takes it back."""
         self._undo.append(undo)

@@ -31,6 +31,11 @@ def home(model: nn.Module, optimizer: Optimizer, seats: int) -> Replicas:
         ConfigError: there are other processes, and nothing says how they train together.
     """
     found: Replicas
+    if type(model).__module__.startswith("torchft."):
+        raise ConfigError(
+            "the model is in torchft's DistributedDataParallel, and other replica groups would not follow what this "
+            "one learns; call hdet.torchft.attach(manager, model, optimizer, probe=...)"
+        )
     if world() == 1:
         found = micro_batches(unwrapped(model)[0], optimizer, seats)
     else:

@@ -122,6 +122,8 @@ def test_until_a_group_is_killed_it_is_the_run_of_copies_in_one_process(
 
 
 def test_what_cannot_do_without_a_replica_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchft
+
     example = imported(monkeypatch)
     model = example.made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -142,6 +144,22 @@ def test_what_cannot_do_without_a_replica_is_refused(tmp_path: Path, monkeypatch
                 engine = hdet.Engine(replicas, **{**example.declared(WINDOW), **options})
                 with pytest.raises(hdet.errors.ConfigError, match=message):
                     hdet.torchft.ManagedEngine(engine)
+            shared, stepped = torchft.DistributedDataParallel(manager, model), torchft.Optimizer(manager, optimizer)
+            probe = example.declared(WINDOW)["signal"]
+            for message, options in {
+                "guard= cannot be had under torchft": {"guard": hdet.Rewind()},
+                "noise_scale= cannot be had under torchft": {"noise_scale": True},
+                "dropout is judged by the gradient of each pass": {"knobs": [hdet.Dropout()]},
+                "no such option": {"windows": 3},
+            }.items():
+                with pytest.raises(hdet.errors.ConfigError, match=message):
+                    hdet.torchft.attach(manager, shared, stepped, probe=probe, total_steps=STEPS, **options)
+            for message, given in {
+                "torchft steps this optimizer where": (model, stepped),
+                "the model is in torchft's DistributedDataParallel": (shared, optimizer),
+            }.items():
+                with pytest.raises(hdet.errors.ConfigError, match=message):
+                    hdet.attach(*given, probe=probe, total_steps=STEPS, quiet=True)
         finally:
             manager.shutdown(wait=False)
 
@@ -173,16 +191,50 @@ def test_a_group_that_declares_another_run_takes_nothing_over(tmp_path: Path, mo
                 manager.shutdown(wait=False)
 
 
-def test_the_outer_merge_is_torchfts_diloco(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nesterov SGD over AdamW: to float tolerance, the same anchors window by window."""
-    with lighthouse(tmp_path) as address:
-        groups = [group(number, tmp_path, address, job="diloco_job") for number in range(2)]
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """What two groups found in loops of torchft's own, and in the same with hdet."""
+    folder = tmp_path_factory.mktemp("loops")
+    with lighthouse(folder) as address:
+        groups = [group(number, folder, address, job="loops_job") for number in range(2)]
         try:
-            assert [process.wait(150) for process in groups] == [0, 0], told(tmp_path)
+            assert [process.wait(250) for process in groups] == [0, 0], told(folder)
         finally:
             for process in groups:
                 process.kill()
-    theirs = [torch.load(tmp_path / f"anchors{number}.pt") for number in range(2)]
+    return [torch.load(folder / f"loops{number}.pt", weights_only=False) for number in range(2)]
+
+
+def test_held_replicas_are_torchfts_local_sgd_bit_for_bit(loops: list[Found], assert_same: Any) -> None:
+    for found in loops:
+        assert_same(found["held replicas"], found["local sgd"])
+
+
+def test_held_under_shared_gradients_it_is_the_run_without_it_bit_for_bit(loops: list[Found], assert_same: Any) -> None:
+    for found in loops:
+        assert [stop for _, stop, _ in found["held"]["windows"]] == [10, 20, 30, 40]
+        assert_same(found["held"]["left"], found["plain"]["left"])
+
+
+def test_lost_steps_and_a_group_that_comes_back_in_mid_window_leave_the_same_run(
+    loops: list[Found], assert_same: Any
+) -> None:
+    for found in loops:
+        assert found["searched"]["shifts"] == loops[0]["searched"]["shifts"]
+        assert found["searched"]["shifts"]["learning_rate"] > 1
+        assert_same(found["searched"]["left"], loops[0]["searched"]["left"])
+        assert_same(found["came back"], found["searched"])
+
+
+def test_groups_that_would_learn_different_rates_go_by_their_mean(loops: list[Found], assert_same: Any) -> None:
+    one, other = (found["apart"] for found in loops)
+    assert one["shifts"] != loops[0]["searched"]["shifts"]
+    assert_same(one["left"], other["left"])
+
+
+def test_the_outer_merge_is_torchfts_diloco(loops: list[Found], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nesterov SGD over AdamW: to float tolerance, the same anchors window by window."""
+    theirs = [found["anchors"] for found in loops]
     example = imported(monkeypatch)
     torch.manual_seed(0)
     model = example.made()
