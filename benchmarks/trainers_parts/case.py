@@ -1,0 +1,86 @@
+"""What every trainer trains: the small GPT of the tests, under one schedule of the user's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
+
+import hdet
+from hdet.app.tasks.text import Text, TextWorkload
+from hdet.controllers import Hold
+from hdet.spreads import TwoLevel
+
+BATCH = 16
+WARMUP = 0.1
+HELD = (
+    hdet.LearningRate(controller=Hold()),
+    hdet.WeightDecay(controller=Hold()),
+    hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
+)
+
+
+@cache
+def task(seed: int) -> TextWorkload:
+    return Text(width=32, depth=1, heads=2, context=32, dropout=0.1, test_sequences=256).build(
+        seed=seed, batch_size=BATCH
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: how it is set, and what hdet does in it."""
+
+    rate: float
+    steps: int
+    seed: int
+    explored: bool = True
+    held: bool = False
+
+    def model(self) -> nn.Module:
+        return Predicting(task(self.seed))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(task(self.seed).groups(model), lr=self.rate, weight_decay=0.1)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
+        warmup = int(WARMUP * self.steps)
+        return LambdaLR(optimizer, lambda t: min(t / warmup, max(0.0, (self.steps - t) / (self.steps - warmup))))
+
+    def probe(self) -> hdet.Probe:
+        return hdet.Probe(lambda model, batch: model(batch)["loss"], task(self.seed).probe)
+
+    def options(self) -> dict[str, Any]:
+        return {"quiet": True, **({"knobs": HELD, "guard": None} if self.held else {})}
+
+
+class Predicting(nn.Module):
+    """The GPT, which returns its loss as models for the Trainer of Transformers do."""
+
+    def __init__(self, workload: TextWorkload) -> None:
+        super().__init__()
+        self.task = workload
+        self.model = workload.model()
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.task.loss(self.model, tokens)}
+
+
+class Batches(Dataset[dict[str, Tensor]]):
+    """One item is one batch of a step."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def __len__(self) -> int:
+        return self.case.steps
+
+    def __getitem__(self, step: int) -> dict[str, Tensor]:
+        if step >= self.case.steps:
+            raise IndexError(step)
+        return {"tokens": task(self.case.seed).batch(step, 0)}
