@@ -204,7 +204,7 @@ def _by_replicas(manager: Any, rank: int, case: Case, model: nn.Module, optimize
         window=WINDOW,
         signal=case.probe(),
         gradients="local",
-        evidence=hdet.Divergent(estimator=hdet.estimators.LeastSquares()),
+        evidence=hdet.evidence.Divergent(estimator=hdet.estimators.LeastSquares()),
         total_steps=case.steps,
     )
     run = hdet.torchft.ManagedEngine(engine)

@@ -99,7 +99,7 @@ class Groups:
                 window=WINDOW,
                 gradients="local",
                 signal=hdet.Probe(loss_of, [batch(10**6, shard) for shard in range(8)]),
-                evidence=hdet.Divergent(estimator=hdet.estimators.LeastSquares()),
+                evidence=hdet.evidence.Divergent(estimator=hdet.estimators.LeastSquares()),
                 total_steps=STEPS,
             )
             run = hdet.torchft.ManagedEngine(engine)
