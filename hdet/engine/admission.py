@@ -118,6 +118,15 @@ def has_outer_optimizer(knob: Knob, merge: Merge, outer: Sequence[Optimizer]) ->
         )
 
 
+def steps_at_window_ends(knob: Knob, replicas: Replicas) -> None:
+    """A setting of the merge's optimizer is judged between the merge and its step, with the window's evidence."""
+    if replicas.overlaps:
+        raise ConfigError(
+            f"{knob.label} is judged at a window's end, between the merge and the outer step, and with overlap= both "
+            f"come later; drop the knob or overlap="
+        )
+
+
 def paired(knobs: Sequence[BoundKnob], replicas: Replicas) -> bool:
     """Whether replicas go in pairs that take the same data: as all `Contrast`s say, and there is a replica for each."""
     said = {knob.name: knob.evidence.paired for knob in knobs if isinstance(knob.evidence, Contrast)}

@@ -110,6 +110,7 @@ class Plan:
         def bindings(knob: Knob) -> list[Binding]:
             if knob.acts_on == "merge":
                 admission.has_outer_optimizer(knob, merge, outer)
+                admission.steps_at_window_ends(knob, replicas)
                 return [knob.bind(model, own) for (model, _), own in zip(replicas.hosts, outer, strict=True)]
             return [bind(knob, model, optimizer) for model, optimizer in replicas.hosts]
 

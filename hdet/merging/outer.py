@@ -50,6 +50,10 @@ class Outer(Merge):
     first window's merge is the inner one alone where replicas did not open it alike (`hdet.perturb`), since their
     displacement has no common origin. A run that goes back to an earlier point begins with a new outer state.
 
+    With `hdet.distribute(..., overlap=k)` the mean travels beside the next k steps, and the outer step is made as it
+    arrives: each replica is moved by what the outer step adds to where the window ended, and keeps its k steps. That
+    holds a copy of the opening meanwhile.
+
     Args:
         lr: the outer rate.
         optimizer: a class of `torch.optim` by its name, or "module:class".
@@ -156,11 +160,19 @@ class OuterStep(Merger):
     def merge(self, harvest: Harvest) -> None:
         self.inner.merge(harvest)
         self.inner.step()
-        if self._has_common_origin():
-            own = [tensors.wide(value) for value in self.scene.moving.values()]
-            opening = zip(self.scene.opening(), own, strict=True)
-            starts = [tensors.wide(value.to(now.device)) for value, now in opening]
-            self._displaced = list(torch._foreach_sub(starts, own))
+        if not self._has_common_origin():
+            return
+        own = self.scene.moving.values()
+        opening = [value.to(now.device) for value, now in zip(self.scene.opening(), own, strict=True)]
+        if self.scene.replicas.in_flight:  # the next window's opening takes the place of this one's
+            self.scene.replicas.on_arrival(partial(self._arrived, tensors.clones(opening)))
+        else:
+            self._displaced = _between(opening, own)
+
+    def _arrived(self, opening: list[Tensor], mean: list[Tensor]) -> list[Tensor]:
+        """Where the outer step leads to, made as the replicas' mean has arrived."""
+        self._displaced = _between(opening, mean)
+        return list(torch._foreach_add(self._stepped(), [tensors.wide(value) for value in mean]))
 
     @property
     def steps(self) -> bool:
@@ -185,6 +197,14 @@ class OuterStep(Merger):
         torch._foreach_add_(change, self._displaced)  # 0, exactly, after a step of rate 1
         return change
 
+    def _stepped(self) -> list[Tensor]:
+        """Let it step, and keep what it knows then; what that adds to the weights."""
+        optimizer, displacements = self._made()
+        change = self._change(optimizer, displacements)
+        self._keep(optimizer, displacements)
+        self._displaced = []
+        return change
+
     def at(self, settings: Mapping[str, float]) -> Write:
         return partial(self._write, settings)
 
@@ -201,10 +221,7 @@ class OuterStep(Merger):
         if not self.steps:
             return
         moving = self.scene.moving
-        optimizer, displacements = self._made()
-        merged = self._change(optimizer, displacements)
-        self._keep(optimizer, displacements)
-        self._displaced = []
+        merged = self._stepped()
         for host, (_, inner) in enumerate(self.scene.replicas.hosts):
             states = [inner.state.get(parameter, {}) for parameter in moving.parameters[host]]
             for change, state in zip(merged, states, strict=True):
@@ -243,6 +260,11 @@ class OuterStep(Merger):
         self._keep(optimizer, displacements)
         # Of another number of replicas nothing is known but that they open alike.
         self._opened = list(opened) if len(opened) == len(self.scene.replicas.hosts) else []
+
+
+def _between(opening: Sequence[Tensor], merged: Sequence[Tensor]) -> list[Tensor]:
+    """opening - merged, in float32 at least."""
+    return list(torch._foreach_sub([tensors.wide(t) for t in opening], [tensors.wide(t) for t in merged]))
 
 
 def _displacement(parameter: nn.Parameter) -> nn.Parameter:

@@ -97,6 +97,19 @@ class Replicas(ABC):
         """Whether a merge has begun that the models do not show yet."""
         return False
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether merges travel while training goes on."""
+        return False
+
+    def on_arrival(self, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        """Let the merge in flight come to `change` of the mean: a pure function, the same in all processes.
+
+        Args:
+            change: from the mean, [P] tensors in float32 at least, to what the parameters become.
+        """
+        raise NotImplementedError
+
     def advance(self, *, now: bool = False) -> None:  # noqa: B027
         """A step was made: apply a merge in flight if it is its time, or if it has to be `now`."""
 

@@ -20,11 +20,12 @@ from training import batch, difference, loss_of, network, told, train, weights
 import hdet
 from hdet.controllers import Hold
 from hdet.errors import ConfigError
-from hdet.merges import Mean
+from hdet.merges import Mean, Merge, Outer, OuterLearningRate
 from hdet.spreads import TwoLevel
 
 Found = dict[str, Any]
 RANKS, STEPS, WINDOW, DELAY = 4, 10, 5, 2
+OUTER = Outer()
 
 
 def descent(model: nn.Module) -> torch.optim.Optimizer:
@@ -47,6 +48,7 @@ def options(folder: Path) -> Found:
         )
 
     found["shards overlap"] = weights(overlapped(cases.sharded_over(mesh), STEPS, part, each=2, mesh=mesh))[0]
+    found["outer overlap"] = outer_overlap()
     found["tiny"] = tiny()
     found["double"] = double()
     found["lists sent"] = lists_sent()
@@ -86,6 +88,8 @@ def options(folder: Path) -> Found:
     told_off = {}
     for name, attempt in {
         "average": lambda: cases.many_ranks(home={"overlap": 1}),
+        "outer over average": lambda: cases.many_ranks(home={"overlap": 1}, merge=Outer(merge=Mean())),
+        "outer explored": explored_overlap,
         "both": lambda: cases.many_ranks(home={"overlap": 1, "precision": torch.float16}),
         "precision": lambda: cases.many_ranks(home={"precision": torch.float64}),
     }.items():
@@ -98,7 +102,12 @@ def options(folder: Path) -> Found:
 
 
 def overlapped(
-    wrap: Callable[[nn.Module], nn.Module], steps: int, part: int = 0, each: int = 1, **home: Any
+    wrap: Callable[[nn.Module], nn.Module],
+    steps: int,
+    part: int = 0,
+    each: int = 1,
+    merge: Merge = Mean("keep"),  # noqa: B008 (it is frozen)
+    **home: Any,
 ) -> hdet.Engine:
     """An engine whose merges overlap, after some steps."""
     model = wrap(network())
@@ -108,10 +117,32 @@ def overlapped(
         window=WINDOW,
         total_steps=STEPS,
         gradients="local",
-        merge=Mean("keep"),
+        merge=merge,
     )
     train(engine, steps, parts=(part,), each=each)
     return engine
+
+
+def outer_overlap() -> Found:
+    """Outer steps made as the mean arrives, to the end, and once with a state taken while it travels."""
+    whole = overlapped(DistributedDataParallel, STEPS, merge=OUTER)
+    saved = overlapped(DistributedDataParallel, WINDOW + 1, merge=OUTER)
+    state = saved.state_dict()
+    train(saved, STEPS)
+    other = overlapped(DistributedDataParallel, WINDOW + 1, merge=OUTER)
+    other.load_state_dict(state)
+    return {
+        "weights": weights(whole)[0],
+        "saved": weights(saved)[0],
+        "point": list(state["converged"]["model"].values()),
+        "taken up": weights(other)[0],
+    }
+
+
+def explored_overlap() -> None:
+    model = network()
+    home = hdet.distribute(model, descent(model), overlap=1)
+    hdet.Engine(home, [OuterLearningRate()], merge=OUTER, gradients="local", total_steps=STEPS)
 
 
 def tiny() -> dict[str, float]:
@@ -264,10 +295,10 @@ def test_lower_precision_merges_shards(ranks: list[Found]) -> None:
     assert 0.0 < off < 0.01
 
 
-def delayed(n: int = RANKS, each: int = 1) -> list[list[torch.Tensor]]:
+def delayed(n: int = RANKS, each: int = 1, outer: torch.optim.Optimizer | None = None) -> list[list[torch.Tensor]]:
     """The overlapped merge in one process and by hand, at the rates that hdet gave: weights of each replica.
 
-    A replica's batch is `each` batches.
+    A replica's batch is `each` batches. With `outer`, an optimizer of weights of its own, these make its step.
     """
     torch.set_num_threads(1)
     probe = network()
@@ -291,6 +322,12 @@ def delayed(n: int = RANKS, each: int = 1) -> list[list[torch.Tensor]]:
                         p.add_(c)
         if (step + 1) % WINDOW == 0:
             stacked = [torch.stack(ps).mean(0) for ps in zip(*(m.parameters() for m in models), strict=True)]
+            if outer is not None:
+                merged = outer.param_groups[0]["params"]
+                for own, mean in zip(merged, stacked, strict=True):
+                    own.grad = own.detach() - mean
+                outer.step()
+                stacked = [own.detach().clone() for own in merged]
             correction = [
                 [(mean - p).detach() for mean, p in zip(stacked, model.parameters(), strict=True)] for model in models
             ]
@@ -307,6 +344,18 @@ def test_an_overlapped_merge_is_the_late_correction(ranks: list[Found]) -> None:
     for found, own in zip(ranks, expected, strict=True):
         assert difference(found["overlap"]["weights"], own) < 1e-5
         assert difference(found["overlap"]["weights"], ranks[0]["overlap"]["weights"]) == 0.0
+
+
+def test_an_outer_step_is_made_as_the_mean_arrives(ranks: list[Found]) -> None:
+    """By torch's own SGD on a model of its own; and a state taken in flight is of the point that it leads to."""
+    expected = delayed(outer=torch.optim.SGD(network().parameters(), lr=0.7, momentum=0.9, nesterov=True))
+    mean = delayed()
+    for found, own, other in zip((rank["outer overlap"] for rank in ranks), expected, mean, strict=True):
+        assert difference(found["weights"], own) < 1e-5
+        assert difference(own, other) > 1e-3
+        assert difference(found["saved"], found["weights"]) == 0.0  # saving changed nothing
+        assert difference(found["taken up"], found["point"]) == 0.0
+        assert difference(found["point"], ranks[0]["outer overlap"]["point"]) == 0.0
 
 
 def test_replicas_stay_apart_until_the_correction_comes(ranks: list[Found]) -> None:
@@ -338,7 +387,14 @@ def test_shards_overlap_too(ranks: list[Found]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("average", "hdet.merges.Mean('keep')"), ("both", "goes with one"), ("precision", "bfloat16")]
+    ("name", "words"),
+    [
+        ("average", "hdet.merges.Mean('keep')"),
+        ("outer over average", "hdet.merges.Outer()"),
+        ("outer explored", "between the merge and the outer step"),
+        ("both", "goes with one"),
+        ("precision", "bfloat16"),
+    ],
 )
 def test_options_that_do_not_go_together_are_refused(ranks: list[Found], name: str, words: str) -> None:
     assert words in ranks[0]["refused"][name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,22 +15,27 @@ from hdet.replicas.distributed.layout import Layout
 class Flight:
     """The mean of the replicas at a window's end, under way.
 
-    theta_r(t + k) <- theta_r(t + k) + mean_s theta_s(t) - theta_r(t): what a replica did in the k steps meanwhile
-    stays, and what set it apart before is taken back.
+    theta_r(t + k) <- theta_r(t + k) + change(mean_s theta_s(t)) - theta_r(t): what a replica did in the k steps
+    meanwhile stays, and what set it apart before is taken back.
 
     Args:
         own: this rank's parameters at the window's end.
         group: one of its own, so that its collective does not queue before those of training.
+
+    Attributes:
+        change: what becomes of the mean; None where it is the merge itself.
     """
 
     @torch.no_grad()
     def __init__(self, own: Sequence[Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
         self.steps = 0
+        self.change: Callable[[list[Tensor]], list[Tensor]] | None = None
         self._own = list(own)
         self._before = tensors.clones(own)
         self._places: list[tuple[torch.dtype, list[int]]] = []
         self._flats: list[Tensor] = []
         self._works: list[dist.Work] = []
+        self._mean: list[Tensor] | None = None
         self._merged: list[Tensor] | None = None
         dtypes = [torch.promote_types(t.dtype, torch.float32) for t in own]
         for dtype in dict.fromkeys(dtypes):
@@ -43,16 +48,23 @@ class Flight:
             self._flats.append(flat)
             self._works.append(work)
 
-    def merged(self) -> list[Tensor]:
+    def mean(self) -> list[Tensor]:
         """The mean, in the order of the parameters; waits for it if need be."""
-        if self._merged is None:
+        if self._mean is None:
             found: dict[int, Tensor] = {}
             for (_, numbers), flat, work in zip(self._places, self._flats, self._works, strict=True):
                 work.wait()
                 pieces = torch.split(flat, [self._own[number].numel() for number in numbers])
                 for number, piece in zip(numbers, pieces, strict=True):
                     found[number] = piece.view(self._own[number].shape)
-            self._merged = [found[number] for number in range(len(self._own))]
+            self._mean = [found[number] for number in range(len(self._own))]
+        return self._mean
+
+    @torch.no_grad()
+    def merged(self) -> list[Tensor]:
+        """What the parameters at the window's end become; worked out once."""
+        if self._merged is None:
+            self._merged = self.mean() if self.change is None else self.change(self.mean())
         return self._merged
 
     @torch.no_grad()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import compress
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,10 +147,11 @@ class Ranks(Replicas):
                 "DistributedDataParallel(static_graph=True) has to average gradients in its first backward, and with "
                 "exact=True or local gradients it never does; leave static_graph=True or that out"
             )
-        if self._overlap is not None and terms.merge != {"kind": "mean", "optimizer": "keep"}:
+        if self._overlap is not None and not _leaves_states(terms.merge):
             raise ConfigError(
                 f"overlap= corrects parameters when their mean arrives; an optimizer's state, which has moved on, "
-                f"cannot be corrected so: give merge=hdet.merges.Mean('keep'), not {dict(terms.merge)}"
+                f"cannot be corrected so: give merge=hdet.merges.Mean('keep'), or hdet.merges.Outer(), not "
+                f"{dict(terms.merge)}"
             )
         self._anchor = terms.anchor
         self._shares = (own or self._reduces is None) and not self.left_to_loop
@@ -321,10 +323,18 @@ class Ranks(Replicas):
     def in_flight(self) -> bool:
         return self._flight is not None
 
+    @property
+    def overlaps(self) -> bool:
+        return self._overlap is not None
+
+    def on_arrival(self, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        assert self._flight is not None
+        self._flight.change = change
+
     def restored(self, *, merged: bool) -> None:
         if self._flight is not None:
             with translated("waiting for a merge"):
-                self._flight.merged()
+                self._flight.mean()
         self._flight = None
         self._met = merged
 
@@ -428,6 +438,12 @@ class Ranks(Replicas):
         with translated("in forward or backward"), quiet() if quiet is not None else nullcontext(), observing:
             yield
         self._summed, self._begun = not early, True
+
+
+def _leaves_states(merge: Mapping[str, Any]) -> bool:
+    """Whether a merge is of parameters alone: a mean that keeps optimizer states, or an outer step from one."""
+    inner = merge.get("merge") if merge.get("kind") == "outer" else merge
+    return inner == {"kind": "mean", "optimizer": "keep"}
 
 
 def _buffers(host: Host) -> list[Tensor]:
