@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError
 
 from hdet.errors import HdetError
+from hdet.nested import mapped
 
 MOST_REPLICAS = 64
 """Replicas that a record has values and losses of one by one; the others are in what it says of all."""
@@ -89,7 +90,7 @@ class WindowRecord:
 
     def to_json(self) -> str:
         """One line of strict JSON; non-finite numbers become null."""
-        return json.dumps(_strict(asdict(self)), allow_nan=False)
+        return json.dumps(strict(asdict(self)), allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> WindowRecord:
@@ -127,14 +128,9 @@ class WindowRecord:
         return record
 
 
-def _strict(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
-    return value
+def strict(value: Any) -> Any:
+    """Nested plain values as JSON can hold them: numbers that are not finite become null."""
+    return mapped(value, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one)
 
 
 @cache

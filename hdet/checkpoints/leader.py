@@ -56,4 +56,4 @@ def _tried(act: Callable[[], T]) -> tuple[T | None, HdetError | None]:
     except HdetError as error:
         return None, error
     except OSError as error:
-        return None, CheckpointError(f"the checkpoints' folder cannot be used: {error}")
+        return None, CheckpointError(f"a file of the run could not be read or written: {error}")

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hdet.engine import snapshot
 from hdet.engine.fit import Strict, require_layout
 from hdet.errors import CheckpointError
+from hdet.nested import flat, mapped
 from hdet.replicas import tensors
 from hdet.replicas.distributed import Ranks
 from hdet.replicas.distributed.fingerprint import fingerprint
@@ -108,12 +109,12 @@ class Stateful:
             whole = len(starts) == len(engine.hosts) and not engine.finished
             control = self._control(first, found.pop("stateless"), differing if whole else [])
             found["control"] = self._first_places(_packed(control))
-            remembered = _flat(engine.cycle.merger.state_dict())
+            remembered = _tensors(engine.cycle.merger.state_dict())
             if remembered:
                 found["merge"] = remembered
             if apart:
                 found = _copied(found)
-                self._take_first_places([*_tensors(found["model"]), *_tensors(found["optimizer"])])
+                self._take_first_places([*_tensors([found["model"], found["optimizer"]]).values()])
         if differing and whole:
             found["replicas"] = {str(start.index): start.packed(differing) for start in starts}
         return found
@@ -123,14 +124,14 @@ class Stateful:
         found = self.state_dict()
         found.pop("merge", None)
         if control.get("merge") and control["merge"]["tensors"]:
-            model = _flat(found["model"])
+            model = _tensors(found["model"])
             found["merge"] = {
                 name: _blank(layout, model.get(layout["like"])) for name, layout in control["merge"]["tensors"].items()
             }
         if control["replicas"] and control["size"] == self.engine.size and self.engine.home.diverge:
             found["replicas"] = {
-                str(index): {"control": b"", **{key: _copied(found[key]) for key in control["replicas"]}}
-                for index in _first_indices(self.engine)
+                str(first.index): {"control": b"", **{key: _copied(found[key]) for key in control["replicas"]}}
+                for first in self.engine.home.first_of_hosts
             }
         return found
 
@@ -184,7 +185,7 @@ class Stateful:
     def _starts(self) -> list[Start]:
         """This process's replicas as the window found them, as far as that is known; the first always is."""
         engine = self.engine
-        indices = _first_indices(engine)
+        indices = [replica.index for replica in engine.home.first_of_hosts]
         live = engine.finished or (
             engine.cycle.tally.steps == 0 and not engine.home.in_flight and len(engine.hosts) > 1
         )
@@ -250,7 +251,7 @@ class Stateful:
     def _merge(self, first: Start) -> dict[str, Any]:
         """What the merge remembers: its plain part, and how its tensors lie, like which of the model's."""
         state = self.engine.cycle.merger.state_dict()
-        model = _flat(_model_by_name(first.model, first.held))
+        model = _tensors(_model_by_name(first.model, first.held))
         return {
             "declared": self.engine.cycle.plan.merge.to_dict(),
             "plain": _without_tensors(state),
@@ -260,7 +261,7 @@ class Stateful:
                     "shape": list(tensor.shape),
                     "dtype": str(tensor.dtype).removeprefix("torch."),
                 }
-                for name, tensor in _flat(state).items()
+                for name, tensor in _tensors(state).items()
             },
         }
 
@@ -284,7 +285,7 @@ class Start:
         """[4] fingerprints, of the held tensors and of the optimizer's."""
         device = torch.device("cpu")
         numbers = [i for group in self.state["param_groups"] for i in group["params"]]
-        states = [tensors.local(t) for i in numbers for t in _tensors(self.state["state"].get(i, {}))]
+        states = [tensors.local(t) for i in numbers for t in _tensors(self.state["state"].get(i, {})).values()]
         return torch.cat([fingerprint(self.held, device), fingerprint(states, device)])
 
     def named(self) -> dict[str, Any]:
@@ -317,31 +318,6 @@ def _optimizer_of(
         kept = {key: group[key] for key in group if key not in saved}
         groups.append({**saved, **kept, "params": group["params"]})
     return {"state": states, "param_groups": groups}
-
-
-def _first_indices(engine: Engine) -> list[int]:
-    """The first replica of each model here."""
-    first: dict[int, int] = {}
-    for replica in engine.replicas:
-        first.setdefault(replica.host, replica.index)
-    return [first[host] for host in range(len(engine.hosts))]
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested dictionaries, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
 
 
 def unpacked(control: bytes) -> dict[str, Any]:
@@ -465,17 +441,6 @@ def _zeros(value: Any, owner: nn.Parameter, parameter: nn.Parameter) -> Any:
     return torch.zeros_like(parameter, dtype=value.dtype) if value.shape == owner.shape else torch.zeros_like(value)
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of nested dictionaries and lists, by their path."""
-    if isinstance(value, Tensor):
-        return {prefix: value}
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    found: dict[str, Tensor] = {}
-    for key, item in items:
-        found.update(_flat(item, f"{prefix}/{key}" if prefix else str(key)))
-    return found
-
-
 def _blank(layout: Mapping[str, Any], like: Tensor | None) -> Tensor:
     """Zeros of a shape and dtype, sharded as another tensor of that shape is."""
     dtype = getattr(torch, layout["dtype"])
@@ -483,7 +448,7 @@ def _blank(layout: Mapping[str, Any], like: Tensor | None) -> Tensor:
 
 
 def _nested(plain: Any, tensors_by_path: Mapping[str, Tensor], prefix: str = "") -> Any:
-    """What `_without_tensors` and `_flat` took apart."""
+    """What `_without_tensors` and `_tensors` took apart."""
     if prefix in tensors_by_path:
         return tensors_by_path[prefix]
     path = f"{prefix}/" if prefix else ""
@@ -506,11 +471,14 @@ def _lie_alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and getattr(one, "placements", None) == getattr(other, "placements", None)
 
 
+def _copied(value: Any) -> Any:
+    return mapped(value, lambda one: one.detach().clone() if isinstance(one, Tensor) else one)
+
+
 def _without_tensors(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return None
-    if isinstance(value, dict):
-        return {key: _without_tensors(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_tensors(item) for item in value]
-    return value
+    return mapped(value, lambda one: None if isinstance(one, Tensor) else one)
+
+
+def _tensors(value: Any) -> dict[str, Tensor]:
+    """The tensors of nested dictionaries and lists, by their path."""
+    return {path: one for path, one in flat(value, "/").items() if isinstance(one, Tensor)}

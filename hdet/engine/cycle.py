@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -98,7 +98,7 @@ class Cycle:
         self._sound = np.ones(self.home.size, dtype=bool)  # of the window that has closed
         self._met = False  # a warm noisy start (`hdet.perturb`) may have set the replicas apart
         self._seats_share_models = len(self.home.local) > len(self.hosts)
-        self._places = _first_indices(self.home.local, len(self.hosts))
+        self._places = [replica.index for replica in self.home.first_of_hosts]
         self._clock = time.perf_counter()
         self.window = self.open_window(0)
 
@@ -456,11 +456,3 @@ class Cycle:
 
 def _sum(moves: dict[str, float], more: dict[str, float]) -> dict[str, float]:
     return {name: move + more[name] for name, move in moves.items()}
-
-
-def _first_indices(replicas: Sequence[Replica], hosts: int) -> list[int]:
-    """The replica whose values each host holds at rest: its first."""
-    first: dict[int, int] = {}
-    for replica in replicas:
-        first.setdefault(replica.host, replica.index)
-    return [first[host] for host in range(hosts)]

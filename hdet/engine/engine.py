@@ -106,7 +106,7 @@ class Engine:
     ) -> None:
         admission.declared("replicas", replicas, Replicas)  # before it is asked who writes the history
         held = History.given(history, writes=replicas.is_leader)
-        self.plan = Plan.of(
+        self.plan = Plan(
             replicas,
             knobs,
             window=window,

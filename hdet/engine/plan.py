@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
@@ -27,9 +26,8 @@ Bind = Callable[[Knob, nn.Module, Optimizer], Binding]
 Place = Literal["device", "host"]
 
 
-@dataclass(frozen=True)
 class Plan:
-    """What is explored, by what evidence, over which windows; see `hdet.Engine` for its arguments.
+    """What is explored, by what evidence, over which windows; see `hdet.Engine` for its arguments. It does not change.
 
     Attributes:
         knobs: bound to the replicas of this process, with their evidence and controllers filled in.
@@ -37,33 +35,15 @@ class Plan:
         explored: whether any knob is explored by replicas that diverge.
         apart: whether replicas may hold other weights than each other at a window's end.
         paired: whether replicas go in pairs that take the same data.
-        noise_scale: whether the gradient noise scale is read off the micro-batches.
         total_steps: the run's length; None for an open end.
         outer: by host, the optimizer that the merge steps with, whose settings knobs write; empty where it has none.
+
+    Raises:
+        ConfigError: what was declared cannot be; the message names the knob and the way out.
     """
 
-    replicas: Replicas
-    knobs: list[BoundKnob]
-    evidence: list[Evidence]
-    windows: Windows
-    signal: Signal
-    merge: Merge
-    gradients: Gradients
-    seed: int
-    total_steps: int | None
-    anchor: Place
-    averages: Place
-    guard: Guard | None
-    objective: Objective | None
-    explored: bool
-    apart: bool
-    paired: bool
-    noise_scale: bool
-    outer: Sequence[Optimizer]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         replicas: Replicas,
         knobs: Sequence[Knob],
         *,
@@ -78,14 +58,9 @@ class Plan:
         averages: Place,
         guard: Guard | None,
         objective: Objective | None,
-        bind: Bind | None = None,
-        noise_scale: bool = False,
-    ) -> Plan:
-        """Work a declaration out.
-
-        Raises:
-            ConfigError: it cannot be; the message names the knob and the way out.
-        """
+        noise_scale: bool,
+        bind: Bind | None,
+    ) -> None:
         for name, given, allowed in (
             ("gradients", gradients, ("shared", "local")),
             ("anchor", anchor, ("device", "host")),
@@ -102,10 +77,18 @@ class Plan:
         for declared in knobs:
             admission.declared("a knob", declared, Knob)
         admission.unique_names(knobs)
-        signal = signal if signal is not None else TrainingLoss()
+        self.replicas = replicas
+        self.windows = FixedWindow(window) if isinstance(window, int) else window
+        self.signal = signal = signal if signal is not None else TrainingLoss()
+        self.gradients: Gradients = gradients
+        self.seed = seed
+        self.anchor, self.averages = anchor, averages
+        self.guard = guard
+        self.objective = objective
+        self.noise_scale = noise_scale
         bind = bind if bind is not None else lambda knob, model, optimizer: knob.bind(model, optimizer)
-        merge = merge if merge is not None else Mean()
-        outer = [own for own in (merge.outer_optimizer() for _ in replicas.hosts) if own is not None]
+        self.merge = merge = merge if merge is not None else Mean()
+        self.outer = outer = [own for own in (merge.outer_optimizer() for _ in replicas.hosts) if own is not None]
 
         def bindings(knob: Knob) -> list[Binding]:
             if knob.acts_on == "merge":
@@ -114,7 +97,7 @@ class Plan:
                 return [knob.bind(model, own) for (model, _), own in zip(replicas.hosts, outer, strict=True)]
             return [bind(knob, model, optimizer) for model, optimizer in replicas.hosts]
 
-        bound = [
+        self.knobs = bound = [
             BoundKnob(knob, bindings(knob), replicas.size)
             for knob in (complete(knob, evidence, replicas.diverge) for knob in knobs)
         ]
@@ -122,35 +105,17 @@ class Plan:
         for knob in bound:
             admission.identifiable(knob, knob.evidence, replicas, signal, gradients)
             admission.has_objective(knob, knob.evidence, objective)
-        paired = admission.paired(bound, replicas)
-        total_steps = admission.common_total(bound, total_steps)
+        self.paired = admission.paired(bound, replicas)
+        self.total_steps = admission.common_total(bound, total_steps)
         admission.guarded(guard, signal)
         sources: dict[Evidence, None] = {}
         for knob in bound:
             assert isinstance(knob.evidence, Evidence)  # each that can be declared is one
             sources[knob.evidence] = None
+        self.evidence = list(sources)
         admission.one_model(merge, guard, bound)
-        explored = any(knob.evidence.diverges and knob.spec.spread.width for knob in bound)
-        return cls(
-            replicas=replicas,
-            knobs=bound,
-            evidence=list(sources),
-            windows=FixedWindow(window) if isinstance(window, int) else window,
-            signal=signal,
-            merge=merge,
-            gradients=gradients,
-            seed=seed,
-            total_steps=total_steps,
-            anchor=anchor,
-            averages=averages,
-            guard=guard,
-            objective=objective,
-            explored=explored,
-            apart=replicas.diverge and (gradients == "local" or explored or not merge.makes_alike),
-            paired=paired,
-            noise_scale=noise_scale,
-            outer=outer,
-        )
+        self.explored = any(knob.evidence.diverges and knob.spec.spread.width for knob in bound)
+        self.apart = replicas.diverge and (gradients == "local" or self.explored or not merge.makes_alike)
 
     @property
     def numbered(self) -> bool:

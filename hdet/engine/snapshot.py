@@ -26,7 +26,7 @@ from hdet.engine.cycle import Cycle
 from hdet.engine.fit import require_fit
 from hdet.errors import CheckpointError, HdetError
 from hdet.hparams.schedule import Schedule
-from hdet.replicas import Replica, held_optimizer, tensors
+from hdet.replicas import held_optimizer, tensors
 from hdet.replicas.anchor import copied_state
 from hdet.replicas.distributed.fingerprint import fingerprint
 
@@ -149,7 +149,7 @@ class Course:
 
 
 def _course(cycle: Cycle, state: Mapping[str, Any]) -> Course:
-    opening, under_way, firsts = state["opening"], state["open"], _one_a_host(cycle)
+    opening, under_way, firsts = state["opening"], state["open"], cycle.home.first_of_hosts
     known = opening is None or (state["size"] == cycle.home.size and all(str(r.index) in opening for r in firsts))
     same = (
         under_way is not None
@@ -163,7 +163,7 @@ def _load_point(cycle: Cycle, state: Mapping[str, Any], course: Course) -> None:
     """Knobs, models, optimizers and guard as they were when the window opened. No collective."""
     for knob in cycle.knobs:
         knob.load_state_dict(state["knobs"][knob.name])
-    for replica in _one_a_host(cycle):
+    for replica in cycle.home.first_of_hosts:
         model, optimizer = cycle.hosts[replica.host]
         start = state["opening"][str(replica.index)] if course.own_starts else state["converged"]
         model.load_state_dict(start["model"])
@@ -191,7 +191,7 @@ def _take_up(cycle: Cycle, state: Mapping[str, Any], course: Course) -> None:
     cycle.step_count = under_way["step"]
     cycle.tally.load_state_dict(under_way["tally"])
     cycle.averages.load_state_dict(under_way["averages"])
-    for replica in _one_a_host(cycle):
+    for replica in cycle.home.first_of_hosts:
         own_state = under_way["replicas"][str(replica.index)]
         cycle.hosts[replica.host][0].load_state_dict(own_state["model"])
         held_optimizer.load(replica.optimizer, own_state["optimizer"])
@@ -266,18 +266,13 @@ def all_agree(cycle: Cycle, fact: bool) -> bool:
     return bool((cycle.home.gather(row) == 1.0).all())
 
 
-def _one_a_host(cycle: Cycle) -> list[Replica]:
-    """The first replica of each model this process holds; seats at one model share all there is to save."""
-    return list({replica.host: replica for replica in reversed(cycle.home.local)}.values())
-
-
 def _replicas(cycle: Cycle, leave_out: Collection[str]) -> dict[str, Any]:
     return {
         str(replica.index): {
             "model": copied_state(cycle.hosts[replica.host][0], leave_out),
             "optimizer": copy.deepcopy(replica.optimizer.state_dict()),
         }
-        for replica in _one_a_host(cycle)
+        for replica in cycle.home.first_of_hosts
     }
 
 

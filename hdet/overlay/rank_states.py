@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch.distributed as dist
+
+from hdet.nested import mapped
 
 State = dict[str, Any]
 
@@ -43,7 +44,7 @@ class AllRanks:
             return state
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
         own = {"whole": state} if self._sharded else _own(state)
-        dist.all_gather_object(gathered, _cpu(own), group=self._group)
+        dist.all_gather_object(gathered, mapped(own, _cpu), group=self._group)
         return {**({} if self._sharded else state), "ranks": gathered}
 
     def load_state_dict(self, state: State) -> None:
@@ -90,8 +91,4 @@ def _with(state: State, own: State) -> State:
 
 def _cpu(value: Any) -> Any:
     """Tensors are sent to processes that have other devices."""
-    if isinstance(value, Mapping):
-        return {key: _cpu(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cpu(entry) for entry in value)
     return value.cpu() if hasattr(value, "cpu") else value

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from hdet.nested import mapped
 from hdet.replicas import host_memory, schedule_free, tensors
 
 State = dict[str, Any]
@@ -274,13 +275,11 @@ def _beside(parameter: nn.Parameter, group: State, key: str, value: Any) -> Any:
 
 def _copied(value: Any, device: torch.device | str | None) -> Any:
     """A copy of nested state; tensors go to `device`."""
-    if isinstance(value, Tensor):
-        return host_memory.copied(value.detach(), device)
-    if isinstance(value, dict):
-        return {key: _copied(item, device) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_copied(item, device) for item in value]
-    return copy.deepcopy(value)
+
+    def copied(one: Any) -> Any:
+        return host_memory.copied(one.detach(), device) if isinstance(one, Tensor) else copy.deepcopy(one)
+
+    return mapped(value, copied)
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

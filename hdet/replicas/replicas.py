@@ -88,6 +88,14 @@ class Replicas(ABC):
         """
 
     @property
+    def first_of_hosts(self) -> list[Replica]:
+        """The first replica of each model that this process holds; seats at one model share all there is of it."""
+        first: dict[int, Replica] = {}
+        for replica in self.local:
+            first.setdefault(replica.host, replica)
+        return [first[host] for host in range(len(self.hosts))]
+
+    @property
     def needs_passes(self) -> str | None:
         """Why passes have to run inside `with replica:`; `None` where they need not."""
         return None

@@ -5,13 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import Any
 
 from hdet.errors import ConfigError, MissingExtraError
-from hdet.record import WindowRecord
+from hdet.record import WindowRecord, strict
 from hdet.report import charts, telling
 from hdet.report.charts import Chart
 from hdet.report.reported import ReportedRun, reported
@@ -135,18 +134,8 @@ def _template(theme: Mapping[str, str]) -> dict[str, Any]:
 
 def _json(value: Any) -> str:
     """JSON that no HTML parser takes for markup."""
-    text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(strict(value), allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _digest(script: str) -> str:

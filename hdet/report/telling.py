@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from hdet.nested import flat
 from hdet.report.advice import as_python, as_yaml
 from hdet.report.charts import colour_of, objection, reason
 from hdet.report.importance import importances, interactions
@@ -37,7 +38,7 @@ def of_run(number: int, run: ReportedRun) -> dict[str, Any]:
         "verdicts": found,
         "importances": importances(run.windows),
         "interactions": interactions(run.windows),
-        "declared": {field: str(value) for field, value in _flat(run.declared).items()},
+        "declared": {field: str(value) for field, value in flat(run.declared, ".").items()},
         "held_out_loss": "" if run.held_out_loss is None else f"{run.held_out_loss:.4f}",
         "cost": _cost(run),
         "yaml": as_yaml(found),
@@ -86,9 +87,9 @@ def events(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
 
 def differences(runs: Sequence[ReportedRun]) -> list[str]:
     """The fields in which the runs' declarations differ, as dotted paths."""
-    flat = [_flat(run.declared) for run in runs]
-    fields = dict.fromkeys(field for one in flat for field in one)
-    return [field for field in fields if len({repr(one.get(field)) for one in flat}) > 1]
+    declared = [flat(run.declared, ".") for run in runs]
+    fields = dict.fromkeys(field for one in declared for field in one)
+    return [field for field in fields if len({repr(one.get(field)) for one in declared}) > 1]
 
 
 def _earned(run: ReportedRun) -> tuple[str, str]:
@@ -110,18 +111,3 @@ def _cost(run: ReportedRun) -> str:
     if whole <= 0.0:
         return "the history has no times."
     return f"{whole:.4g} s, {100 * closing / whole:.1f} % of it at windows' ends (probes, comparisons, merges)."
-
-
-def _flat(declared: Any, path: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one mapping from dotted path to value."""
-    items: list[tuple[Any, Any]]
-    if isinstance(declared, Mapping):
-        items = list(declared.items())
-    elif isinstance(declared, list):
-        items = list(enumerate(declared))
-    else:
-        return {path: declared}
-    flat: dict[str, Any] = {}
-    for key, item in items:
-        flat.update(_flat(item, f"{path}.{key}" if path else str(key)))
-    return flat

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryFile
 from types import FrameType
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hdet.errors import ConfigError, HdetError
+from hdet.checkpoints import leader
+from hdet.errors import ConfigError
 from hdet.replicas.distributed import process_group
 from hdet.replicas.distributed.lost_rank import LOST, translated
 from hdet.replicas.parallel import world
@@ -63,24 +64,10 @@ def led(act: Callable[[], T]) -> T:
     """What `act()` returns on the leading rank, which alone calls it, on every rank.
 
     Raises:
-        HdetError: the leader's, on every rank, so that none waits for one that has gone; an OSError, such as a full
-            disk's, as one too.
+        HdetError: as `hdet.checkpoints.leader.led`.
     """
-    told: list[Any] = [None, None]
-    if leads():
-        try:
-            told[0] = act()
-        except HdetError as error:
-            told[1] = error
-        except OSError as error:
-            told[1] = HdetError(f"a file of the run could not be read or written: {error}")
-    if world() > 1:
-        with translated("hearing of the leading rank"):
-            dist.broadcast_object_list(told, src=0)
-    if told[1] is not None:
-        raise told[1]
-    found: T = told[0]
-    return found
+    with translated("hearing of the leading rank"):
+        return leader.led(dist.group.WORLD if world() > 1 else None, act)
 
 
 def restarted() -> bool:
