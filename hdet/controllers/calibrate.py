@@ -28,13 +28,13 @@ class Calibrate(Ruled):
     | `Raise` | goes up, if the last weights call for more |
     | `Return` | goes back up to the schedule as given, if only looking ahead has lowered it |
 
-    `AboveGiven` asks for the more proof the further the base is raised above the schedule as given, and for less in a
-    short run. `Cap` bounds it by what the warm-up has shown, and by what had worked before a rewind.
+    `AboveGiven` asks for more proof the further a raise goes above the schedule as given, and for less proof in a short
+    run. `Cap` never lets the base above what the warm-up has shown, or above what had worked before a rewind.
 
     Args:
         rules, vetoes: see above; a number of theirs can be given here, and every part that has it takes it.
-        until: share of the run after which the base holds and nothing is measured: what is left of a schedule that
-            decays cannot pay back a probe.
+        until: share of the run after which the base holds and nothing is measured: the rest of a decaying schedule
+            cannot pay for a probe.
         retreat_factor: factor below the value that had worked at which the base goes on after a rewind.
 
     Raises:

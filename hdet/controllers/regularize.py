@@ -15,20 +15,20 @@ from hdet.spec import register
 class Regularize(Ruled):
     """Find the strength of weight decay; for a knob in `Log` space, judged by `Analytic`.
 
-    That evidence speaks of the next steps, and decay acts on the whole run. So slopes of several windows are summed,
-    and a move needs more than a sum that passes its gate. The rules, in their order:
+    That evidence tells of the next steps, and decay acts on the whole run. So the slopes of several windows are summed,
+    and a sum beyond its gate is not enough for a move. The rules, in their order:
 
     | rule | the base |
     |---|---|
     | `Leap` | goes up at once to where it has an effect, if it has none and more is called for |
     | `SlopeSum` | goes against the sum of slopes |
-    | `Restore` | goes back up to the schedule as given, once the sum calls for less no more |
+    | `Restore` | goes back up to the schedule as given, once the sum has stopped calling for less |
 
-    And each veto forbids a move, or shortens it:
+    Each veto forbids a move, or shortens it:
 
     | veto | forbids |
     |---|---|
-    | `AgreesNow` | a move that the window which has closed speaks against |
+    | `AgreesNow` | a move that the closed window's own slope opposes |
     | `NeedsGap` | to raise, unless held-out and training loss differ |
     | `KeepsGap` | to lower, while the model overfits |
     | `NotEarly` | to raise, before weights have learnt something |

@@ -35,7 +35,7 @@ class Rewind(Guard):
     it. Two signs together show the damage at a window's end. First, training stands still: the window with the lowest
     mean training loss lies in the first `1 / patience` of the steps done. Second, on the same batch the held-out loss
     is higher now than there, by `significance` standard errors. Overfitting is no such case, since the training loss
-    falls. Useful regularisation is none, since the held-out loss falls.
+    falls. Useful regularisation is no such case either, since the held-out loss falls.
 
     Then weights, buffers and optimizer state return to the best point. The step count goes on. Every controller is told
     (`Controller.retreat`): `Calibrate` continues below the rate that had worked there.

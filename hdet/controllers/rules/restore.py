@@ -1,4 +1,4 @@
-"""A knob that was lowered early goes back to what was set, once nothing calls for less any more."""
+"""A knob that was lowered early goes back to what was set, once slopes have stopped calling for less."""
 
 from __future__ import annotations
 
