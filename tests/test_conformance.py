@@ -33,7 +33,7 @@ from hdet.estimators import Comparison, Estimator, LeastSquares
 from hdet.evidence import Collector, Harvest, Scene
 from hdet.hparams import schedule
 from hdet.hparams.binding import Binding, ModelBinding
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import ActsOn
 from hdet.hparams.schedule import HeldOneCycle
 from hdet.merges import Exploit, Mean, Merge, Merger, Outer

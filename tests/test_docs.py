@@ -32,7 +32,7 @@ from hdet.app.run.config import RunConfig
 from hdet.document import parse
 from hdet.errors import ConfigError
 from hdet.evidence import Evidence
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.spec import Spec, members
 
 ROOT = Path(hdet.__file__).parent.parent

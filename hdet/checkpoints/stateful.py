@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.engine import snapshot
-from hdet.engine.fit import Strict, require_layout
+from hdet.engine.saved_layout import Strict, require_layout
 from hdet.errors import CheckpointError
 from hdet.nested import flat, mapped
 from hdet.replicas import tensors

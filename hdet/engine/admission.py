@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from hdet.engine.guard import Guard
 from hdet.errors import ConfigError, IdentifiabilityError
 from hdet.evidence.contrast import Contrast
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.evidence_needs import EvidenceNeeds
 from hdet.hparams.knob import Knob
 from hdet.merging import Merge

@@ -21,7 +21,7 @@ from hdet.engine.tally import Losses, Reading, Tally
 from hdet.errors import ConfigError, DivergedError
 from hdet.evidence import Collector, Harvest, Scene, Window
 from hdet.history import History, WindowRecord
-from hdet.hparams.bound import Moment
+from hdet.hparams.bound_knob import Moment
 from hdet.replicas import Replica, Terms, tensors
 from hdet.replicas.alike import require_alike
 from hdet.replicas.anchor import Anchor

@@ -21,7 +21,7 @@ from hdet.engine.tally import Losses
 from hdet.errors import StepError
 from hdet.evidence import Evidence
 from hdet.history import History, WindowRecord
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.learned import Learned
 from hdet.merging import Merge

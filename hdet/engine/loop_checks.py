@@ -9,7 +9,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from hdet.errors import StepError
 from hdet.hparams.binding import Attribute, ModelBinding
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.replicas import Replica, Replicas
 
 

@@ -14,7 +14,7 @@ from hdet.engine.guard import Guard
 from hdet.errors import ConfigError
 from hdet.evidence import Contrast, Evidence
 from hdet.hparams.binding import Binding
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.merging import Mean, Merge
 from hdet.replicas import Replicas

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hdet.engine.engine import Engine
 from hdet.errors import ConfigError, StepError
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 
 POINTS = 400
 """About how many steps are looked at."""

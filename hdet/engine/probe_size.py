@@ -11,7 +11,7 @@ import numpy as np
 
 from hdet.controllers.sub_batches import student
 from hdet.history import WindowRecord
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.signals import Probe, Signal
 from hdet.user_warning import warn
 

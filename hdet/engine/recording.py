@@ -16,7 +16,7 @@ from hdet.engine.tally import Reading
 from hdet.errors import HdetError
 from hdet.evidence import Collector, Window
 from hdet.history import History, WindowRecord
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.record import MOST_REPLICAS
 from hdet.replicas import Replicas
 from hdet.replicas.distributed.ranks import Ranks

@@ -9,7 +9,7 @@ from typing import Any
 from hdet.engine.guard import Watch
 from hdet.engine.plan import Plan
 from hdet.evidence import Harvest
-from hdet.hparams.bound import BoundKnob, Moment
+from hdet.hparams.bound_knob import BoundKnob, Moment
 from hdet.replicas.anchor import Anchor
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.engine.cycle import Cycle
-from hdet.engine.fit import require_fit
+from hdet.engine.saved_layout import require_fit
 from hdet.errors import CheckpointError, HdetError
 from hdet.hparams.schedule import Schedule
 from hdet.replicas import held_optimizer, tensors

@@ -18,7 +18,7 @@ from hdet.evidence.parts.directional import Block, Direction, Directional, Direc
 from hdet.evidence.parts.preconditioner import decoupled, preconditioner
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Log, Relative, Space
 from hdet.replicas import tensors

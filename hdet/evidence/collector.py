@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from hdet.controllers import Controller, Estimate
 from hdet.evidence.scene import Harvest, OuterStep, Scene, Window
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.evidence_needs import EvidenceNeeds
 from hdet.hparams.knob import Knob
 from hdet.replicas import Replica

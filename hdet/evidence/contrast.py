@@ -19,7 +19,7 @@ from hdet.evidence.parts.gradient_sketch import GradientSketch
 from hdet.evidence.parts.probe_gradient import aim
 from hdet.evidence.parts.two_levels import Levels
 from hdet.evidence.scene import Harvest, Scene, Window
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.design import Hadamard, mirrored
 from hdet.hparams.hadamard import order_from
 from hdet.hparams.spread import TwoLevel

@@ -18,7 +18,7 @@ from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.losses_at import Write, losses_at
 from hdet.evidence.parts.replica_losses import ReplicaLosses
 from hdet.evidence.scene import Harvest, Scene, Window
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.design import Design, Hadamard, Permutation
 from hdet.replicas import tensors
 from hdet.signals import Probe

@@ -14,7 +14,7 @@ from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.line import Line, LineCollector, moved_by
 from hdet.evidence.parts.group_slopes import GroupSlopes
 from hdet.evidence.scene import Harvest, Scene, Window
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Log, Relative, Space
 from hdet.spec import register

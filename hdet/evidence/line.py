@@ -22,7 +22,7 @@ from hdet.evidence.parts.losses_at import Point, losses_at
 from hdet.evidence.parts.segment import Segment
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Log, Relative, Space
 from hdet.spec import register

@@ -16,7 +16,7 @@ from hdet.evidence.parts.line_fit import Points, along
 from hdet.evidence.parts.losses_at import Point, losses_at
 from hdet.evidence.scene import Harvest, OuterStep, Scene
 from hdet.hparams.binding import GroupBinding
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.spec import register
 
 

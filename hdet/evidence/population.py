@@ -14,7 +14,7 @@ from hdet.errors import CheckpointError
 from hdet.evidence.collector import Evidence
 from hdet.evidence.divergent import Divergent, DivergentCollector
 from hdet.evidence.scene import Scene, Window
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.design import uniform
 from hdet.hparams.knob import Knob
 from hdet.spec import register

@@ -17,7 +17,7 @@ from hdet.evidence.parts.directional import Block, Direction, Directional, Direc
 from hdet.evidence.parts.weight_derivative import FirstTrace, MomentumTrace, SecondTrace, Trace, Value
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.clipping import ENTRY
 from hdet.replicas import tensors
 from hdet.spec import register

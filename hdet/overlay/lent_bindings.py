@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hdet.errors import StepError
 from hdet.hparams.binding import Binding, GroupBinding, fit
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Space
 from hdet.overlay.told_schedule import Course, Told

@@ -16,7 +16,7 @@ from hdet.controllers.estimators import Comparison
 from hdet.designs import Permutation
 from hdet.errors import ConfigError
 from hdet.estimators import Softmax
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.schedules import HeldOneCycle, OneCycle, Schedule
 from hdet.spaces import Relative
 from hdet.spec import Spec

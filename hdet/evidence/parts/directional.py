@@ -16,7 +16,7 @@ from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.line_fit import Points, along
 from hdet.evidence.parts.losses_at import Write, losses_at
 from hdet.evidence.scene import Harvest, Scene
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.replicas import tensors
 
 

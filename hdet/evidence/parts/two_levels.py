@@ -15,7 +15,7 @@ from hdet.controllers.vetoes.gap import OTHER_SCALE
 from hdet.evidence.parts.line_fit import along
 from hdet.evidence.parts.losses_at import Point, Write, losses_at
 from hdet.evidence.scene import Harvest, Scene, Window
-from hdet.hparams.bound import BoundKnob
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.replicas import tensors
 from hdet.user_warning import warn
 

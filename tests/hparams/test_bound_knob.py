@@ -17,7 +17,7 @@ from hdet.controllers import Context, Controller, Estimate, Gated
 from hdet.controllers.state import NoState
 from hdet.engine.defaults import complete
 from hdet.errors import CheckpointError, ConfigError
-from hdet.hparams.bound import BoundKnob, Moment
+from hdet.hparams.bound_knob import BoundKnob, Moment
 from hdet.schedules import Cosine, FromCallable, OneCycle, Replay
 from hdet.spaces import Arcsine, Linear, Log, Logit, Relative
 from hdet.spreads import OneSided, Symmetric, TwoLevel
