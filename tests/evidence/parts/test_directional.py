@@ -82,7 +82,7 @@ def test_of_a_window_shorter_than_the_stride_the_last_weights_are_read() -> None
     told = []
     for stride in (T, T + 1):  # the last step's weights alone, and none
         model = Two(1.0)
-        knob = hdet.WeightDecay(evidence=hdet.Analytic(stride=stride), controller=Hold())
+        knob = hdet.WeightDecay(evidence=hdet.evidence.Analytic(stride=stride), controller=Hold())
         _, records = trained(model, adamw(model, lr=0.01), [knob])
         told.append([(record.estimates, record.losses) for record in records])
     assert told[0] == told[1]
