@@ -173,7 +173,8 @@ class Tally:
             more = failed[MOST_REPLICAS:]
             since = math.ceil(np.nan_to_num(bad_steps[more]).max())
             faults.append({"kind": "non_finite", "more_replicas": len(more), "step": step - max(1, since)})
-        apart = _differ(closed[valid] if len(failed) else closed) and not _differ(opened[there])
+        apart = _differ(closed[valid] if len(failed) else closed)
+        apart = apart and not _differ(opened if there.all() else opened[there])
         return Reading(np.where(valid & (told > 0), loss, np.nan), valid, faults, apart)
 
     @torch.no_grad()
@@ -209,4 +210,4 @@ class Tally:
 
 
 def _differ(marks: NDArray[np.float64]) -> bool:
-    return bool((marks != marks[:1]).any())
+    return any(bool((column != column[0]).any()) for column in marks.T if len(column))

@@ -73,7 +73,9 @@ class BoundKnob:
         self.state = self.controller.start()
         self.reasons: dict[str, str] = {}
         self._placed: tuple[int, float, float, float]  # step, shift, base and reach, as last worked out
-        self.spread(np.zeros(n), 0.0)
+        self._still = np.zeros(n)
+        self._still.setflags(write=False)
+        self.spread(self._still, 0.0)
         self._written: list[float | None] = [None] * len(self.bindings)
         total = self.schedule.total_steps
         course = sampled(self.schedule)
@@ -121,10 +123,10 @@ class BoundKnob:
         if not self._explored:
             return 1.0
         down, up = self.spec.space.room(base, self.spec.bounds)
-        lowest, highest = -float(self._offsets.min()), float(self._offsets.max())
+        lowest, highest = self._ends
         factor = 1.0
-        if lowest > down:
-            factor = min(factor, down / lowest)
+        if -lowest > down:
+            factor = min(factor, down / -lowest)
         if highest > up:
             factor = min(factor, up / highest)
         return factor
@@ -138,20 +140,22 @@ class BoundKnob:
 
     def values(self, step: int, indices: Sequence[int]) -> list[float]:
         """The values of some replicas at a step, none outside the bounds."""
-        base, reach = self.placed(step)
         if not self._explored and self.centre == 0.0:
-            return [base] * len(indices)
+            return [self.placed(step)[0]] * len(indices)
+        return self._at(step, [self.centre + level for level in self.levels[indices].tolist()])
+
+    def _at(self, step: int, offsets: Sequence[float]) -> list[float]:
+        """The values of replicas whose levels lie so far from the base."""
+        base, reach = self.placed(step)
         low, high = self.spec.bounds
         apply = self.spec.space.apply
         # Many replicas have few levels, and each is worked out once.
-        offsets = self._offsets[indices].tolist()
         at = {offset: min(max(apply(base, reach * offset), low), high) for offset in set(offsets)}
         return [at[offset] for offset in offsets]
 
     def range(self, step: int) -> tuple[float, float]:
         """The lowest and the highest value of any replica at a step."""
-        ends = [int(self._offsets.argmin()), int(self._offsets.argmax())]
-        low, high = self.values(step, ends)
+        low, high = self._at(step, self._ends)
         return low, high
 
     def displaced(self, step: int, offset: float) -> float:
@@ -189,8 +193,10 @@ class BoundKnob:
         self.levels = levels
         self.centre = centre
         # What every step reads.
-        self._explored = bool(levels.any())
-        self._offsets = centre + levels
+        low, high = (float(levels.min()), float(levels.max())) if len(levels) else (0.0, 0.0)
+        self._widest = (low, high)
+        self._explored = low != 0.0 or high != 0.0
+        self._ends = (centre + low, centre + high)
         self._placed = (-1, 0.0, 0.0, 1.0)
 
     def judge(self, estimate: Estimate, moment: Moment) -> float:
@@ -228,7 +234,7 @@ class BoundKnob:
             length=moment.window_steps,
             shift=self.shift,
             authority=self.spec.authority,
-            spread=float(np.abs(self.levels).max(initial=0.0)),
+            spread=max(abs(end) for end in self._widest),
             warming=following > now,
             loss=moment.loss,
         )
@@ -245,7 +251,7 @@ class BoundKnob:
 
     def rest(self) -> None:
         """End exploration: every replica takes the base."""
-        self.spread(np.zeros_like(self.levels), 0.0)
+        self.spread(self._still, 0.0)
 
     def forget(self) -> None:
         """Assume nothing about the values in force, nor about the schedule: either may have been changed."""

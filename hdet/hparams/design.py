@@ -153,14 +153,16 @@ class Hadamard(Design):
         # the knobs are shuffled too: else knobs k and k + width would be aliased in every window
         place = np.empty(knobs, dtype=np.int64)
         place[_order(knob_keys)] = np.arange(knobs) % width
-        upper = (entries(order, rows % order, columns[place] + skipped) > 0) == (_signs(sign_keys) > 0)
+        within = rows % order if self.foldover else rows
+        upper = (entries(order, within, columns[place] + skipped) > 0) == (_signs(sign_keys) > 0)
         if self.foldover:
             upper[rows >= order] ^= True
         design = np.empty((knobs, n))  # knob by knob in memory
         for own, column, above in zip(design, levels, upper.T.copy(), strict=True):
             low, high = column[: n // 2], column[n // 2 :]
             if (low == low[0]).all() and (high == high[0]).all():  # two levels: who is which does not matter
-                own[:] = np.where(above, high[0], low[0])
+                # By index and not by mask: signs in random order are what a processor cannot foresee.
+                np.take(np.array([low[0], high[0]]), above.view(np.int8), out=own, mode="clip")
             else:
                 own[~above], own[above] = low, high
         return design.T

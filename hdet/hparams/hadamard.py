@@ -66,16 +66,19 @@ def entries(order: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> 
     matrix = hadamard(base)
     assert matrix is not None
     narrow = np.min_scalar_type(order - 1)
-    high = (rows // base).astype(narrow)[:, None] & (columns // base).astype(narrow)
+    upper, left = (rows, columns) if base == 1 else (rows // base, columns // base)
+    # Column by column in memory: there are many rows.
+    high = left.astype(narrow)[:, None] & upper.astype(narrow)
     for shift in (32, 16, 8, 4, 2, 1):
         if order >> shift:
-            high = high ^ (high >> shift)
+            high ^= high >> shift
     signs: NDArray[np.int8] = 1 - 2 * (high & 1).astype(np.int8)
     if base == 1:
-        return signs
-    return matrix[np.ix_(rows % base, columns % base)].astype(np.int8) * signs
+        return signs.T
+    return matrix[np.ix_(rows % base, columns % base)].astype(np.int8) * signs.T
 
 
+@lru_cache(maxsize=64)
 def _undoubled(order: int) -> int | None:
     """The order of the matrix that doubling starts from; None where there is none."""
     while True:

@@ -42,7 +42,10 @@ class Terms:
 
 def present(table: NDArray[np.float64]) -> NDArray[np.bool_]:
     """[N] which replicas of a gathered [N, M] table are there; of the others nothing was gathered."""
-    return np.logical_not(np.isnan(table).all(axis=1))
+    missing = np.isnan(table[:, 0])
+    if missing.any():
+        missing &= np.isnan(table).all(axis=1)
+    return np.logical_not(missing)
 
 
 class Replicas(ABC):

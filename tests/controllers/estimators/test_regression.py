@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from hdet.controllers.estimators import regression
 from hdet.controllers.estimators.regression import regress
 
 Array = NDArray[np.float64]
@@ -102,3 +103,29 @@ def test_sub_batches_alone_would_trust_a_lucky_replica() -> None:
     loss = np.repeat(draw.normal(0, 1, (16, 1)), 8, axis=1)
     assert regress(x, loss).stderr[0] < 1e-12
     assert regress(x, loss, replica_noise=True).stderr[0] > 0.1
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize("correlated", [0.0, 0.9])
+def test_very_many_replicas_tell_what_few_would(
+    batches: int, correlated: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the normal equations and by decomposition, the same numbers but for rounding."""
+    draw = np.random.default_rng(0)
+    x = draw.choice([-0.5, 0.5], (regression.MANY, 3)) + draw.normal(0, 0.1, (regression.MANY, 3))
+    x[:, 1] += correlated * (x[:, 0] - x[:, 1])
+    losses = 2.0 + x @ draw.normal(0, 1, (3, batches)) + draw.normal(0, 1, (regression.MANY, batches))
+    equations = regress(x, losses, replica_noise=True)
+    monkeypatch.setattr(regression, "MANY", len(x) + 1)
+    decomposed = regress(x, losses, replica_noise=True)
+    assert equations.coefficients == pytest.approx(decomposed.coefficients, rel=1e-10)
+    assert equations.stderr == pytest.approx(decomposed.stderr, rel=1e-10)
+    assert equations.identified.tolist() == decomposed.identified.tolist() == [True] * 3
+
+
+def test_very_many_replicas_with_aliased_columns_are_decomposed() -> None:
+    x = np.tile([-1.0, 1.0, -1.0, 1.0], regression.MANY // 4)
+    other = np.tile([-1.0, -1.0, 1.0, 1.0], regression.MANY // 4)
+    fit = regress(np.stack([x, 2 * x, other], axis=1), (3 * x + other)[:, None])
+    assert fit.coefficients == pytest.approx([1.5, 0.75, 1.0])
+    assert fit.identified.tolist() == [False, False, True]
