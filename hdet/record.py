@@ -6,10 +6,10 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from hdet.errors import HdetError
 from hdet.nested import mapped
@@ -70,9 +70,7 @@ class WindowRecord:
     replicas: int = 0
     ranges: dict[str, list[float]] = field(default_factory=dict)
     mean_loss: float | None = None
-    best_schedule: Annotated[
-        dict[str, list[float]], Field(validation_alias=AliasChoices("best_schedule", "found"))  # as first written
-    ] = field(default_factory=dict)
+    best_schedule: dict[str, list[float]] = field(default_factory=dict)
     noise_scale: dict[str, float | None] = field(default_factory=dict)
 
     @property

@@ -262,13 +262,6 @@ def test_a_line_that_a_full_disk_cut_is_written_with_the_next(bytes_left: int, t
     assert os.listdir(tmp_path) == ["history.jsonl"]
 
 
-def test_the_schedule_of_a_population_reads_by_its_earlier_name(tmp_path: Path) -> None:
-    told = record(0, best_schedule={"learning_rate": [0.1, 0.2, 0.1]})
-    earlier = told.to_json().replace('"best_schedule"', '"found"')
-    assert '"found"' in earlier
-    assert WindowRecord.from_json(earlier) == WindowRecord.from_json(told.to_json()) == told
-
-
 def test_a_new_run_over_an_old_file_is_refused_before_it_trains(problem: Any, tmp_path: Path) -> None:
     """When the engine is made; at the first pass where a checkpoint might have been loaded in between."""
     path = tmp_path / "history.jsonl"

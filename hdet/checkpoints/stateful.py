@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.checkpoints.named_state import model_by_name, optimizer_by_name, optimizer_state
 from hdet.engine import snapshot
 from hdet.engine.saved_layout import Strict, require_layout
 from hdet.errors import CheckpointError
@@ -23,8 +24,6 @@ from hdet.replicas.distributed.lost_rank import translated
 
 if TYPE_CHECKING:
     from hdet.engine.engine import Engine
-
-Named = dict[str, Any]
 
 
 class ReplicaControlPart(Strict):
@@ -144,11 +143,11 @@ class Stateful:
         control = unpacked(state["control"])
         self.check(control)
         model, optimizer = self.engine.hosts[0]
-        shared = {"model": state["model"], "optimizer": _optimizer_of(model, optimizer, state["optimizer"], control)}
+        shared = {"model": state["model"], "optimizer": optimizer_state(model, optimizer, state["optimizer"], control)}
         opening = {
             index: {
                 "model": own.get("model", state["model"]),
-                "optimizer": _optimizer_of(model, optimizer, own["optimizer"], _replica_control(own["control"])),
+                "optimizer": optimizer_state(model, optimizer, own["optimizer"], _replica_control(own["control"])),
             }
             for index, own in state.get("replicas", {}).items()
         }
@@ -251,7 +250,7 @@ class Stateful:
     def _merge(self, first: Start) -> dict[str, Any]:
         """What the merge remembers: its plain part, and how its tensors lie, like which of the model's."""
         state = self.engine.cycle.merger.state_dict()
-        model = _tensors(_model_by_name(first.model, first.held))
+        model = _tensors(model_by_name(first.model, first.held))
         return {
             "declared": self.engine.cycle.plan.merge.to_dict(),
             "plain": _without_tensors(state),
@@ -290,8 +289,8 @@ class Start:
 
     def named(self) -> dict[str, Any]:
         """Model and optimizer by names, and the names of the parameters that have no state yet."""
-        named, stateless = _optimizer_by_name(self.model, self.optimizer, self.state)
-        return {"model": _model_by_name(self.model, self.held), "optimizer": named, "stateless": stateless}
+        named, stateless = optimizer_by_name(self.model, self.optimizer, self.state)
+        return {"model": model_by_name(self.model, self.held), "optimizer": named, "stateless": stateless}
 
     def groups(self) -> list[dict[str, Any]]:
         return [{key: value for key, value in group.items() if key != "params"} for group in self.state["param_groups"]]
@@ -301,23 +300,6 @@ class Start:
         found = self.named()
         control = {"groups": self.groups(), "stateless": found["stateless"]}
         return {"control": _packed(control), **{key: found[key] for key in keys}}
-
-
-def _optimizer_of(
-    model: nn.Module, optimizer: Optimizer, named: Mapping[str, Named], control: Mapping[str, Any]
-) -> dict[str, Any]:
-    """An optimizer's state dict from its state by parameter name."""
-    states: dict[int, Any] = {}
-    groups = []
-    numbered = iter(_names(model, optimizer))
-    for group, saved in zip(optimizer.state_dict()["param_groups"], control["groups"], strict=True):
-        for index in group["params"]:
-            name = next(numbered)
-            if name in named and name not in control["stateless"]:
-                states[index] = named[name]
-        kept = {key: group[key] for key in group if key not in saved}
-        groups.append({**saved, **kept, "params": group["params"]})
-    return {"state": states, "param_groups": groups}
 
 
 def unpacked(control: bytes) -> dict[str, Any]:
@@ -345,100 +327,6 @@ def _packed(control: dict[str, Any]) -> bytes:
     held = io.BytesIO()
     torch.save(control, held)
     return held.getvalue()
-
-
-def _model_by_name(model: nn.Module, held: list[Tensor]) -> Named:
-    """The model's state dict with the held tensors in place of its own."""
-    tensors.reshard(model)
-    live = [*model.parameters(), *model.buffers()]
-    place = {id(tensor): number for number, tensor in enumerate(live)}
-    return {
-        name: _like(held[place[id(value)]], value) if id(value) in place else value
-        for name, value in model.state_dict(keep_vars=True).items()
-    }
-
-
-def _like(held: Tensor, live: Tensor) -> Tensor:
-    """The held part of a tensor, sharded as the live tensor is."""
-    if not hasattr(live, "device_mesh"):
-        return held
-    from torch.distributed.tensor import DTensor
-
-    part: Tensor = DTensor.from_local(
-        held.to(tensors.local(live.detach()).device),
-        live.device_mesh,
-        live.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=live.shape,
-        stride=live.stride(),
-    )
-    return part
-
-
-def _names(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
-    """The names of the optimizer's parameters, in the order of its groups."""
-    tensors.reshard(model)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield names[id(parameter)]
-
-
-def _optimizer_by_name(
-    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
-) -> tuple[dict[str, Named], list[str]]:
-    """State by parameter name, complete: zeros stand in for parameters that have none yet, which are listed too."""
-    found: dict[str, Named] = {}
-    stateless: list[str] = []
-    names = list(_names(model, optimizer))
-    indices = [index for group in state["param_groups"] for index in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    held = state["state"]
-    sample = next(((held[i], parameters[n]) for n, i in enumerate(indices) if held.get(i)), None)
-    if sample is None:  # the point is from before the first step
-        sample = next(((dict(optimizer.state[p]), p) for p in parameters if optimizer.state.get(p)), None)
-    if sample is None:
-        sample = _sample(optimizer)
-    for name, index, parameter in zip(names, indices, parameters, strict=True):
-        if held.get(index):
-            found[name] = dict(held[index])
-            continue
-        stateless.append(name)
-        if sample is not None and parameter.requires_grad:
-            entries, owner = sample
-            found[name] = {key: _zeros(value, owner, parameter) for key, value in entries.items()}
-    return found, stateless
-
-
-def _sample(optimizer: Optimizer) -> tuple[Named, nn.Parameter] | None:
-    """What state this optimizer makes for a parameter, found by an update of nothing at learning rate zero."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if not parameters:
-        return None
-    gradients = [parameter.grad for parameter in parameters]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    before = tensors.clones([tensors.local(parameter.detach()) for parameter in parameters])
-    try:
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        optimizer.step()
-        owner = next((parameter for parameter in parameters if optimizer.state.get(parameter)), None)
-        return None if owner is None else (dict(optimizer.state[owner]), owner)
-    finally:
-        optimizer.state.clear()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        tensors.copy_([tensors.local(parameter.detach()) for parameter in parameters], before)
-
-
-def _zeros(value: Any, owner: nn.Parameter, parameter: nn.Parameter) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.zeros_like(parameter, dtype=value.dtype) if value.shape == owner.shape else torch.zeros_like(value)
 
 
 def _blank(layout: Mapping[str, Any], like: Tensor | None) -> Tensor:

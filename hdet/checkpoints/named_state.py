@@ -1,0 +1,125 @@
+"""A model's and an optimizer's state by the names of parameters: the same structure at every moment of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet.replicas import tensors
+
+Named = dict[str, Any]
+
+
+def model_by_name(model: nn.Module, held: list[Tensor]) -> Named:
+    """The model's state dict with the held tensors in place of its own."""
+    tensors.reshard(model)
+    live = [*model.parameters(), *model.buffers()]
+    place = {id(tensor): number for number, tensor in enumerate(live)}
+    return {
+        name: _like(held[place[id(value)]], value) if id(value) in place else value
+        for name, value in model.state_dict(keep_vars=True).items()
+    }
+
+
+def optimizer_by_name(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
+) -> tuple[dict[str, Named], list[str]]:
+    """State by parameter name, complete: zeros stand in for parameters that have none yet, which are listed too."""
+    found: dict[str, Named] = {}
+    stateless: list[str] = []
+    names = list(_names(model, optimizer))
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held = state["state"]
+    sample = next(((held[i], parameters[n]) for n, i in enumerate(indices) if held.get(i)), None)
+    if sample is None:  # the point is from before the first step
+        sample = next(((dict(optimizer.state[p]), p) for p in parameters if optimizer.state.get(p)), None)
+    if sample is None:
+        sample = _sample(optimizer)
+    for name, index, parameter in zip(names, indices, parameters, strict=True):
+        if held.get(index):
+            found[name] = dict(held[index])
+            continue
+        stateless.append(name)
+        if sample is not None and parameter.requires_grad:
+            entries, owner = sample
+            found[name] = {key: _zeros(value, owner, parameter) for key, value in entries.items()}
+    return found, stateless
+
+
+def optimizer_state(
+    model: nn.Module, optimizer: Optimizer, named: Mapping[str, Named], control: Mapping[str, Any]
+) -> dict[str, Any]:
+    """An optimizer's state dict from its state by parameter name."""
+    states: dict[int, Any] = {}
+    groups = []
+    numbered = iter(_names(model, optimizer))
+    for group, saved in zip(optimizer.state_dict()["param_groups"], control["groups"], strict=True):
+        for index in group["params"]:
+            name = next(numbered)
+            if name in named and name not in control["stateless"]:
+                states[index] = named[name]
+        kept = {key: group[key] for key in group if key not in saved}
+        groups.append({**saved, **kept, "params": group["params"]})
+    return {"state": states, "param_groups": groups}
+
+
+def _like(held: Tensor, live: Tensor) -> Tensor:
+    """The held part of a tensor, sharded as the live tensor is."""
+    if not hasattr(live, "device_mesh"):
+        return held
+    from torch.distributed.tensor import DTensor
+
+    part: Tensor = DTensor.from_local(
+        held.to(tensors.local(live.detach()).device),
+        live.device_mesh,
+        live.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=live.shape,
+        stride=live.stride(),
+    )
+    return part
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    """The names of the optimizer's parameters, in the order of its groups."""
+    tensors.reshard(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield names[id(parameter)]
+
+
+def _sample(optimizer: Optimizer) -> tuple[Named, nn.Parameter] | None:
+    """What state this optimizer makes for a parameter, found by an update of nothing at learning rate zero."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not parameters:
+        return None
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    before = tensors.clones([tensors.local(parameter.detach()) for parameter in parameters])
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        optimizer.step()
+        owner = next((parameter for parameter in parameters if optimizer.state.get(parameter)), None)
+        return None if owner is None else (dict(optimizer.state[owner]), owner)
+    finally:
+        optimizer.state.clear()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        tensors.copy_([tensors.local(parameter.detach()) for parameter in parameters], before)
+
+
+def _zeros(value: Any, owner: nn.Parameter, parameter: nn.Parameter) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.zeros_like(parameter, dtype=value.dtype) if value.shape == owner.shape else torch.zeros_like(value)
