@@ -190,3 +190,14 @@ def test_the_graph_sees_what_it_should() -> None:
     assert "torch" in imported("hdet.hparams.binding")
     assert "hdet.engine.cycle" in imported("hdet.engine.snapshot")
     assert imported("hdet.hparams.design") >= {"numpy", "hdet.hparams.hadamard", "hdet.spec"}
+
+
+def test_one_name_is_one_class() -> None:
+    """But for layers, which are called as torch's, and for what is `Search` to each trainer."""
+    homes: dict[str, list[str]] = {}
+    for name, path in FILES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name)
+    several = {name for name, places in homes.items() if len(places) > 1}
+    assert several == {"Dropout", "Search"}

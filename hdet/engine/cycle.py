@@ -17,7 +17,7 @@ from hdet.engine.noise_scale import NoiseMeter, NoiseScale
 from hdet.engine.plan import Plan
 from hdet.engine.probe_size import ProbeSize
 from hdet.engine.standstill import Standstill
-from hdet.engine.tally import Losses, Reading, Tally
+from hdet.engine.tally import Losses, Tally, WindowLosses
 from hdet.errors import ConfigError, DivergedError
 from hdet.evidence import Collector, Harvest, Scene, Window
 from hdet.history import History, WindowRecord
@@ -232,24 +232,24 @@ class Cycle:
         began = time.perf_counter()
         self.home.advance(now=True)
         window = Window(self.window.index, self.window.start, self.step_count, self._last_step)
-        reading = self.tally.read(self.step_count)
-        if reading.apart:
-            require_alike(self.home, reading.valid, self.anchor, self.step_count)
+        closed = self.tally.read(self.step_count)
+        if closed.apart:
+            require_alike(self.home, closed.valid, self.anchor, self.step_count)
         self.standstill.look(window, trained=self._begun)
         account = recording.Account.of(window, self.knobs, self.collectors, self.home.size)
         bases = account.bases
         estimates: dict[str, Estimate] = {}
         moves = {knob.name: 0.0 for knob in self.knobs}
         reasons: dict[str, dict[str, str]] = {}
-        merged, faults = False, list(reading.faults)
-        self._sound = reading.valid
-        if reading.valid.any():
+        merged, faults = False, list(closed.faults)
+        self._sound = closed.valid
+        if closed.valid.any():
             self.restores = 0
-            harvest = Harvest(window, reading.losses, reading.valid)
+            harvest = Harvest(window, closed.losses, closed.valid)
             with self._evaluated():
                 for collector in self.collectors:
                     estimates.update(collector.close(harvest))
-            merged, of_merge = self._converge(reading, harvest)
+            merged, of_merge = self._converge(closed, harvest)
             estimates.update(of_merge)
             moment = self._moment(window, harvest.loss)
             for knob in self.knobs:
@@ -272,7 +272,7 @@ class Cycle:
         self.noise_scale = noise or self.noise_scale
         now = time.perf_counter()
         record = account.record(
-            reading,
+            closed,
             estimates,
             moves,
             reasons=reasons,
@@ -290,7 +290,7 @@ class Cycle:
             self.open_window(window.index + 1)
         # Last: where the disk is full, the engine can go on all the same.
         recording.append(self.history, record, self.home, self.tally.sums.device)
-        self._refuse_to_go_on(reading, bases)
+        self._refuse_to_go_on(closed, bases)
         return record
 
     @contextmanager
@@ -352,12 +352,12 @@ class Cycle:
             loss=loss,
         )
 
-    def _converge(self, reading: Reading, harvest: Harvest) -> tuple[bool, dict[str, Estimate]]:
+    def _converge(self, closed: WindowLosses, harvest: Harvest) -> tuple[bool, dict[str, Estimate]]:
         """Merge, unless nothing can have come apart. Returns whether, and estimates of the merge's own knobs."""
-        valid = reading.valid
+        valid = closed.valid
         apart = (
             self.plan.apart
-            or reading.apart
+            or closed.apart
             or not self._met
             or not valid.all()
             or any(buffer.is_floating_point() for buffer in self.hosts[0][0].buffers())
@@ -407,7 +407,7 @@ class Cycle:
                 collector.forget()
         return went_back
 
-    def _refuse_to_go_on(self, reading: Reading, bases: dict[str, float]) -> None:
+    def _refuse_to_go_on(self, closed: WindowLosses, bases: dict[str, float]) -> None:
         if self.restores > MAX_RESTORES:
             held = "the models hold the last converged point. Start from lower values"
             if not self.anchor.is_finite():
@@ -417,7 +417,7 @@ class Cycle:
                 )
             raise DivergedError(
                 f"all {self.home.size} replicas became non-finite in {self.restores} windows on end, the last at step "
-                f"{reading.faults[0]['step']}; {held}; the bases were {bases}"
+                f"{closed.faults[0]['step']}; {held}; the bases were {bases}"
             )
 
     # -- how a run ends, and goes on --------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from hdet.controllers import Estimate
 from hdet.engine.noise_scale import NoiseScale
-from hdet.engine.tally import Reading
+from hdet.engine.tally import WindowLosses
 from hdet.errors import HdetError
 from hdet.evidence import Collector, Window
 from hdet.history import History, WindowRecord
@@ -60,7 +60,7 @@ class Account:
 
     def record(
         self,
-        reading: Reading,
+        closed: WindowLosses,
         estimates: dict[str, Estimate],
         moves: dict[str, float],
         *,
@@ -79,7 +79,7 @@ class Account:
             stop=self.window.stop,
             bases=self.bases,
             values=self.values,
-            losses=[loss if math.isfinite(loss) else None for loss in reading.losses[:MOST_REPLICAS].tolist()],
+            losses=[loss if math.isfinite(loss) else None for loss in closed.losses[:MOST_REPLICAS].tolist()],
             estimates={name: estimate.to_dict() for name, estimate in estimates.items()},
             moves=moves,
             merged=merged,
@@ -98,7 +98,7 @@ class Account:
             reasons=reasons,
             replicas=self.size,
             ranges=self.ranges,
-            mean_loss=_mean(reading) if self.size > MOST_REPLICAS else None,
+            mean_loss=_mean(closed) if self.size > MOST_REPLICAS else None,
             noise_scale=asdict(noise) if noise is not None else {},
             best_schedule=best_schedule,
         )
@@ -126,7 +126,7 @@ def append(history: History, record: WindowRecord, home: Replicas, device: torch
         raise failure
 
 
-def _mean(reading: Reading) -> float | None:
+def _mean(closed: WindowLosses) -> float | None:
     """Over the replicas that have a loss; None where none has."""
-    finite = reading.losses[np.isfinite(reading.losses)]
+    finite = closed.losses[np.isfinite(closed.losses)]
     return float(finite.mean()) if len(finite) else None

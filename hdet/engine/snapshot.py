@@ -85,14 +85,14 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any]) -> None:
             state. The engine is as it was.
     """
     _refuse_unless_all(cycle, _problem(cycle, state))
-    before, course = state_dict(cycle), _course(cycle, state)
-    failure = _attempted(lambda: _load_point(cycle, state, course))
+    before, how = state_dict(cycle), _continuation(cycle, state)
+    failure = _attempted(lambda: _load_point(cycle, state, how))
     if all_agree(cycle, failure is None):
-        failure = _attempted(lambda: _take_up(cycle, state, course))
+        failure = _attempted(lambda: _take_up(cycle, state, how))
         if all_agree(cycle, failure is None):
             cycle.history.truncate(_windows(state))
             return
-    back = _course(cycle, before)
+    back = _continuation(cycle, before)
     _load_point(cycle, before, back)
     _take_up(cycle, before, back)
     _refuse_unless_all(cycle, failure)
@@ -136,7 +136,7 @@ def _windows(state: Mapping[str, Any]) -> int:
 
 
 @dataclass(frozen=True)
-class Course:
+class Continuation:
     """How a state is taken up, the same in all processes.
 
     Attributes:
@@ -148,7 +148,7 @@ class Course:
     same_window: bool
 
 
-def _course(cycle: Cycle, state: Mapping[str, Any]) -> Course:
+def _continuation(cycle: Cycle, state: Mapping[str, Any]) -> Continuation:
     opening, under_way, firsts = state["opening"], state["open"], cycle.home.first_of_hosts
     known = opening is None or (state["size"] == cycle.home.size and all(str(r.index) in opening for r in firsts))
     same = (
@@ -156,16 +156,16 @@ def _course(cycle: Cycle, state: Mapping[str, Any]) -> Course:
         and under_way["exploring"] == _exploring(cycle)
         and all(str(replica.index) in under_way["replicas"] for replica in firsts)
     )
-    return Course(all_agree(cycle, known) and opening is not None, all_agree(cycle, same))
+    return Continuation(all_agree(cycle, known) and opening is not None, all_agree(cycle, same))
 
 
-def _load_point(cycle: Cycle, state: Mapping[str, Any], course: Course) -> None:
+def _load_point(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> None:
     """Knobs, models, optimizers and guard as they were when the window opened. No collective."""
     for knob in cycle.knobs:
         knob.load_state_dict(state["knobs"][knob.name])
     for replica in cycle.home.first_of_hosts:
         model, optimizer = cycle.hosts[replica.host]
-        start = state["opening"][str(replica.index)] if course.own_starts else state["converged"]
+        start = state["opening"][str(replica.index)] if how.own_starts else state["converged"]
         model.load_state_dict(start["model"])
         held_optimizer.load(optimizer, start["optimizer"])
     if cycle.watch is not None:
@@ -174,7 +174,7 @@ def _load_point(cycle: Cycle, state: Mapping[str, Any], course: Course) -> None:
     cycle.step_count = state["converged"]["step"]
 
 
-def _take_up(cycle: Cycle, state: Mapping[str, Any], course: Course) -> None:
+def _take_up(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> None:
     """Open the window, and go on in it where it is the same."""
     cycle.resume(state["window"], state["finished"])
     cycle.merger.forget()
@@ -183,8 +183,8 @@ def _take_up(cycle: Cycle, state: Mapping[str, Any], course: Course) -> None:
     if cycle.finished:
         return
     for collector, own_state in zip(cycle.collectors, state["collectors"], strict=True):
-        collector.load_state_dict(own_state, cycle.window if course.same_window else None)
-    if not course.same_window:
+        collector.load_state_dict(own_state, cycle.window if how.same_window else None)
+    if not how.same_window:
         cycle.reapply()  # what outlives windows may decide who explores in this one
         return
     under_way = state["open"]

@@ -22,7 +22,7 @@ Losses = Tensor | float | Sequence[Tensor | float]
 
 
 @dataclass(frozen=True)
-class Reading:
+class WindowLosses:
     """What a window's losses came to, the same on every process.
 
     Attributes:
@@ -151,7 +151,7 @@ class Tally:
     def _ready(self, loss: Tensor) -> bool:
         return loss.dim() == 0 and loss.dtype == self.noted.dtype and loss.device == self.noted.device
 
-    def read(self, step: int) -> Reading:
+    def read(self, step: int) -> WindowLosses:
         """The window's losses over all processes, after `step` steps of the run. Waits for the device."""
         table = self._replicas.gather(self.rows())
         loss, bad_steps, told = table[:, 0], table[:, 1], table[:, 2]
@@ -175,7 +175,7 @@ class Tally:
             faults.append({"kind": "non_finite", "more_replicas": len(more), "step": step - max(1, since)})
         apart = _differ(closed[valid] if len(failed) else closed)
         apart = apart and not _differ(opened if there.all() else opened[there])
-        return Reading(np.where(valid & (told > 0), loss, np.nan), valid, faults, apart)
+        return WindowLosses(np.where(valid & (told > 0), loss, np.nan), valid, faults, apart)
 
     @torch.no_grad()
     def rows(self) -> Tensor:

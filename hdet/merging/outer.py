@@ -82,8 +82,8 @@ class Outer(Merge):
             )
         return options
 
-    def at_work(self, scene: Scene) -> OuterStep:
-        return OuterStep(self, scene)
+    def at_work(self, scene: Scene) -> OuterMerger:
+        return OuterMerger(self, scene)
 
     def outer_optimizer(self) -> Optimizer:
         return self.made([nn.Parameter(torch.empty(0))])
@@ -108,7 +108,7 @@ class Outer(Merge):
         return found
 
 
-class OuterStep(Merger):
+class OuterMerger(Merger):
     """The outer optimizer at work.
 
     Its parameters stand for displacements from the window's opening. They, and the optimizer, are made for each step:

@@ -6,12 +6,12 @@ from hdet.report.figures import course, evidence, losses, overview, save_figures
 from hdet.report.html_page import page
 from hdet.report.importance import Importance, Interaction, importances, interactions
 from hdet.report.reported import ReportedRun
-from hdet.report.verdict import Course, Verdict, verdicts
+from hdet.report.verdict import Moves, Verdict, verdicts
 
 __all__ = [
-    "Course",
     "Importance",
     "Interaction",
+    "Moves",
     "ReportedRun",
     "Verdict",
     "course",

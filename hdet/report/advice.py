@@ -12,8 +12,8 @@ TRUSTED = ("clear", "partly clear")
 def advised(verdict: Verdict) -> tuple[float | None, str]:
     """The value to set next time, and why: the learned one where the evidence is clear, else the one that was set.
 
-    >>> from hdet.report.verdict import Course
-    >>> up = Course(3, 10, 30, 1.5, {"averaged weights": 6.0})
+    >>> from hdet.report.verdict import Moves
+    >>> up = Moves(3, 10, 30, 1.5, {"averaged weights": 6.0})
     >>> advised(Verdict("learning_rate", 1e-3, 4.5e-3, up, None, 1.0, 0.2, 5, 90, 100))
     (0.0045, 'learned; it was set to 0.001')
     """

@@ -134,7 +134,7 @@ def shown(text: str) -> str:
     return html.escape(printable(text))
 
 
-def _course(made: series.Course, label: str, colour: str) -> list[dict[str, Any]]:
+def _course(made: series.DrawnCourse, label: str, colour: str) -> list[dict[str, Any]]:
     traces: list[dict[str, Any]] = []
     if made.spread:
         band = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": f"levels{label}"}
@@ -161,7 +161,7 @@ def _one_entry(traces: list[dict[str, Any]], number: int, runs: Sequence[Reporte
     return [{**entry, **group}, *({**trace, **group, "showlegend": False} for trace in traces)]
 
 
-def _moves(made: series.Course, label: str, colour: str) -> list[dict[str, Any]]:
+def _moves(made: series.DrawnCourse, label: str, colour: str) -> list[dict[str, Any]]:
     traces = []
     for name, up in (("moved up", True), ("moved down", False)):
         moves = [move for move in made.moves if (move.amount > 0) == up]

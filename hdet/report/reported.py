@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from hdet.record import WindowRecord
-from hdet.report.series import Course, course
+from hdet.report.series import DrawnCourse, course
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ReportedRun:
         return list(dict.fromkeys(name for record in self.windows for name in record.bases))
 
     @cached_property
-    def courses(self) -> dict[str, Course]:
+    def courses(self) -> dict[str, DrawnCourse]:
         """What is drawn and told of each knob's values."""
         return {knob: course(self.windows, knob) for knob in self.knobs}
 

@@ -13,7 +13,7 @@ MOST_POINTS = 500
 
 
 @dataclass
-class Course:
+class DrawnCourse:
     """A knob's values over the run; one point a window, or a group of windows where they are many.
 
     Attributes:
@@ -96,7 +96,7 @@ class HeldBack:
 
 
 @dataclass
-class Evidence:
+class DrawnEvidence:
     """One judgement of a knob over the run.
 
     Attributes:
@@ -123,10 +123,10 @@ def groups(windows: Sequence[WindowRecord]) -> Iterator[Sequence[WindowRecord]]:
         yield windows[index * len(windows) // count : (index + 1) * len(windows) // count]
 
 
-def course(windows: Sequence[WindowRecord], knob: str) -> Course:
+def course(windows: Sequence[WindowRecord], knob: str) -> DrawnCourse:
     """The values of a knob over a run."""
     windows = [record for record in windows if knob in record.bases]
-    made = Course()
+    made = DrawnCourse()
     for group in groups(windows):
         lowest, highest = zip(*(record.range(knob) for record in group), strict=True)
         made.steps.append(group[-1].stop)
@@ -147,16 +147,16 @@ def course(windows: Sequence[WindowRecord], knob: str) -> Course:
     return made
 
 
-def evidence(windows: Sequence[WindowRecord], knob: str) -> list[Evidence]:
+def evidence(windows: Sequence[WindowRecord], knob: str) -> list[DrawnEvidence]:
     """The judgements of a knob over a run, one for each source."""
-    made: dict[str, Evidence] = {}
+    made: dict[str, DrawnEvidence] = {}
     for group in groups(windows):
         found: dict[str, list[tuple[float, float, float]]] = {}
         for record in group:
             for one in readings(record, knob):
                 found.setdefault(one.source, []).append((one.slope, one.stderr, max(-1e3, min(1e3, one.t))))
         for source, several in found.items():
-            into = made.setdefault(source, Evidence(source))
+            into = made.setdefault(source, DrawnEvidence(source))
             into.steps.append((group[0].start + group[-1].stop) / 2)
             slopes, errors, ts = zip(*several, strict=True)
             into.gain.append(rounded(-_mean(slopes)))

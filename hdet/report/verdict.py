@@ -17,7 +17,7 @@ RETURNS = 0.5
 
 
 @dataclass(frozen=True)
-class Course:
+class Moves:
     """All windows that moved a knob in one direction.
 
     Attributes:
@@ -37,7 +37,7 @@ class Course:
     def words(self) -> str:
         """The course in words.
 
-        >>> Course(7, 10, 80, 3.5, {"looking ahead": 28.3, "last weights": 32.3}).words
+        >>> Moves(7, 10, 80, 3.5, {"looking ahead": 28.3, "last weights": 32.3}).words
         '7 windows, steps 10 to 80, by looking ahead (|t| up to 28.3) and last weights (|t| up to 32.3)'
         """
         where = f"step {self.first}" if self.windows == 1 else f"steps {self.first} to {self.last}"
@@ -66,8 +66,8 @@ class Verdict:
     knob: str
     start: float | None
     end: float | None
-    up: Course | None
-    down: Course | None
+    up: Moves | None
+    down: Moves | None
     support: float
     asked: float
     asked_windows: int
@@ -121,7 +121,7 @@ class Verdict:
     def from_dict(cls, given: Mapping[str, Any]) -> Verdict:
         """The inverse of `to_dict`."""
         fields = {name: value for name, value in given.items() if name not in ("trust", "moved", "outlook")}
-        courses = {name: Course(**fields[name]) if fields[name] else None for name in ("up", "down")}
+        courses = {name: Moves(**fields[name]) if fields[name] else None for name in ("up", "down")}
         return cls(**{**fields, **courses})
 
 
@@ -172,13 +172,13 @@ class _Move(NamedTuple):
     t: float | None
 
 
-def _course(moves: list[_Move]) -> Course | None:
+def _course(moves: list[_Move]) -> Moves | None:
     if not moves:
         return None
     evidence: dict[str, float] = {}
     for one in moves:
         evidence[one.source] = max(evidence.get(one.source, 0.0), min(abs(one.t), 1e3) if one.t is not None else 0.0)
-    return Course(
+    return Moves(
         windows=len(moves),
         first=moves[0].step,
         last=moves[-1].step,

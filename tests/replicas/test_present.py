@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import hdet
-from hdet.merging.outer import OuterStep
+from hdet.merging.outer import OuterMerger
 from hdet.replicas import Copies
 from hdet.replicas.replicas import present
 
@@ -55,6 +55,6 @@ def test_it_does_not_say_that_the_optimizers_step(learning_rate: float, told: bo
 
 def test_without_it_the_others_still_open_alike(problem: Any) -> None:
     merger = engine_of(problem, 0.1).cycle.merger
-    assert isinstance(merger, OuterStep)
+    assert isinstance(merger, OuterMerger)
     merger.open_apart()
     assert merger._has_common_origin()

@@ -31,7 +31,7 @@ class CausalAttention(nn.Module):
         return self.out(y)  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A pre-norm transformer block: x + attention(norm(x)), x + mlp(norm(x)), dropout on both branches."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -67,7 +67,7 @@ class GPT(nn.Module):
             self.embedding = nn.Embedding(VOCABULARY, width)
             self.position = nn.Embedding(context, width)
             self.dropout = Dropout(dropout)
-            self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
+            self.blocks = nn.ModuleList(TransformerBlock(width, heads, dropout) for _ in range(depth))
             self.norm = nn.LayerNorm(width)
             self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
