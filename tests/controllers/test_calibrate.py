@@ -213,7 +213,7 @@ def test_a_short_run_is_asked_for_less_proof() -> None:
         return shifts(-3.0, windows=3, shift=math.log(2.0), offset=0.0, total_steps=total_steps)
 
     assert raised(100) > math.log(5.0)
-    assert raised(1000) == raised(None) == math.log(2.0)
+    assert raised(2000) == raised(None) == math.log(2.0)
 
 
 def on_a_probe(window: int, fixed: bool) -> Estimate:

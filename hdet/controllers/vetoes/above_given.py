@@ -58,7 +58,7 @@ class AboveGiven(Veto):
 
     significance: float = Field(default=2.0, gt=0, le=100)
     doubled_at: float = Field(default=math.log(3.0), gt=0)
-    full_from: int = Field(default=1000, ge=0)
+    full_from: int = Field(default=2000, ge=0)
     max_distance: float = Field(default=math.log(10.0), gt=0, le=100)
     min_gain: float = Field(default=0.25, ge=0, le=1)
 
