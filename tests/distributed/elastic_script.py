@@ -1,10 +1,9 @@
-"""Run by torchrun: trains, and in the first attempt one rank kills itself in mid-window."""
+"""What a user runs by torchrun: trains, and in the first attempt one rank kills itself in mid-window."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -42,7 +41,3 @@ def main(folder: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0:
             torch.save({"weights": weights(engine)[0], "bases": engine.bases}, folder / "end.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

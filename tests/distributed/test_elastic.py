@@ -1,41 +1,51 @@
-"""torchrun restarts a run after a rank was killed, and it goes on to the same end."""
+"""A rank is killed, ranks start again as torchrun starts them, and the run goes on to the same end.
+
+That torchrun itself does so is tested where `hdet run` is (`test_launching.py`).
+"""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import elastic_script
-import pytest
 import torch
-from launch import free_port
+from launch import free_port, start
 from training import difference, network, optimizer_of, train, weights
 
 import hdet
 
 
-@pytest.mark.timeout(400)  # seconds, but five starts of Python and torch on a machine that may be busy
-def test_a_kill_a_restart_and_the_same_result(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3"),
-            *("--monitor-interval=0.2", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-backend=c10d"),
-            *(elastic_script.__file__, str(tmp_path)),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=380,
-        check=False,
+def attempt(rank: int, ranks: int, number: int, port: int, folder: Path) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RESTART_COUNT=str(number),
     )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    # The kill came in step 6: the second attempt goes on from the opening of that window.
-    attempts = (tmp_path / "attempts").read_text().splitlines()
-    assert attempts[:2] == ["0 None", "1 4"], ended.stderr[-6000:]
+    elastic_script.main(folder)
+
+
+def codes(number: int, folder: Path) -> list[int]:
+    """The exit codes of two ranks."""
+    processes = start(attempt, 2, number, free_port(), folder)
+    for process in processes:
+        process.join(timeout=100)
+    return [process.exitcode for process in processes]
+
+
+def test_a_kill_a_restart_and_the_same_result(tmp_path: Path) -> None:
+    left, killed = codes(0, tmp_path)
+    assert left != 0
+    assert killed == -signal.SIGKILL
     # gloo was seen to abort a rank while its process ended (SIGABRT, without an hdet frame), which torchrun answers by
     # one more attempt. That one has to resume as well.
+    assert any(codes(number, tmp_path) == [0, 0] for number in (1, 2, 3))
+    # The kill came in step 6: the second attempt goes on from the opening of that window.
+    attempts = (tmp_path / "attempts").read_text().splitlines()
+    assert attempts[:2] == ["0 None", "1 4"]
     assert all(int(attempt.split()[1]) >= 4 for attempt in attempts[2:]), attempts
 
     torch.set_num_threads(1)

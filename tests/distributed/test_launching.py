@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -88,7 +89,29 @@ def test_a_full_disk_of_the_leader_is_an_error_of_hdet() -> None:
         launching.led(write)
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_told_to_end_it_ends_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are programs that sleep."""
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho $$ > part$RANK\nmv part$RANK rank$RANK.pid\nexec sleep 100\n")
+    program.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(program))
+    before = signal.getsignal(signal.SIGTERM)
+    pids = [tmp_path / f"rank{rank}.pid" for rank in range(2)]
+
+    def end() -> None:
+        while signal.getsignal(signal.SIGTERM) is before or not all(pid.exists() for pid in pids):
+            time.sleep(0.1)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end, daemon=True).start()
+    assert launching.launch(2, []) == launching.TERMINATED
+    assert not any(alive(int(pid.read_text())) for pid in pids)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_a_rank_that_says_much_is_not_held_up_and_ranks_end_with_their_launcher(
     end: signal.Signals, tmp_path: Path
 ) -> None:
@@ -105,8 +128,7 @@ def test_a_rank_that_says_much_is_not_held_up_and_ranks_end_with_their_launcher(
     while not history.exists() and process.poll() is None and time.monotonic() < limit:
         time.sleep(0.1)
     process.send_signal(end)
-    codes = {signal.SIGTERM: launching.TERMINATED, signal.SIGINT: launching.INTERRUPTED, signal.SIGKILL: -9}
-    assert process.wait(60) == codes[end]
+    assert process.wait(60) == {signal.SIGINT: launching.INTERRUPTED, signal.SIGKILL: -9}[end]
     assert history.exists()  # a window has closed: both ranks trained
     ranks = [int((tmp_path / f"rank{rank}.pid").read_text()) for rank in range(2)]
     limit = time.monotonic() + 60
