@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 import hdet
 from hdet.contrib import Adam, Antithetic, EvolutionStrategy, Gaussian, Marginal
 from hdet.contrib.evolution import centred_ranks
-from hdet.controllers import Context, Estimate
+from hdet.controllers import Context, Controller, Estimate, HeavyBall
 from hdet.controllers.state import NoState
 from hdet.designs import Design, Hadamard
 from hdet.errors import ConfigError
@@ -95,25 +96,33 @@ def test_levels_that_are_not_symmetric_are_refused() -> None:
     assert Antithetic().assign([OneSided(0.2).levels(4)], seed=0, window=0, names=["a"], two_level=[True]).any()
 
 
-def test_adam_is_torchs() -> None:
+@pytest.mark.parametrize(
+    ("rule", "theirs"),
+    [
+        (Adam(0.05), partial(torch.optim.Adam, lr=0.05, betas=(0.9, 0.99))),
+        (HeavyBall(beta=0.0, rate=0.05), partial(torch.optim.SGD, lr=0.05)),
+    ],
+    ids=["Adam", "SGD"],
+)
+def test_the_step_is_torchs(rule: Controller, theirs: Any) -> None:
     parameter = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.Adam([parameter], lr=0.05, betas=(0.9, 0.99))
-    adam = Adam(0.05)
-    state, place = adam.start(), 0.0
+    optimizer = theirs([parameter])
+    state, place = rule.start(), 0.0
     for slope in (0.3, -0.1, 2.0, 0.0, 0.5):
         parameter.grad = torch.tensor([slope], dtype=torch.float64)
         optimizer.step()
-        move, state = adam.step(state, Estimate(slope=slope, stderr=1.0), Context())
+        move, state = rule.step(state, Estimate(slope=slope, stderr=1.0), Context())
         place += move
         assert place == pytest.approx(float(parameter.detach()), abs=1e-12)
 
 
-def test_a_rate_is_found(problem: Any, train: Any) -> None:
+@pytest.mark.parametrize("rule", [Adam(0.2), HeavyBall(beta=0.0, rate=0.2)], ids=["Adam", "SGD"])
+def test_a_rate_is_found(rule: Controller, problem: Any, train: Any) -> None:
     """From a tenth of a good rate the whole of it moves a run's base up."""
     model = problem.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
     evidence = hdet.evidence.Divergent(design=Antithetic(), estimator=EvolutionStrategy())
-    knob = hdet.LearningRate(spread=Gaussian(0.3), evidence=evidence, controller=Adam(0.2))
+    knob = hdet.LearningRate(spread=Gaussian(0.3), evidence=evidence, controller=rule)
     engine = hdet.Engine(
         hdet.replicate(model, optimizer, n=4), [knob], window=5, signal=problem.probe(), total_steps=60
     )
