@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hdet.errors import ConfigError, StepError
 from hdet.replicas import copies, tensors, weighting
 from hdet.replicas.anchor import Anchor
-from hdet.replicas.distributed import fully_sharded, optimizer_mean, refusals
+from hdet.replicas.distributed import buffer_mean, fully_sharded, optimizer_mean, refusals
 from hdet.replicas.distributed.agreement import agree
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
@@ -354,35 +354,14 @@ class Ranks(Replicas):
 
     @torch.no_grad()
     def _merge_buffers(self, shares: Sequence[float]) -> None:
-        members = [_buffers(host) for host in self.hosts]
         if self._seats:  # a model all of whose micro-batches are sound
             shares = [min(shares[i : i + self._seats]) for i in range(0, self.size, self._seats)]
-        if not members[0] or not any(shares):
-            return
         exchange = self.exchange
         if self._pooled is not None:
-            exchange, each = self._pooled, len(members)
+            exchange, each = self._pooled, len(self.hosts)
             places = np.argsort(self.layout.table.flatten()) // self.layout.parts  # of the ranks in their order
             shares = [shares[place * each + i] for place in places.tolist() for i in range(each)]
-        first, number = divmod([bool(share) for share in shares].index(True), len(members))
-        averaged = [yes and not self._plain for yes in self._with_mean(exchange, shares)]
-        others = [not yes for yes in averaged]
-        exchange.mean_([list(compress(own, averaged)) for own in members], shares)
-        exchange.broadcast(list(compress(members[number], others)), first)
-        for own in members:
-            if own is not members[number]:
-                tensors.copy_(list(compress(own, others)), list(compress(members[number], others)))
-
-    def _with_mean(self, exchange: Exchange, shares: Sequence[float]) -> list[bool]:
-        """Which buffers have a mean in all replicas that take part: a failed one's may hold anything."""
-        each = len(self.hosts)
-        own = shares[exchange.layout.place * each :][:each]
-        flags = [tensors.with_mean(model) for (model, _), share in zip(self.hosts, own, strict=True) if share]
-        held = torch.tensor(flags or [[False] * len(_buffers(self.hosts[0]))], dtype=torch.float32)
-        votes = held.sum(dim=0).to(exchange.device)
-        taking = [float(any(shares[i : i + each])) for i in range(0, len(shares), each)]
-        exchange.reduce([votes], [votes], taking, mean=False)
-        return [vote == sum(map(bool, shares)) for vote in votes.tolist()]
+        buffer_mean.average(exchange, [model for model, _ in self.hosts], shares, take_first=self._plain)
 
     def _merged(self, host: Host) -> list[Tensor]:
         """The parameters that can come apart."""
@@ -444,7 +423,3 @@ def _leaves_states(merge: Mapping[str, Any]) -> bool:
     """Whether a merge is of parameters alone: a mean that keeps optimizer states, or an outer step from one."""
     inner = merge.get("merge") if merge.get("kind") == "outer" else merge
     return inner == {"kind": "mean", "optimizer": "keep"}
-
-
-def _buffers(host: Host) -> list[Tensor]:
-    return [tensors.local(buffer) for buffer in host[0].buffers()]
