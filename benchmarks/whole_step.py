@@ -1,11 +1,15 @@
 """Whole steps under DistributedDataParallel with hdet over without, on one model in one run, 2 ranks over gloo.
 
-    python benchmarks/whole_step.py [--minutes 10] [--evidence apart|update]
+    python benchmarks/whole_step.py [--minutes 10] [--evidence apart|update] [--quick]
 
 A GPT of a million parameters by AdamW. Steps come in threes, in random order: with hdet's calls, without, and without
-again, so that what noise alone does to a ratio is seen beside it. Time is CPU time of both ranks' processes, all
-threads: waiting for another process on a shared machine does not count. Printed: medians over threes of the ratios with
-95 % intervals (bootstrap), the CPU time of a window's end, and both together at windows of 100 and 1000 steps.
+again. Time is CPU time of both ranks' processes: waiting for another process on a shared machine does not count. What
+hdet adds is told in two ways, each with a 95 % interval (bootstrap):
+
+- hdet's own calls inside the steps are timed, of which a few hundred tell to a microsecond. Together with a window's
+  end they are printed as a share of the step, at windows of 100 and 1000 steps; evaluations of the probe apart.
+- Whole steps with over whole steps without also have what hdet costs outside its calls: a processor's caches are full
+  of other things after them. These ratios are much noisier; without over without shows how much.
 """
 
 from __future__ import annotations
@@ -34,19 +38,42 @@ WINDOW = 20
 
 KINDS = ("with", "without", "without again")
 
+TIMED_CALLS = 3
+"""Intervals of a step in which hdet's calls are timed: entering the replica, leaving it, and after the update."""
+
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def engine_of(model: nn.Module, optimizer: torch.optim.Optimizer, evidence: str, probe: list[Tensor]) -> hdet.Engine:
+class TimedProbe:
+    """The probe's loss, and the CPU seconds of this process that it has taken so far."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        began = time.process_time()
+        loss = loss_of(model, tokens)
+        self.seconds += time.process_time() - began
+        return loss
+
+
+def engine_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, evidence: str, probe: TimedProbe, held_out: list[Tensor]
+) -> hdet.Engine:
     """Rate and decay, from replicas that come apart, or read off the updates of ranks that stay alike."""
     knobs: list[Knob] = [hdet.LearningRate(), hdet.WeightDecay()]
     signal = None
     if evidence == "update":
         knobs = [hdet.LearningRate(evidence=hdet.evidence.Line()), hdet.WeightDecay(evidence=hdet.evidence.Analytic())]
-        signal = hdet.Probe(loss_of, probe)
+        signal = hdet.Probe(probe, held_out)
     return hdet.Engine(hdet.distribute(model, optimizer), knobs, window=WINDOW, signal=signal)
+
+
+def empty_interval(clock: Callable[[], float]) -> float:
+    """Seconds that a clock shows between two readings with nothing in between."""
+    return float(np.median(np.diff([clock() for _ in range(2_000)])))
 
 
 def measure(minutes: float, evidence: str) -> None:
@@ -58,9 +85,13 @@ def measure(minutes: float, evidence: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
     drawn = torch.Generator().manual_seed(dist.get_rank())
     batches = [torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=drawn) for _ in range(4)]
-    engine = engine_of(model, optimizer, evidence, batches[:2])
+    probe = TimedProbe()
+    engine = engine_of(model, optimizer, evidence, probe, batches[:2])
     tokens = batches[2]
-    ended = [0.0]  # CPU seconds of the last call that closed a window, 0 where the last step closed none
+    clock = time.thread_time
+    nothing = TIMED_CALLS * empty_interval(clock)
+    calls = 0.0  # CPU seconds of hdet's calls in the last step
+    ended = [0.0, 0.0]  # CPU seconds of a window's end beyond the probe, and of the probe; 0 where none has ended
 
     def plain() -> None:
         loss_of(model, tokens).backward()
@@ -68,20 +99,31 @@ def measure(minutes: float, evidence: str) -> None:
         optimizer.zero_grad()
 
     def searched() -> None:
-        with engine.replicas[0] as replica:
-            loss = loss_of(replica.model, tokens)
-            loss.backward()
+        nonlocal calls, ended
+        replica = engine.replicas[0]
+        times = [clock()]
+        replica.__enter__()
+        times.append(clock())
+        loss = loss_of(replica.model, tokens)
+        loss.backward()
+        times.append(clock())
+        replica.__exit__(None, None, None)
         engine.share_gradients()
+        times.append(clock())
         optimizer.step()
         optimizer.zero_grad()
-        began = time.process_time()
+        began, probed = time.process_time(), probe.seconds
+        times.append(clock())
         closed = engine.step([loss])
-        ended[0] = time.process_time() - began if closed is not None else 0.0
+        times.append(clock())
+        calls = sum(np.diff(times)[::2].tolist()) - nothing
+        probed = probe.seconds - probed
+        ended = [time.process_time() - began - probed, probed] if closed is not None else [0.0, 0.0]
 
     steps: dict[str, Callable[[], None]] = {"with": searched, "without": plain, "without again": plain}
     order = random.Random(0)
     rows: list[list[float]] = []
-    ends: list[float] = []
+    ends: list[list[float]] = []
     for _ in range(5):
         for step in steps.values():
             step()
@@ -93,13 +135,14 @@ def measure(minutes: float, evidence: str) -> None:
             steps[kind]()
             spent[kind] = time.process_time() - since
         if ended[0]:
-            ends.append(ended[0])
+            ends.append(ended)
         else:
-            rows.append([spent[kind] for kind in KINDS])
+            rows.append([*(spent[kind] for kind in KINDS), calls])
     told = torch.tensor(rows, dtype=torch.float64)
-    closing = torch.tensor(ends, dtype=torch.float64)
+    closing = torch.tensor(ends, dtype=torch.float64).reshape(-1, len(ended))
     for own in (told, closing):
         dist.all_reduce(own)
+        own /= dist.get_world_size()
     if dist.get_rank() == 0:
         report(sum(p.numel() for p in network.parameters()), evidence, told.numpy(), closing.numpy())
 
@@ -111,40 +154,57 @@ def _goes_on(own: bool) -> bool:
     return bool(flag)
 
 
-def interval(ratios: NDArray[np.float64]) -> tuple[float, float, float]:
-    """The median, and the 2.5 and 97.5 percentiles of the medians of 2,000 resamples."""
+def interval(statistic: Callable[..., float], *samples: NDArray[np.float64]) -> tuple[float, float, float]:
+    """A statistic of samples, and the 2.5 and 97.5 percentiles of what it is of 1,000 resamples of each."""
     drawn = np.random.default_rng(0)
-    medians = [np.median(drawn.choice(ratios, len(ratios))) for _ in range(2_000)]
-    low, high = np.percentile(medians, [2.5, 97.5])
-    return float(np.median(ratios)), float(low), float(high)
+    again = [statistic(*(own[drawn.integers(len(own), size=len(own))] for own in samples)) for _ in range(1_000)]
+    low, high = np.percentile(again, [2.5, 97.5])
+    return statistic(*samples), float(low), float(high)
+
+
+def line(name: str, unit: str, digits: int, told: tuple[float, float, float]) -> None:
+    value, low, high = (f"{number:.{digits}f}" for number in told)
+    print(f"{name:<44}{value:>10}{unit}  ({low} to {high})", flush=True)
 
 
 def report(parameters: int, evidence: str, rows: NDArray[np.float64], ends: NDArray[np.float64]) -> None:
-    searched, once, again = rows.T
-    plain = (once + again) / 2
+    """Print what was measured: rows of CPU seconds of the three kinds of step and of the calls; ends of windows."""
     print(f"{parameters:,} parameters, {BATCH * CONTEXT} tokens a rank and step, evidence: {evidence}")
-    print(f"{len(rows):,} threes of steps, {len(ends)} window ends; CPU time of {dist.get_world_size()} ranks together")
-    print(f"a step without: {1e3 * np.median(plain):.1f} ms")
-    for name, ratios in (("with / without", searched / plain), ("without / without", once / again)):
-        print("{:<20}{:8.4f}x  ({:.4f} to {:.4f})".format(name, *interval(ratios)))
-    if not len(ends):
-        print("no window has ended: give it more minutes", flush=True)
-        return
-    print(f"a window's end: {1e3 * np.median(ends):.1f} ms")
-    middle, low, high = interval(searched / plain)
-    for window in (100, 1000):
-        end = float(np.median(ends) / np.median(plain)) / window
-        print(
-            f"window {window:>5}, ends included {middle + end:8.4f}x  ({low + end:.4f} to {high + end:.4f})", flush=True
-        )
+    print(f"{len(rows):,} threes of steps, {len(ends)} window ends; CPU time, mean of {dist.get_world_size()} ranks")
+    searched, once, again, calls = rows.T
+    plain = (once + again) / 2
+
+    def mean(own: NDArray[np.float64]) -> float:
+        return 1e3 * float(own.mean())
+
+    def added(own: NDArray[np.float64], end: NDArray[np.float64], of: NDArray[np.float64]) -> float:
+        return 1.0 + float((own.mean() + end.mean()) / of.mean())
+
+    line("a step without", " ms", 2, interval(mean, plain))
+    line("hdet's calls in a step", " ms", 4, interval(mean, calls))
+    if len(ends):
+        beyond, probing = ends.T
+        line("a window's end beyond the probe", " ms", 2, interval(mean, beyond))
+        line("its evaluations of the probe", " ms", 2, interval(mean, probing))
+        for window in (100, 1000):
+            line(f"W = {window}, by the calls", "x", 5, interval(added, calls, beyond / window, plain))
+            if probing.any():
+                whole = (beyond + probing) / window
+                line(f"W = {window}, the probe included", "x", 5, interval(added, calls, whole, plain))
+    else:
+        print("no window has ended: give it more minutes")
+    pairs = np.stack([searched, plain]), np.stack([once, again])
+    for name, (one, other) in zip(("whole steps, with / without", "without / without"), pairs, strict=True):
+        line(name, "x", 4, interval(lambda own: float(np.median(own)), one / other))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--evidence", choices=("apart", "update"), default="apart")
+    parser.add_argument("--quick", action="store_true", help="half a minute")
     given = parser.parse_args()
-    on_ranks(measure, 2, given.minutes, given.evidence)
+    on_ranks(measure, 2, 0.5 if given.quick else given.minutes, given.evidence)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ class BoundKnob:
         self.state = self.controller.start()
         self.reasons: dict[str, str] = {}
         self._placed: tuple[int, float, float, float]  # step, shift, base and reach, as last worked out
+        self._valued: tuple[float, Sequence[int], list[float]] | None  # base, replicas and their values, the same
         self._still = np.zeros(n)
         self._still.setflags(write=False)
         self.spread(self._still, 0.0)
@@ -135,14 +136,19 @@ class BoundKnob:
         """`base` at a step and `reach` there; a step is asked about several times, and worked out once."""
         if self._placed[:2] != (step, self.shift):
             base = self.base(step)
-            self._placed = (step, self.shift, base, self.reach(base))
+            stays = self._placed[0] >= 0 and base == self._placed[2]
+            self._placed = (step, self.shift, base, self._placed[3] if stays else self.reach(base))
         return self._placed[2:]
 
     def values(self, step: int, indices: Sequence[int]) -> list[float]:
         """The values of some replicas at a step, none outside the bounds."""
         if not self._explored and self.centre == 0.0:
             return [self.placed(step)[0]] * len(indices)
-        return self._at(step, [self.centre + level for level in self.levels[indices].tolist()])
+        base = self.placed(step)[0]
+        if self._valued is None or self._valued[:2] != (base, indices):
+            offsets = [self.centre + self.levels.item(index) for index in indices]
+            self._valued = (base, indices, self._at(step, offsets))
+        return list(self._valued[2])
 
     def _at(self, step: int, offsets: Sequence[float]) -> list[float]:
         """The values of replicas whose levels lie so far from the base."""
@@ -198,6 +204,7 @@ class BoundKnob:
         self._explored = low != 0.0 or high != 0.0
         self._ends = (centre + low, centre + high)
         self._placed = (-1, 0.0, 0.0, 1.0)
+        self._valued = None
 
     def judge(self, estimate: Estimate, moment: Moment) -> float:
         """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units."""
