@@ -3,6 +3,8 @@
     python benchmarks/search.py --quick      # a short version, under 10 minutes on 2 cores
     python benchmarks/search.py --jobs 2     # everything; stop it at will, the same command goes on
     python benchmarks/search.py --report     # tables and pictures of the runs there are
+    python benchmarks/search.py --contenders hdet --beside docs/results/search_now --docs report
+                                             # hdet alone, beside the sweeps and the rivals of that report
 
 First each task's grid of fixed settings is swept for the best, the oracle. Then every contender trains every
 task from starting points that are wrong by factors on that best setting, with one training run's compute
@@ -19,6 +21,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from search_parts import cell as cells
@@ -28,6 +31,7 @@ from search_parts.contender import Contender
 from search_parts.found import all_contenders, all_tasks, chosen
 from search_parts.outcome import FIXED, Findings
 from search_parts.sweep import Best
+from search_parts.tables import Earlier
 from search_parts.task import Task
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +42,8 @@ SWEEP_SEEDS, QUICK_SWEEP_SEEDS = 2, 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, then report."""
     given = _parser().parse_args(arguments)
-    tasks = chosen(all_tasks(), given.tasks, "task")
+    earlier = Earlier.read(given.beside) if given.beside else None
+    tasks = chosen(all_tasks(), given.tasks or (list(earlier.best) if earlier else None), "task")
     if given.quick:
         tasks = {name: task.quickened() for name, task in tasks.items()}
     seeds = given.seeds or (QUICK_SEEDS if given.quick else SEEDS)
@@ -53,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seeds=seeds,
         sweep_seeds=QUICK_SWEEP_SEEDS if given.quick else SWEEP_SEEDS,
         jobs=given.jobs,
+        earlier=earlier,
         only_report=given.report,
         dry=given.dry_run,
     )
@@ -68,6 +74,7 @@ def benchmark(
     seeds: int,
     sweep_seeds: int,
     jobs: int = 1,
+    earlier: Earlier | None = None,
     only_report: bool = False,
     dry: bool = False,
 ) -> int:
@@ -76,10 +83,12 @@ def benchmark(
     Args:
         fixed: the contender that is swept.
         out: where the cells' files are. docs: where the report goes.
+        earlier: a report whose best settings stand for a sweep, and whose other contenders are shown beside these.
         only_report: run nothing. dry: only say how many cells there are.
     """
     everyone = {**contenders, fixed.name: fixed}
-    swept = {name: sweep.cells(task, fixed, sweep_seeds) for name, task in tasks.items()}
+    known = {name: best for name, best in earlier.best.items() if name in tasks} if earlier else {}
+    swept = {name: sweep.cells(task, fixed, sweep_seeds) for name, task in tasks.items() if name not in known}
     if dry:
         _count(tasks, contenders, swept, seeds)
         return 0
@@ -87,7 +96,7 @@ def benchmark(
     if not only_report:
         everything = [cell for own in swept.values() for cell in own]
         errors += runner.run(everything, tasks, everyone, out, jobs=jobs, label="sweep")
-    best = _best(tasks, swept, out)
+    best = known | _best(tasks, swept, out)
     ready = {name: task for name, task in tasks.items() if name in best}
     places = {
         (name, start.name, contender.name, seed): Cell.of(task, contender, start.setting(best[name].setting), seed)
@@ -105,7 +114,8 @@ def benchmark(
         everything = [*oracle.values(), *places.values()]
         errors += runner.run(everything, tasks, everyone, out, jobs=jobs, label="contenders")
     if ready:
-        path = report.write(_findings(ready, contenders, best, places, oracle, seeds, out), docs, _command())
+        findings = _findings(ready, contenders, best, places, oracle, seeds, out)
+        path = report.write(_beside(findings, earlier) if earlier else findings, docs, _command())
         print(f"report: {path}")
     for error in errors:
         print(f"broke: {error}", file=sys.stderr)
@@ -147,6 +157,30 @@ def _findings(
     return Findings(tasks, contenders, best, runs, best_runs, seeds)
 
 
+def _beside(findings: Findings, earlier: Earlier) -> Findings:
+    """The same, and what an earlier report has of these tasks by contenders that did not run here."""
+    named = all_contenders()
+    others = [name for name in earlier.contenders if name in named and name not in findings.contenders]
+    return replace(
+        findings,
+        contenders={**findings.contenders, **{name: named[name] for name in others}},
+        runs={
+            **findings.runs,
+            **{
+                (task.name, start.name, name): {
+                    seed: run
+                    for seed, run in earlier.runs.get((task.name, start.name, name), {}).items()
+                    if seed < findings.seeds
+                }
+                for name in others
+                for task in findings.tasks.values()
+                for start in task.starts
+            },
+        },
+        earlier=others,
+    )
+
+
 def _count(
     tasks: Mapping[str, Task], contenders: Mapping[str, Contender], swept: Mapping[str, list[Cell]], seeds: int
 ) -> None:
@@ -160,7 +194,7 @@ def _count(
             for start in task.starts
             for seed in range(seeds)
         }
-        print(f"{name}: {len(swept[name])} swept cells, {len(own)} of contenders, {task.steps} steps each")
+        print(f"{name}: {len(swept.get(name, ()))} swept cells, {len(own)} of contenders, {task.steps} steps each")
 
 
 def _command() -> str:
@@ -176,6 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, help=f"seeds of a case (default {SEEDS})")
     parser.add_argument("--out", type=Path, help="folder of the runs' files (default runs/search)")
     parser.add_argument("--docs", type=Path, help="folder of the report (default docs/results/search)")
+    parser.add_argument("--beside", type=Path, help="folder of an earlier report, whose sweeps and rivals are taken")
     parser.add_argument("--report", action="store_true", help="run nothing, report on what is there")
     parser.add_argument("--dry-run", action="store_true", help="run nothing, count the cells")
     return parser

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import hdet
+from hdet.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -25,6 +26,7 @@ from search_parts.cell import Cell, Result
 from search_parts.contender import Contender, Outcome, begin, train
 from search_parts.meter import Meter
 from search_parts.range_test import STEPS, valley
+from search_parts.tables import Earlier
 from search_parts.task import Grid, Problem, Setting, Start, Task, split
 
 Batch = tuple[Tensor, Tensor]
@@ -123,7 +125,7 @@ def bench(tmp_path: Path) -> Callable[..., int]:
             {"line": options.pop("task", TASK)},
             {one.name: one for one in contenders or (Counting(), Other())},
             Counting(),
-            out=tmp_path / "out",
+            out=options.pop("out", tmp_path / "out"),
             docs=tmp_path / "docs",
             seeds=options.pop("seeds", 2),
             sweep_seeds=1,
@@ -353,6 +355,23 @@ def test_it_leaves_tables_and_pictures(bench: Callable[..., int], tmp_path: Path
     assert any(above), "nothing is counted"
     assert told["Schedule-Free"][hurt] == f"{100 * np.mean(above):.0f} %"
     assert told["fixed cosine"][hurt] == "0 %"
+
+
+def test_beside_an_earlier_report_only_what_is_new_is_run(bench: Callable[..., int], tmp_path: Path) -> None:
+    assert bench() == 0
+    before = (tmp_path / "docs" / "cells.csv").read_text().splitlines()
+    Counting.runs = Other.runs = 0
+    (tmp_path / "docs").rename(tmp_path / "earlier")
+    earlier = Earlier.read(tmp_path / "earlier")
+    assert bench(Other(), out=tmp_path / "new", earlier=earlier) == 0
+    assert Counting.runs == 2  # the oracle, with both seeds; no sweep
+    after = (tmp_path / "docs" / "cells.csv").read_text().splitlines()
+    assert [row for row in after if ",cosine," in row] == [row for row in before if ",cosine," in row]
+    assert (tmp_path / "docs" / "best.csv").read_text() == (tmp_path / "earlier" / "best.csv").read_text()
+    text = (tmp_path / "docs" / "report.md").read_text()
+    assert "Runs from an earlier report: fixed cosine." in text
+    with pytest.raises(ConfigError, match=r"has no cells\.csv; give the folder of a report"):
+        Earlier.read(tmp_path / "nothing")
 
 
 def test_the_regret_of_the_oracle_from_its_own_start_is_zero(bench: Callable[..., int], tmp_path: Path) -> None:

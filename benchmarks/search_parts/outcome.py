@@ -32,6 +32,7 @@ class Findings:
         runs: by (task, start, contender), the results by seed.
         oracle: by task, the runs of the oracle by seed: the fixed schedule at the best setting.
         seeds: how many there should be.
+        earlier: contenders whose runs are those of an earlier report.
     """
 
     tasks: Mapping[str, Task]
@@ -40,6 +41,7 @@ class Findings:
     runs: Mapping[tuple[str, str, str], Runs]
     oracle: Mapping[str, Runs]
     seeds: int
+    earlier: Sequence[str] = ()
 
     def losses(self, task: str, start: str, contender: str) -> list[float]:
         """Test losses of the seeds there are, failures as having learnt nothing."""
@@ -151,4 +153,4 @@ class Findings:
 
     def versions(self) -> set[str]:
         """Of the library's code, that the runs of its own contenders were made with."""
-        return {run.code for runs in self.runs.values() for run in runs.values()}
+        return {run.code for key, runs in self.runs.items() if key[2] not in self.earlier for run in runs.values()}

@@ -1,8 +1,7 @@
-"""The report: Markdown tables, a CSV file of all runs, and pictures."""
+"""The report: Markdown tables, CSV files of all runs, and pictures."""
 
 from __future__ import annotations
 
-import csv
 import math
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from hdet.app.study.statistics import Interval
 from hdet.app.study.tables import pipe_table
-from search_parts import sweep
+from search_parts import tables
 from search_parts.meter import DEFINITION
 from search_parts.outcome import HARM, REFERENCE, Findings
 from search_parts.pictures import draw_ranks, draw_task
@@ -39,7 +38,7 @@ def write(findings: Findings, folder: Path, command: str) -> Path:
         lines += _task(findings, task)
         draw_task(findings, task, folder / f"{task.name}.png")
     draw_ranks(findings, folder / "ranks.png")
-    _cells(findings, folder / "cells.csv")
+    tables.write(findings, folder)
     path = folder / "report.md"
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -66,6 +65,9 @@ def _head(findings: Findings, command: str) -> list[str]:
     ]
     if there < wanted:
         lines += [f"**Incomplete: {there} of {wanted} runs are there.** Ranks use the complete cases only.", ""]
+    if findings.earlier:
+        names = ", ".join(findings.contenders[name].title for name in findings.earlier)
+        lines += [f"Runs from an earlier report: {names}.", ""]
     if len(findings.versions()) > 1:
         lines += [f"**The runs were made with {len(findings.versions())} versions of the library's code.**", ""]
     return lines
@@ -158,17 +160,6 @@ def _task(findings: Findings, task: Task) -> list[str]:
             body.append(row)
         lines += ["", f"{what}:", "", *pipe_table(header, body)]
     return [*lines, "", f"![{task.title}]({task.name}.png)", ""]
-
-
-def _cells(findings: Findings, path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["task", "start", "contender", "seed", "test_loss", "failed", "compute", "seconds"])
-        for (task, start, contender), runs in findings.runs.items():
-            for seed, run in sorted(runs.items()):
-                failed = int(sweep.failed(findings.tasks[task], run.test))
-                row = [task, start, contender, seed, f"{run.test:.6g}", failed, f"{run.cost:.5f}", f"{run.seconds:.2f}"]
-                writer.writerow(row)
 
 
 def _plus_minus(value: Interval) -> str:
