@@ -23,8 +23,8 @@ export OMP_NUM_THREADS
 # Tests start Python a hundred times: what is imported is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Test files that run at a time. Many share processes between their tests, so none is divided; those that start the most
-# processes come first in the alphabet, and the end is short ones. One more than two cores take: processes wait for each other.
+# Test files that run at a time. Many share processes between their tests, so none is divided, and the longest come first
+# (tests/conftest.py). One more than two cores take: processes wait for each other.
 WORKERS ?= 3
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

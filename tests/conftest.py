@@ -37,6 +37,14 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
 
 
+LONGEST = ("test_launching.py", "test_examples.py", "test_conformance.py", "test_ablate.py", "test_benchmark_search.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take longest come first: at the end no worker is left with one of them while the others are idle."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected stays to the end: the garbage collector need not search it in every test."""
     gc.collect()
