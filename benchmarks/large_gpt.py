@@ -1,0 +1,155 @@
+"""A GPT of 125 million or a billion parameters with hdet and without: time of a step, and waits for the device.
+
+    python benchmarks/large_gpt.py [--size tiny|125M|1B] [--device cuda] [--window 100] [--turns 5] [--quick]
+
+One model under AdamW (fused on a GPU, bfloat16 autocast there), its rate and decay read off its own updates (`Line`,
+`Analytic`) with the guard, as the recipe sets them up where nothing else is explored. Windows with hdet and as many
+plain steps take turns. Time is wall time up to the end of all kernels on a GPU, and CPU time of the process elsewhere.
+
+Printed: a plain step, a step with hdet between window ends over it (median, least and most of the turns), a window's
+end beyond a step, all of it together at this window and at 1000 steps, and what waits for the device: on a GPU the
+synchronising calls that the driver saw and the profiler's synchronisation events, with hdet and without, between window
+ends; elsewhere the reads of a tensor by the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from engine import gpu_clock, seen_by_driver, seen_by_torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile
+
+import hdet
+from hdet.app.tasks.gpt import GPT, VOCABULARY
+
+SIZES = {"tiny": (64, 2, 4, 64, 4), "125M": (768, 18, 12, 1024, 8), "1B": (2048, 20, 16, 1024, 4)}
+"""Width, depth, heads, context, and sequences in a batch."""
+
+SYNCHRONISING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+class Training:
+    """One model that steps with hdet's calls or without."""
+
+    def __init__(self, size: str, device: str, window: int, stride: int) -> None:
+        width, depth, heads, context, batch = SIZES[size]
+        generator = torch.Generator().manual_seed(0)
+        self.device = device
+        self.model = GPT(width=width, depth=depth, heads=heads, context=context, dropout=0.0, generator=generator)
+        self.model.to(device)
+        fused = device == "cuda"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, weight_decay=0.1, fused=fused)
+        shape = batch, context + 1
+        self.batches = [torch.randint(VOCABULARY, shape, generator=generator).to(device) for _ in range(3)]
+        self.engine = hdet.Engine(
+            hdet.micro_batches(self.model, self.optimizer, 1),
+            [
+                hdet.LearningRate(evidence=hdet.evidence.Line(stride=stride)),
+                hdet.WeightDecay(evidence=hdet.evidence.Analytic(stride=stride)),
+            ],
+            window=window,
+            signal=hdet.Probe(self.loss, self.batches[:2]),
+            guard=hdet.Rewind(),
+        )
+
+    def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def plain(self) -> None:
+        self.loss(self.model, self.batches[2]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def searched(self) -> None:
+        with self.engine.replicas[0] as replica:
+            loss = self.loss(replica.model, self.batches[2])
+            loss.backward()
+        self.engine.share_gradients()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.engine.step([loss])
+
+
+def repeated(step: Callable[[], None], count: int) -> Callable[[], None]:
+    def steps() -> None:
+        for _ in range(count):
+            step()
+
+    return steps
+
+
+def seconds(call: Callable[[], None], clock: Callable[[], float]) -> float:
+    began = clock()
+    call()
+    return clock() - began
+
+
+def synchronisations(call: Callable[[], None]) -> int:
+    """What the profiler saw of a host that waits for its GPU."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        call()
+    return sum(event.count for event in seen.key_averages() if event.key in SYNCHRONISING)
+
+
+def told(numbers: list[float]) -> str:
+    return f"{np.median(numbers):.5f}x  ({min(numbers):.5f} to {max(numbers):.5f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--window", type=int, default=100)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--stride", type=int, default=1, help="of the averages of weights")
+    parser.add_argument("--quick", action="store_true", help="2 turns of windows of 20 steps")
+    given = parser.parse_args()
+    window, turns = (20, 2) if given.quick else (given.window, given.turns)
+    clock = gpu_clock if given.device == "cuda" else time.process_time
+    where = torch.cuda.get_device_name() if given.device == "cuda" else "a CPU, one thread"
+    torch.set_num_threads(1)
+    training = Training(given.size, given.device, window, given.stride)
+    for step in (training.plain, training.searched):  # the first windows take memory that the others keep
+        repeated(step, 2 * window)()
+
+    plain: list[float] = []
+    between: list[float] = []
+    ends: list[float] = []
+    for _ in range(turns):
+        between.append(seconds(repeated(training.searched, window - 1), clock) / (window - 1))
+        ends.append(seconds(training.searched, clock) - between[-1])
+        plain.append(seconds(repeated(training.plain, window), clock) / window)
+    count = sum(parameter.numel() for parameter in training.model.parameters())
+    print(f"{count:,} parameters, {training.batches[2][:, 1:].numel()} tokens a step, window {window}, on {where}")
+    print(
+        f"a plain step: {1e3 * float(np.median(plain)):.2f} ms; a window's end: {1e3 * float(np.median(ends)):.1f} ms"
+    )
+    print("a step with hdet over one without:", told([own / of for own, of in zip(between, plain, strict=True)]))
+    for length in (window, 1000):
+        whole = [(own + end / length) / of for own, end, of in zip(between, ends, plain, strict=True)]
+        print(f"W = {length}, the end with its probes included:", told(whole))
+
+    seen = seen_by_driver if given.device == "cuda" else seen_by_torch
+    name = "synchronising calls that the driver saw" if given.device == "cuda" else "reads of a tensor by the host"
+    with_hdet = seen(repeated(training.searched, window - 1))
+    at_end = seen(training.searched)
+    without = seen(repeated(training.plain, window - 1))
+    print(
+        f"{name}: {with_hdet} in {window - 1} steps with hdet, {without} in as many without, {at_end} at a window end"
+    )
+    if given.device == "cuda":
+        with_hdet = synchronisations(repeated(training.searched, window - 1))
+        training.searched()
+        without = synchronisations(repeated(training.plain, window - 1))
+        print(f"synchronisations that the profiler saw: {with_hdet} with hdet, {without} without")
+
+
+if __name__ == "__main__":
+    main()
