@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils._pytree import tree_map
 
 import hdet
 from hdet.controllers import Hold
@@ -51,6 +55,7 @@ class Job:
         precision: str = "no",
         overflowing: Sequence[int] = (),
         cpu: bool = True,
+        sharded: bool = False,
     ) -> None:
         for state in (AcceleratorState, PartialState, GradientState):
             state._reset_state() if state is not PartialState else PartialState._shared_state.clear()
@@ -58,6 +63,10 @@ class Job:
             rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
             os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
         self.accelerator = Accelerator(cpu=cpu, gradient_accumulation_steps=PARTS, mixed_precision=precision)
+        if sharded:  # which Accelerate leaves out on a CPU
+            self.accelerator.state.distributed_type = DistributedType.FSDP
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+            AcceleratorState._shared_state["fsdp_plugin"] = plugin
         self.overflowing = overflowing
         if overflowing:  # float16 and its scaler, which Accelerate leaves out on a CPU
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -109,7 +118,7 @@ class Job:
         return self
 
     def left(self) -> list[Any]:
-        """What training leaves."""
+        """What training leaves; of what is sharded this rank's."""
         bare = self.accelerator.unwrap_model(self.model)
         return copy.deepcopy([bare.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()])
 
@@ -119,14 +128,26 @@ class Job:
         return {name: learned.factor for name, learned in self.search.shifts.items()}
 
 
-def held() -> tuple[list[Any], list[Any], bool]:
-    """What training leaves without a search and with one that is held, and whether the schedule was foreseen."""
-    plain = Job().train().left()
-    job = Job(knobs=HELD).train()
-    assert job.search is not None
-    assert job.search.finished
-    course = job.search._riding.rates.courses["lr", None]
-    return plain, job.left(), course.foreseen(STEPS * course.steps_each)[0] < 1e-12
+def held() -> list[tuple[list[Any], list[Any], bool]]:
+    """What training leaves without a search and with one that is held, and whether the schedule was foreseen.
+
+    Once in DistributedDataParallel, and once sharded by FSDP2, where hdet finds no gradient of a single pass.
+    """
+    found = []
+    for sharded in (False, True):
+        plain = Job(sharded=sharded).train()
+        assert isinstance(plain.model, FSDPModule) is sharded
+        job = Job(knobs=HELD[:2] if sharded else HELD, sharded=sharded).train()
+        assert job.search is not None
+        assert job.search.finished
+        course = job.search._riding.rates.courses["lr", None]
+        found.append((_local(plain.left()), _local(job.left()), course.foreseen(STEPS * course.steps_each)[0] < 1e-12))
+    return found
+
+
+def _local(left: Any) -> Any:
+    """Plain tensors in place of shards."""
+    return tree_map(lambda held: held.to_local() if isinstance(held, DTensor) else held, left)
 
 
 def resumed(folder: Path) -> dict[str, Any]:

@@ -15,6 +15,8 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.state import AcceleratorState, GradientState
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -141,6 +143,44 @@ def resumed(folder: Path, stage: int, bf16: bool, first: str) -> dict[str, Any]:
     return found
 
 
+def accelerated(stage: int, **options: Any) -> dict[str, Any]:
+    """A loop as Accelerate's documentation writes it, whose `prepare` makes the engine."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": PARTS,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
+        "zero_allow_untested_optimizer": True,
+    }
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    engine, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    search = None
+    if options:
+        probe = hdet.Probe(loss_of, [batch(-1 - part, torch.float32) for part in range(8)])
+        search = hdet.deepspeed.attach(
+            engine, probe=probe, total_steps=STEPS, window=4, quiet=True, schedule=None, guard=None, **options
+        )
+    for micro in range(STEPS * PARTS):
+        torch.manual_seed(10 * micro + dist.get_rank())
+        with accelerator.accumulate(engine):
+            loss = loss_of(engine, batch(100 * micro + dist.get_rank(), torch.float32))
+            accelerator.backward(loss if search is None else search.loss(loss))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    found: dict[str, Any] = {"left": left(engine)}
+    if search is not None:
+        found["steps"] = search.engine.step_count
+        found["shifts"] = {name: learned.factor for name, learned in search.shifts.items()}
+    return found
+
+
 def refusal(stage: int, **options: Any) -> str:
     try:
         run(stage, False, **options)
@@ -200,6 +240,10 @@ def main(folder: Path) -> None:
             "searched": run(stage, bf16, exclude=["dropout"]),
             "went back": went_back(stage, bf16) if stage else None,
         }
+    found["accelerated"] = {
+        stage: [accelerated(stage), accelerated(stage, knobs=HELD), accelerated(stage, exclude=["dropout"])]
+        for stage in (2, 3)
+    }
     found["slopes"] = {stage: slopes(stage) for stage in (2, 3)}
     found["skipped"] = run(1, True, wrecked=5, knobs=HELD, schedule=None, guard=None)
     found["dropout at stage 0"] = run(0, False, guard=None)

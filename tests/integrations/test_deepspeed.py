@@ -41,6 +41,18 @@ def test_ranks_train_one_model_and_decide_the_same(setting: Any, ranks: list[Fou
     assert_same(one["left"][:4], other["left"][:4])
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_prepared_by_accelerate_it_is_held_bit_for_bit_and_searched(
+    stage: int, ranks: list[Found], assert_same: Any
+) -> None:
+    for found in ranks:
+        plain, held, searched = found["accelerated"][stage]
+        assert held["steps"] == searched["steps"] == 24
+        assert_same(held["left"], plain["left"])
+        assert searched["shifts"] == ranks[0]["accelerated"][stage][2]["shifts"]
+        assert searched["shifts"]["learning_rate"] > 1
+
+
 @pytest.mark.parametrize("setting", SETTINGS[1:])
 def test_a_point_holds_masters_and_moments_too(setting: Any, ranks: list[Found], assert_same: Any) -> None:
     for found in ranks:
