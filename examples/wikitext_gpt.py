@@ -12,7 +12,9 @@ is perplexity per word, <unk> and the ends of lines counted as words.
 import argparse
 import json
 import math
+from array import array
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,22 +62,32 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
+def words_of(path: Path) -> Iterator[list[str]]:
+    """The words of each line, its end included. WikiText-103 would not fit into memory as strings."""
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        for line in lines:
+            yield line.replace("\n", " <eos> ").split()
+
+
 def read(folder: Path) -> tuple[dict[str, Tensor], int]:
     """The words of each text as numbers [count], and how many different ones the training text has."""
-    words = {
-        split: (folder / f"wiki.{split}.tokens").read_text(encoding="utf-8").replace("\n", " <eos> ").split()
-        for split in ("train", "valid", "test")
-    }
-    numbers = {word: number for number, (word, _) in enumerate(Counter(["<unk>", *words["train"]]).most_common())}
+    counts = Counter(["<unk>"])
+    for words in words_of(folder / "wiki.train.tokens"):
+        counts.update(words)
+    numbers = {word: number for number, (word, _) in enumerate(counts.most_common())}
     unknown = numbers["<unk>"]
-    return {split: torch.tensor([numbers.get(word, unknown) for word in text]) for split, text in words.items()}, len(
-        numbers
-    )
+    texts = {}
+    for split in ("train", "valid", "test"):
+        held = array("i")
+        for words in words_of(folder / f"wiki.{split}.tokens"):
+            held.extend([numbers.get(word, unknown) for word in words])
+        texts[split] = torch.frombuffer(held, dtype=torch.int32)
+    return texts, len(numbers)
 
 
 def sequences(text: Tensor, count: int, context: int, numbers: torch.Generator) -> Tensor:
     starts = torch.randint(len(text) - context, (count,), generator=numbers)
-    return torch.stack([text[start : start + context + 1] for start in starts])
+    return torch.stack([text[start : start + context + 1] for start in starts]).long()
 
 
 def scheduler_of(name: str, optimizer: torch.optim.Optimizer, lr: float, steps: int) -> Any:
@@ -131,7 +143,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     length = (len(texts["test"]) - 1) // context * context
     rows = texts["test"][: length + 1].unfold(0, context + 1, context)  # every word is predicted once
     with torch.no_grad():
-        total = sum(float(model(part)) * len(part) for part in rows.split(16))
+        total = sum(float(model(part.long())) * len(part) for part in rows.split(16))
     loss = total / len(rows)
     return {"test_loss": loss, "perplexity": math.exp(loss)}
 
