@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hdet.errors import CheckpointError, ConfigError
 from hdet.integrations.zero_three import Shards
 from hdet.overlay import attach as overlay
 from hdet.overlay.search import Search
 from hdet.overlay.surroundings import home
+from hdet.overlay.told_schedule import bare, writes_into
 from hdet.replicas import Replicas, micro_batches
 from hdet.replicas.distributed import distribute
 from hdet.signals import Probe
@@ -44,8 +46,9 @@ def attach(engine: Any, *, probe: Probe, **options: Any) -> Search:
     Args:
         engine: what `deepspeed.initialize` returned first.
         probe: held-out loss, called with `engine.module`.
-        options: of `hdet.attach`. `scheduler=` is left out: what the engine's own scheduler writes is followed, and not
-            looked ahead at. Without a scheduler the recipe's own schedule drives the rate, and needs `total_steps=`.
+        options: of `hdet.attach`. The engine's own scheduler is found, and looked ahead at where it is one of torch's
+            and `total_steps=` is given; else what it writes is followed. Without a scheduler the recipe's own schedule
+            drives the rate, and needs `total_steps=`.
 
     Raises:
         ConfigError: knobs or `rates=` need a pass's own gradient where it does not exist; stage 3 keeps parameters
@@ -63,8 +66,9 @@ def attach(engine: Any, *, probe: Probe, **options: Any) -> Search:
         optimizer = EngineOptimizer.of(engine)
         if optimizer.shards is not None:
             model, probe = optimizer.shards, _of_module(probe)
-    if engine.lr_scheduler is not None:
-        options.setdefault("schedule", None)
+    if engine.lr_scheduler is not None and not {"scheduler", "schedule"} & options.keys():
+        foreseen = "total_steps" in options and foreseeable(engine.lr_scheduler, engine)
+        options.update({"scheduler": engine.lr_scheduler} if foreseen else {"schedule": None})
     if "replicas" not in options:
         options["replicas"] = _home(model, optimizer, engine.gradient_accumulation_steps())
     return overlay.attach(model, optimizer, probe=probe, **options)
@@ -198,6 +202,15 @@ class EngineOptimizer(Optimizer):
                 held.update({f"{key}.{number}": value for key, value in self.inner.state.get(part, {}).items()})
             if held:
                 self.state[own["params"][0]] = held
+
+
+def foreseeable(scheduler: Any, engine: Any) -> bool:
+    """Whether a scheduler is one of torch's that can be looked ahead at, and writes into what the engine steps."""
+    simulated = isinstance(bare(scheduler), LRScheduler) and not isinstance(bare(scheduler), ReduceLROnPlateau)
+    stepped = engine.optimizer
+    return simulated and (
+        writes_into(scheduler, stepped) or writes_into(scheduler, getattr(stepped, "optimizer", None))
+    )
 
 
 def _by_group(wrapped: Any, parts: Sequence[Sequence[Any]]) -> list[list[Any]]:

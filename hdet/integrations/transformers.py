@@ -214,15 +214,17 @@ def _refuse(trainer: Trainer) -> None:
 def _found(trainer: Trainer, options: dict[str, Any]) -> dict[str, Any]:
     """What the Trainer says of accumulation and schedule, as options of `hdet.attach`.
 
-    A DeepSpeed engine says itself what it accumulates, and its scheduler is followed.
+    A DeepSpeed engine says itself what it accumulates.
     """
     found: dict[str, Any] = {"quiet": not trainer.is_world_process_zero()}
-    if trainer.is_deepspeed_enabled:
-        return {**found, "schedule": None}
-    found["micro_batches"] = trainer.args.gradient_accumulation_steps
+    if not trainer.is_deepspeed_enabled:
+        found["micro_batches"] = trainer.args.gradient_accumulation_steps
     if not {"scheduler", "schedule"} & options.keys():
         scheduler = trainer.lr_scheduler
-        foreseen = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+        if trainer.is_deepspeed_enabled:
+            foreseen = deepspeed.foreseeable(scheduler, trainer.model_wrapped)
+        else:
+            foreseen = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
         found.update({"scheduler": scheduler} if foreseen else {"schedule": None})
     return found
 

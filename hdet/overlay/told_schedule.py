@@ -166,7 +166,7 @@ class Follower:
             )
         # A trainer may have given its scheduler the optimizer that it wraps torch's in.
         self._stepped = getattr(self.scheduler, "optimizer", optimizer)
-        if bare_optimizer(self._stepped) is not optimizer:
+        if not writes_into(self.scheduler, optimizer):
             raise ConfigError(
                 "the scheduler belongs to another optimizer; give hdet.attach the optimizer that it steps"
             )
@@ -256,6 +256,16 @@ def bare(scheduler: Any) -> Any:
     while not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) and hasattr(scheduler, "scheduler"):
         scheduler = scheduler.scheduler
     return scheduler
+
+
+def writes_into(scheduler: Any, optimizer: Any) -> bool:
+    """Whether a scheduler steps an optimizer, through whatever wraps it, or the one that it stands for (`inner`)."""
+    held = getattr(bare(scheduler), "optimizer", optimizer)
+    while held is not None:
+        if held is optimizer or held is getattr(optimizer, "inner", optimizer):
+            return True
+        held = getattr(held, "optimizer", None)
+    return False
 
 
 def bare_optimizer(optimizer: Any) -> Any:

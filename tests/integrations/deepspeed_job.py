@@ -47,7 +47,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
 
 
-def engine_of(stage: int, bf16: bool, zero: dict[str, Any] | None = None) -> Any:
+def engine_of(stage: int, bf16: bool, zero: dict[str, Any] | None = None, scheduled: bool = False) -> Any:
     model = network()
     matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -61,7 +61,9 @@ def engine_of(stage: int, bf16: bool, zero: dict[str, Any] | None = None) -> Any
     }
     if bf16:
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-3), config=config)[0]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS) if scheduled else None
+    return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
 
 
 def left(engine: Any) -> list[Tensor]:
@@ -88,10 +90,15 @@ def gathered(engine: Any) -> list[Tensor]:
 
 
 def run(
-    stage: int, bf16: bool, wrecked: int | None = None, zero: dict[str, Any] | None = None, **options: Any
+    stage: int,
+    bf16: bool,
+    wrecked: int | None = None,
+    zero: dict[str, Any] | None = None,
+    scheduled: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train; a search is attached where options are given. At one step the loss is infinite, if that is said."""
-    engine = engine_of(stage, bf16, zero)
+    engine = engine_of(stage, bf16, zero, scheduled)
     dtype = next(engine.module.parameters()).dtype
     search = None
     if options:
@@ -111,6 +118,7 @@ def run(
             "steps": search.engine.step_count,
             "shifts": {name: learned.factor for name, learned in search.shifts.items()},
             "t": [record.estimates.get("weight_decay", {}).get("t") for record in search.history],
+            "foreseen": search.engine.knobs[0].schedule.total_steps,
             "relative": [record.estimates.get("learning_rate[1]", {}).get("relative") for record in search.history],
         }
     return found
@@ -164,7 +172,7 @@ def accelerated(stage: int, **options: Any) -> dict[str, Any]:
     if options:
         probe = hdet.Probe(loss_of, [batch(-1 - part, torch.float32) for part in range(8)])
         search = hdet.deepspeed.attach(
-            engine, probe=probe, total_steps=STEPS, window=4, quiet=True, schedule=None, guard=None, **options
+            engine, probe=probe, total_steps=STEPS, window=4, quiet=True, scheduler=scheduler, guard=None, **options
         )
     for micro in range(STEPS * PARTS):
         torch.manual_seed(10 * micro + dist.get_rank())
@@ -240,6 +248,13 @@ def main(folder: Path) -> None:
             "searched": run(stage, bf16, exclude=["dropout"]),
             "went back": went_back(stage, bf16) if stage else None,
         }
+    found["scheduled"] = {  # without a search, and with one that is held
+        (stage, bf16): (
+            run(stage, bf16, scheduled=True),
+            run(stage, bf16, scheduled=True, knobs=HELD, exclude=["dropout"], guard=None),
+        )
+        for stage, bf16 in [(0, False), (2, True), (3, False)]
+    }
     found["accelerated"] = {
         stage: [accelerated(stage), accelerated(stage, knobs=HELD), accelerated(stage, exclude=["dropout"])]
         for stage in (2, 3)

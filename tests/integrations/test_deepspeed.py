@@ -41,6 +41,17 @@ def test_ranks_train_one_model_and_decide_the_same(setting: Any, ranks: list[Fou
     assert_same(one["left"][:4], other["left"][:4])
 
 
+@pytest.mark.parametrize("setting", [(0, False), (2, True), (3, False)])
+def test_the_engines_scheduler_is_looked_ahead_at_and_left_as_it_was(
+    setting: Any, ranks: list[Found], assert_same: Any
+) -> None:
+    for found in ranks:
+        plain, held = found["scheduled"][setting]
+        assert held["foreseen"] == 24
+        assert held["rates"] == plain["rates"] == [pytest.approx(0.0, abs=1e-9)] * 2
+        assert_same(held["left"], plain["left"])
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_prepared_by_accelerate_it_is_held_bit_for_bit_and_searched(
     stage: int, ranks: list[Found], assert_same: Any

@@ -26,6 +26,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, Any]]:
 def test_held_it_is_the_run_without_it_bit_for_bit(stage: int, ranks: list[dict[int, Any]], assert_same: Any) -> None:
     for found in ranks:
         assert found[stage]["held"]["steps"] == found[stage]["plain"]["steps"] == 12
+        assert found[stage]["held"]["foreseen"] == 12  # of the Trainer's own scheduler
         assert_same(found[stage]["held"]["weights"], found[stage]["plain"]["weights"])
 
 

@@ -54,6 +54,7 @@ def run(folder: Path, stage: int, resumed: str | None = None, **options: Any) ->
     return {
         "weights": weights,
         "steps": search.engine.step_count if search is not None else made.state.global_step,
+        "foreseen": search.engine.knobs[0].schedule.total_steps if search is not None else None,
         "shifts": {name: learned.factor for name, learned in search.shifts.items()} if search is not None else {},
     }
 
