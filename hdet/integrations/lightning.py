@@ -104,6 +104,7 @@ class Search(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach: models are wrapped, optimizers are made and restored."""
+        _refuse(trainer)
         restored, self._restored = self._restored, None
         self._began_at = restored["began_at"] if restored is not None else trainer.global_step
         index = self._index(trainer)
@@ -219,6 +220,26 @@ class Search(Callback):
         vars(trainer.strategy).pop("training_step", None)
         if self.search is not None:
             self.search.detach()
+
+
+def _refuse(trainer: Trainer) -> None:
+    """Strategies that cut up what a search reads and writes.
+
+    Raises:
+        ConfigError: the Trainer trains by one of them.
+    """
+    strategy = type(trainer.strategy).__name__
+    if strategy == "DeepSpeedStrategy":
+        raise ConfigError(
+            "Lightning's DeepSpeedStrategy steps master weights that DeepSpeed holds in parts on each rank; give the "
+            "Trainer ModelParallelStrategy or DDPStrategy, or train by DeepSpeed's own loop, or by Accelerate, with "
+            "hdet.deepspeed.attach(engine, probe=...)"
+        )
+    if strategy == "FSDPStrategy":
+        raise ConfigError(
+            "Lightning's FSDPStrategy wraps the model in FullyShardedDataParallel (FSDP1), whose flat parameters "
+            "belong to no module; give the Trainer ModelParallelStrategy, which shards by fully_shard (FSDP2)"
+        )
 
 
 def _found(trainer: Trainer, optimizer: Optimizer, *, follows: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from launch import launch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -140,6 +140,8 @@ def four_ranks() -> Found:
     pair = dist.new_group([0, 1])
     model = network()
     found["outside"] = error_of(lambda: hdet.distribute(model, optimizer_of(model), group=pair))
+    flat = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
+    found["flat"] = error_of(lambda: hdet.distribute(flat, optimizer_of(flat)))
     found["sequence parallel"] = sequence_parallel().size
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -188,6 +190,11 @@ def test_optimizers_that_differ_are_refused_but_for_what_knobs_write(ranks: list
 def test_a_rank_outside_its_group_is_told(ranks: list[Found]) -> None:
     assert [found["outside"] for found in ranks[:2]] == ["", ""]
     assert "rank 3 is not in the group" in ranks[3]["outside"]
+
+
+def test_flat_parameters_are_refused(ranks: list[Found]) -> None:
+    for found in ranks:
+        assert "FullyShardedDataParallel (FSDP1), whose flat parameters cannot be merged" in found["flat"]
 
 
 def test_sequence_parallel_norms_are_no_second_replicas(ranks: list[Found]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, strategies
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -245,3 +245,12 @@ def test_options_are_checked_when_they_are_given() -> None:
         search(knob=[])
     with pytest.raises(ConfigError, match=r"probe is an hdet.Probe or a DataLoader, got int"):
         search(probe=3)
+
+
+@pytest.mark.parametrize("kind", [strategies.DeepSpeedStrategy, strategies.FSDPStrategy])
+def test_strategies_that_cut_parameters_or_masters_are_refused_by_name(kind: type[Any]) -> None:
+    """On a CPU Lightning refuses them itself, so the strategy is put into a Trainer that is there."""
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
+    trainer._accelerator_connector.strategy = object.__new__(kind)
+    with pytest.raises(ConfigError, match=f"Lightning's {kind.__name__} .* give the Trainer ModelParallelStrategy"):
+        search().on_train_start(trainer, Classifier())
