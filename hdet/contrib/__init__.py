@@ -20,6 +20,7 @@ checkpoints name it by its kind as any other.
 from hdet.contrib.adam import Adam
 from hdet.contrib.antithetic import Antithetic
 from hdet.contrib.evolution import EvolutionStrategy
+from hdet.contrib.fade import Fade
 from hdet.contrib.gaussian import Gaussian
 from hdet.contrib.geometric import Geometric
 from hdet.contrib.grawa import Grawa
@@ -31,6 +32,7 @@ __all__ = [
     "Adam",
     "Antithetic",
     "EvolutionStrategy",
+    "Fade",
     "Gaussian",
     "Geometric",
     "Grawa",

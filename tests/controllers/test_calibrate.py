@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from windows import moves
 
+from hdet.contrib import Fade
 from hdet.controllers import Calibrate, Context, Estimate, RuledState
 from hdet.controllers.rules.returning import ReturnState
 from hdet.controllers.rules.stall import StallState
-from hdet.controllers.vetoes import Fade
 from hdet.controllers.vetoes.cap import CapState
 from hdet.errors import ConfigError
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdet.contrib import Adam
+from hdet.contrib import Adam, Fade
 from hdet.controllers import (
     Calibrate,
     Context,
@@ -25,7 +25,6 @@ from hdet.controllers import (
     to_plain,
 )
 from hdet.controllers.controller import settled
-from hdet.controllers.vetoes import Fade
 from hdet.errors import ConfigError
 from hdet.spec import members
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import hdet
 from hdet import Engine, Probe
+from hdet.contrib import Fade
 from hdet.controllers import Calibrate, Hold
-from hdet.controllers.vetoes import Fade
 from hdet.errors import ConfigError
 from hdet.evidence import Line
 from hdet.schedules import Replay, Schedule

@@ -4,14 +4,12 @@
 |---|---|
 | a learning rate | `AboveGiven`, `Cap` |
 | a weight decay, judged by its formula | `AgreesNow`, `NeedsGap`, `KeepsGap`, `NotEarly`, `WithinSpan`, `DoesHarm` |
-| any knob | `Fade` |
 """
 
 from hdet.controllers.vetoes.above_given import AboveGiven
 from hdet.controllers.vetoes.agrees_now import AgreesNow
 from hdet.controllers.vetoes.cap import Cap
 from hdet.controllers.vetoes.does_harm import DoesHarm
-from hdet.controllers.vetoes.fade import Fade
 from hdet.controllers.vetoes.gap import GapState, KeepsGap, NeedsGap
 from hdet.controllers.vetoes.not_early import NotEarly
 from hdet.controllers.vetoes.within_span import WithinSpan
@@ -21,7 +19,6 @@ __all__ = [
     "AgreesNow",
     "Cap",
     "DoesHarm",
-    "Fade",
     "GapState",
     "KeepsGap",
     "NeedsGap",
