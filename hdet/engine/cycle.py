@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 
 import numpy as np
 from torch import Tensor
@@ -236,8 +237,8 @@ class Cycle:
         if closed.apart:
             require_alike(self.home, closed.valid, self.anchor, self.step_count)
         self.standstill.look(window, trained=self._begun)
-        account = recording.Account.of(window, self.knobs, self.collectors, self.home.size)
-        bases = account.bases
+        record = recording.trained(window, self.knobs, self.collectors, closed)
+        bases = record.bases
         estimates: dict[str, Estimate] = {}
         moves = {knob.name: 0.0 for knob in self.knobs}
         reasons: dict[str, dict[str, str]] = {}
@@ -271,16 +272,17 @@ class Cycle:
         noise = self.noise.read() if self.noise is not None else None
         self.noise_scale = noise or self.noise_scale
         now = time.perf_counter()
-        record = account.record(
-            closed,
-            estimates,
-            moves,
-            reasons=reasons,
+        record = replace(
+            record,
+            estimates={name: estimate.to_dict() for name, estimate in estimates.items()},
+            moves=moves,
             merged=merged,
             faults=faults,
             seconds=now - self._clock,
             closing=now - began,
-            noise=noise,
+            learned={k.name: {**record.learned[k.name], "closed": k.learned.value} for k in self.knobs},
+            reasons=reasons,
+            noise_scale=asdict(noise) if noise is not None else {},
             best_schedule=self._best_schedule() if self.step_count == self._last_step else {},
         )
         record.hints.extend(self._probe_size.look(self.history.latest, record))
