@@ -45,8 +45,8 @@ class Outer(Merge):
 
     Its settings can be knobs: `hdet.merges.OuterLearningRate`, `OuterMomentum`, judged by `hdet.evidence.OuterLine`.
 
-    Memory: the outer optimizer's state, and four copies of the weights while it steps; every process holds its own. So
-    Lookahead has no slow weights of its own: they are the window's opening, which an engine holds anyway. The
+    Memory: the outer optimizer's state, and three or four copies of the weights while it steps; every process holds its
+    own. So Lookahead has no slow weights of its own: they are the window's opening, which an engine holds anyway. The
     first window's merge is the inner one alone where replicas did not open it alike (`hdet.perturb`), since their
     displacement has no common origin. A run that goes back to an earlier point begins with a new outer state.
 
