@@ -17,7 +17,6 @@ from hdet.files import renamed, replace
 
 NAME = "manifest.json"
 FORMAT = 1
-CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,9 @@ def publish(part: Path, folder: Path, run: str, group: dist.ProcessGroup | None)
 
 def content(path: Path) -> Content:
     """A file's length and checksum."""
-    digest, length = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            length += len(chunk)
-    return Content(length, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return Content(file.tell(), digest.hexdigest())
 
 
 def _publish(part: Path, folder: Path, manifest: Manifest) -> None:
