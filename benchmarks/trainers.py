@@ -23,7 +23,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 
@@ -40,7 +40,7 @@ ALONE: dict[str, Callable[[Case], nn.Module]] = {
     "transformers": one_process.transformers,
     "accelerate": one_process.accelerate,
 }
-ON_TWO: dict[str, Callable[[Case], two_processes.Ended]] = {
+ON_TWO: dict[str, Callable[[Sequence[Case]], list[two_processes.Ended]]] = {
     "deepspeed": two_processes.deepspeed,
     "ray": two_processes.ray,
     "torchft": two_processes.torchft,
@@ -48,20 +48,26 @@ ON_TWO: dict[str, Callable[[Case], two_processes.Ended]] = {
 }
 
 
-def run(trainer: str, case: Case) -> tuple[float, float]:
-    """The test loss in nats per byte, and the CPU time of a step in milliseconds."""
-    torch.manual_seed(case.seed)
-    task(case.seed)
-    began = time.process_time()
+def runs(trainer: str, cases: Sequence[Case]) -> list[tuple[float, float]]:
+    """By case the test loss in nats per byte, and the CPU time of a step in milliseconds."""
     with warnings.catch_warnings(), redirect_stdout(StringIO()):
         warnings.simplefilter("ignore")
         if trainer in ON_TWO:
-            ended = ON_TWO[trainer](case)
-            trained, spent = ended.model(case), ended.seconds
+            ended = ON_TWO[trainer](cases)
+            trained = [(one.model(case), one.seconds) for one, case in zip(ended, cases, strict=True)]
         else:
-            trained = ALONE[trainer](case)
-            spent = time.process_time() - began
-    return task(case.seed).test_loss(trained.get_submodule("model")), 1000 * spent / case.steps
+            trained = [_timed(ALONE[trainer], case) for case in cases]
+    return [
+        (task(case.seed).test_loss(model.get_submodule("model")), 1000 * seconds / case.steps)
+        for (model, seconds), case in zip(trained, cases, strict=True)
+    ]
+
+
+def _timed(train: Callable[[Case], nn.Module], case: Case) -> tuple[nn.Module, float]:
+    torch.manual_seed(case.seed)
+    task(case.seed)
+    began = time.process_time()
+    return train(case), time.process_time() - began
 
 
 def losses(options: argparse.Namespace) -> Iterator[str]:
@@ -69,14 +75,15 @@ def losses(options: argparse.Namespace) -> Iterator[str]:
     yield f"{'trainer':>16} {'seed':>4} {'rate':>8} {'plain':>7} {'hdet':>7} {'hdet - well-set':>16}"
     for trainer in options.trainers:
         for seed in range(options.seeds):
-            well_set, _ = run(trainer, Case(options.rate, options.steps, seed, explored=False))
-            for factor in options.factors:
-                case = Case(options.rate * factor, options.steps, seed)
-                plain = well_set
-                if factor != 1.0:
-                    plain, _ = run(trainer, Case(case.rate, case.steps, seed, explored=False))
-                found, _ = run(trainer, case)
-                yield f"{trainer:>16} {seed:4} {case.rate:8.2g} {plain:7.3f} {found:7.3f} {found - well_set:+16.3f}"
+            rates = [options.rate * factor for factor in options.factors]
+            plain = {rate: Case(rate, options.steps, seed, explored=False) for rate in (options.rate, *rates)}
+            found = {rate: Case(rate, options.steps, seed) for rate in rates}
+            cases = [*plain.values(), *found.values()]
+            lost = {case: loss for case, (loss, _) in zip(cases, runs(trainer, cases), strict=True)}
+            well_set = lost[plain[options.rate]]
+            for rate in rates:
+                without, explored = lost[plain[rate]], lost[found[rate]]
+                yield f"{trainer:>16} {seed:4} {rate:8.2g} {without:7.3f} {explored:7.3f} {explored - well_set:+16.3f}"
 
 
 def overhead(options: argparse.Namespace) -> Iterator[str]:
@@ -88,8 +95,9 @@ def overhead(options: argparse.Namespace) -> Iterator[str]:
             Case(options.rate, options.steps, 0, held=True),
             Case(options.rate, options.steps, 0),
         ]
-        run(trainer, kinds[0])  # imports, and memory that is allocated once
-        times = [[run(trainer, case)[1] for case in kinds] for _ in range(options.repeats)]
+        # The first is left out: it imports, and allocates memory once.
+        spent = [milliseconds for _, milliseconds in runs(trainer, [kinds[0], *options.repeats * kinds])][1:]
+        times = [spent[at : at + len(kinds)] for at in range(0, len(spent), len(kinds))]
         plain, held, found = (statistics.median(column) for column in zip(*times, strict=True))
         ratios = [statistics.median(row[kind] / row[0] for row in times) for kind in (1, 2)]
         yield f"{trainer:>16} {plain:10.2f} {held:10.2f} {found:10.2f} {ratios[0]:11.3f} {ratios[1]:11.3f}"

@@ -12,7 +12,7 @@ import hdet
 PARTS = Path(hdet.__file__).parent.parent / "benchmarks" / "trainers_parts"
 LOOPS = {
     "one_process.py": ["loop", "lightning", "transformers", "accelerate"],
-    "two_processes.py": ["_deepspeed", "_on_a_worker", "_torchft"],
+    "two_processes.py": ["_deepspeed", "_in_ddp", "_torchft"],
 }
 
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,13 +50,13 @@ class Ended:
         return model
 
 
-def deepspeed(case: Case) -> Ended:
+def deepspeed(cases: Sequence[Case]) -> list[Ended]:
     """DeepSpeed, ZeRO stage 2 in float32."""
-    return _on_two(_deepspeed, case)
+    return [_on_two(_deepspeed, case) for case in cases]
 
 
-def ray(case: Case) -> Ended:
-    """Ray's TorchTrainer, on a local Ray."""
+def ray(cases: Sequence[Case]) -> list[Ended]:
+    """Ray's TorchTrainer, on a local Ray; its workers, which take long to start, train one case after the other."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -64,27 +64,25 @@ def ray(case: Case) -> Ended:
     with tempfile.TemporaryDirectory() as folder:
         trainer = TorchTrainer(
             _on_a_worker,
-            train_loop_config={"case": case},
+            train_loop_config={"cases": list(cases)},
             scaling_config=ScalingConfig(num_workers=RANKS, resources_per_worker={"CPU": 1}),
             run_config=RunConfig(storage_path=folder),
         )
         checkpoint = trainer.fit().checkpoint
         assert checkpoint is not None
         with checkpoint.as_directory() as held:
-            ended: Ended = torch.load(Path(held) / "ended.pt", weights_only=False)
+            ended: list[Ended] = torch.load(Path(held) / "ended.pt", weights_only=False)
     return ended
 
 
-def torchft(case: Case) -> Ended:
+def torchft(cases: Sequence[Case]) -> list[Ended]:
     """torchft, gradients shared by its DistributedDataParallel."""
-    with _lighthouse():
-        return _on_two(_torchft, case)
+    return [_on_two(_torchft, case, managed=True) for case in cases]
 
 
-def torchft_replicas(case: Case) -> Ended:
+def torchft_replicas(cases: Sequence[Case]) -> list[Ended]:
     """torchft, each group at a rate of its own; without hdet its LocalSGD."""
-    with _lighthouse():
-        return _on_two(_torchft_replicas, case)
+    return [_on_two(_torchft_replicas, case, managed=True) for case in cases]
 
 
 # -- what each process does -------------------------------------------------------------------------
@@ -120,10 +118,17 @@ def _deepspeed(rank: int, case: Case) -> Ended:
 
 def _on_a_worker(given: dict[str, Any]) -> None:
     from ray.train import Checkpoint, get_context, report
+
+    rank = get_context().get_world_rank()
+    ended = [_in_ddp(rank, case) for case in given["cases"]]
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(ended, Path(folder) / "ended.pt")
+        report({}, checkpoint=Checkpoint.from_directory(folder) if rank == 0 else None)
+
+
+def _in_ddp(rank: int, case: Case) -> Ended:
     from ray.train.torch import prepare_model
 
-    case: Case = given["case"]
-    rank = get_context().get_world_rank()
     _settle(case)
     began = time.process_time()
     bare = case.model()
@@ -137,10 +142,7 @@ def _on_a_worker(given: dict[str, Any]) -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    ended = Ended(bare.state_dict(), time.process_time() - began)
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save(ended, Path(folder) / "ended.pt")
-        report({}, checkpoint=Checkpoint.from_directory(folder) if rank == 0 else None)
+    return Ended(bare.state_dict(), time.process_time() - began)
 
 
 def _torchft(rank: int, case: Case) -> Ended:
@@ -227,8 +229,8 @@ def _share(case: Case, rank: int) -> Iterator[Tensor]:
 # -- how processes are started ----------------------------------------------------------------------
 
 
-def _on_two(work: Callable[[int, Case], Ended], case: Case) -> Ended:
-    """What the first of two processes found.
+def _on_two(work: Callable[[int, Case], Ended], case: Case, *, managed: bool = False) -> Ended:
+    """What the first of two processes found, beside torchft's lighthouse where they are managed.
 
     Raises:
         RuntimeError: one of them failed; it has printed why.
@@ -239,10 +241,11 @@ def _on_two(work: Callable[[int, Case], Ended], case: Case) -> Ended:
         probe.close()
         context = get_context("spawn")
         processes = [context.Process(target=_rank, args=(rank, port, work, case, folder)) for rank in range(RANKS)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
+        with _lighthouse() if managed else contextlib.nullcontext():
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join()
         if any(process.exitcode for process in processes):
             raise RuntimeError(f"{work.__name__} ended with {[process.exitcode for process in processes]}")
         ended: Ended = torch.load(Path(folder) / "ended.pt", weights_only=False)
