@@ -209,3 +209,17 @@ def test_a_trainer_is_needed(tmp_path: Path) -> None:
     callback = hdet.transformers.Search(probe=Text("test", 16))
     with pytest.raises(ConfigError, match=r"there is hdet\.attach"):
         callback.on_train_begin(made.args, made.state, made.control)
+
+
+def test_trials_of_the_trainers_own_search_and_copies_on_devices_are_refused(tmp_path: Path) -> None:
+    def made(folder: str) -> Trainer:
+        one = trainer(gpt2(), tmp_path / folder)
+        one.add_callback(hdet.transformers.Search(probe=Text("test", 16)))
+        return one
+
+    with pytest.raises(ConfigError, match="hyperparameter_search, which keeps each trial's checkpoints"):
+        made("trial").train(trial={"learning_rate": 1e-3})
+    copied = made("copied")
+    copied.args._n_gpu = 2
+    with pytest.raises(ConfigError, match="copies the model to 2 devices by DataParallel"):
+        copied.train()
