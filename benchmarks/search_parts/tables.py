@@ -26,7 +26,7 @@ def write(findings: Findings, folder: Path) -> None:
         for (task, start, contender), runs in findings.runs.items():
             for seed, run in sorted(runs.items()):
                 failed = int(sweep.failed(findings.tasks[task], run.test))
-                row = [task, start, contender, seed, f"{run.test:.6g}", failed, f"{run.cost:.5f}", f"{run.seconds:.3g}"]
+                row = [task, start, contender, seed, repr(run.test), failed, f"{run.cost:.5f}", f"{run.seconds:.3g}"]
                 writer.writerow(row)
     with (folder / BEST).open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

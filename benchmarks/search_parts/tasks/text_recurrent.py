@@ -53,4 +53,5 @@ TASK = RecurrentTask(
     grid=Grid(doubling(1e-3, 7), (0.1,)),
     starts=LEARNING_RATES + DECAYS + ALL_OFF,
     clip=1.0,
+    development=True,
 )
