@@ -77,6 +77,24 @@ class Pull:
         return weights * scale * (-self.total / lr) if scale is not None and lr > 0.0 else None
 
 
+Direct = dict[tuple[float, torch.dtype, torch.device], list[int]]
+"""Places of weights that decay acts on directly, by the sum of lr * decay, their dtype and device."""
+
+
+def _by_kind(pulls: Sequence[Pull | None], weights: Sequence[Tensor]) -> tuple[list[tuple[int, Pull]], Direct]:
+    """Which weights decay pulls through their gradient, and which directly."""
+    through_gradient: list[tuple[int, Pull]] = []
+    direct: Direct = {}
+    for place, (pull, own) in enumerate(zip(pulls, weights, strict=True)):
+        if pull is None:
+            continue
+        if pull.is_direct:
+            direct.setdefault((pull.total, own.dtype, own.device), []).append(place)
+        else:
+            through_gradient.append((place, pull))
+    return through_gradient, direct
+
+
 class AnalyticCollector(DirectionalCollector):
     """Sums what decay multiplied the weights by over the window."""
 
@@ -113,19 +131,18 @@ class AnalyticCollector(DirectionalCollector):
                 own = Pull(binding.optimizer, group, pull, decoupled(binding.optimizer, group))
                 pull_of.update({id(parameter): own for parameter in group["params"] if parameter.requires_grad})
         every = [pull_of.get(id(parameter)) for parameter in weights]
+        # By a slice's start: each slice is asked for at every point.
+        pulled: dict[int, tuple[list[tuple[int, Pull]], Direct]] = {}
 
         def of(part: slice, centre: Sequence[Tensor]) -> list[Block]:
+            if part.start not in pulled:
+                pulled[part.start] = _by_kind(every[part], centre)
+            through_gradient, direct = pulled[part.start]
             found: list[Block] = []
-            direct: dict[tuple[float, torch.dtype, torch.device], list[int]] = {}
-            for place, (pull, own) in enumerate(zip(every[part], centre, strict=True)):
-                if pull is None:
-                    continue
-                if pull.is_direct:
-                    direct.setdefault((pull.total, own.dtype, own.device), []).append(place)
-                    continue
-                way = pull.through_gradient(weights[part][place], own)
+            for place, pull in through_gradient:
+                way = pull.through_gradient(weights[part][place], centre[place])
                 if way is not None:
-                    found.append(Block([place], own.reshape(-1), way.reshape(-1)))
+                    found.append(Block([place], centre[place].reshape(-1), way.reshape(-1)))
             for (total, *_), places in direct.items():
                 joined = tensors.joined([centre[place] for place in places])
                 found.append(Block(places, joined, joined * -total))
