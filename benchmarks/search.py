@@ -34,6 +34,8 @@ from search_parts.sweep import Best
 from search_parts.tables import Earlier
 from search_parts.task import Task
 
+from hdet.errors import ConfigError
+
 ROOT = Path(__file__).parents[1]
 SEEDS, QUICK_SEEDS = 5, 2
 SWEEP_SEEDS, QUICK_SWEEP_SEEDS = 2, 1
@@ -42,6 +44,8 @@ SWEEP_SEEDS, QUICK_SWEEP_SEEDS = 2, 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, then report."""
     given = _parser().parse_args(arguments)
+    if given.quick and given.beside:
+        raise ConfigError("--quick shortens every run, and --beside FOLDER shows runs of full length; give one of them")
     earlier = Earlier.read(given.beside) if given.beside else None
     tasks = chosen(all_tasks(), given.tasks or (list(earlier.best) if earlier else None), "task")
     if given.quick:
@@ -160,7 +164,11 @@ def _findings(
 def _beside(findings: Findings, earlier: Earlier) -> Findings:
     """The same, and what an earlier report has of these tasks by contenders that did not run here."""
     named = all_contenders()
-    others = [name for name in earlier.contenders if name in named and name not in findings.contenders]
+    others = [
+        name
+        for name in earlier.contenders
+        if name in named and name not in findings.contenders and not named[name].uses_library
+    ]
     return replace(
         findings,
         contenders={**findings.contenders, **{name: named[name] for name in others}},

@@ -31,10 +31,15 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def pytest_runtest_setup() -> None:
-    """Every test begins from the same random numbers, whichever ran before it in its process."""
+    """Fixtures draw the same random numbers, whichever test ran before in their process."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+def pytest_runtest_call() -> None:
+    """And so does every test, whichever fixtures were made for it alone."""
+    pytest_runtest_setup()
 
 
 LONGEST = ("test_launching.py", "test_examples.py", "test_conformance.py", "test_ablate.py", "test_benchmark_search.py")

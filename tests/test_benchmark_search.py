@@ -370,6 +370,11 @@ def test_beside_an_earlier_report_only_what_is_new_is_run(bench: Callable[..., i
     assert (tmp_path / "docs" / "best.csv").read_text() == (tmp_path / "earlier" / "best.csv").read_text()
     text = (tmp_path / "docs" / "report.md").read_text()
     assert "Runs from an earlier report: fixed cosine." in text
+    assert [name for name, one in EVERYONE.items() if one.uses_library][:2] == ["hdet", "find"], (
+        "are never taken from it"
+    )
+    with pytest.raises(ConfigError, match="--quick shortens every run"):
+        search.main(["--quick", "--beside", str(tmp_path / "earlier")])
     with pytest.raises(ConfigError, match=r"has no cells\.csv; give the folder of a report"):
         Earlier.read(tmp_path / "nothing")
 

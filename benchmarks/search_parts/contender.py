@@ -36,6 +36,7 @@ class Contender(ABC):
         order: where it stands in tables.
         adaptive: whether it claims to find settings by itself.
         needs: the package that not everybody has installed; its own extra brings it.
+        uses_library: whether its runs may change with the library.
     """
 
     name: ClassVar[str]
@@ -43,6 +44,7 @@ class Contender(ABC):
     order: ClassVar[int] = 50
     adaptive: ClassVar[bool] = True
     needs: ClassVar[str | None] = None
+    uses_library: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:

@@ -34,6 +34,7 @@ class Replicated(Contender):
         whole_runs: each takes whole batches, and a quarter of the steps; else a quarter of each batch, and all steps.
     """
 
+    uses_library = True
     whole_runs: ClassVar[bool] = False
     gradients: ClassVar[Literal["shared", "local"]] = "local"
 

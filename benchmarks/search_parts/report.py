@@ -67,7 +67,7 @@ def _head(findings: Findings, command: str) -> list[str]:
         lines += [f"**Incomplete: {there} of {wanted} runs are there.** Ranks use the complete cases only.", ""]
     if findings.earlier:
         names = ", ".join(findings.contenders[name].title for name in findings.earlier)
-        lines += [f"Runs from an earlier report: {names}.", ""]
+        lines += [f"Runs from an earlier report: {names}. CPU times are compared over machines and days.", ""]
     if len(findings.versions()) > 1:
         lines += [f"**The runs were made with {len(findings.versions())} versions of the library's code.**", ""]
     return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +58,8 @@ class LentGroups(GroupBinding):
         """Put the value last written in force."""
         if self.hand.in_force:
             return
-        self.hand.theirs = [kept(self.optimizer.param_groups[index][self.key]) for index in self.indices]
+        groups = self.optimizer.param_groups
+        self.hand.theirs = [kept(groups[index], self.key, self.item) for index in self.indices]
         self.hand.in_force = True
         if self.hand.value is not None:
             self._put(self.hand.value)
@@ -69,7 +70,7 @@ class LentGroups(GroupBinding):
             return
         self.hand.in_force = False
         for index, theirs in zip(self.indices, self.hand.theirs, strict=True):
-            put_back(self.optimizer.param_groups[index], self.key, theirs)
+            put_back(self.optimizer.param_groups[index], self.key, theirs, self.item)
 
     def _put(self, value: float) -> None:
         if self.course is None:
@@ -80,7 +81,7 @@ class LentGroups(GroupBinding):
         reference = row[self.reference]
         for index, theirs in zip(self.indices, self.hand.theirs, strict=True):
             group = self.optimizer.param_groups[index]
-            if isinstance(theirs, Tensor):
+            if isinstance(theirs, Tensor) and self.item is None:
                 # As a factor, so that a rate that lies on a device is not read.
                 with torch.no_grad():
                     group[self.key].copy_(theirs)
@@ -88,16 +89,8 @@ class LentGroups(GroupBinding):
                         group[self.key].mul_(value / reference)
                 continue
             own = self._moved(row[index], value, reference)
-            if self.item is None:
-                group[self.key] = own
-            else:
-                entry = list(theirs)
-                held = entry[self.item]
-                if isinstance(held, Tensor):
-                    entry[self.item] = torch.full_like(held, fit(own, self.bounds, held.dtype))
-                else:
-                    entry[self.item] = own
-                group[self.key] = tuple(entry)
+            held = torch.full_like(theirs, fit(own, self.bounds, theirs.dtype)) if isinstance(theirs, Tensor) else own
+            put_back(group, self.key, held, self.item)
 
     def _moved(self, theirs: float, value: float, reference: float) -> float:
         """A group's own value, moved as the reference group's was from `reference` to `value`."""
@@ -251,15 +244,19 @@ def _base(knob: BoundKnob, step: Callable[[], int]) -> Callable[[], float]:
     return lambda: knob.base(step())
 
 
-def kept(entry: Any) -> Any:
-    """What a group holds under a key, to be put back; a tensor's value."""
+def kept(group: Mapping[str, Any], key: str, item: int | None = None) -> Any:
+    """What a group holds under a key, or one element of it, to be put back; a tensor's value."""
+    entry = group[key] if item is None else group[key][item]
     return entry.detach().clone() if isinstance(entry, Tensor) else entry
 
 
-def put_back(group: dict[str, Any], key: str, entry: Any) -> None:
-    """What `kept` gave is there again; a tensor in place."""
-    if isinstance(entry, Tensor) and isinstance(group.get(key), Tensor):
+def put_back(group: dict[str, Any], key: str, entry: Any, item: int | None = None) -> None:
+    """What `kept` gave is there again; a tensor in place. Other elements stay as they are."""
+    held = group.get(key) if item is None else group[key][item]
+    if isinstance(entry, Tensor) and isinstance(held, Tensor):
         with torch.no_grad():
-            group[key].copy_(entry)
-    else:
+            held.copy_(entry)
+    elif item is None:
         group[key] = entry
+    else:
+        group[key] = type(group[key])(entry if at == item else other for at, other in enumerate(group[key]))

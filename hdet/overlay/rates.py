@@ -37,7 +37,7 @@ class Rates:
             if entry == RATE and self.follower is not None and total_steps is not None:
                 forecast = self.follower.forecast(total_steps, _rates)
                 between, each = self.follower.steps_between, self.follower.steps_each
-            self.courses[entry] = Course(self.read(entry), forecast, between, each)
+            self.courses[entry] = Course(self.read(entry), forecast, between, each, warms_up=entry == RATE)
         return self.courses[entry]
 
     def read(self, entry: Entry) -> list[float]:

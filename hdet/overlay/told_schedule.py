@@ -30,13 +30,23 @@ class Course:
             nothing is foreseen.
         steps_between: optimizer steps between two steps of the scheduler.
         steps_each: scheduler steps made then.
+        warms_up: whether values that have just risen are taken to go on rising, as a rate's in a warm-up. Of a
+            probability, as Adam's betas are, they are not: it could leave its domain.
     """
 
-    def __init__(self, first: Row, forecast: Sequence[Row] = (), steps_between: int = 1, steps_each: int = 1) -> None:
+    def __init__(
+        self,
+        first: Row,
+        forecast: Sequence[Row] = (),
+        steps_between: int = 1,
+        steps_each: int = 1,
+        warms_up: bool = True,
+    ) -> None:
         self.told: dict[int, list[float]] = {0: list(first)}
         self.forecast = [list(row) for row in forecast]
         self.steps_between = steps_between
         self.steps_each = steps_each
+        self.warms_up = warms_up
         self._last = 0  # the last step told
         self._position = 0
         self._moved_at = 0
@@ -44,8 +54,8 @@ class Course:
     def at(self, step: int) -> list[float]:
         """The values at a step: as told, else as foreseen, else the last that were told.
 
-        Where nothing is foreseen and the values have just risen, they are taken to go on rising for a step: so who asks
-        about the coming step sees a warm-up.
+        Where nothing is foreseen and values that warm up have just risen, they are taken to go on rising for a step: so
+        who asks about the coming step sees a warm-up.
         """
         if step in self.told:
             return self.told[step]
@@ -54,6 +64,8 @@ class Course:
             raise ConfigError(f"the optimizer's values at step {step} are not remembered (only {sorted(self.told)})")
         if self.forecast:
             return self.foreseen(self._ahead(step))
+        if not self.warms_up:
+            return self.told[last]
         before = self.told.get(last - 1, self.told[last])
         return [now + max(0.0, now - then) for now, then in zip(self.told[last], before, strict=True)]
 

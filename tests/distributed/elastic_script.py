@@ -1,4 +1,4 @@
-"""What a user runs by torchrun: trains, and in the first attempt one rank kills itself in mid-window."""
+"""What a user's script does under torchrun: it trains, and in the first attempt one rank kills itself in mid-window."""
 
 from __future__ import annotations
 

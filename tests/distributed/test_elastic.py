@@ -31,22 +31,28 @@ def attempt(rank: int, ranks: int, number: int, port: int, folder: Path) -> None
 def codes(number: int, folder: Path) -> list[int]:
     """The exit codes of two ranks."""
     processes = start(attempt, 2, number, free_port(), folder)
-    for process in processes:
-        process.join(timeout=100)
+    try:
+        for process in processes:
+            process.join(timeout=60)
+        assert not any(process.is_alive() for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
     return [process.exitcode for process in processes]
 
 
 def test_a_kill_a_restart_and_the_same_result(tmp_path: Path) -> None:
     left, killed = codes(0, tmp_path)
-    assert left != 0
+    assert left in (1, -signal.SIGABRT)  # gloo was seen to abort a rank while its process ended, with no frame of hdet
     assert killed == -signal.SIGKILL
-    # gloo was seen to abort a rank while its process ended (SIGABRT, without an hdet frame), which torchrun answers by
-    # one more attempt. That one has to resume as well.
-    assert any(codes(number, tmp_path) == [0, 0] for number in (1, 2, 3))
+    ended = codes(1, tmp_path)
+    if -signal.SIGABRT in ended:
+        ended = codes(2, tmp_path)
+    assert ended == [0, 0]
     # The kill came in step 6: the second attempt goes on from the opening of that window.
     attempts = (tmp_path / "attempts").read_text().splitlines()
     assert attempts[:2] == ["0 None", "1 4"]
-    assert all(int(attempt.split()[1]) >= 4 for attempt in attempts[2:]), attempts
+    assert all(int(line.split()[1]) >= 4 for line in attempts[2:]), attempts
 
     torch.set_num_threads(1)
     model = network()

@@ -99,14 +99,22 @@ def test_told_to_end_it_ends_its_ranks(tmp_path: Path, monkeypatch: pytest.Monke
     before = signal.getsignal(signal.SIGTERM)
     pids = [tmp_path / f"rank{rank}.pid" for rank in range(2)]
 
+    over = threading.Event()
+
     def end() -> None:
         while signal.getsignal(signal.SIGTERM) is before or not all(pid.exists() for pid in pids):
-            time.sleep(0.1)
-        time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGTERM)
+            if over.wait(0.1):
+                return
+        if not over.wait(0.1):
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=end, daemon=True).start()
-    assert launching.launch(2, []) == launching.TERMINATED
+    teller = threading.Thread(target=end)
+    teller.start()
+    try:
+        assert launching.launch(2, []) == launching.TERMINATED
+    finally:
+        over.set()
+        teller.join()
     assert not any(alive(int(pid.read_text())) for pid in pids)
     assert signal.getsignal(signal.SIGTERM) is before
 

@@ -192,6 +192,27 @@ def test_what_the_user_set_is_what_the_user_finds(assert_same: Any) -> None:
     assert all(row[0] == pytest.approx(3 * row[1]) for row in inside)
 
 
+@pytest.mark.parametrize("of_tensors", [False, True])
+def test_two_knobs_of_one_entry_leave_each_other_alone(of_tensors: bool) -> None:
+    """Adam's betas are one tuple: each knob puts back its own element of it, and writes no other."""
+    model = network()
+    set_to = tuple(map(torch.tensor, (0.9, 0.999))) if of_tensors else (0.9, 0.999)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=set_to, foreach=False)
+    knobs = [hdet.Beta1(initial_shift=0.3, controller=Hold()), hdet.Beta2(initial_shift=-0.3, controller=Hold())]
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, window=5, knobs=knobs)
+    inside: list[tuple[float, ...]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: inside.append(tuple(float(beta) for beta in optimizer.param_groups[0]["betas"]))
+    )
+    for number in range(12):
+        loop(model, optimizer, search=search, start=number, stop=number + 1)
+        assert optimizer.param_groups[0]["betas"] == set_to
+    logit = hdet.spaces.Logit()
+    wanted = (logit.apply(0.9, 0.3), logit.apply(0.999, -0.3))
+    assert inside == [pytest.approx(wanted)] * 12
+    assert all(one is held for one, held in zip(set_to, optimizer.param_groups[0]["betas"], strict=True))
+
+
 @pytest.mark.parametrize("stop", [0, 1, 7, 40])
 def test_detached_at_any_step_nothing_is_left(stop: int) -> None:
     model = network()

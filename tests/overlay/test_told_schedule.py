@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, Sequ
 
 import hdet
 from hdet.errors import ConfigError, StepError
+from hdet.overlay.rates import Rates
 
 
 class Trainer:
@@ -87,3 +88,13 @@ def test_steps_by_fractions_of_an_epoch_are_said() -> None:
     attached(lambda optimizer: CosineAnnealingWarmRestarts(optimizer, T_0=10))
     with pytest.raises(StepError, match="stepped by fractions of an epoch"):
         attached(lambda optimizer: CosineAnnealingWarmRestarts(optimizer, T_0=10), per_epoch=4)
+
+
+def test_a_rate_that_rises_is_taken_to_go_on_and_a_probability_is_not() -> None:
+    """Adam's betas could leave their domain."""
+    rates = Rates(adamw(network()), None, driven=False)
+    for entry, values in ((("lr", None), [0.5, 1.25]), (("betas", 0), [0.8, 0.95])):
+        course = rates.course(entry)
+        course.told = {0: [values[0]], 1: [values[1]]}
+        course.tell(1, [values[1]])
+        assert course.at(2) == [2.0 if entry[0] == "lr" else 0.95]

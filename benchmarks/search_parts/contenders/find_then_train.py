@@ -19,6 +19,7 @@ class FindThenTrain(Contender):
     name = "find"
     title = "hdet find, then cosine"
     order = 2
+    uses_library = True
 
     def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
         problem, model = begin(task, setting, seed, meter)

@@ -23,6 +23,7 @@ class Recommended(Contender):
     name = "hdet"
     title = "hdet, recommended"
     order = 1
+    uses_library = True
 
     def prepare(self, task: Task, setting: Setting) -> None:
         self.affordable_steps(task, setting)
