@@ -133,13 +133,20 @@ def __getattr__(name: str) -> ModuleType:
 
     Raises:
         MissingExtraError: the framework is not installed.
-        AttributeError: there is no such name here; the message says which family has it.
+        ImportError: the name is a family's; the message says which. `from hdet import Line` would replace an
+            AttributeError by one without it.
+        AttributeError: there is no such name.
     """
     if name in _INTEGRATIONS:
         return import_module(f"hdet.integrations.{name}")
-    homes = [f"{family.__name__}.{name}" for family in _FAMILIES if hasattr(family, name)]
-    raise AttributeError(f"module 'hdet' has no attribute {name!r}" + (f"; it is {homes[0]}" if homes else ""))
+    for family in _FAMILIES:
+        if name in family.__all__:
+            raise ImportError(
+                f"cannot import name {name!r} from 'hdet': it is {family.__name__}.{name}", name=name, path=__file__
+            )
+    raise AttributeError(f"module 'hdet' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return __all__
+    # Without the integrations: who asks for every name in the list would import every framework.
+    return sorted({*__all__, "__version__", *(family.__name__.removeprefix("hdet.") for family in _FAMILIES)})

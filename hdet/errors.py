@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DivergedError",
+    "HdetError",
+    "IdentifiabilityError",
+    "LostRankError",
+    "MatchError",
+    "MissingExtraError",
+    "StepError",
+]
+
 
 class HdetError(Exception):
     """Base of every error that hdet raises on purpose."""

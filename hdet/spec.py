@@ -24,6 +24,8 @@ from pydantic_core import CoreSchema, core_schema
 
 from hdet.errors import ConfigError
 
+__all__ = ["Spec", "register"]
+
 S = TypeVar("S", bound="Spec")
 C = TypeVar("C", bound="type[Spec]")
 

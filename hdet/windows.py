@@ -9,6 +9,8 @@ from pydantic import Field
 
 from hdet.spec import Spec, register
 
+__all__ = ["FixedWindow", "GrowingWindow", "Windows"]
+
 
 class Windows(Spec, family="window"):
     """The length of each window, by the step it opens at."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import operator
 import re
 
@@ -21,17 +23,32 @@ Symmetric TrainingLoss TwoLevel WindowRecord Windows register
 
 
 def test_about_forty_names_are_shown_and_all_are_there() -> None:
-    assert dir(hdet) == sorted(hdet.__all__)
     assert 36 <= len(hdet.__all__) <= 44
     assert all(hasattr(hdet, name) for name in hdet.__all__)
 
 
+def test_dir_shows_the_version_and_every_family() -> None:
+    shown = {name for name, _ in inspect.getmembers(hdet)}  # which asks for each
+    assert shown == set(dir(hdet)) == {*hdet.__all__, "__version__", "errors", "history", "signals", "spec", "trials"}
+    assert dir(hdet) == sorted(shown)
+    for family in ("errors", "history", "signals", "spec", "windows"):
+        module = importlib.import_module(f"hdet.{family}")
+        assert all(hasattr(module, name) for name in module.__all__)
+
+
 def test_a_name_that_moved_is_told_where_it_is() -> None:
     for name in MOVED.split():
-        with pytest.raises(AttributeError, match=f"no attribute '{name}'; it is hdet") as told:
+        with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'hdet': it is hdet") as told:
             getattr(hdet, name)
         path = re.split("it is hdet.", str(told.value))[1]
         assert path.split(".")[0] in {*hdet.__all__, "history", "signals", "spec"}, path
         assert operator.attrgetter(path)(hdet).__name__ == name
-    with pytest.raises(AttributeError, match=r"no attribute 'Lines'$"):
-        _ = hdet.Lines
+    with pytest.raises(ImportError, match=r"it is hdet\.evidence\.Line$"):
+        from hdet import Line  # noqa: F401
+
+
+@pytest.mark.parametrize("name", ["Lines", "np", "Any", "Path", "strict"])
+def test_a_name_that_a_module_merely_imports_is_no_name_of_hdet(name: str) -> None:
+    assert not hasattr(hdet, name)
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}'$"):
+        getattr(hdet, name)
