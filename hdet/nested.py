@@ -9,6 +9,8 @@ from typing import Any
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of nested mappings, lists and tuples, every value in them changed.
 
+    A named tuple stays one. Any other subclass of `tuple`, such as `torch.Size`, is a value.
+
     >>> mapped({"a": [1.5, 2.5], "b": 3}, int)
     {'a': [1, 2], 'b': 3}
     """
@@ -16,7 +18,9 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return {key: mapped(item, change) for key, item in value.items()}
     if isinstance(value, list):
         return [mapped(item, change) for item in value]
-    if isinstance(value, tuple):
+    if hasattr(value, "_fields") and isinstance(value, tuple):
+        return type(value)(*(mapped(item, change) for item in value))
+    if type(value) is tuple:
         return tuple(mapped(item, change) for item in value)
     return change(value)
 

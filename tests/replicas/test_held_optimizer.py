@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import prodigyopt
 import pytest
@@ -129,3 +129,24 @@ def test_a_state_dict_is_loaded_into_the_tensors_there_are(assert_same: Any) -> 
     step(model, optimizer, 1)
     assert want["param_groups"][0]["lr"].item() == pytest.approx(0.1)  # nothing of it is in use
     assert_same(want["state"][0]["step"], torch.tensor(1.0))
+
+
+class Moments(NamedTuple):
+    """What an optimizer may keep of a parameter under one key."""
+
+    mean: torch.Tensor
+    shape: torch.Size
+
+
+def test_tuples_of_the_state_keep_their_type() -> None:
+    model, optimizer = made("sgd")
+    weight = next(model.parameters())
+    optimizer.state[weight]["moments"] = Moments(torch.ones(2), torch.Size([2, 3]))
+    held = HeldOptimizer(optimizer)
+    held.take()
+    optimizer.state[weight]["moments"].mean.zero_()
+    held.put_back(optimizer)
+    found = optimizer.state[weight]["moments"]
+    assert isinstance(found, Moments)
+    assert type(found.shape) is torch.Size
+    assert found.mean.tolist() == [1.0, 1.0]
