@@ -114,10 +114,12 @@ class Replicas(ABC):
         return False
 
     def on_arrival(self, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        """Let the merge in flight come to `change` of the mean: a pure function, the same in all processes.
+        """Let the merge in flight come to `change` of the mean.
 
         Args:
-            change: from the mean, [P] tensors in float32 at least, to what the parameters become.
+            change: from the mean, [P] tensors in float32 at least, to what the parameters become. It comes to the same
+                in all processes. It is called once, when the result is first needed, and so may step an optimizer;
+                never where the merge is forgotten before (`restored`).
         """
         raise NotImplementedError
 

@@ -23,7 +23,7 @@ class Flight:
         group: one of its own, so that its collective does not queue before those of training.
 
     Attributes:
-        change: what becomes of the mean; None where it is the merge itself.
+        change: what becomes of the mean, called once; None where it is the merge itself.
     """
 
     @torch.no_grad()
