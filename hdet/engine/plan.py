@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -27,7 +27,9 @@ Place = Literal["device", "host"]
 
 
 class Plan:
-    """What is explored, by what evidence, over which windows; see `hdet.Engine` for its arguments. It does not change.
+    """What is explored, by what evidence, over which windows; see `hdet.Engine` for its arguments.
+
+    Nothing in it is replaced later; the knobs themselves move.
 
     Attributes:
         knobs: bound to the replicas of this process, with their evidence and controllers filled in.
@@ -77,18 +79,22 @@ class Plan:
         for declared in knobs:
             admission.declared("a knob", declared, Knob)
         admission.unique_names(knobs)
-        self.replicas = replicas
-        self.windows = FixedWindow(window) if isinstance(window, int) else window
-        self.signal = signal = signal if signal is not None else TrainingLoss()
-        self.gradients: Gradients = gradients
-        self.seed = seed
-        self.anchor, self.averages = anchor, averages
-        self.guard = guard
-        self.objective = objective
-        self.noise_scale = noise_scale
+        self.replicas: Final = replicas
+        self.windows: Final = FixedWindow(window) if isinstance(window, int) else window
+        signal = signal if signal is not None else TrainingLoss()
+        self.signal: Final = signal
+        self.gradients: Final[Gradients] = gradients
+        self.seed: Final = seed
+        self.anchor: Final[Place] = anchor
+        self.averages: Final[Place] = averages
+        self.guard: Final = guard
+        self.objective: Final = objective
+        self.noise_scale: Final = noise_scale
         bind = bind if bind is not None else lambda knob, model, optimizer: knob.bind(model, optimizer)
-        self.merge = merge = merge if merge is not None else Mean()
-        self.outer = outer = [own for own in (merge.outer_optimizer() for _ in replicas.hosts) if own is not None]
+        merge = merge if merge is not None else Mean()
+        self.merge: Final = merge
+        outer = [own for own in (merge.outer_optimizer() for _ in replicas.hosts) if own is not None]
+        self.outer: Final = outer
 
         def bindings(knob: Knob) -> list[Binding]:
             if knob.acts_on == "merge":
@@ -97,25 +103,26 @@ class Plan:
                 return [knob.bind(model, own) for (model, _), own in zip(replicas.hosts, outer, strict=True)]
             return [bind(knob, model, optimizer) for model, optimizer in replicas.hosts]
 
-        self.knobs = bound = [
+        bound = [
             BoundKnob(knob, bindings(knob), replicas.size)
             for knob in (complete(knob, evidence, replicas.diverge) for knob in knobs)
         ]
+        self.knobs: Final = bound
         admission.separate_targets(bound)
         for knob in bound:
             admission.identifiable(knob, knob.evidence, replicas, signal, gradients)
             admission.has_objective(knob, knob.evidence, objective)
-        self.paired = admission.paired(bound, replicas)
-        self.total_steps = admission.common_total(bound, total_steps)
+        self.paired: Final = admission.paired(bound, replicas)
+        self.total_steps: Final = admission.common_total(bound, total_steps)
         admission.guarded(guard, signal)
         sources: dict[Evidence, None] = {}
         for knob in bound:
             assert isinstance(knob.evidence, Evidence)  # each that can be declared is one
             sources[knob.evidence] = None
-        self.evidence = list(sources)
+        self.evidence: Final = list(sources)
         admission.one_model(merge, guard, bound)
-        self.explored = any(knob.evidence.diverges and knob.spec.spread.width for knob in bound)
-        self.apart = replicas.diverge and (gradients == "local" or self.explored or not merge.makes_alike)
+        self.explored: Final = any(knob.evidence.diverges and knob.spec.spread.width for knob in bound)
+        self.apart: Final = replicas.diverge and (gradients == "local" or self.explored or not merge.makes_alike)
 
     @property
     def numbered(self) -> bool:
