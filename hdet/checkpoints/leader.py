@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from hdet.errors import CheckpointError, HdetError
 
 T = TypeVar("T")
+
+Outcome = tuple[T | None, HdetError | None]
+"""What a call returned, or the error that it raised."""
 
 
 def leads(group: dist.ProcessGroup | None) -> bool:
@@ -21,15 +24,26 @@ def led(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
     """What `act()` returns on the group's first rank, which alone calls it, on every rank.
 
     Raises:
-        HdetError: the first rank's, on every rank, so that none waits for one that has gone; an OSError as one too.
+        HdetError: the first rank's, on every rank, so that none waits for one that has gone; an OSError as a
+            CheckpointError.
     """
-    found: list[Any] = list(_tried(act)) if leads(group) else [None, None]
+    return broadcast(group, attempted(act) if leads(group) else None)
+
+
+def broadcast(group: dist.ProcessGroup | None, outcome: Outcome[T] | None) -> T:
+    """The value of the first rank's outcome on every rank, or its error raised there.
+
+    Args:
+        outcome: on the group's first rank what `attempted` returned; the others' is not looked at.
+    """
+    outcomes = [outcome]
     if group is not None:
-        dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
-    if found[1] is not None:
-        raise found[1]
-    value: T = found[0]
-    return value
+        dist.broadcast_object_list(outcomes, src=dist.get_global_rank(group, 0), group=group)
+    assert outcomes[0] is not None
+    value, error = outcomes[0]
+    if error is not None:
+        raise error
+    return cast("T", value)
 
 
 def shared_out(group: dist.ProcessGroup | None, names: Sequence[str], act: Callable[[str], T]) -> Mapping[str, T]:
@@ -39,7 +53,7 @@ def shared_out(group: dist.ProcessGroup | None, names: Sequence[str], act: Calla
         HdetError: that of the first rank that raised, on every rank; an OSError as one too.
     """
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    own = _tried(lambda: {name: act(name) for name in names[rank::size]})
+    own = attempted(lambda: {name: act(name) for name in names[rank::size]})
     everyone: list[Any] = [own]
     if group is not None:
         everyone = [None] * size
@@ -50,10 +64,11 @@ def shared_out(group: dist.ProcessGroup | None, names: Sequence[str], act: Calla
     return {name: value for found, _ in everyone for name, value in found.items()}
 
 
-def _tried(act: Callable[[], T]) -> tuple[T | None, HdetError | None]:
+def attempted(act: Callable[[], T], file_error: type[HdetError] = CheckpointError) -> Outcome[T]:
+    """What came of `act()`; an OSError becomes a `file_error`, so that all ranks can be given it."""
     try:
         return act(), None
     except HdetError as error:
         return None, error
     except OSError as error:
-        return None, CheckpointError(f"a file of the run could not be read or written: {error}")
+        return None, file_error(f"a file of the run could not be read or written: {error}")

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import batch, difference, loss_of, network, optimizer_of, train
 
 import hdet
+from hdet.app.run import launching
 from hdet.replicas.distributed.exchange import Exchange
 
 VICTIM = 1
@@ -56,8 +57,8 @@ def engine_of(blow: Callable[[], None], gradients: str, wrapped: bool) -> hdet.E
     return cases.engine_of(hdet.distribute(model, optimizer_of(model), exact=True), gradients=gradients)
 
 
-def in_forward(folder: Path, sign: int, gradients: str, wrapped: bool) -> None:
-    engine = engine_of(partial(strike, sign), gradients, wrapped)
+def in_forward(folder: Path, gradients: str, wrapped: bool) -> None:
+    engine = engine_of(partial(strike, signal.SIGKILL), gradients, wrapped)
     checkpoints = hdet.checkpoints.CheckpointFolder(folder)
     train(engine, 4)
     checkpoints.save(engine)
@@ -158,7 +159,7 @@ def resumes_whole(folder: Path) -> None:
 @pytest.mark.parametrize("wrapped", [True, False])
 @pytest.mark.parametrize("gradients", ["shared", "local"])
 def test_a_killed_rank_ends_the_others_with_a_clear_error(tmp_path: Path, gradients: str, wrapped: bool) -> None:
-    found = survivors(in_forward, 2, tmp_path, signal.SIGKILL, gradients, wrapped)
+    found = survivors(in_forward, 2, tmp_path, gradients, wrapped)
     assert set(found) == {0}
     assert found[0].startswith("LostRankError: rank 0, ")
     assert "resume from the last checkpoint" in found[0]
@@ -166,10 +167,14 @@ def test_a_killed_rank_ends_the_others_with_a_clear_error(tmp_path: Path, gradie
         resumes_whole(tmp_path)
 
 
-def test_a_terminated_rank_does_the_same(tmp_path: Path) -> None:
-    found = survivors(in_forward, 2, tmp_path, signal.SIGTERM, "local", True)
-    assert set(found) == {0}
-    assert found[0].startswith("LostRankError")
+def test_a_leader_that_is_terminated_ends_those_that_wait_to_hear_of_it() -> None:
+    found = survivors(leading, 2)
+    assert set(found) == {1}
+    assert found[1].startswith("LostRankError: rank 1, hearing of the leading rank: ")
+
+
+def leading() -> None:
+    launching.led(partial(strike, signal.SIGTERM))
 
 
 def test_a_silent_rank_counts_as_lost_after_the_groups_timeout() -> None:

@@ -13,6 +13,7 @@ from tempfile import TemporaryFile
 from typing import IO
 
 import pytest
+import torch.distributed as dist
 from launch import free_port
 from test_run_on_ranks import DECLARED
 
@@ -85,8 +86,21 @@ def test_a_full_disk_of_the_leader_is_an_error_of_hdet() -> None:
     def write() -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(HdetError, match="No space left on device"):
+    with pytest.raises(HdetError, match="No space left on device") as told:
         launching.led(write)
+    assert type(told.value) is HdetError  # it may be any file of the run
+
+
+def test_an_error_of_the_leaders_own_is_no_lost_rank() -> None:
+    def act() -> None:
+        raise RuntimeError("libnccl.so cannot be loaded")
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match=r"^libnccl\.so cannot be loaded$"):
+            launching.led(act)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_told_to_end_it_ends_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

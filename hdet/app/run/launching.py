@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hdet.checkpoints import leader
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, HdetError
 from hdet.replicas.distributed import process_group
 from hdet.replicas.distributed.lost_rank import LOST, translated
 from hdet.replicas.parallel import world
@@ -64,10 +64,13 @@ def led(act: Callable[[], T]) -> T:
     """What `act()` returns on the leading rank, which alone calls it, on every rank.
 
     Raises:
-        HdetError: as `hdet.checkpoints.leader.led`.
+        HdetError: the leader's, on every rank, so that none waits for one that has gone; an OSError, such as a full
+            disk's, as one too.
+        LostRankError: another rank is gone.
     """
+    outcome = leader.attempted(act, HdetError) if leads() else None  # its own errors say nothing of other ranks
     with translated("hearing of the leading rank"):
-        return leader.led(dist.group.WORLD if world() > 1 else None, act)
+        return leader.broadcast(dist.group.WORLD if world() > 1 else None, outcome)
 
 
 def restarted() -> bool:
