@@ -342,8 +342,8 @@ def _nested(plain: Any, tensors_by_path: Mapping[str, Tensor], prefix: str = "")
     path = f"{prefix}/" if prefix else ""
     if isinstance(plain, dict):
         return {key: _nested(item, tensors_by_path, f"{path}{key}") for key, item in plain.items()}
-    if isinstance(plain, list):
-        return [_nested(item, tensors_by_path, f"{path}{number}") for number, item in enumerate(plain)]
+    if type(plain) in (list, tuple):
+        return type(plain)(_nested(item, tensors_by_path, f"{path}{number}") for number, item in enumerate(plain))
     return plain
 
 

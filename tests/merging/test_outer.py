@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +189,30 @@ def test_a_run_that_is_taken_up_is_the_same_run(step: int, problem: Any, train: 
     second.load_state_dict(through_a_file(first.state_dict()))
     train(second)
     assert same(held(whole), held(second))
+
+
+class Paired(torch.optim.SGD):
+    """Keeps two tensors of a parameter in one tuple."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                zero = torch.zeros_like(parameter)
+                mean, last = self.state[parameter].get("moments", (zero, zero))
+                self.state[parameter]["moments"] = mean, last = 0.9 * mean + parameter.grad, parameter.grad.clone()
+                parameter.sub_(mean + last, alpha=group["lr"])
+
+
+def test_a_checkpoint_holds_what_the_outer_optimizer_keeps_in_tuples(tmp_path: Path, problem: Any, train: Any) -> None:
+    merge = Outer(0.1, optimizer=f"{__name__}:Paired", options={})
+    whole, other = engine_of(problem, merge), engine_of(problem, merge)
+    train(whole, 2 * WINDOW)
+    hdet.checkpoints.CheckpointFolder(tmp_path).save(whole)
+    hdet.checkpoints.CheckpointFolder(tmp_path).resume(other)
+    train(whole)
+    train(other)
+    assert same(held(whole), held(other))
 
 
 def test_another_merge_does_not_take_up_what_it_cannot_know(problem: Any, train: Any) -> None:
