@@ -30,7 +30,8 @@ class WindowRecord:
         losses: mean training losses of the same; `None` where a replica was not finite.
         estimates: by knob: slope, stderr, t, curvature, curvature_stderr, and `averaged` (the same at
             window-averaged weights) where the evidence has it.
-        moves: by knob, in coordinate units.
+        moves: by knob, in coordinate units: how far its shift moved since the window before closed. Under torchft this
+            includes what groups agreed on as the window opened.
         merged: whether replicas were merged.
         faults: what went wrong, each with `kind` and the step or replica it concerns.
         seconds: wall time of the window, and `closing`, the part of it spent at its end.

@@ -61,11 +61,12 @@ class OpenPart(Strict):
 
 
 class KnobPart(Strict):
-    """A knob's learned shift and its controller's state."""
+    """A knob's learned shift and its controller's state; of the shift what moves have counted, where that differs."""
 
     shift: float = Field(allow_inf_nan=False)
     peak: float = Field(allow_inf_nan=False)
     controller: dict[str, Any]
+    counted: float | None = Field(default=None, allow_inf_nan=False)
 
 
 class MergePart(Strict):

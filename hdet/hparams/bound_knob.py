@@ -70,6 +70,7 @@ class BoundKnob:
         self.bindings = list(bindings)
         self.schedule = spec.schedule if spec.schedule is not None else Constant(_base(self.bindings[0], self.name))
         self.shift = spec.initial_shift
+        self._counted = self.shift  # by the moves that were returned
         self.state = self.controller.start()
         self.reasons: dict[str, str] = {}
         self._placed: tuple[int, float, float, float]  # step, shift, base and reach, as last worked out
@@ -249,12 +250,19 @@ class BoundKnob:
     def _move(self, move: float) -> float:
         if not math.isfinite(move):
             raise ConfigError(f"{self.name}: {type(self.controller).__name__} moved by {move}")
-        before = self.shift
-        wanted = min(max(before + move, -self.spec.authority), self.spec.authority)
+        self.shift = self._within(self.shift + move)
+        before, self._counted = self._counted, self.shift
+        return self.shift - before
+
+    def agree(self, shift: float) -> None:
+        """Take what others that explore the same agreed on as the shift; the next move that is returned counts it."""
+        self.shift = self._within(shift)
+
+    def _within(self, shift: float) -> float:
+        wanted = min(max(shift, -self.spec.authority), self.spec.authority)
         # A shift past which the peak would only press against a bound is cut back to it: no windup.
         down, up = self.spec.space.room(self.peak, self.spec.bounds)
-        self.shift = min(max(wanted, -down), up)
-        return self.shift - before
+        return min(max(wanted, -down), up)
 
     def rest(self) -> None:
         """End exploration: every replica takes the base."""
@@ -267,7 +275,8 @@ class BoundKnob:
 
     def state_dict(self) -> dict[str, Any]:
         """Shift, controller state and a base that was read, as plain numbers; levels follow from seed and window."""
-        return {"shift": self.shift, "peak": self.peak, "controller": to_plain(self.state)}
+        plain = {"shift": self.shift, "peak": self.peak, "controller": to_plain(self.state)}
+        return plain if self._counted == self.shift else {**plain, "counted": self._counted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`.
@@ -282,6 +291,8 @@ class BoundKnob:
                 f"(in coordinate units); declare authority={abs(shift):g} or more to resume"
             )
         self.shift = shift
+        counted = state.get("counted")
+        self._counted = shift if counted is None else float(counted)
         if self.schedule.total_steps is None:
             self.peak = float(state["peak"])
         if self.spec.schedule is None:

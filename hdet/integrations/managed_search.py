@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
+from torch.optim import Optimizer
 
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, StepError
+from hdet.integrations.managed_state import Carried
 from hdet.overlay.attach import attach
+from hdet.overlay.riding import makes_state
 from hdet.overlay.search import Search
 from hdet.record import WindowRecord
 
@@ -33,46 +35,86 @@ class Agreed:
 
     search: Search
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, optimizer: Optimizer) -> None:
         self.manager = manager
+        self.optimizer = optimizer
         self._shifts: list[float] | None = None
 
-    def ride(self, search: Search, before_step: RemovableHandle) -> None:
-        """Go with a search until it is detached."""
+    def ride(self, search: Search) -> None:
+        """Go with a search until it is detached.
+
+        Raises:
+            ConfigError: the manager carries something else.
+        """
         self.search = search
+        carried = Carried.by(self.manager)
+        carried.take(self)
+        search.undo_when_detached(carried.leave)
         search.agree_on_losses(self.mean_loss)
-        search.undo_when_detached(before_step.remove)
-        self.manager.register_state_dict_fn("hdet", self._take_over, self._state)
 
     def mean_loss(self, loss: Tensor) -> Tensor:
-        """The mean of the groups' losses, 0-dim; beside it in the first pass of a window, the mean of all shifts."""
+        """The mean of the groups' losses, 0-dim; beside it in each pass of a window's first step, that of all shifts.
+
+        An average over groups that can be gone has to be made before a step is committed, so not as a window closes.
+        """
         engine = self.search.engine
         opening = engine.step_count == engine.cycle.window.start
         shifts = [knob.shift for knob in engine.knobs] if opening else []
-        told = torch.cat([loss.reshape(1).double(), torch.tensor(shifts, dtype=torch.float64, device=loss.device)])
+        told = torch.cat([loss.reshape(1).double(), in_parts(shifts).to(loss.device)])
         self.manager.allreduce(told).wait()
-        self._shifts = told[1:].tolist() if opening else None
+        self._shifts = together(told[1:]) if opening else None
         return told[0].to(loss.dtype)
 
     def take_mean(self, *_: Any) -> None:
-        """A step is committed: go by the mean of what the groups learned."""
+        """A step is committed: go by the mean of what the groups learned.
+
+        Raises:
+            StepError: it opens a window, and no loss was told with which the mean could come.
+        """
         shifts, self._shifts = self._shifts, None
-        if shifts is None:
-            return
         engine = self.search.engine
-        if shifts != [knob.shift for knob in engine.knobs]:
-            for knob, shift in zip(engine.knobs, shifts, strict=True):
-                knob.shift = shift
+        if engine.finished or engine.step_count != engine.cycle.window.start or makes_state(self.optimizer):
+            return
+        if shifts is None:
+            raise StepError(
+                f"no training loss was told in step {engine.step_count}, which opens a window: what replica groups "
+                f"learned is averaged with the loss; write search.loss(loss).backward() in each pass, in all groups, "
+                f"or return the loss from the model"
+            )
+        differing = [(knob, shift) for knob, shift in zip(engine.knobs, shifts, strict=True) if knob.shift != shift]
+        for knob, shift in differing:
+            knob.agree(shift)
+        if differing:
             engine.reapply()
 
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
+        """What a group that comes back takes over."""
         windows = [record.to_json() for record in self.search.history.windows]
         return {"search": self.search.state_dict(), "windows": windows}
 
-    def _take_over(self, state: dict[str, Any]) -> None:
+    def take_over(self, state: dict[str, Any]) -> None:
+        """Go on where another group is, by its `state`."""
         if state["windows"]:
             self.search.history.take_over([WindowRecord.from_json(line) for line in state["windows"]])
         self.search.load_state_dict(state["search"])
+
+
+def in_parts(numbers: Sequence[float]) -> Tensor:
+    """[2n] float64: the first 24 bits of n numbers, and then their others.
+
+    The mean of n equal numbers is not always that number: (x + x + x) / 3 may be off by the last bit. Sums of equal
+    parts are exact, and so is their mean.
+    """
+    whole = torch.tensor(numbers, dtype=torch.float64)
+    first = whole.float().double()
+    return torch.cat([first, whole - first])
+
+
+def together(parts: Tensor) -> list[float]:
+    """The n numbers that were taken `in_parts`, or the means of such."""
+    count = len(parts) // 2
+    numbers: list[float] = (parts[:count] + parts[count:]).tolist()
+    return numbers
 
 
 def require_shareable(options: Mapping[str, Any]) -> None:

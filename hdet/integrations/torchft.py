@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from hdet.engine.tally import Losses
 from hdet.errors import CheckpointError, ConfigError, LostRankError, MissingExtraError
 from hdet.evidence import Divergent
 from hdet.integrations.managed_search import Agreed, require_managed, require_shareable
+from hdet.integrations.managed_state import Carried
 from hdet.merging.exploit import Exploit
 from hdet.overlay import attach as overlay
 from hdet.overlay.search import Search
@@ -41,10 +43,10 @@ def attach(manager: Manager, model: nn.Module, optimizer: Any, *, probe: Probe, 
     """Explore learning rate and weight decay where torchft averages gradients over replica groups at every step.
 
     The loop stays as it is. All groups hold the same weights and read the same probe, so each makes the search by
-    itself, and all learn the same. What could differ is made equal with the groups that are there: a pass's training
-    loss is their mean, and so is, as a window opens, what was learned. (Groups on other hardware differ in last bits.)
-    A step that torchft does not commit is none. A group that comes back takes over the search with the weights, at
-    whatever step.
+    itself. Groups on other hardware differ in last bits, so they go by means over the groups that are there: of a
+    pass's training loss, and of the shifts in a window's first step. All steps are so made at equal values. Between a
+    window's end and the next step a group's shifts are its own. A step that torchft does not commit is none. A group
+    that comes back takes over the search with the weights, at whatever step.
 
     Costs one more all-reduce a pass, of some numbers.
 
@@ -54,29 +56,32 @@ def attach(manager: Manager, model: nn.Module, optimizer: Any, *, probe: Probe, 
         optimizer: torchft's, or the one in it.
         probe: held-out loss, the same in all groups.
         options: of `hdet.attach`, without `guard`, `noise_scale` and `replicas`. `micro_batches` is 1 by default, and
-            the loop calls `search.loss(...)` in each pass, in all groups.
+            the loop calls `search.loss(...)` in each pass, in all groups. `history` is another path in each group.
 
     Raises:
         ConfigError: the manager's quorum is asynchronous, a group is of several processes, an option or a knob cannot
-            be had; or what `hdet.attach` refuses.
+            be had, the manager carries another search; or what `hdet.attach` refuses.
+        StepError: in the loop, a window's first step was told no loss.
 
     >>> search = hdet.torchft.attach(manager, model, optimizer, probe=probe, total_steps=1000)  # doctest: +SKIP
     """
     require_shareable(options)
     require_managed(manager)
     bare_optimizer: Optimizer = getattr(optimizer, "optim", optimizer)
-    agreed = Agreed(manager)
-    before_step = bare_optimizer.register_step_pre_hook(agreed.take_mean)  # before the search's own
+    agreed = Agreed(manager, bare_optimizer)
     options["exclude"] = sorted({*options.get("exclude", ()), *FORWARD})
     options["guard"] = None
     seats = options.pop("micro_batches", 1)
-    try:
+    with ExitStack() as undo:
+        undo.callback(bare_optimizer.register_step_pre_hook(agreed.take_mean).remove)  # before the search's own
         place = micro_batches(unwrapped(model)[0], bare_optimizer, seats)
         search = overlay.attach(model, bare_optimizer, probe=probe, replicas=place, **options)
+        search.undo_when_detached(undo.pop_all().close)
+    try:
+        agreed.ride(search)
     except BaseException:
-        before_step.remove()
+        search.detach()
         raise
-    agreed.ride(search, before_step)
     return search
 
 
@@ -134,7 +139,7 @@ class ManagedEngine:
         self._exchange = home.exchange
         self._manager = home.exchange.manager
         self._kept = engine.state_dict()
-        self._manager.register_state_dict_fn("hdet", self._take_over, self._state)
+        Carried.by(self._manager).take(self)
         self._open()
 
     def step(self, losses: Losses | None = None) -> WindowRecord | None:
@@ -173,7 +178,8 @@ class ManagedEngine:
             self._manager.should_commit()  # it cannot, and asks for new connections
             self._manager.start_quorum()
 
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
+        """What a group that comes back takes over."""
         return {
             "declaration": self._declaration,
             "engine": self._kept,
@@ -181,7 +187,12 @@ class ManagedEngine:
             "looked": self.engine.cycle.standstill.done,
         }
 
-    def _take_over(self, state: dict[str, Any]) -> None:
+    def take_over(self, state: dict[str, Any]) -> None:
+        """Go on where another group is, by its `state`.
+
+        Raises:
+            CheckpointError: the group declares another run.
+        """
         own, others = self._declaration, state["declaration"]
         differing = sorted(field for field in {*own, *others} if own.get(field) != others.get(field))
         if differing:

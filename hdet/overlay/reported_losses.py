@@ -29,12 +29,16 @@ class ReportedLosses:
     """
 
     def __init__(self) -> None:
-        self.agree: Callable[[Tensor], Tensor] = torch.detach
+        self.agree_no_more()
         self.divided = False
         self.seen = False
         self._known = False
         self._losses: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
+
+    def agree_no_more(self) -> None:
+        """Each loss that is reported stands for itself."""
+        self.agree: Callable[[Tensor], Tensor] = torch.detach
 
     def note(self, number: int, loss: Tensor) -> None:
         """The loss of a pass, by its number in the step."""

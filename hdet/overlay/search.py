@@ -120,12 +120,14 @@ class Search(AbstractContextManager["Search"]):
     def agree_on_losses(self, agree: Callable[[Tensor], Tensor]) -> None:
         """Of each pass's loss, detached, take what this returns: the mean over others that train the same model.
 
-        Only needed where torch.distributed does not know of them.
+        Only needed where torch.distributed does not know of them. It ends as the search is detached.
         """
-        self._riding.losses.agree = agree
+        losses = self._riding.losses
+        losses.agree = agree
+        self.undo_when_detached(losses.agree_no_more)
 
     def undo_when_detached(self, undo: Callable[[], object]) -> None:
-        """Something was done to the optimizer for this search, and `undo` takes it back."""
+        """Something was done for this search, and `undo` takes it back."""
         self._undo.append(undo)
 
     def __exit__(

@@ -149,6 +149,18 @@ def test_the_shift_stays_within_authority_and_the_moves_add_up_to_it(
     assert 0.0 <= knob.base(0) <= 1.0
 
 
+def test_the_next_move_counts_what_others_agreed_on() -> None:
+    knob, again = bound(authority=1.0), bound(authority=1.0)
+    assert wish(knob, 0.25) == 0.25
+    knob.agree(0.75)
+    again.load_state_dict(knob.state_dict())
+    for one in (knob, again):
+        assert wish(one, -0.125) == 0.375
+        assert one.shift == 0.625
+        one.agree(1.5)
+        assert one.shift == 1.0
+
+
 def test_a_move_into_a_bound_does_not_wind_up() -> None:
     knob = bound(value=0.5)
     assert wish(knob, 5.0) == pytest.approx(math.log(2))

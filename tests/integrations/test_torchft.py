@@ -154,6 +154,19 @@ def test_what_cannot_do_without_a_replica_is_refused(tmp_path: Path, monkeypatch
             }.items():
                 with pytest.raises(hdet.errors.ConfigError, match=message):
                     hdet.torchft.attach(manager, shared, stepped, probe=probe, total_steps=STEPS, **options)
+            another = example.made()
+            steps_another = torch.optim.AdamW(another.parameters(), lr=1e-4)
+            both = [(shared, stepped), (torchft.DistributedDataParallel(manager, another), steps_another)]
+            search = hdet.torchft.attach(manager, *both[0], probe=probe, total_steps=STEPS, quiet=True)
+            with pytest.raises(hdet.errors.ConfigError, match="carries another search or managed engine"):
+                hdet.torchft.attach(manager, *both[1], probe=probe, total_steps=STEPS, quiet=True)
+            assert not steps_another._optimizer_step_pre_hooks
+            search.detach()
+            assert not optimizer._optimizer_step_pre_hooks
+            for given in both:
+                hdet.torchft.attach(manager, *given, probe=probe, total_steps=STEPS, quiet=True).detach()
+            with pytest.raises(hdet.errors.CheckpointError, match="has a search attached, and this one has none"):
+                manager._load_state_dict_fns["hdet"]({"search": {}})
             for message, given in {
                 "torchft steps this optimizer where": (model, stepped),
                 "the model is in torchft's DistributedDataParallel": (shared, optimizer),
@@ -182,10 +195,10 @@ def test_a_group_that_declares_another_run_takes_nothing_over(tmp_path: Path, mo
                 replicas = hdet.torchft.distribute(managers[-1], model, optimizer, group=group, groups=2)
                 groups.append(hdet.torchft.ManagedEngine(hdet.Engine(replicas, **example.declared(WINDOW), seed=seed)))
             with pytest.raises(hdet.errors.CheckpointError, match="groups disagree on seed: seed is 7 here and 0 in"):
-                groups[1]._take_over(groups[0]._state())
-            state = groups[0]._state()
+                groups[1].take_over(groups[0].state())
+            state = groups[0].state()
             optimizer.param_groups[0]["weight_decay"] = 0.5  # as a scheduler of the loop may
-            groups[0]._take_over(state)
+            groups[0].take_over(state)
         finally:
             for manager in managers:
                 manager.shutdown(wait=False)
@@ -222,6 +235,7 @@ def test_lost_steps_and_a_group_that_comes_back_in_mid_window_leave_the_same_run
     for found in loops:
         assert found["searched"]["shifts"] == loops[0]["searched"]["shifts"]
         assert found["searched"]["shifts"]["learning_rate"] > 1
+        assert found["searched"]["history"] == loops[0]["searched"]["history"]
         assert_same(found["searched"]["left"], loops[0]["searched"]["left"])
         assert_same(found["came back"], found["searched"])
 
@@ -230,6 +244,28 @@ def test_groups_that_would_learn_different_rates_go_by_their_mean(loops: list[Fo
     one, other = (found["apart"] for found in loops)
     assert one["shifts"] != loops[0]["searched"]["shifts"]
     assert_same(one["left"], other["left"])
+    assert [x["moves"] for x in one["history"]] != [x["moves"] for x in other["history"]]
+    for own, others in zip(one["history"], other["history"], strict=True):
+        assert (own["bases"], own["course"], own["losses"]) == (others["bases"], others["course"], others["losses"])
+        assert [x["opened"] for x in own["learned"].values()] == [x["opened"] for x in others["learned"].values()]
+    for found in (one, other):
+        for knob, moved in found["moved"].items():
+            assert sum(record["moves"][knob] for record in found["history"]) == pytest.approx(moved, abs=1e-12)
+
+
+def test_a_search_is_detached_and_another_attached_in_the_same_loop(loops: list[Found], assert_same: Any) -> None:
+    for found in loops:
+        anew = found["anew"]
+        assert anew["served"] == {}
+        assert anew["own_loss"] == anew["heard_after_detach"]
+        assert [stop for _, stop, _ in anew["windows"]] == [WINDOW, 2 * WINDOW]
+        assert_same(anew["left"], loops[0]["anew"]["left"])
+        assert anew["history"] == loops[0]["anew"]["history"]
+
+
+def test_a_loop_that_tells_no_loss_is_told_so_in_its_first_step(loops: list[Found]) -> None:
+    for found in loops:
+        assert "no training loss was told in step 0, which opens a window" in found["untold"]
 
 
 def test_the_outer_merge_is_torchfts_diloco(loops: list[Found], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -134,9 +135,19 @@ class Shared:
         self.stepped = torchft.Optimizer(self.manager, self.optimizer)
         self.search: hdet.Search | None = None
         if searched is not None:
-            probe = hdet.Probe(probed, [batch(10**6, shard) for shard in range(8)])
-            options = {"total_steps": STEPS, "window": WINDOW, "quiet": True, **searched}
-            self.search = hdet.torchft.attach(self.manager, self.model, self.stepped, probe=probe, **options)
+            self.attach(searched, probed)
+
+    def attach(self, searched: dict[str, Any], probed: Any = loss_of) -> None:
+        probe = hdet.Probe(probed, [batch(10**6, shard) for shard in range(8)])
+        options = {"total_steps": STEPS, "window": WINDOW, "quiet": True, **searched}
+        self.search = hdet.torchft.attach(self.manager, self.model, self.stepped, probe=probe, **options)
+
+    def detach(self) -> hdet.Search:
+        """The loop goes on without the search."""
+        assert self.search is not None
+        search, self.search = self.search, None
+        search.detach()
+        return search
 
     def train(self, stop: int, lost: Sequence[int] = ()) -> Shared:
         """Steps up to `stop`; of those that are lost the first attempt fails in this group."""
@@ -159,6 +170,9 @@ class Shared:
         if self.search is not None:
             found["shifts"] = {name: learned.factor for name, learned in self.search.shifts.items()}
             found["windows"] = [(record.start, record.stop, record.loss) for record in self.search.history]
+            found["moved"] = {k.name: k.shift - k.spec.initial_shift for k in self.search.engine.knobs}
+            told = ("bases", "course", "losses", "estimates", "moves", "learned", "reasons")
+            found["history"] = [{key: line[key] for key in told} for line in map(written, self.search.history)]
         return found
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -178,9 +192,42 @@ def came_back(groups: Groups) -> dict[str, Any]:
     return Shared(groups, "again", {}).train(STEPS).leave()
 
 
+def attached_anew(groups: Groups) -> dict[str, Any]:
+    """A search, steps without it in the same loop, and another; between them a loss is told to the one that was."""
+    run = Shared(groups, "anew", {}).train(WINDOW + 3)
+    earlier = run.detach()
+    run.train(WINDOW + 5)
+    served = run.manager._user_state_dicts["hdet"]()
+    heard = earlier._riding.losses
+    heard.note(0, torch.tensor(1.0 + groups.group))
+    run.attach({"total_steps": 2 * WINDOW})
+    found = run.train(3 * WINDOW + 5).leave()
+    return {**found, "served": served, "own_loss": 1.0 + groups.group, "heard_after_detach": float(heard.mean())}
+
+
+def untold(groups: Groups) -> str:
+    """What is said of a loop that tells no loss."""
+    run = Shared(groups, "untold", {})
+    silent, run.search = run.search, None
+    try:
+        run.train(1)
+    except hdet.errors.StepError as error:
+        return str(error)
+    finally:
+        run.search = silent
+        run.leave()
+    return ""
+
+
 def mislabelled(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
     """A probe that training makes worse."""
     return loss_of(model, (given[0], 3 - given[1]))
+
+
+def written(record: hdet.history.WindowRecord) -> dict[str, Any]:
+    """As in a file, where an infinite error is null."""
+    line: dict[str, Any] = json.loads(record.to_json())
+    return line
 
 
 def copied(model: nn.Module) -> list[Tensor]:
@@ -197,6 +244,8 @@ def main(group: int, folder: Path) -> None:
         "held": Shared(groups, "kept", {"knobs": HELD, "schedule": None}).train(STEPS).leave(),
         "searched": Shared(groups, "searched", {}).train(STEPS).leave(),
         "came back": came_back(groups),
+        "anew": attached_anew(groups),
+        "untold": untold(groups),
         "apart": Shared(groups, "apart", {}, probed=[loss_of, mislabelled][group]).train(STEPS).leave(),
     }
     torch.save(found, folder / f"loops{group}.pt")
