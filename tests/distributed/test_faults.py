@@ -167,14 +167,25 @@ def test_a_killed_rank_ends_the_others_with_a_clear_error(tmp_path: Path, gradie
         resumes_whole(tmp_path)
 
 
-def test_a_leader_that_is_terminated_ends_those_that_wait_to_hear_of_it() -> None:
-    found = survivors(leading, 2)
+def test_a_leader_that_is_terminated_ends_those_that_wait_to_hear_of_it(tmp_path: Path) -> None:
+    found = survivors(leading, 2, tmp_path)
     assert set(found) == {1}
     assert found[1].startswith("LostRankError: rank 1, hearing of the leading rank: ")
 
 
-def leading() -> None:
-    launching.led(partial(strike, signal.SIGTERM))
+def leading(folder: Path) -> None:
+    """Rank 0, which hosts the store that ranks meet by, ends when the other needs it no more."""
+    met = folder / "met"
+
+    def act() -> None:
+        while not met.exists():
+            time.sleep(0.01)
+        strike(signal.SIGTERM)
+
+    dist.barrier()
+    if dist.get_rank() == VICTIM:
+        met.touch()
+    launching.led(act)
 
 
 def test_a_silent_rank_counts_as_lost_after_the_groups_timeout() -> None:
