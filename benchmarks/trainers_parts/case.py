@@ -55,8 +55,10 @@ class Case:
     def probe(self) -> hdet.Probe:
         return hdet.Probe(lambda model, batch: model(batch)["loss"], task(self.seed).probe)
 
-    def options(self) -> dict[str, Any]:
-        return {"quiet": True, **({"knobs": HELD, "guard": None} if self.held else {})}
+    def options(self, *, forward: bool = True) -> dict[str, Any]:
+        """What `hdet.attach` is given; `forward` says whether knobs of the forward pass can be had."""
+        held = [knob for knob in HELD if forward or knob.acts_on != "forward"]
+        return {"quiet": True, **({"knobs": held, "guard": None} if self.held else {})}
 
 
 class Predicting(nn.Module):

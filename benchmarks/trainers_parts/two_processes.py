@@ -106,9 +106,7 @@ def _deepspeed(rank: int, case: Case) -> Ended:
         model=model, optimizer=optimizer, lr_scheduler=case.scheduler(optimizer), config=config
     )[0]
     if case.explored:
-        options = case.options()
-        if case.held:
-            options["knobs"] = [knob for knob in options["knobs"] if knob.acts_on != "forward"]
+        options = case.options(forward=False)
         hdet.deepspeed.attach(engine, probe=case.probe(), total_steps=case.steps, **options)
     for tokens in _share(case, rank):
         engine.backward(engine(tokens)["loss"])
@@ -156,9 +154,7 @@ def _torchft(rank: int, case: Case) -> Ended:
         model = torchft.DistributedDataParallel(manager, bare)
         optimizer = torchft.Optimizer(manager, inner)
         if case.explored:
-            options = case.options()
-            if case.held:
-                options["knobs"] = [knob for knob in options["knobs"] if knob.acts_on != "forward"]
+            options = case.options(forward=False)
             options.pop("guard", None)
             hdet.torchft.attach(
                 manager,
