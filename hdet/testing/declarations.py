@@ -53,6 +53,3 @@ def bad_fields_are_refused(spec: Spec) -> None:
             refused(lambda name=name: spec.replace(**{name: object()}), f"{name}=object()")  # type: ignore[misc]
         if isinstance(getattr(spec, name), float):
             refused(lambda name=name: spec.replace(**{name: math.nan}), f"{name}=nan")  # type: ignore[misc]
-
-
-LAWS = (reads_back_equal, frozen, bad_fields_are_refused)

@@ -88,11 +88,3 @@ def bad_arguments_are_refused(design: Design) -> None:
     attempt(levels, ["a"], "two knobs with one name between them")
     attempt(levels, ["a", "a"], "a name given twice")
     attempt([levels[0], TwoLevel(0.5).levels(6)], ["a", "b"], "4 levels of one knob and 6 of another")
-
-
-LAWS = (
-    columns_are_permutations_of_the_levels,
-    the_same_arguments_give_the_same_design,
-    a_copy_of_it_decides_the_same,
-    bad_arguments_are_refused,
-)

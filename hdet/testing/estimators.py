@@ -31,11 +31,7 @@ def _comparison(window: int, batches: int | None, *, effect: float = 1.0, noise:
     """Knob 0 costs `effect` a coordinate, knob 1 pays it, knob 2 does nothing; J sub-batches, or one loss."""
     generator = np.random.Generator(np.random.Philox(key=[window, 17]))
     levels = Hadamard().assign(
-        [TwoLevel(0.5).levels(REPLICAS)] * KNOBS,
-        seed=1,
-        window=window,
-        names=["a", "b", "c"],
-        two_level=[True] * KNOBS,
+        [TwoLevel(0.5).levels(REPLICAS)] * KNOBS, seed=1, window=window, names=["a", "b", "c"], two_level=[True] * KNOBS
     )
     losses = 3.0 + effect * (levels[:, :1] - levels[:, 1:2])
     losses = losses + noise * generator.standard_normal((REPLICAS, batches or 1))
@@ -118,13 +114,7 @@ def a_failed_replica_is_not_heard(estimator: Estimator) -> None:
     for comparisons in _both():
         absent = [Comparison(c.levels[1:], c.losses[1:], c.shifts, c.valid[1:]) for c in comparisons]
         expected = _run(estimator, absent)
-        for loss, valid in (
-            (math.nan, True),
-            (math.inf, True),
-            (-math.inf, False),
-            (1e30, False),
-            (3.0, False),
-        ):
+        for loss, valid in ((math.nan, True), (math.inf, True), (-math.inf, False), (1e30, False), (3.0, False)):
             given = []
             for c in comparisons:
                 losses, flags = c.losses.copy(), c.valid.copy()
@@ -207,21 +197,5 @@ def state_is_plain_numbers(estimator: Estimator) -> None:
             two, again = estimator.estimate(again, c)
             _require_same([list(one)], [list(two)], "from a state that was written and read", 0.0)
             require(
-                to_plain(state) == to_plain(again),
-                f"the next state is {state}, and {again} from a state read back",
+                to_plain(state) == to_plain(again), f"the next state is {state}, and {again} from a state read back"
             )
-
-
-LAWS = (
-    slopes_have_the_sign_of_the_effect,
-    what_all_losses_share_does_not_matter,
-    the_order_of_replicas_does_not_matter,
-    the_order_of_knobs_does_not_matter,
-    a_failed_replica_is_not_heard,
-    too_few_replicas_teach_nothing,
-    equal_losses_teach_nothing,
-    an_unexplored_knob_is_not_judged,
-    a_placebo_is_told_apart,
-    estimates_depend_on_arguments_alone,
-    state_is_plain_numbers,
-)

@@ -20,7 +20,7 @@ from hdet.hparams.outer import OuterKnob
 from hdet.hparams.space import Linear, Space
 from hdet.replicas import replicate
 from hdet.testing.ground import ADAMW, HELD_OUT, Ground, merge_of
-from hdet.testing.law import broken, require
+from hdet.testing.law import broken, require, require_same_model
 
 WINDOW = 4
 REPLICAS = 4
@@ -108,10 +108,7 @@ def every_window_gives_an_estimate(evidence: Evidence, ground: Ground | None, kn
         found = record.estimates.get(knob.label)
         require(found is not None, f"window {record.window} has no estimate of {knob.label}")
     told = [_estimate(record, knob) for record in records]
-    require(
-        any(estimate.known for estimate in told),
-        f"three windows have taught nothing about {knob.label}: {told}",
-    )
+    require(any(estimate.known for estimate in told), f"three windows have taught nothing about {knob.label}: {told}")
     if evidence.averages:
         missing = [record.window for record in records if "averaged" not in record.estimates[knob.label]]
         require(not missing, f"it `averages`, and windows {missing} have no estimate at averaged weights")
@@ -160,18 +157,14 @@ def a_resume_in_mid_window_is_the_same_run(evidence: Evidence, ground: Ground | 
         second = _engine(evidence, knob, ground, windows)
         second.load_state_dict(torch.load(stored, weights_only=True))
         records = ground.train(second, windows * WINDOW)
-    for one, other in zip(expected[-len(records) :], records, strict=True):
+    for record, resumed in zip(expected[-len(records) :], records, strict=True):
         for what in ("bases", "values", "estimates", "moves"):
-            a, b = str(getattr(one, what)), str(getattr(other, what))
-            require(a == b, f"window {one.window} has the {what} {a}, and {b} in the run that was taken up")
-    resumed = second.replicas[0].model.state_dict()
-    for name, value in whole.replicas[0].model.state_dict().items():
-        require(torch.equal(value, resumed[name]), f"{name} differs at the end of the run that was taken up")
+            a, b = str(getattr(record, what)), str(getattr(resumed, what))
+            require(a == b, f"window {record.window} has the {what} {a}, and {b} in the run that was taken up")
+    one, other = (engine.replicas[0].model for engine in (whole, second))
+    require_same_model(one, other, "differs at the end of the run that was taken up")
 
 
 def _estimate(record: WindowRecord, knob: Knob) -> Estimate:
     told = record.estimates[knob.label]
     return Estimate(told["slope"], told["curvature"], told["stderr"], told["curvature_stderr"])
-
-
-LAWS = (every_window_gives_an_estimate, a_placebo_is_told_apart, a_resume_in_mid_window_is_the_same_run)

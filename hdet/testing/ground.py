@@ -61,11 +61,7 @@ class Ground:
         )
 
     def train(
-        self,
-        engine: Engine,
-        until: int,
-        watch: Callable[[int], object] = lambda step: None,
-        same_data: bool = False,
+        self, engine: Engine, until: int, watch: Callable[[int], object] = lambda step: None, same_data: bool = False
     ) -> list[WindowRecord]:
         """The documented loop up to step `until`; `watch` is called in each step before its forward passes.
 

@@ -13,7 +13,7 @@ from hdet.hparams import Knob
 from hdet.hparams.binding import Binding
 from hdet.replicas import replicate
 from hdet.testing.ground import Ground, ground_of, merge_of
-from hdet.testing.law import require
+from hdet.testing.law import require, require_same_model
 
 WINDOW, WINDOWS = 3, 2
 SINGLE = 2e-7
@@ -74,10 +74,7 @@ def binding_writes_nothing(knob: Knob, ground: Ground | None) -> None:
     first = knob.bind(model, optimizer)
     held = first.read()
     second = knob.bind(model, optimizer)
-    require(
-        first.targets == second.targets,
-        f"its targets are {set(first.targets)} and then {set(second.targets)}",
-    )
+    require(first.targets == second.targets, f"its targets are {set(first.targets)} and then {set(second.targets)}")
     require(second.read() == held, f"it reads {held!r}, and {second.read()!r} when bound again")
 
 
@@ -103,12 +100,7 @@ def with_spread_zero_it_changes_nothing(knob: Knob, ground: Ground | None) -> No
         # What a merge steps with is no part of plain training.
         plain = ground.train_plainly(steps, follow) if merge is None else trained([]).replicas[0].model
         engine = trained([still])
-    own = engine.replicas[0].model.state_dict()
-    for name, value in plain.state_dict().items():
-        require(
-            torch.equal(value, own[name]),
-            f"after {steps} steps {name} is not what plain training makes of it",
-        )
+    require_same_model(plain, engine.replicas[0].model, f"is not what plain training makes of it in {steps} steps")
 
 
 def explored_it_stays_in_bounds(knob: Knob, ground: Ground | None) -> None:
@@ -141,16 +133,6 @@ def explored_it_stays_in_bounds(knob: Knob, ground: Ground | None) -> None:
     require(len(records) == WINDOWS, f"{len(records)} windows were closed in {steps} steps")
     ended = {binding.read() for binding in bindings}
     require(len(ended) == 1, f"after the run the replicas hold the values {sorted(ended)}")
-    first = engine.replicas[0].model.state_dict()
     for replica in engine.replicas[1:]:
-        for name, value in replica.model.state_dict().items():
-            require(torch.equal(value, first[name]), f"after the run replica {replica.index} has another {name}")
-
-
-LAWS = (
-    what_is_written_is_read,
-    replicas_are_independent,
-    binding_writes_nothing,
-    with_spread_zero_it_changes_nothing,
-    explored_it_stays_in_bounds,
-)
+        differs = f"is another in replica {replica.index} after the run"
+        require_same_model(replica.model, engine.replicas[0].model, differs)

@@ -7,10 +7,13 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import isfunction
+from types import ModuleType
 from typing import NoReturn
 
 import numpy as np
 import torch
+from torch import nn
 
 from hdet.errors import ConfigError, HdetError
 from hdet.spec import Spec
@@ -57,6 +60,12 @@ class Law:
         return f"{self.spec.kind or type(self.spec).__name__}-{self.name}"
 
 
+def laws_of(module: ModuleType) -> list[Callable[..., None]]:
+    """The laws of a family: the public functions of its module, in their order."""
+    own = [value for name, value in vars(module).items() if isfunction(value) and not name.startswith("_")]
+    return [function for function in own if function.__module__ == module.__name__]
+
+
 class BreachError(Exception):
     """What shows that a law is broken: the input, what came out, what should have."""
 
@@ -81,6 +90,13 @@ def refused(attempt: Callable[[], object], detail: str) -> None:
     except Exception as error:
         broken(f"{detail} raised {type(error).__name__} ({error}), which is no ConfigError")
     broken(f"{detail} was accepted")
+
+
+def require_same_model(one: nn.Module, other: nn.Module, when: str) -> None:
+    """Go on if two models hold the same parameters and buffers, bit for bit."""
+    held = other.state_dict()
+    for name, value in one.state_dict().items():
+        require(torch.equal(value, held[name]), f"{name} {when}")
 
 
 @contextmanager

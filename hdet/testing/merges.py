@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from hdet.replicas.average import Averages
 from hdet.replicas.moving import Moving
 from hdet.signals import TrainingLoss
 from hdet.testing.ground import ADAMW, Ground
-from hdet.testing.law import require
+from hdet.testing.law import require, require_same_model
 
 REPLICAS = 4
 
@@ -57,23 +58,15 @@ class Trained:
         merger.step()
 
 
-def _held(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, copied."""
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
 def identical_replicas_stay_as_they_are(merge: Merge, ground: Ground | None) -> None:
     """Replicas that are all alike stay alike, and a merge that is a mean leaves them as they are, bit for bit."""
     for n in (1, 2, 3, REPLICAS):
         trained = Trained(ground, [0] * n)
-        before = _held(trained.hosts[0][0])
+        before = deepcopy(trained.hosts[0][0])
         trained.merge(merge)
         _require_alike(trained.hosts)
-        for name, value in trained.hosts[0][0].state_dict().items():
-            require(
-                not merge.is_mean or torch.equal(value, before[name]),
-                f"{name} of {n} alike replicas was changed",
-            )
+        if merge.is_mean:
+            require_same_model(trained.hosts[0][0], before, f"of {n} alike replicas was changed")
 
 
 def all_replicas_become_one(merge: Merge, ground: Ground | None) -> None:
@@ -84,10 +77,7 @@ def all_replicas_become_one(merge: Merge, ground: Ground | None) -> None:
     for model, optimizer in trained.hosts:
         (ground or ADAMW).loss(model, 9, 0).backward()
         optimizer.step()
-        require(
-            all(p.isfinite().all() for p in model.parameters()),
-            "a step after the merge gave non-finite weights",
-        )
+        require(all(p.isfinite().all() for p in model.parameters()), "a step after the merge gave non-finite weights")
 
 
 def the_order_of_replicas_does_not_matter(merge: Merge, ground: Ground | None) -> None:
@@ -114,10 +104,7 @@ def a_failed_replica_takes_no_part(merge: Merge, ground: Ground | None) -> None:
                         value.fill_(poison)
         trained.merge(merge, failed=2)
         for name, value in hosts[0][0].named_parameters():
-            require(
-                bool(value.isfinite().all()),
-                f"{name} is not finite, with a replica of weights {poison} not valid",
-            )
+            require(bool(value.isfinite().all()), f"{name} is not finite, with a replica of weights {poison} not valid")
         _require_alike(hosts)
         without = Trained(ground, [0, 1, 3])
         without.merge(merge)
@@ -132,10 +119,8 @@ def a_failed_replica_takes_no_part(merge: Merge, ground: Ground | None) -> None:
 
 
 def _require_alike(hosts: Sequence[tuple[nn.Module, Optimizer]]) -> None:
-    first = hosts[0][0].state_dict()
     for number, (model, _) in enumerate(hosts[1:], start=1):
-        for name, value in model.state_dict().items():
-            require(torch.equal(value, first[name]), f"{name} of replica {number} differs from replica 0's")
+        require_same_model(model, hosts[0][0], f"of replica {number} differs from replica 0's")
 
 
 def _require_close(one: nn.Module, other: nn.Module, when: str) -> None:
@@ -143,10 +128,8 @@ def _require_close(one: nn.Module, other: nn.Module, when: str) -> None:
     for name, value in one.state_dict().items():
         if value.is_floating_point():
             near = torch.allclose(value, held[name], rtol=1e-4, atol=1e-6)
-            require(
-                near,
-                f"{name} is {value.flatten()[:4].tolist()}, and {held[name].flatten()[:4].tolist()} {when}",
-            )
+            one_has, other_has = value.flatten()[:4].tolist(), held[name].flatten()[:4].tolist()
+            require(near, f"{name} is {one_has}, and {other_has} {when}")
 
 
 def _require_states_close(one: Optimizer, other: Optimizer, when: str) -> None:
@@ -155,11 +138,3 @@ def _require_states_close(one: Optimizer, other: Optimizer, when: str) -> None:
             if isinstance(value, Tensor) and value.is_floating_point():
                 near = torch.allclose(value, held[name], rtol=1e-4, atol=1e-6)
                 require(near, f"the optimizer's {name} is another {when}")
-
-
-LAWS = (
-    identical_replicas_stay_as_they_are,
-    all_replicas_become_one,
-    the_order_of_replicas_does_not_matter,
-    a_failed_replica_takes_no_part,
-)

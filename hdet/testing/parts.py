@@ -9,31 +9,32 @@ from hdet.controllers import Ruled
 from hdet.controllers.part import Rule, Veto
 from hdet.controllers.rules import SlopeSum
 from hdet.testing import controllers
-from hdet.testing.law import broken, require
+from hdet.testing.course import course
+from hdet.testing.law import laws_of, require
 
 MOVES = (-3.0, -0.1, -1e-9, 0.0, 1e-9, 0.1, 3.0)
 
 
 def rules_keep_the_laws_of_controllers(rule: Rule) -> None:
     """A controller with this rule alone keeps the laws of controllers."""
-    for law in controllers.LAWS:
+    for law in laws_of(controllers):
         law(Ruled(rules=(rule,)))
 
 
 def vetoes_keep_the_laws_of_controllers(veto: Veto) -> None:
     """A controller with this veto, and a rule that moves in most windows, keeps the laws of controllers."""
-    for law in controllers.LAWS:
+    for law in laws_of(controllers):
         law(_vetoed(veto))
 
 
 def a_veto_only_shrinks(veto: Veto) -> None:
     """What it leaves of a move lies between 0 and the move, and its highest shift is a number."""
-    for state, estimate, context in controllers.windows(_vetoed(veto)):
+    for state, estimate, context in course(_vetoed(veto)):
         own: Any = veto.observe(state.parts[veto.kind], estimate, context)
         for move in MOVES:
             allowed = veto.allow(move, own, estimate, context)
-            if not min(0.0, move) <= allowed <= max(0.0, move):
-                broken(f"of a move of {move} it left {allowed} after {estimate} in {context}")
+            shrunk = min(0.0, move) <= allowed <= max(0.0, move)
+            require(shrunk, f"of a move of {move} it left {allowed} after {estimate} in {context}")
         require(not math.isnan(veto.highest(own)), f"its highest shift is no number after {estimate} in {context}")
 
 

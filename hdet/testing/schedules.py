@@ -45,6 +45,3 @@ def the_end_is_held(schedule: Schedule) -> None:
     last = schedule(total - 1)
     for t in (total, total + 1, 10 * total):
         require(schedule(t) == last, f"step {t} has the value {schedule(t)!r}, the last step {total - 1} has {last!r}")
-
-
-LAWS = (values_are_finite, values_depend_on_the_step_alone, the_end_is_held)

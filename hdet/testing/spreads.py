@@ -79,14 +79,3 @@ def a_wider_spread_is_the_same_spread_scaled(spread: Spread) -> None:
         near = np.allclose(two.levels(n), 2 * one.levels(n), rtol=1e-9, atol=1e-12 * one.width)
         require(near, f"levels({n}) is {one.levels(n).tolist()}, and {two.levels(n).tolist()} at twice the width")
         require(abs(two.centre(n) - 2 * one.centre(n)) <= 1e-9 * one.width, f"centre({n}) does not scale")
-
-
-LAWS = (
-    levels_sum_to_zero,
-    levels_ascend,
-    two_levels_are_two,
-    width_zero_explores_nothing,
-    one_replica_is_refused,
-    levels_are_pure,
-    a_wider_spread_is_the_same_spread_scaled,
-)

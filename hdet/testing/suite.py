@@ -28,19 +28,19 @@ from hdet.testing import (
     window_rules,
 )
 from hdet.testing.ground import Ground
-from hdet.testing.law import Law, same_generators
+from hdet.testing.law import Law, laws_of, same_generators
 from hdet.windows import Windows
 
 Test = Callable[[Any], None]
 
 CALCULATORS: dict[type[Spec], Sequence[Test]] = {
-    Space: spaces.LAWS,
-    Spread: spreads.LAWS,
-    Design: designs.LAWS,
-    Schedule: schedules.LAWS,
-    Windows: window_rules.LAWS,
-    Estimator: estimators.LAWS,
-    Controller: controllers.LAWS,
+    Space: laws_of(spaces),
+    Spread: laws_of(spreads),
+    Design: laws_of(designs),
+    Schedule: laws_of(schedules),
+    Windows: laws_of(window_rules),
+    Estimator: laws_of(estimators),
+    Controller: laws_of(controllers),
     Rule: parts.RULE_LAWS,
     Veto: parts.VETO_LAWS,
 }
@@ -67,16 +67,16 @@ def laws(spec: Spec, *, ground: Ground | None = None, knob: Knob | None = None) 
             f"laws are for instances of Knob, Spread, Controller and the other families; got {spec!r}"
             + ("; make an instance of it" if isinstance(spec, type) else "")
         )
-    found = [_law(spec, test) for test in declarations.LAWS]
+    found = [_law(spec, test) for test in laws_of(declarations)]
     for root, tests in CALCULATORS.items():
         if isinstance(spec, root):
             found += [_law(spec, test, pure=True) for test in tests]
     if isinstance(spec, Knob):
-        found += [_law(spec, test, ground) for test in knobs.LAWS]
+        found += [_law(spec, test, ground) for test in laws_of(knobs)]
     if isinstance(spec, Evidence):
-        found += [_law(spec, test, ground, knob) for test in evidences.LAWS]
+        found += [_law(spec, test, ground, knob) for test in laws_of(evidences)]
     if isinstance(spec, Merge):
-        found += [_law(spec, test, ground) for test in merges.LAWS]
+        found += [_law(spec, test, ground) for test in laws_of(merges)]
     return found
 
 

@@ -26,6 +26,3 @@ def count_counts(windows: Windows) -> None:
                 opened += 1
             counted = windows.count(start, stop)
             require(counted == opened, f"count({start}, {stop}) is {counted}, but {opened} windows are opened")
-
-
-LAWS = (a_window_has_a_step, count_counts)
