@@ -128,7 +128,6 @@ class NoiseMeter:
 def scale_of(squares: NDArray[np.float64], n: int) -> NoiseScale | None:
     """The noise scale from [T, 2] squared norms: of one micro-batch's gradient, and of the sum of n.
 
-    >>> import numpy as np
     >>> found = scale_of(np.array([[3.0, 8.0], [3.0, 8.0]]), n=2)  # |G|^2 = 1, S = 2
     >>> found.scale, found.gradient, found.noise
     (2.0, 1.0, 2.0)

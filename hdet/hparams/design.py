@@ -74,8 +74,6 @@ class Permutation(Design):
     A knob's permutation depends on its own name only, so that adding a knob leaves the others' alone.
     Source: Cheng et al. 2026, arXiv 2604.24708.
 
-    >>> import numpy as np
-    >>> from hdet.hparams.design import Permutation
     >>> levels = [np.array([-1.0, 0.0, 1.0])] * 2
     >>> Permutation().assign(levels, seed=0, window=3, names=["rate", "decay"], two_level=[False, False])
     array([[-1., -1.],
@@ -107,8 +105,6 @@ class Hadamard(Design):
 
     Source: Plackett & Burman 1946, Biometrika 33(4); Box & Wilson 1951 for the foldover.
 
-    >>> import numpy as np
-    >>> from hdet.hparams.design import Hadamard
     >>> levels = [np.array([-1.0, -1.0, 1.0, 1.0])] * 3
     >>> names = ["rate", "decay", "dropout"]
     >>> design = Hadamard().assign(levels, seed=0, window=3, names=names, two_level=[True] * 3)
@@ -176,8 +172,6 @@ class LatinHypercube(Design):
     For graded spreads (`Symmetric`, `Geometric`): each knob's levels are all used once, and the replicas fill
     the space between them. Source: McKay, Beckman & Conover 1979; Morris & Mitchell 1995 for maximin.
 
-    >>> import numpy as np
-    >>> from hdet.hparams.design import LatinHypercube
     >>> levels = [np.linspace(-1, 1, 5)] * 2
     >>> names = ["rate", "decay"]
     >>> design = LatinHypercube().assign(levels, seed=0, window=3, names=names, two_level=[False] * 2)
@@ -214,8 +208,6 @@ class Fixed(Design):
     What is particular to a replica (its data, its machine) is then never told apart from its level: a control
     to compare the random designs with.
 
-    >>> import numpy as np
-    >>> from hdet.hparams.design import Fixed
     >>> levels = [np.array([-1.0, 0.0, 1.0])] * 2
     >>> Fixed().assign(levels, seed=0, window=3, names=["rate", "decay"], two_level=[False, False])
     array([[-1.,  1.],
@@ -236,7 +228,6 @@ def mirrored(pairs: int, *, seed: int, window: int, names: Sequence[str]) -> NDA
     Elsewhere they are cut from the next larger one: the product of two columns, of `pairs` terms, is then at most the
     number of rows that were left out, which is 1 to 3 (more only in the gaps of `hdet.hparams.hadamard`).
 
-    >>> from hdet.hparams.design import mirrored
     >>> mirrored(2, seed=0, window=3, names=["dropout", "smoothing"])
     array([[ 1., -1.],
            [-1.,  1.],

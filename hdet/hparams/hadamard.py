@@ -21,15 +21,15 @@ def hadamard(order: int) -> NDArray[np.int64] | None:
 
     Its other columns therefore hold as many -1 as +1.
 
-    >>> from hdet.hparams.hadamard import hadamard
     >>> hadamard(4).tolist()
     [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
     >>> hadamard(6) is None
     True
     """
-    matrix = _construct(order)
-    if matrix is None:
+    base = _undoubled(order)
+    if base is None:
         return None
+    matrix = _construct(order) if order == base else np.kron(np.array([[1, 1], [1, -1]]), hadamard(order // 2))
     matrix = matrix * matrix[:, :1]
     matrix.setflags(write=False)
     return matrix
@@ -43,7 +43,6 @@ def exists(order: int) -> bool:
 def order_from(least: int) -> int:
     """The smallest order of a Hadamard matrix known here that is not below `least`.
 
-    >>> from hdet.hparams.hadamard import order_from
     >>> [order_from(least) for least in (1, 3, 5, 52)]
     [1, 4, 8, 56]
     """
@@ -55,8 +54,6 @@ def entries(order: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> 
 
     A matrix doubled a times from one of order m has the entries (-1)^popcount(i // m & j // m) M[i % m, j % m].
 
-    >>> import numpy as np
-    >>> from hdet.hparams.hadamard import entries
     >>> entries(65536, np.array([0, 3, 65535]), np.array([1, 65535])).tolist()
     [[1, 1], [-1, 1], [-1, 1]]
     """
@@ -94,29 +91,18 @@ def _undoubled(order: int) -> int | None:
         order //= 2
 
 
-def _construct(order: int) -> NDArray[np.int64] | None:
+def _construct(order: int) -> NDArray[np.int64]:
+    """The matrix of an order that no doubling leads to."""
     if order == 1:
         return np.ones((1, 1), dtype=np.int64)
-    if order != 2 and (order < 4 or order % 4):
-        return None
-    if order & (order - 1) == 0:
-        return _doubled(order)
     if (order - 1) % 4 == 3 and _is_prime(order - 1):
         # Paley I: identity plus a skew conference matrix
         skew = _bordered(order - 1)
         skew[1:, 0] = -1
         return skew + np.eye(order, dtype=np.int64)
-    if (order // 2 - 1) % 4 == 1 and _is_prime(order // 2 - 1):
-        # Paley II: a symmetric conference matrix C, each of its entries made a 2 x 2 block
-        conference = _bordered(order // 2 - 1)
-        blocks = np.kron(conference, np.array([[1, 1], [1, -1]]))
-        return blocks + np.kron(np.eye(order // 2, dtype=np.int64), np.array([[1, -1], [-1, -1]]))
-    return _doubled(order)
-
-
-def _doubled(order: int) -> NDArray[np.int64] | None:
-    half = hadamard(order // 2)
-    return None if half is None else np.kron(np.array([[1, 1], [1, -1]]), half)
+    # Paley II: a symmetric conference matrix C, each of its entries made a 2 x 2 block
+    blocks = np.kron(_bordered(order // 2 - 1), np.array([[1, 1], [1, -1]]))
+    return blocks + np.kron(np.eye(order // 2, dtype=np.int64), np.array([[1, -1], [-1, -1]]))
 
 
 def _bordered(prime: int) -> NDArray[np.int64]:

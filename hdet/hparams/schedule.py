@@ -52,7 +52,6 @@ def sampled(schedule: Schedule) -> list[float]:
 class Constant(Schedule):
     """The same value at every step.
 
-    >>> from hdet.hparams.schedule import Constant
     >>> Constant(0.1)(1000)
     0.1
     """
@@ -81,7 +80,6 @@ class OneCycle(Schedule):
     With `cycle_momentum`, `momentum(t)` moves against the rate, between `max_momentum` and `base_momentum`.
     Source: Smith & Topin 2017, arXiv 1708.07120.
 
-    >>> from hdet.hparams.schedule import OneCycle
     >>> schedule = OneCycle(1.0, total_steps=100)
     >>> [round(schedule(t), 9) for t in (0, 29, 99)]
     [0.04, 1.0, 4e-06]
@@ -147,7 +145,6 @@ class HeldOneCycle(OneCycle):
     step of the first controlled window: the end of the first window at or after the controller's
     `warmup_steps`.
 
-    >>> from hdet.hparams.schedule import HeldOneCycle
     >>> HeldOneCycle(1.0, total_steps=100, held_from=29)(90)
     1.0
     """
@@ -200,7 +197,6 @@ class Cosine(WarmedUp):
 
     Source: Loshchilov & Hutter 2017, arXiv 1608.03983.
 
-    >>> from hdet.hparams.schedule import Cosine
     >>> [round(Cosine(1.0, total_steps=10, warmup=0.2)(t), 3) for t in (0, 1, 2, 6, 9)]
     [0.5, 1.0, 1.0, 0.5, 0.038]
     """
@@ -215,7 +211,6 @@ class LinearDecay(WarmedUp):
 
         value(t) = floor + (peak - floor) (total_steps - t) / (total_steps - W).
 
-    >>> from hdet.hparams.schedule import LinearDecay
     >>> [LinearDecay(1.0, total_steps=10, warmup=0.2)(t) for t in (0, 1, 2, 6, 9)]
     [0.5, 1.0, 1.0, 0.5, 0.125]
     """
@@ -235,7 +230,6 @@ class WSD(WarmedUp):
 
     Source: Hu et al. 2024, arXiv 2404.06395; Hagele et al. 2024, arXiv 2405.18392.
 
-    >>> from hdet.hparams.schedule import WSD
     >>> [WSD(1.0, total_steps=10, warmup=0.2, decay=0.4)(t) for t in (0, 1, 5, 6, 8, 9)]
     [0.5, 1.0, 1.0, 1.0, 0.5, 0.25]
     """
@@ -262,7 +256,6 @@ class Replay(Schedule):
     `torch.optim.lr_scheduler.LambdaLR(optimizer, hdet.schedules.Replay.of(history, "learning_rate"))`.
     `hdet.ReplayLR` replays several knobs.
 
-    >>> from hdet.hparams.schedule import Replay
     >>> [Replay((0.1, 0.3, 0.2))(t) for t in (0, 1, 2, 3)]
     [0.1, 0.3, 0.2, 0.2]
     """
@@ -306,7 +299,6 @@ class FromCallable(Schedule):
 
     The module is imported at the first call. With `total_steps` the function is not asked for later steps.
 
-    >>> from hdet.hparams.schedule import FromCallable
     >>> FromCallable("math:sqrt")(16)
     4.0
     """

@@ -111,7 +111,6 @@ class Space(Spec, family="space"):
 class Log(Space):
     """Factors: apply(v, s) = v exp(s). Zero stays zero, whatever the shift. For rates, decays, temperatures.
 
-    >>> from hdet.hparams.space import Log
     >>> round(Log().apply(3e-4, 0.5), 7), Log().apply(0.0, 0.5)
     (0.0004946, 0.0)
     >>> Log().room(1.0, (0.0, 1.0))
@@ -143,7 +142,6 @@ class Log(Space):
 class Logit(Space):
     """Odds: apply(v, s) = expit(logit v + s). 0 and 1 stay where they are. For probabilities inside (0, 1).
 
-    >>> from hdet.hparams.space import Logit
     >>> round(Logit().apply(0.5, 2.0), 4), Logit().apply(1.0, -2.0)
     (0.8808, 1.0)
     >>> round(Logit().difference(0.8, 0.5), 4)
@@ -171,7 +169,6 @@ class Logit(Space):
 class Linear(Space):
     """Differences: apply(v, s) = v + scale s. `scale` is one coordinate unit, in the value's unit.
 
-    >>> from hdet.hparams.space import Linear
     >>> Linear(10.0).apply(5.0, 0.25)
     7.5
     """
@@ -192,7 +189,6 @@ class Relative(Space):
     Unlike the other spaces' shifts these do not add up: two shifts of 0.1 make 1.21, not 1.2.
     Source: Cheng et al. 2026, arXiv 2604.24708.
 
-    >>> from hdet.hparams.space import Relative
     >>> Relative().apply(8.0, -0.25), Relative().difference(10.0, 8.0)
     (6.0, 0.25)
     """
@@ -213,7 +209,6 @@ class Arcsine(Space):
     The variance-stabilising coordinate of a proportion. Unlike `Logit` it reaches 0 and 1 with finite shifts,
     and leaves them again.
 
-    >>> from hdet.hparams.space import Arcsine
     >>> round(Arcsine().apply(0.0, 0.5), 4), Arcsine().apply(0.1, -0.5)
     (0.2298, 0.0)
     """

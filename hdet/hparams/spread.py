@@ -65,7 +65,6 @@ class Symmetric(Spread):
     With the space `Relative` the values base (1 + level_r) are the paper's Eq. 1, a = 1/9 its setting.
     Source: Cheng et al. 2026, arXiv 2604.24708.
 
-    >>> from hdet.hparams.spread import Symmetric
     >>> Symmetric(0.3).levels(4).round(3).tolist()
     [-0.3, -0.1, 0.1, 0.3]
     """
@@ -85,7 +84,6 @@ class TwoLevel(Spread):
     says more about it (8 replicas of `Symmetric` have 2.3 times the variance), and orthogonal designs need
     two levels.
 
-    >>> from hdet.hparams.spread import TwoLevel
     >>> TwoLevel(0.5).levels(5).tolist()
     [-0.5, -0.5, 0.0, 0.5, 0.5]
     """
@@ -104,7 +102,6 @@ class OneSided(Spread):
     spread's; `centre(n)` is what they were centred by, and a replica's shift from the base is
     `centre(n) + level`, which is exactly 0 for those that stay.
 
-    >>> from hdet.hparams.spread import OneSided
     >>> spread = OneSided(0.2)
     >>> spread.levels(4).tolist(), spread.centre(4)
     ([-0.1, -0.1, 0.1, 0.1], 0.1)

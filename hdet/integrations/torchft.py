@@ -23,9 +23,9 @@ from hdet.overlay import attach as overlay
 from hdet.overlay.search import Search
 from hdet.record import WindowRecord
 from hdet.replicas import micro_batches
-from hdet.replicas.distributed.distribute import unwrapped
 from hdet.replicas.distributed.ranks import Ranks
 from hdet.replicas.in_process import check_pair
+from hdet.replicas.parallel import unwrapped
 from hdet.signals import Probe
 
 try:

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from hdet.errors import ConfigError
 from hdet.replicas import Replicas, micro_batches, replicate
 from hdet.replicas.distributed import distribute, refusals
-from hdet.replicas.distributed.distribute import unwrapped
-from hdet.replicas.parallel import world
+from hdet.replicas.parallel import unwrapped, world
 
 
 def home(model: nn.Module, optimizer: Optimizer, seats: int) -> Replicas:

@@ -74,9 +74,5 @@ def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 own = tensors.local(buffer.detach())
-                if _is_real(own):
+                if own.dtype in PLAIN and own.numel():
                     yield f"{prefix}.{name}", own
-
-
-def _is_real(tensor: Tensor) -> bool:
-    return tensor.dtype in PLAIN and tensor.numel() > 0

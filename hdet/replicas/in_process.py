@@ -22,7 +22,14 @@ from hdet.replicas.replicas import Replicas
 from hdet.replicas.shared_parameters import SharedParameters
 
 
-class Copies(Replicas):
+class InProcess(Replicas):
+    """All replicas are in this process."""
+
+    def gather(self, rows: Tensor) -> NDArray[np.float64]:
+        return rows.detach().cpu().double().numpy()
+
+
+class Copies(InProcess):
     """N copies of a model with their optimizers, side by side in this process."""
 
     diverge = True
@@ -33,9 +40,6 @@ class Copies(Replicas):
         self._shared = SharedParameters([model for model, _ in self.hosts])
         self.shares_on_call = self.size > 1
         self.local = [Replica(model, optimizer, i, i) for i, (model, optimizer) in enumerate(self.hosts)]
-
-    def gather(self, rows: Tensor) -> NDArray[np.float64]:
-        return rows.detach().cpu().double().numpy()
 
     @torch.no_grad()
     def share_gradients(self) -> None:
@@ -99,7 +103,7 @@ class Copies(Replicas):
         return total
 
 
-class Seats(Replicas):
+class Seats(InProcess):
     """One model and optimizer; the replicas are the micro-batches whose gradients it accumulates."""
 
     diverge = False
@@ -115,14 +119,9 @@ class Seats(Replicas):
         super().leave_to_loop()
         self.shares_on_call = False
 
-    def gather(self, rows: Tensor) -> NDArray[np.float64]:
-        return rows.detach().cpu().double().numpy()
-
     @torch.no_grad()
     def share_gradients(self) -> None:
-        if self.left_to_loop:
-            return
-        if self.size == 1:
+        if self.left_to_loop or self.size == 1:
             return
         _, (own,) = self._shared.trained()
         gradients = [gradient for gradient in (parameter.grad for parameter in own) if gradient is not None]

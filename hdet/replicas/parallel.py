@@ -14,6 +14,19 @@ def world() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """The user's own module below torch.compile and DistributedDataParallel, and the latter if there is one."""
+    wrapper = None
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            wrapper = model
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model, wrapper
+
+
 def require_alone(model: nn.Module, made_by: str) -> None:
     """A model that other ranks train too is explored by one engine, of which each rank has a part.
 

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel
 
 from hdet.errors import ConfigError
 from hdet.files import damaged_part
 from hdet.replicas import Replicas, tensors
+from hdet.replicas.parallel import unwrapped
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -95,13 +96,8 @@ PREFIXES = ("module.", "_orig_mod.")
 
 def _bare(model: nn.Module) -> nn.Module:
     """The user's own module, whose names decide the noise."""
-    while True:
-        if isinstance(model, (DistributedDataParallel, DataParallel)):
-            model = model.module
-        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
-            model = inner
-        else:
-            return model
+    model, _ = unwrapped(model)
+    return _bare(model.module) if isinstance(model, DataParallel) else model
 
 
 def _without_wrappers(state: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
@@ -182,9 +178,8 @@ def _model_state(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
         state: Any = checkpoint
     else:
         try:
-            damaged = (
-                damaged_part(checkpoint) if is_zipfile(checkpoint) else None
-            )  # torch's old format has no checksums
+            # Torch's old format has no checksums.
+            damaged = damaged_part(checkpoint) if is_zipfile(checkpoint) else None
             if damaged is not None:
                 raise ValueError(f"{damaged} in it is not as it was written")
             state = torch.load(checkpoint, map_location="cpu", weights_only=True)

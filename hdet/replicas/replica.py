@@ -13,10 +13,6 @@ from torch.optim import Optimizer
 from hdet.errors import StepError
 
 
-def _as_it_is(replica: Replica) -> AbstractContextManager[object]:
-    return nullcontext()
-
-
 @dataclass(eq=False)
 class Replica:
     """What a training loop works on. Use it as a context manager around forward and backward.
@@ -37,7 +33,7 @@ class Replica:
     host: int
     on_enter: list[Callable[[Replica], None]] = field(default_factory=list, repr=False)
     on_exit: list[Callable[[Replica], None]] = field(default_factory=list, repr=False)
-    random: Callable[[Replica], AbstractContextManager[object]] = field(default=_as_it_is, repr=False)
+    random: Callable[[Replica], AbstractContextManager[object]] = field(default=nullcontext, repr=False)
     around: Callable[[], AbstractContextManager[object]] = field(default=nullcontext, repr=False)
     _active: bool = field(default=False, repr=False)
     _context: AbstractContextManager[object] | None = field(default=None, repr=False)

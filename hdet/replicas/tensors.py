@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from torch._utils import _flatten_dense_tensors
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
-from hdet.replicas.walk import Walk
+from hdet.replicas.walk import Walk, fully_sharded
 
 SMALL = 2**13
 """Elements up to which tensors are joined: one alone costs an operator's call, which is more than its arithmetic."""
@@ -43,11 +42,8 @@ def reshard(model: nn.Module) -> None:
     """
     if isinstance(model, Partitioned):
         model.reshard()
-    sharding = sys.modules.get("torch.distributed.fsdp")
-    if sharding is not None:
-        for module in model.modules():
-            if isinstance(module, sharding.FSDPModule):
-                module.reshard()
+    for module in fully_sharded(model.modules()):
+        module.reshard()
 
 
 def parameters(model: nn.Module) -> list[Tensor]:

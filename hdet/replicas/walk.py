@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -43,13 +44,16 @@ class Walk:
 
     def _look(self) -> None:
         self._modules = list(self._model.modules())
-        sharding = sys.modules.get("torch.distributed.fsdp")
-        self._sharded = (
-            [] if sharding is None else [own for own in self._modules if isinstance(own, sharding.FSDPModule)]
-        )
+        self._sharded = fully_sharded(self._modules)
         for module in self._sharded:
             module.reshard()
         self._members = self._all()  # held, so that no identity is given to another object
         self._identities = [id(member) for member in self._members]
         self._every = list(self._model.parameters())
         self._found = [parameter for parameter in self._every if parameter.numel()]
+
+
+def fully_sharded(modules: Iterable[nn.Module]) -> list[Any]:
+    """Those on which `fully_shard` was called; torch's sharding is not imported where nobody did."""
+    sharding = sys.modules.get("torch.distributed.fsdp")
+    return [] if sharding is None else [module for module in modules if isinstance(module, sharding.FSDPModule)]

@@ -28,7 +28,6 @@ class Probe:
         at: judge the `last` weights of a window or their `average` over it.
         stride: with `average`, take every stride-th step's weights.
 
-    >>> import torch
     >>> probe = Probe(lambda model, x: model(x).square().mean(), [torch.ones(4, 2), torch.zeros(4, 2)])
     >>> probe.measure(torch.nn.Linear(2, 1, bias=False).requires_grad_(False), window=0).shape
     torch.Size([2])

@@ -34,7 +34,6 @@ class Sketch:
     Attributes:
         size: how many are kept: m, or `length` where that is less.
 
-    >>> import torch
     >>> sketch = Sketch(10_000, 1024, torch.device("cpu"))
     >>> one = sketch.zeros()
     >>> sketch.add_(one, torch.ones(4_000), position=0)

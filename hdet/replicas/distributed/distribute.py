@@ -18,6 +18,7 @@ from hdet.replicas.distributed.layout import Group, Layout, of_group, of_mesh
 from hdet.replicas.distributed.lost_rank import translated
 from hdet.replicas.distributed.ranks import Ranks
 from hdet.replicas.in_process import check_pair, twin
+from hdet.replicas.parallel import unwrapped
 
 
 def distribute(
@@ -136,16 +137,3 @@ def _described(model: nn.Module, optimizer: Optimizer, each: int, options: str) 
         "replicas per rank": str(each),
         "exact, precision and overlap": options,
     }
-
-
-def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
-    """The user's own module below torch.compile and DistributedDataParallel, and the latter if there is one."""
-    wrapper = None
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            wrapper = model
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model, wrapper

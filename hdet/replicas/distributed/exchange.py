@@ -64,7 +64,7 @@ class Exchange:
         """
         total = sum(weights)
         own = weights[self.layout.place] / total if mean else weights[self.layout.place]
-        under_way: list[tuple[Callable[[], object], Bucket]] = []
+        under_way: list[tuple[Callable[[], object], Bucket, Tensor]] = []
         for number, bucket in enumerate(self._buckets(sources, targets, narrow=self.exact)):
             flat = self._memory(bucket.dtype, number % 2, bucket.padded(self.layout.places))
             bucket.pack(flat, 1.0 if self.exact else own)
@@ -73,11 +73,11 @@ class Exchange:
                 self._fold_and_tell(flat, rows, weights, mean)
                 bucket.unpack(flat)
                 continue
-            under_way.append((self.begin_sum(flat), bucket.held(flat)))
+            under_way.append((self.begin_sum(flat), bucket, flat))
             if len(under_way) == 2:
-                _land(under_way.pop(0))
+                _land(*under_way.pop(0))
         for item in under_way:
-            _land(item)
+            _land(*item)
 
     @torch.no_grad()
     def mean_(self, members: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> None:
@@ -209,7 +209,6 @@ class Bucket:
         self.strided: list[tuple[Tensor, Tensor]] = []
         self._sources: list[Tensor] = []
         self._targets: list[Tensor] = []
-        self._flat: Tensor | None = None
 
     def add(self, source: Tensor, target: Tensor) -> None:
         self._sources.append(source)
@@ -240,14 +239,7 @@ class Bucket:
                 filled.mul_(scale)
         flat[self.size :].zero_()
 
-    def held(self, flat: Tensor) -> Bucket:
-        """This bucket, with the memory it travels in."""
-        self._flat = flat
-        return self
-
-    def unpack(self, flat: Tensor | None = None) -> None:
-        flat = flat if flat is not None else self._flat
-        assert flat is not None
+    def unpack(self, flat: Tensor) -> None:
         pieces = torch.split(flat[: self.size], [target.numel() for target in self._targets])
         torch._foreach_copy_(self._targets, list(pieces))
         for target, copied in self.strided:
@@ -284,7 +276,6 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)
 
 
-def _land(item: tuple[Callable[[], object], Bucket]) -> None:
-    wait, bucket = item
+def _land(wait: Callable[[], object], bucket: Bucket, flat: Tensor) -> None:
     wait()
-    bucket.unpack()
+    bucket.unpack(flat)

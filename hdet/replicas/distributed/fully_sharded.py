@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from typing import Any
 
 from torch import nn
+
+from hdet.replicas import walk
 
 COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
 FIELDS = ("mesh_info", "post_forward_mesh_info")
@@ -50,8 +51,7 @@ def without_all_reduce(model: nn.Module) -> Callable[[], AbstractContextManager[
 
 def used(model: nn.Module) -> bool:
     """Whether `fully_shard` was called on any part of the model."""
-    sharding = sys.modules.get("torch.distributed.fsdp")
-    return sharding is not None and any(isinstance(module, sharding.FSDPModule) for module in model.modules())
+    return bool(walk.fully_sharded(model.modules()))
 
 
 @contextmanager
@@ -78,13 +78,6 @@ def _replace(groups: Sequence[Any], before: Sequence[Any], after: Sequence[Any])
 
 
 def _groups(model: nn.Module) -> list[Any]:
-    sharding = sys.modules.get("torch.distributed.fsdp")
-    if sharding is None:
-        return []
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, sharding.FSDPModule)]
-    return [
-        group
-        for state in states
-        for group in getattr(state, "_fsdp_param_groups", ())
-        if all(hasattr(group, field) for field in FIELDS)
-    ]
+    states = [module._get_fsdp_state() for module in walk.fully_sharded(model.modules())]
+    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+    return [group for group in groups if all(hasattr(group, field) for field in FIELDS)]

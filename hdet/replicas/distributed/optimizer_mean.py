@@ -100,8 +100,7 @@ def take_over(exchange: Exchange, optimizers: Sequence[Optimizer], valid: Sequen
         _keep_only(optimizer, every)
         for entry, tensor in zip(every, sent, strict=True):
             _slot(optimizer, entry, *every[entry]).copy_(tensor)
-        for (index, key), value in numbers.items():
-            optimizer.param_groups[index][key] = value
+        _set_numbers(optimizer, numbers)
 
 
 def send(exchange: Exchange, host: tuple[nn.Module, Optimizer], place: int) -> None:
@@ -127,8 +126,7 @@ def receive(exchange: Exchange, host: tuple[nn.Module, Optimizer], place: int) -
         sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=exchange.device)
         dist.recv(sent, peer, group=group)
         tensor.copy_(sent)
-    for (index, key), value in numbers.items():
-        optimizer.param_groups[index][key] = value
+    _set_numbers(optimizer, numbers)
 
 
 def _of(model: nn.Module) -> list[Tensor]:
@@ -183,6 +181,11 @@ def _numbers(optimizer: Optimizer) -> dict[tuple[int, str], float]:
     """What an optimizer keeps as state in its groups, as floating numbers, by group and key."""
     found = {(index, key): optimizer.param_groups[index][key] for index, key in kept_in_groups(optimizer)}
     return {place: value for place, value in found.items() if isinstance(value, float)}
+
+
+def _set_numbers(optimizer: Optimizer, numbers: dict[tuple[int, str], float]) -> None:
+    for (index, key), value in numbers.items():
+        optimizer.param_groups[index][key] = value
 
 
 def _code(own: Structure) -> Tensor:

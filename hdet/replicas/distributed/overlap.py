@@ -32,9 +32,7 @@ class Flight:
         self.change: Callable[[list[Tensor]], list[Tensor]] | None = None
         self._own = list(own)
         self._before = tensors.clones(own)
-        self._places: list[tuple[torch.dtype, list[int]]] = []
-        self._flats: list[Tensor] = []
-        self._works: list[dist.Work] = []
+        self._parts: list[tuple[list[int], Tensor, dist.Work]] = []  # by dtype: which parameters, joined
         self._mean: list[Tensor] | None = None
         self._merged: list[Tensor] | None = None
         dtypes = [torch.promote_types(t.dtype, torch.float32) for t in own]
@@ -44,19 +42,16 @@ class Flight:
             flat.mul_(1.0 / layout.places)
             work = dist.all_reduce(flat, group=group, async_op=True)
             assert work is not None
-            self._places.append((dtype, numbers))
-            self._flats.append(flat)
-            self._works.append(work)
+            self._parts.append((numbers, flat, work))
 
     def mean(self) -> list[Tensor]:
         """The mean, in the order of the parameters; waits for it if need be."""
         if self._mean is None:
             found: dict[int, Tensor] = {}
-            for (_, numbers), flat, work in zip(self._places, self._flats, self._works, strict=True):
+            for numbers, flat, work in self._parts:
                 work.wait()
-                pieces = torch.split(flat, [self._own[number].numel() for number in numbers])
-                for number, piece in zip(numbers, pieces, strict=True):
-                    found[number] = piece.view(self._own[number].shape)
+                pieces = tensors.parted(flat, [self._own[number] for number in numbers])
+                found.update(zip(numbers, pieces, strict=True))
             self._mean = [found[number] for number in range(len(self._own))]
         return self._mean
 

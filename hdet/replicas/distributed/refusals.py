@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
+from hdet.replicas.distributed import fully_sharded
 from hdet.replicas.distributed.layout import Layout
+from hdet.replicas.parallel import unwrapped
 
 PARTITIONED = {
     "ZeroRedundancyOptimizer",
@@ -54,11 +56,10 @@ PIPELINES = {"_PipelineStageBase", "_PipelineSchedule"}
 PIPELINE_DIMENSIONS = {"pp", "pipe", "pipeline"}
 
 
-def pipelined(model: object, mesh: DeviceMesh | None) -> None:
+def pipelined(model: Any, mesh: DeviceMesh | None) -> None:
     """The stages of a pipeline hold different parameters, and the last one alone has a loss."""
-    dimensions = (
-        [name for name in (mesh.mesh_dim_names or ()) if name in PIPELINE_DIMENSIONS] if mesh is not None else []
-    )
+    names = mesh.mesh_dim_names if mesh is not None else None
+    dimensions = [name for name in names or () if name in PIPELINE_DIMENSIONS]
     what = f"the mesh has a dimension {dimensions[0]!r}" if dimensions else ""
     if any(kind.__name__ in PIPELINES for kind in type(model).__mro__):
         what = f"{type(model).__name__} is one"
@@ -72,7 +73,7 @@ def pipelined(model: object, mesh: DeviceMesh | None) -> None:
         )
 
 
-def _stage_of(model: object) -> Any:
+def _stage_of(model: Any) -> Any:
     """The `PipelineStage` of this process that runs a module, wrapped or not; None where there is none.
 
     A stage holds its module and not the other way round, so it is looked for among all that lives. That is done once,
@@ -82,14 +83,9 @@ def _stage_of(model: object) -> Any:
     if stages is None:
         return None
     held = [own for own in gc.get_objects() if issubclass(type(own), stages._PipelineStageBase)]
-    return next((stage for stage in held if _bare(getattr(stage, "submod", None)) is _bare(model)), None)
-
-
-def _bare(model: Any) -> Any:
-    """The user's own module below torch.compile and DistributedDataParallel."""
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
-    return model
+    parts = ((stage, getattr(stage, "submod", None)) for stage in held)
+    own, _ = unwrapped(model)
+    return next((stage for stage, part in parts if isinstance(part, nn.Module) and unwrapped(part)[0] is own), None)
 
 
 def outside(group: object) -> None:
@@ -125,7 +121,7 @@ def reduced_by_sharding(model: nn.Module, layout: Layout) -> bool:
     for name, parameter in model.named_parameters():
         # A dimension within one replica (sequence parallel norms are whole on every rank of it) is no matter here.
         replicated = [ranks for ranks, sharded in dimensions(parameter) if not sharded and not set(ranks) <= own]
-        if replicated and _fully_sharded(model):
+        if replicated and fully_sharded.used(model):
             if any(set(ranks) != set(layout.global_peers) for ranks in replicated):
                 raise ConfigError(
                     f"{name} is replicated over the ranks {replicated}, and hdet was told that the replicas of this "
@@ -159,9 +155,3 @@ def dimensions(parameter: Tensor) -> Iterator[tuple[list[int], bool]]:
         return
     for dimension, placement in enumerate(parameter.placements):  # type: ignore[attr-defined]
         yield dist.get_process_group_ranks(mesh.get_group(dimension)), not placement.is_replicate()
-
-
-def _fully_sharded(model: nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-
-    return any(isinstance(module, FSDPModule) for module in model.modules())
