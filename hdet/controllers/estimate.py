@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,18 @@ class Estimate:
     def nothing(cls) -> Estimate:
         """The estimate of a window that taught nothing: slope 0, give or take infinity."""
         return cls(slope=0.0, stderr=math.inf)
+
+    @classmethod
+    def of_sub_batches(cls, slopes: NDArray[np.float64], curvatures: NDArray[np.float64] | None = None) -> Estimate:
+        """The mean over J >= 2 sub-batches, and the standard error that their scatter tells.
+
+        >>> Estimate.of_sub_batches(np.array([1.0, 3.0]))
+        Estimate(slope=2.0, curvature=None, stderr=1.0, ..., slopes=(1.0, 3.0))
+        """
+        found = cls(float(slopes.mean()), stderr=_error(slopes), slopes=tuple(slopes.tolist()))
+        if curvatures is None:
+            return found
+        return replace(found, curvature=float(curvatures.mean()), curvature_stderr=_error(curvatures))
 
     @property
     def t(self) -> float:
@@ -91,3 +106,8 @@ class Estimate:
     def has_sub_batches(self) -> bool:
         """Whether there are two or more finite slopes, so that sums over windows can be kept apart by sub-batch."""
         return len(self.slopes) > 1 and all(map(math.isfinite, self.slopes))
+
+
+def _error(values: NDArray[np.float64]) -> float:
+    """The standard error of a mean."""
+    return float(values.std(ddof=1)) / math.sqrt(len(values))

@@ -13,7 +13,7 @@ from hdet.controllers import Controller, Estimate, Pooled
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.line import Line, LineCollector, moved_by
 from hdet.evidence.parts.group_slopes import GroupSlopes
-from hdet.evidence.scene import Harvest, Scene, Window
+from hdet.evidence.scene import Harvest, Scene
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Log, Relative, Space
@@ -65,34 +65,13 @@ class GroupLines(Evidence):
         return Pooled()
 
 
-class CommonLineCollector(LineCollector):
-    """The line of several knobs together: read as soon as one of them would use it, told under the first one's name."""
-
-    def __init__(self, spec: Line, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
-        self.together = knobs
-        super().__init__(spec, scene, knobs[:1])
-
-    def moved(self, knob: BoundKnob) -> list[bool]:
-        return [any(flags) for flags in zip(*(moved_by(one, self.scene) for one in self.together), strict=True)]
-
-    def heard(self, knob: BoundKnob, window: Window) -> bool:
-        return any(super(CommonLineCollector, self).heard(one, window) for one in self.together)
-
-    def curvature_wanted(self, knob: BoundKnob, slope: Estimate, averaged: bool) -> bool:
-        return any(super(CommonLineCollector, self).curvature_wanted(one, slope, averaged) for one in self.together)
-
-    def _centre(self, knob: BoundKnob, window: Window) -> float:
-        """As the first knob's that has a peak: one that stays at 0 has no warm-up to look ahead of."""
-        return super()._centre(next((one for one in self.together if one.peak > 0.0), knob), window)
-
-
 class GroupLinesCollector(Collector):
     """Reads the common line, and the probe's gradient at both ends of the averaged update."""
 
     def __init__(self, spec: GroupLines, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         super().__init__(scene, knobs)
         self.spec = spec
-        self.common = CommonLineCollector(spec.line, scene, knobs)
+        self.common = LineCollector(spec.line, scene, knobs, together=True)
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         shared = self.common.close(harvest)[self.knobs[0].name]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import compress
 from typing import ClassVar
 
 import numpy as np
@@ -79,28 +78,33 @@ class Line(Evidence):
 
 
 class LineCollector(Collector):
-    """Follows the averaged weights, and evaluates the probe along both lines at a window's end."""
+    """Follows the averaged weights, and evaluates the probe along both lines at a window's end.
 
-    def __init__(self, spec: Line, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
+    Args:
+        together: whether one line is read for all knobs, as soon as one of them would use it; else one for each.
+    """
+
+    def __init__(self, spec: Line, scene: Scene, knobs: Sequence[BoundKnob], *, together: bool = False) -> None:
         super().__init__(scene, knobs)
         self.spec = spec
+        self.together = [self.knobs] if together else [[knob] for knob in self.knobs]
         scene.follow(spec.stride)
         for knob in knobs:
-            self.moved(knob)  # which refuses what is no learning rate
+            moved_by(knob, scene)  # which refuses what is no learning rate
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         window, nothing = harvest.window, replace(Estimate.nothing(), averaged=Estimate.nothing())
         found = {knob.name: nothing for knob in self.knobs}
-        heard = [self.heard(knob, window) for knob in self.knobs]
-        if not any(heard):
+        told = (window.stop, window.total_steps)
+        knobs = [own for own in self.together if any(knob.controller.listens(*told) for knob in own)]
+        if not knobs:
             return found
-        knobs = list(compress(self.knobs, heard))
         start = self.scene.origin()
         last = self.scene.weights(harvest.valid)
         kept = None if self.scene.apart else last
         ends, between = self._points()
-        centres = [self._centre(knob, window) for knob in knobs]
-        moves = [self.moved(knob) for knob in knobs]
+        centres = [self._centre(own, window) for own in knobs]
+        moves = [list(map(any, zip(*(moved_by(knob, self.scene) for knob in own), strict=True))) for own in knobs]
 
         def measure(lines: Sequence[Segment], chosen: Sequence[int], offsets: Sequence[float]) -> NDArray[np.float64]:
             points: list[Point] = [
@@ -118,7 +122,9 @@ class LineCollector(Collector):
             told = {
                 k: replace(along(ends, line), offset=centres[k], level=float(line.mean())) for k, line in lines.items()
             }
-            curved = [k for k in chosen if self.curvature_wanted(knobs[k], told[k], averaged)]
+            curved = [
+                k for k in chosen if any(one.controller.wants_curvature(told[k], averaged=averaged) for one in knobs[k])
+            ]
             if curved:
                 for k, line in zip(curved, measure([segments[k] for k in curved], curved, between), strict=True):
                     fit = along([*ends, *between], np.concatenate([lines[k], line]))
@@ -134,29 +140,18 @@ class LineCollector(Collector):
             average = self.scene.averaged(harvest.valid, self.spec.stride)
             is_last = average is self.scene.moving.values()  # of which there is a copy
             at_average.update(read(last if is_last else average, doubted, averaged=True))
-        for k, knob in enumerate(knobs):
-            found[knob.name] = replace(at_last[k], averaged=at_average[k])
+        for k, own in enumerate(knobs):
+            found.update(dict.fromkeys((knob.name for knob in own), replace(at_last[k], averaged=at_average[k])))
         return found
-
-    def moved(self, knob: BoundKnob) -> list[bool]:
-        """Which of the weights lie on a knob's line."""
-        return moved_by(knob, self.scene)
-
-    def heard(self, knob: BoundKnob, window: Window) -> bool:
-        """Whether an estimate at the window's end could move a knob."""
-        return knob.controller.listens(window.stop, window.total_steps)
-
-    def curvature_wanted(self, knob: BoundKnob, slope: Estimate, averaged: bool) -> bool:
-        """Whether a curvature could change what is done with a slope."""
-        return knob.controller.wants_curvature(slope, averaged=averaged)
 
     def _points(self) -> tuple[list[float], list[float]]:
         """The two ends in coordinate units, and what lies between."""
         x = sorted(self.spec.width * point for point in set(self.spec.points))
         return [x[0], x[-1]], x[1:-1]
 
-    def _centre(self, knob: BoundKnob, window: Window) -> float:
-        """How far ahead of the base to look: 0 but in the early warm-up."""
+    def _centre(self, knobs: Sequence[BoundKnob], window: Window) -> float:
+        """How far ahead of the base to look: 0 but in the early warm-up, which a knob that stays at 0 has not."""
+        knob = next((one for one in knobs if one.peak > 0.0), knobs[0])
         first, last = knob.schedule(window.start), knob.schedule(window.stop - 1)
         share = (first + last) / 2 / knob.peak if knob.peak > 0.0 else 1.0
         if last <= first or not 0.0 < share < self.spec.preview:

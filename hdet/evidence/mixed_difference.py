@@ -137,8 +137,7 @@ class MixedDifferenceCollector(Collector):
         estimates = {}
         for k, own in zip(heard, slopes, strict=True):
             if np.isfinite(own).all():
-                stderr = float(own.std(ddof=1)) / math.sqrt(len(own))
-                estimates[k] = Estimate(slope=float(own.mean()), stderr=stderr, slopes=tuple(own.tolist()))
+                estimates[k] = Estimate.of_sub_batches(own)
         return estimates
 
     def _put_back(self, buffers: HeldBuffers) -> None:

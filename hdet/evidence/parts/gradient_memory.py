@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ Signs = NDArray[np.float64]  # [N, K], 0 for a knob that rests
 Widths = NDArray[np.float64]  # [K]
 
 
-class Record(ABC):
+class Memory:
     """One contrast's memory. K knobs; the design comes in blocks of `block_steps` steps, each balanced in all signs."""
 
     def __init__(self, replicas: Replicas, knobs: int, block_steps: int) -> None:
@@ -30,49 +30,8 @@ class Record(ABC):
         self.knobs = knobs
         self.block_steps = block_steps
 
-    @property
-    @abstractmethod
-    def ready(self) -> bool:
-        """Whether steps that explore now would teach anything."""
 
-    @abstractmethod
-    def open(self, aim: Callable[[], Tensor | None]) -> None:
-        """A window opens in which some knob explores; `aim` gives the sketch of v at the weights as they are."""
-
-    @abstractmethod
-    def add(self, replica: Replica, gradient: Tensor, signs: Signs, widths: Widths) -> None:
-        """The sketch [m] of a replica's own gradient of this step, not shared yet."""
-
-    @abstractmethod
-    def reject(self, replica: Replica) -> None:
-        """A replica's gradient of this step is not known: its block tells nothing."""
-
-    @abstractmethod
-    def end_step(self, step: int, signs: Signs | None, last: bool) -> None:
-        """A step is done, the window's `last` or not; `signs` if it explored."""
-
-    @abstractmethod
-    def close(self, heard: Sequence[int], widths: Widths, aim: Callable[[], Tensor | None]) -> dict[int, Estimate]:
-        """The estimates there are at a window's end, of knobs that explored in it and are listened to."""
-
-    @abstractmethod
-    def forget(self) -> None:
-        """Start anew."""
-
-    @abstractmethod
-    def renew(self) -> None:
-        """From now on other parameters are trained: gradients are of another length, or of others."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and tensors."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any], device: torch.device, size: int, same_window: bool) -> None:
-        """Restore what was kept of sketches of a size; where the window was opened anew, only what outlives windows."""
-
-
-class Dots(Record):
+class Dots(Memory):
     """One dot product a replica and step, along a v that is computed at the window's opening (and now and then).
 
     Memory: the sketch of v. Sees one step ahead: what a level did in a step to the loss after that step.
@@ -84,6 +43,7 @@ class Dots(Record):
         self.forget()
 
     def forget(self) -> None:
+        """Start anew."""
         self.saved: list[list[float]] = [[] for _ in range(self.knobs)]  # slopes that no estimate has used yet
         self._clear()
 
@@ -98,28 +58,36 @@ class Dots(Record):
 
     @property
     def ready(self) -> bool:
+        """Whether steps that explore now would teach anything."""
         return self.direction is not None
 
     def renew(self) -> None:
-        """What was measured stays. Until there is a new direction nothing is, and such blocks are left out."""
+        """Other parameters are trained from now on.
+
+        What was measured stays. Until there is a new direction nothing is, and such blocks are left out.
+        """
         self.outdated = True
 
     def open(self, aim: Callable[[], Tensor | None]) -> None:
+        """A window opens in which some knob explores; `aim` gives the sketch of v at the weights as they are."""
         self._clear()
         self._aim = aim
         self.direction = aim()
 
     def add(self, replica: Replica, gradient: Tensor, signs: Signs, widths: Widths) -> None:
+        """The sketch [m] of a replica's own gradient of this step, not shared yet."""
         assert self.direction is not None
         along = self.direction if not self.outdated else torch.full_like(gradient, math.nan)
         share = torch.dot(gradient.to(along.dtype), along)
         self.shares[replica.index] = self.shares.get(replica.index, 0.0) + share
 
     def reject(self, replica: Replica) -> None:
+        """A replica's gradient of this step is not known: its block tells nothing."""
         assert self.direction is not None
         self.shares[replica.index] = torch.full((), math.nan, device=self.direction.device)
 
     def end_step(self, step: int, signs: Signs | None, last: bool) -> None:
+        """A step is done, the window's `last` or not; `signs` if it explored."""
         if signs is not None:
             self.measured.append(torch.stack([self.shares[r.index] for r in self.replicas.local]))
             self.drawn.append(signs)
@@ -129,6 +97,7 @@ class Dots(Record):
             self.direction, self.outdated = self._aim(), False
 
     def close(self, heard: Sequence[int], widths: Widths, aim: Callable[[], Tensor | None]) -> dict[int, Estimate]:
+        """The estimates there are at a window's end, of knobs that explored in it and are listened to."""
         blocks = len(self.measured) // self.block_steps
         if blocks:
             self._save(blocks, widths)
@@ -136,9 +105,7 @@ class Dots(Record):
         found = {}
         for k, slopes in enumerate(self.saved):
             if len(slopes) >= FEWEST_BLOCKS:
-                found[k] = Estimate(
-                    slope=float(np.mean(slopes)), stderr=float(np.std(slopes, ddof=1) / np.sqrt(len(slopes)))
-                )
+                found[k] = replace(Estimate.of_sub_batches(np.array(slopes)), slopes=())  # blocks have no numbers
                 self.saved[k] = []
         return found
 
@@ -164,6 +131,7 @@ class Dots(Record):
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device, size: int, same_window: bool) -> None:
+        """Restore what was kept of sketches of a size; where the window was opened anew, only what outlives windows."""
         self.saved = [list(slopes) for slopes in state["saved"]]
         if not same_window:
             return
@@ -174,7 +142,7 @@ class Dots(Record):
         self.drawn = [np.asarray(signs, dtype=np.float64) for signs in state["drawn"]]
 
 
-class Traces(Record):
+class Traces(Memory):
     """The contrasted gradients themselves, summed with weights that fade over `horizon` steps, in J groups of blocks.
 
     Z_j = sum_t exp(-age_t / horizon) lr_t (1/N) sum_r s_rt g_rt / d over the blocks of group j, lr_t each weight's own
@@ -261,9 +229,8 @@ class Traces(Record):
                 self.block.fill_(math.nan)
             finite = torch.linalg.vector_norm(self.block, math.inf, dim=1).isfinite()
             self.traces[self.group].add_(self.block.masked_fill_(~finite[:, None], 0.0))
-            for k in np.flatnonzero(
-                self.pending
-            ).tolist():  # as arguments of operators: a copy from the host would wait
+            # As arguments of operators: a copy from the host would wait.
+            for k in np.flatnonzero(self.pending).tolist():
                 self.weights[self.group, k].add_(finite[k], alpha=float(self.pending[k]))
             self.block.zero_()
         self.pending[:] = 0.0
@@ -297,10 +264,8 @@ class Traces(Record):
         for place, k in enumerate(sure):
             products, weights = table[:, :, place]
             if weights.min() > 0.0 and products.any() and np.isfinite(products).all():
-                own = products / weights
-                stderr = float(own.std(ddof=1) / math.sqrt(self.groups))
                 # A group's sum goes on from window to window: what adds up over windows is kept apart by group.
-                found[k] = Estimate(slope=float(own.mean()), stderr=stderr, slopes=tuple(own.tolist()))
+                found[k] = Estimate.of_sub_batches(products / weights)
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -329,3 +294,6 @@ class Traces(Record):
             self.traces, self.block, self.weights = (state[name].to(device, copy=True) for name in self._held())
         self.pending, self.blocks = np.asarray(state["pending"]), np.asarray(state["blocks"])
         self.gain, self.explored, self.rejected = state["gain"], state["explored"], state["rejected"]
+
+
+Record = Dots | Traces

@@ -45,10 +45,11 @@ class GradientSketch:
 
     def __init__(self, hosts: Sequence[tuple[nn.Module, Optimizer]], size: int) -> None:
         self._hosts = hosts
-        self.parameters = [_moved(model, optimizer) for model, optimizer in hosts]
+        moved = [_moved(model, optimizer) for model, optimizer in hosts]
+        self.parameters = [[parameter for _, parameter in own] for own in moved]
         self._every = [_every(optimizer) for _, optimizer in hosts]
         self._flags = self._trained(0)
-        groups = _group_numbers(*hosts[0])
+        groups = [group for group, _ in moved[0]]
         own = self.parameters[0]
         counts = [tensors.local(parameter.detach()).numel() for parameter in own]
         positions = [0, *accumulate(counts)]
@@ -134,15 +135,13 @@ def _every(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _moved(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
-    trained = {id(parameter) for parameter in tensors.trained(model)}
-    return [parameter for parameter in _every(optimizer) if id(parameter) in trained]
-
-
-def _group_numbers(model: nn.Module, optimizer: Optimizer) -> list[int]:
+def _moved(model: nn.Module, optimizer: Optimizer) -> list[tuple[int, nn.Parameter]]:
+    """The trained parameters that the optimizer holds, each with its group's number."""
     trained = {id(parameter) for parameter in tensors.trained(model)}
     groups = enumerate(optimizer.param_groups)
-    return [number for number, group in groups for parameter in group["params"] if id(parameter) in trained]
+    return [
+        (number, parameter) for number, group in groups for parameter in group["params"] if id(parameter) in trained
+    ]
 
 
 def _flat(gradients: Sequence[Tensor]) -> Tensor:

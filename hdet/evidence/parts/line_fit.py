@@ -41,16 +41,7 @@ def along(offsets: Sequence[float], losses: NDArray[np.float64]) -> Estimate:
     coefficients = _inverse(tuple(x.tolist())) @ (losses - losses[0])
     if not np.isfinite(coefficients).all():
         return Estimate.nothing()
-    root = np.sqrt(losses.shape[1])
-    mean, error = coefficients.mean(axis=1), coefficients.std(axis=1, ddof=1) / root
-    curved = len(x) > 2
-    return Estimate(
-        slope=float(mean[1]),
-        stderr=float(error[1]),
-        curvature=float(mean[2]) if curved else None,
-        curvature_stderr=float(error[2]) if curved else None,
-        slopes=tuple(coefficients[1].tolist()),
-    )
+    return Estimate.of_sub_batches(*coefficients[1:])
 
 
 @lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ from hdet.replicas import tensors
 LEAST_ROOT = torch.finfo(torch.float32).tiny ** 0.5
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
+States = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -148,14 +149,12 @@ class RunningTrace(Trace):
     def _carried(self, value: Value) -> float:
         """How often the running value of the step before enters the derivative."""
 
-    @abstractmethod
     def _spent(self, value: Value) -> float:
         """How often this step's running value is taken off the derivative."""
+        return 0.0
 
     @abstractmethod
-    def _change(
-        self, now: Value, derivative: list[Tensor], states: list[dict[str, Any]], counts: list[float]
-    ) -> Tensors:
+    def _change(self, now: Value, derivative: list[Tensor], states: States, counts: list[float]) -> Tensors:
         """The derivative of the update, which the learning rate multiplies."""
 
 
@@ -167,12 +166,7 @@ class MomentumTrace(RunningTrace):
     def _carried(self, value: Value) -> float:
         return value.slope
 
-    def _spent(self, value: Value) -> float:
-        return 0.0
-
-    def _change(
-        self, now: Value, derivative: list[Tensor], states: list[dict[str, Any]], counts: list[float]
-    ) -> Tensors:
+    def _change(self, now: Value, derivative: list[Tensor], states: States, counts: list[float]) -> Tensors:
         if not self.optimizer.param_groups[self.index]["nesterov"]:
             return derivative
         change = torch._foreach_mul(derivative, now.value)
@@ -187,7 +181,7 @@ class MeanTrace(RunningTrace):
         return value.slope / (1.0 - value.value)
 
     def _spent(self, value: Value) -> float:
-        return value.slope / (1.0 - value.value)
+        return self._carried(value)
 
 
 class FirstTrace(MeanTrace):
@@ -195,9 +189,7 @@ class FirstTrace(MeanTrace):
 
     running = "exp_avg"
 
-    def _change(
-        self, now: Value, derivative: list[Tensor], states: list[dict[str, Any]], counts: list[float]
-    ) -> Tensors:
+    def _change(self, now: Value, derivative: list[Tensor], states: States, counts: list[float]) -> Tensors:
         group = self.optimizer.param_groups[self.index]
         beta1, beta2 = now.value, float(group["betas"][1])
         left = [1.0 - beta1**t for t in counts]
@@ -216,9 +208,7 @@ class SecondTrace(MeanTrace):
 
     running = "exp_avg_sq"
 
-    def _change(
-        self, now: Value, derivative: list[Tensor], states: list[dict[str, Any]], counts: list[float]
-    ) -> Tensors:
+    def _change(self, now: Value, derivative: list[Tensor], states: States, counts: list[float]) -> Tensors:
         group = self.optimizer.param_groups[self.index]
         beta1, beta2 = float(group["betas"][0]), now.value
         left = [1.0 - beta2**t for t in counts]
