@@ -72,18 +72,8 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Its numbers and `t`, for a history; `averaged` and `relative` nested where there are such."""
-        numbers = {
-            "slope": self.slope,
-            "stderr": self.stderr,
-            "t": self.t,
-            "curvature": self.curvature,
-            "curvature_stderr": self.curvature_stderr,
-            "level": self.level,
-            "span": self.span,
-            "offset": self.offset,
-            "slopes": list(self.slopes),
-        }
-        nested = {"averaged": self.averaged, "relative": self.relative}
+        numbers = {**vars(self), "t": self.t, "slopes": list(self.slopes)}
+        nested = {name: numbers.pop(name) for name in ("averaged", "relative")}
         return {**numbers, **{name: one.to_dict() for name, one in nested.items() if one is not None}}
 
     @property

@@ -15,16 +15,16 @@ def declaration(plan: Plan) -> dict[str, str]:
     """By name and as text, what every process of a run must declare alike, because each decides by itself."""
     signal = plan.signal
     return {
-        "knobs": _told([_plain(knob.spec) for knob in plan.knobs]),
+        "knobs": _told([plain(knob.spec) for knob in plan.knobs]),
         "bases": _told([knob.schedule(0) for knob in plan.knobs]),
-        "evidence": _told([_plain(source) for source in plan.evidence]),
+        "evidence": _told([plain(source) for source in plan.evidence]),
         "signal": f"probe at {signal.at}, stride {signal.stride}" if isinstance(signal, Probe) else "training loss",
         "merge": _told(plan.merge.to_dict()),
         "window": _told(plan.windows.to_dict()),
         "gradients": plan.gradients,
         "seed": str(plan.seed),
         "total_steps": str(plan.total_steps),
-        "guard": _told(_plain(plan.guard) if plan.guard is not None else None),
+        "guard": _told(plain(plan.guard)),
         "optimizer's groups": _told(_settings(plan)),
     }
 
@@ -49,11 +49,14 @@ def _settings(plan: Plan) -> list[dict[str, object]]:
     ]
 
 
-def _plain(spec: Spec) -> object:
+def plain(spec: Spec | None) -> object:
+    """A declaration as plain data; its kind and label where a function is among the fields: it has no common text."""
+    if spec is None:
+        return None
     try:
         return spec.to_dict()
-    except ValueError:  # a function among the fields, which has no text that is the same everywhere
-        return f"{spec.kind} {getattr(spec, 'label', '')}"
+    except ValueError:
+        return f"{spec.kind} {getattr(spec, 'label', '')}".strip()
 
 
 def _told(value: object) -> str:

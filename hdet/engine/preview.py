@@ -65,7 +65,8 @@ def preview(engine: Engine) -> Preview:
     if total is None:
         raise ConfigError("a run without an end cannot be previewed; give the engine total_steps=, or a schedule")
     stride = max(1, total // POINTS)
-    seen = Preview([], {knob.name: _planned(knob) for knob in engine.knobs})
+    planned = (PlannedKnob(knob.name, knob.evidence.kind, knob.controller.kind) for knob in engine.knobs)
+    seen = Preview([], {knob.name: knob for knob in planned})
     try:
         while cycle.step_count < total:
             window = cycle.open_window(len(seen.windows))
@@ -78,10 +79,6 @@ def preview(engine: Engine) -> Preview:
         cycle.step_count = 0
         cycle.open_window(0)
     return seen
-
-
-def _planned(knob: BoundKnob) -> PlannedKnob:
-    return PlannedKnob(knob.name, getattr(knob.evidence, "kind", ""), getattr(knob.controller, "kind", ""))
 
 
 def _look(knob: BoundKnob, step: int, replicas: int, into: PlannedKnob) -> None:

@@ -31,28 +31,20 @@ class Strict(BaseModel):
 
 
 class OptimizerPart(Strict):
-    """An optimizer's state dict."""
-
     state: dict[Any, Any]
     param_groups: list[dict[str, Any]]
 
 
 class ReplicaPart(Strict):
-    """A replica's model and optimizer."""
-
     model: dict[str, Any]
     optimizer: OptimizerPart
 
 
 class PointPart(ReplicaPart):
-    """The converged point."""
-
     step: int = Field(ge=0)
 
 
 class OpenPart(Strict):
-    """A window under way."""
-
     step: int = Field(ge=0)
     exploring: dict[str, Any]
     tally: dict[str, Any]
@@ -70,15 +62,11 @@ class KnobPart(Strict):
 
 
 class MergePart(Strict):
-    """A merge's declaration and what it remembers."""
-
     declared: dict[str, Any]
     state: dict[str, Any]
 
 
 class StatePart(Strict):
-    """The whole."""
-
     size: int = Field(ge=1)
     window: int = Field(ge=0)
     finished: bool
@@ -269,14 +257,10 @@ def _made(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Paramete
 
 
 def _require_averages(cycle: Cycle, saved: Mapping[str, Any]) -> None:
-    shapes = [tuple(parameter.shape) for parameter in tensors.moving(*cycle.hosts[0])]
+    shapes = [parameter.shape for parameter in tensors.moving(*cycle.hosts[0])]
     for key, mean in saved.items():
         values = mean.get("values") if isinstance(mean, dict) else None
-        if not isinstance(values, list) or (values and [_shape(value) for value in values] != shapes):
+        if not isinstance(values, list) or (values and [getattr(value, "shape", None) for value in values] != shapes):
             raise CheckpointError(
                 f"the checkpoint's averaged weights {key!r} are not of this model; build the model as it was"
             )
-
-
-def _shape(value: object) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, Tensor) else None

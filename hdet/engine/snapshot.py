@@ -14,21 +14,20 @@ Layout (format 3)::
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from hdet.engine.cycle import Cycle
+from hdet.engine.declaration import plain
 from hdet.engine.saved_layout import require_fit
 from hdet.errors import CheckpointError, HdetError
-from hdet.hparams.schedule import Schedule
 from hdet.replicas import held_optimizer, tensors
 from hdet.replicas.anchor import copied_state
 from hdet.replicas.distributed.fingerprint import fingerprint
+from hdet.replicas.distributed.optimizer_mean import mark
 
 FORMAT = 3
 
@@ -50,7 +49,7 @@ def state_dict(cycle: Cycle, leave_out: Collection[str] = ()) -> dict[str, Any]:
         "window": cycle.window.index,
         "finished": cycle.finished,
         "restores": cycle.restores,
-        "converged": _finished_point(cycle, leave_out)
+        "converged": {"step": cycle.step_count, **_point(cycle, 0, leave_out)}
         if cycle.finished
         else cycle.anchor.state_dict(fresh=fresh, leave_out=leave_out),
         "opening": _replicas(cycle, leave_out) if apart else None,
@@ -231,23 +230,13 @@ def config(cycle: Cycle) -> dict[str, Any]:
     """What must be declared alike for a state to be this engine's (N may differ)."""
     return {
         "knobs": [knob.name for knob in cycle.knobs],
-        "schedules": {knob.name: _told(knob.spec.schedule) for knob in cycle.knobs},
+        "schedules": {knob.name: plain(knob.spec.schedule) for knob in cycle.knobs},
         "evidence": [source.to_dict() for source in cycle.plan.evidence],
         "seed": cycle.plan.seed,
         "gradients": cycle.plan.gradients,
         "total_steps": cycle.plan.total_steps,
         "guard": cycle.watch.spec.to_dict() if cycle.watch is not None else None,
     }
-
-
-def _told(schedule: Schedule | None) -> dict[str, Any] | str | None:
-    """A schedule in plain words; only its kind where a function is among its fields."""
-    if schedule is None:
-        return None
-    try:
-        return schedule.to_dict()
-    except ValueError:
-        return schedule.kind
 
 
 def _refuse_schedules(saved: object, own: dict[str, Any]) -> None:
@@ -267,30 +256,23 @@ def all_agree(cycle: Cycle, fact: bool) -> bool:
 
 
 def _replicas(cycle: Cycle, leave_out: Collection[str]) -> dict[str, Any]:
-    return {
-        str(replica.index): {
-            "model": copied_state(cycle.hosts[replica.host][0], leave_out),
-            "optimizer": copy.deepcopy(replica.optimizer.state_dict()),
-        }
-        for replica in cycle.home.first_of_hosts
-    }
+    return {str(replica.index): _point(cycle, replica.host, leave_out) for replica in cycle.home.first_of_hosts}
+
+
+def _point(cycle: Cycle, host: int, leave_out: Collection[str]) -> dict[str, Any]:
+    """Where a model and its optimizer are now."""
+    model, optimizer = cycle.hosts[host]
+    return {"model": copied_state(model, leave_out), "optimizer": copy.deepcopy(optimizer.state_dict())}
 
 
 def _alike(cycle: Cycle) -> bool:
     """Whether all models of this process hold the same bits, and their optimizers the same state."""
+    device = torch.device("cpu")
     marks = [
-        fingerprint([*tensors.parameters(model), *model.buffers(), *_state_tensors(optimizer)], torch.device("cpu"))
+        torch.cat([fingerprint([*tensors.parameters(model), *model.buffers()], device), mark(optimizer, device)])
         for model, optimizer in (cycle.hosts if len(cycle.hosts) > 1 else ())
     ]
-    return all(bool((mark == marks[0]).all()) for mark in marks)
-
-
-def _state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for value in optimizer.state.get(parameter, {}).values():
-                if isinstance(value, Tensor):
-                    yield value
+    return all(torch.equal(own, marks[0]) for own in marks)
 
 
 def _exploring(cycle: Cycle) -> dict[str, Any]:
@@ -299,13 +281,4 @@ def _exploring(cycle: Cycle) -> dict[str, Any]:
         "size": cycle.home.size,
         "windows": cycle.plan.windows.to_dict(),
         "spreads": [knob.spec.spread.to_dict() for knob in cycle.knobs],
-    }
-
-
-def _finished_point(cycle: Cycle, leave_out: Collection[str]) -> dict[str, Any]:
-    model, optimizer = cycle.hosts[0]
-    return {
-        "step": cycle.step_count,
-        "model": copied_state(model, leave_out),
-        "optimizer": copy.deepcopy(optimizer.state_dict()),
     }

@@ -20,7 +20,8 @@ from hdet.errors import ConfigError
 from hdet.hparams.hadamard import entries, exists, order_from
 from hdet.spec import Spec, register
 
-Levels = Sequence[NDArray[np.float64]]
+Array = NDArray[np.float64]
+Levels = Sequence[Array]
 
 FALLBACK_DRAWS = 16
 """Random designs that `Hadamard` chooses from where no Hadamard matrix fits."""
@@ -61,9 +62,7 @@ class Design(Spec, family="design"):
         return self._assign(columns, seed, window, names, two_level)
 
     @abstractmethod
-    def _assign(
-        self, levels: Levels, seed: int, window: int, names: Sequence[str], two_level: Sequence[bool]
-    ) -> NDArray[np.float64]:
+    def _assign(self, levels: Levels, seed: int, window: int, names: Sequence[str], two_level: Sequence[bool]) -> Array:
         """`assign` for arguments that were checked."""
 
 
@@ -81,9 +80,7 @@ class Permutation(Design):
            [ 0.,  1.]])
     """
 
-    def _assign(
-        self, levels: Levels, seed: int, window: int, names: Sequence[str], two_level: Sequence[bool]
-    ) -> NDArray[np.float64]:
+    def _assign(self, levels: Levels, seed: int, window: int, names: Sequence[str], two_level: Sequence[bool]) -> Array:
         orders = [_orders(1, len(levels[0]), seed, window, name)[0] for name in names]
         return np.column_stack([column[order] for column, order in zip(levels, orders, strict=True)])
 
@@ -116,9 +113,7 @@ class Hadamard(Design):
 
     foldover: bool = False
 
-    def _assign(
-        self, levels: Levels, seed: int, window: int, names: Sequence[str], two_level: Sequence[bool]
-    ) -> NDArray[np.float64]:
+    def _assign(self, levels: Levels, seed: int, window: int, names: Sequence[str], two_level: Sequence[bool]) -> Array:
         for column, name, suited in zip(levels, names, two_level, strict=True):
             if not suited and column.any():
                 raise ConfigError(
@@ -181,9 +176,7 @@ class LatinHypercube(Design):
 
     draws: int = Field(default=16, ge=1, le=10_000)
 
-    def _assign(
-        self, levels: Levels, seed: int, window: int, names: Sequence[str], two_level: Sequence[bool]
-    ) -> NDArray[np.float64]:
+    def _assign(self, levels: Levels, seed: int, window: int, names: Sequence[str], two_level: Sequence[bool]) -> Array:
         n = len(levels[0])
         orders = np.stack([_orders(self.draws, n, seed, window, name) for name in names], axis=-1)
         units = [column / (np.abs(column).max() or 1.0) for column in levels]
@@ -215,9 +208,7 @@ class Fixed(Design):
            [ 1.,  0.]])
     """
 
-    def _assign(
-        self, levels: Levels, seed: int, window: int, names: Sequence[str], two_level: Sequence[bool]
-    ) -> NDArray[np.float64]:
+    def _assign(self, levels: Levels, seed: int, window: int, names: Sequence[str], two_level: Sequence[bool]) -> Array:
         return np.column_stack([np.roll(column, k) for k, column in enumerate(levels)])
 
 

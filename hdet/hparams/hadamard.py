@@ -58,8 +58,7 @@ def entries(order: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> 
     [[1, 1], [-1, 1], [-1, 1]]
     """
     base = _undoubled(order)
-    if base is None:
-        raise ValueError(f"no Hadamard matrix of order {order} is known here")
+    assert base is not None  # `exists` was asked
     matrix = hadamard(base)
     assert matrix is not None
     narrow = np.min_scalar_type(order - 1)

@@ -103,7 +103,6 @@ class OneCycle(Schedule):
         return self
 
     def __call__(self, t: int) -> float:
-        """The rate at step t."""
         phase, fraction = self._phase(t)
         initial = self.max_lr / self.div_factor
         lowest = initial / self.final_div_factor
@@ -154,7 +153,6 @@ class HeldOneCycle(OneCycle):
     held_from: int = Field(ge=0)
 
     def __call__(self, t: int) -> float:
-        """The rate at step t."""
         return super().__call__(min(t, self.held_from) if t >= 0 else t)
 
 
@@ -178,7 +176,6 @@ class WarmedUp(Schedule):
         return self
 
     def __call__(self, t: int) -> float:
-        """The value at step t."""
         t = _held(t, self.total_steps)
         rise = round(self.warmup * self.total_steps)
         fraction = (t + 1) / rise if t < rise else self._remaining(t, rise)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.replicas import finite, host_memory, tensors
-from hdet.replicas.held_optimizer import HeldOptimizer
+from hdet.replicas.held_optimizer import HeldOptimizer, refilled
 from hdet.replicas.walk import Walk
 
 
@@ -49,8 +49,8 @@ class Anchor:
         """
         self.step = step
         live = self._moving()
-        self._parameters = self._refilled(self._parameters, live)
-        self._buffers = self._refilled(self._buffers, _buffers(self._model))
+        held: list[dict[Any, Tensor]] = [self._parameters, self._buffers]
+        self._parameters, self._buffers = refilled(held, [live, _buffers(self._model)], self._device)
         self._state.take(None if lent is None else lent._state)
         if self._device is not None:
             host_memory.wait(list(live.values()))  # once, for all that was copied
@@ -58,21 +58,6 @@ class Anchor:
     def keep_optimizer_state(self) -> None:
         """Hold the optimizer's state itself, and no earlier anchor's; no step has been made since `take`."""
         self._state.keep()
-
-    def _refilled(self, held: dict[Any, Tensor], live: dict[Any, Tensor]) -> dict[Any, Tensor]:
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        found: dict[Any, Tensor] = {}
-        for key, value in live.items():
-            own = held.get(key)
-            if own is not None and own.shape == value.shape:
-                found[key] = own
-                targets.append(own)
-                sources.append(value)
-            else:
-                found[key] = host_memory.copied(value, self._device)
-        host_memory.copy_(targets, sources)
-        return found
 
     def _moving(self) -> dict[int, Tensor]:
         """The parameters that training can change, by their number in the model."""

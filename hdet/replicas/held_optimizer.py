@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -91,45 +91,35 @@ class HeldOptimizer:
             lent: a copy whose state of the parameters will do; it is referred to as it is whenever it is asked for.
         """
         live = self._optimizer.state
-        parameters = _parameters(self._optimizer)
-        known = {id(parameter) for parameter in parameters}
+        known = {id(parameter) for parameter in _parameters(self._optimizer)}
         self._lent = lent
-        self._take([live.get(parameter, {}) for parameter in parameters] if lent is None else [])
-        self._others = {key: self._copied(value) for key, value in live.items() if id(key) not in known}
-        self._groups = [
-            {key: self._copied(value) for key, value in group.items() if key != "params"}
-            for group in self._optimizer.param_groups
-        ]
+        self._take(self._live() if lent is None else [])
+        self._take_rest({key: live[key] for key in live if id(key) not in known}, self._optimizer.param_groups)
         self._wait()
+
+    def _live(self) -> list[State]:
+        """The state that the optimizer has of each parameter now."""
+        return [self._optimizer.state.get(parameter, {}) for parameter in _parameters(self._optimizer)]
+
+    def _take(self, states: list[State]) -> None:
+        self._own = refilled(self._own if len(self._own) == len(states) else [{}] * len(states), states, self._device)
+
+    def _take_rest(self, others: Mapping[Any, Any], groups: Sequence[State]) -> None:
+        """What is of no parameter."""
+        self._others = {key: _copied(value, self._device) for key, value in others.items()}
+        own = ({key: value for key, value in group.items() if key != "params"} for group in groups)
+        self._groups = [{key: _copied(value, self._device) for key, value in group.items()} for group in own]
 
     def _wait(self) -> None:
         """What was copied to the host is there."""
         if self._device is not None:
             host_memory.wait(_parameters(self._optimizer))
 
-    @torch.no_grad()
-    def _take(self, states: list[State]) -> None:
-        before = self._own if len(self._own) == len(states) else [{} for _ in states]
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        self._own = []
-        for held, live in zip(before, states, strict=True):
-            own: State = {}
-            for key, value in live.items():
-                if _fits(held.get(key), value):
-                    own[key] = held[key]
-                    targets.append(tensors.local(own[key]))
-                    sources.append(tensors.local(value.detach()))
-                else:
-                    own[key] = self._copied(value)
-            self._own.append(own)
-        host_memory.copy_(targets, sources)
-
     def keep(self) -> None:
         """Hold the parameters' state itself from now on; no step has been made since `take`."""
         if self._lent is not None:
             self._lent = None
-            self._take([self._optimizer.state.get(parameter, {}) for parameter in _parameters(self._optimizer)])
+            self._take(self._live())
             self._wait()
 
     @torch.no_grad()
@@ -200,11 +190,7 @@ class HeldOptimizer:
         packed, self._lent = state["state"], None
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         self._take([packed.get(number, {}) for number in numbers])
-        self._others = {key: self._copied(packed[key]) for key in packed if key not in set(numbers)}
-        self._groups = [
-            {key: self._copied(value) for key, value in group.items() if key != "params"}
-            for group in state["param_groups"]
-        ]
+        self._take_rest({key: packed[key] for key in packed if key not in set(numbers)}, state["param_groups"])
         self._wait()
 
     @contextmanager
@@ -230,8 +216,24 @@ class HeldOptimizer:
                 group.clear()
                 group.update(before)
 
-    def _copied(self, value: Any) -> Any:
-        return _copied(value, self._device)
+
+@torch.no_grad()
+def refilled(before: Sequence[Mapping[Any, Any]], live: Sequence[Mapping[Any, Any]], device: str | None) -> list[Any]:
+    """Copies of what lives, in the memory of those taken before wherever a tensor fits; `wait` before they are read."""
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    found: list[dict[Any, Any]] = []
+    for held, entries in zip(before, live, strict=True):
+        found.append({})
+        for key, value in entries.items():
+            if _fits(held.get(key), value):
+                found[-1][key] = held[key]
+                targets.append(tensors.local(held[key]))
+                sources.append(tensors.local(value))
+            else:
+                found[-1][key] = _copied(value, device)
+    host_memory.copy_(targets, sources)
+    return found
 
 
 def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
