@@ -10,7 +10,6 @@ from hdet.engine.guard import Guard
 from hdet.errors import ConfigError, IdentifiabilityError
 from hdet.evidence.contrast import Contrast
 from hdet.hparams.bound_knob import BoundKnob
-from hdet.hparams.evidence_needs import EvidenceNeeds
 from hdet.hparams.knob import Knob
 from hdet.merging import Merge
 from hdet.replicas import Replicas
@@ -50,9 +49,11 @@ def separate_targets(knobs: Sequence[BoundKnob]) -> None:
             owners[target] = knob.name
 
 
-def identifiable(knob: BoundKnob, evidence: EvidenceNeeds, replicas: Replicas, signal: Signal, gradients: str) -> None:
-    """A knob must be able to show its effect in the evidence it is given."""
-    spec, name = knob.spec, knob.name
+def identifiable(
+    knob: BoundKnob, replicas: Replicas, signal: Signal, objective: Objective | None, gradients: str
+) -> None:
+    """A knob must be able to show its effect in the evidence it is given, and that must have what it measures by."""
+    spec, name, evidence = knob.spec, knob.name, knob.evidence
     explored = spec.spread.width != 0.0
     if evidence.diverges and explored:
         if spec.acts_on == "merge":
@@ -107,6 +108,11 @@ def identifiable(knob: BoundKnob, evidence: EvidenceNeeds, replicas: Replicas, s
         )
     if evidence.needs_probe and not isinstance(signal, Probe):
         raise ConfigError(f"{name}: {evidence.kind} evidence measures a held-out loss; give signal=hdet.Probe(...)")
+    if evidence.needs_objective and objective is None:
+        raise ConfigError(
+            f"{name}: {evidence.kind} evidence evaluates the training loss by itself, on training batches, and was not "
+            f"told how; give the engine objective=hdet.Objective(loss, batches)"
+        )
 
 
 def has_outer_optimizer(knob: Knob, merge: Merge, outer: Sequence[Optimizer]) -> None:
@@ -143,15 +149,6 @@ def paired(knobs: Sequence[BoundKnob], replicas: Replicas) -> bool:
             f"or paired=False"
         )
     return True
-
-
-def has_objective(knob: BoundKnob, evidence: EvidenceNeeds, objective: Objective | None) -> None:
-    """Evidence that evaluates the training loss by itself has to be given it."""
-    if evidence.needs_objective and objective is None:
-        raise ConfigError(
-            f"{knob.name}: {evidence.kind} evidence evaluates the training loss by itself, on training batches, and "
-            f"was not told how; give the engine objective=hdet.Objective(loss, batches)"
-        )
 
 
 def common_total(knobs: Sequence[BoundKnob], given: int | None) -> int | None:

@@ -70,7 +70,6 @@ class Plan:
         ):
             if given not in allowed:
                 raise ConfigError(f"{name} must be {allowed[0]!r} or {allowed[1]!r}, got {given!r}")
-        admission.declared("replicas", replicas, Replicas)
         admission.declared("window", window, int, Windows)
         admission.declared("signal", signal, TrainingLoss, Probe, type(None))
         admission.declared("evidence", evidence, Evidence, type(None))
@@ -110,8 +109,7 @@ class Plan:
         self.knobs: Final = bound
         admission.separate_targets(bound)
         for knob in bound:
-            admission.identifiable(knob, knob.evidence, replicas, signal, gradients)
-            admission.has_objective(knob, knob.evidence, objective)
+            admission.identifiable(knob, replicas, signal, objective, gradients)
         self.paired: Final = admission.paired(bound, replicas)
         self.total_steps: Final = admission.common_total(bound, total_steps)
         admission.guarded(guard, signal)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hdet.evidence import Scene, Window
 from hdet.replicas.replicas import present
@@ -50,11 +49,7 @@ class Standstill:
 
     def _host(self, host: int) -> tuple[float, float]:
         """Whether a step would change a model's weights, and whether any has."""
-        opening, live = self._scene.opening(), self._scene.moving.values(host)
+        pairs = zip(self._scene.opening(), self._scene.moving.values(host), strict=True)
+        changed = any(not torch.equal(opened.to(own.device), own) for opened, own in pairs)  # mostly the first has
         groups = self._scene.replicas.hosts[host][1].param_groups
-        return float(any(float(group["lr"]) != 0.0 for group in groups)), float(_differ(opening, live))
-
-
-def _differ(some: list[Tensor], others: list[Tensor]) -> bool:
-    """Whether any of two lists' tensors differ; mostly the first do."""
-    return any(not torch.equal(one.to(other.device), other) for one, other in zip(some, others, strict=True))
+        return float(any(float(group["lr"]) != 0.0 for group in groups)), float(changed)

@@ -169,16 +169,9 @@ class ContrastCollector(Collector):
             self._notice()
         gradient = self.given if self.handed_over else self._added(replica)
         self.given = None
-        if gradient is None:
-            self._leave_out(replica, step)
-        else:
+        if gradient is not None:
             self.record.add(replica, gradient, self.signs, self.half)
-
-    def miss(self, replica: Replica, step: int) -> None:
-        if self.exploring:
-            self.record.reject(replica)
-
-    def _leave_out(self, replica: Replica, step: int) -> None:
+            return
         self.record.reject(replica)
         if not self.deaf:
             self.deaf = True
@@ -186,6 +179,10 @@ class ContrastCollector(Collector):
                 f"no backward pass ran inside `with replica:` in step {step}, so Contrast sees no gradient of replica "
                 f"{replica.index} and learns nothing from such steps; call loss.backward() inside the block (said once)"
             )
+
+    def miss(self, replica: Replica, step: int) -> None:
+        if self.exploring:
+            self.record.reject(replica)
 
     def _notice(self) -> None:
         """Start the record anew where parameters were frozen or thawed: all gradients are of the same parameters."""
@@ -220,11 +217,9 @@ class ContrastCollector(Collector):
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         self._notice()
         self.scene.replicas.observe_no_more()
-        window = harvest.window
-        heard_losses = harvest.losses[harvest.valid]
-        self.training = float(heard_losses.mean())
+        self.training = float(harvest.losses[harvest.valid].mean())
         heard = [k for k, half in enumerate(self.half) if half > 0.0]
-        estimates = self.record.close(heard, self.half, partial(self._aim, window))
+        estimates = self.record.close(heard, self.half, partial(self._aim, harvest.window))
         return self.levels.told(estimates, harvest)
 
     def _signs(self, window: Window, step: int) -> NDArray[np.float64]:

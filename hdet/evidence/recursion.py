@@ -23,17 +23,13 @@ from hdet.replicas import tensors
 from hdet.spec import register
 
 NUDGE = 1e-4
-KNOWN: Mapping[str, tuple[type[Optimizer], ...]] = {
-    "momentum": (SGD,),
-    "betas": (Adam, AdamW),
-    ENTRY: (SGD, Adam, AdamW),
+KNOWN: Mapping[tuple[str, int | None], tuple[type[Trace], tuple[type[Optimizer], ...]]] = {
+    ("momentum", None): (MomentumTrace, (SGD,)),
+    ("betas", 0): (FirstTrace, (Adam, AdamW)),
+    ("betas", 1): (SecondTrace, (Adam, AdamW)),
+    (ENTRY, None): (ClipTrace, (SGD, Adam, AdamW)),
 }
-KINDS: Mapping[tuple[str, int | None], type[Trace]] = {
-    ("momentum", None): MomentumTrace,
-    ("betas", 0): FirstTrace,
-    ("betas", 1): SecondTrace,
-    (ENTRY, None): ClipTrace,
-}
+"""By entry of a parameter group, what follows it and whose."""
 
 
 @register
@@ -172,13 +168,14 @@ def _traces(knob: BoundKnob, host: int, model: nn.Module) -> list[Trace]:
         ConfigError: the knob, its optimizer or its parameters are none that can be followed.
     """
     binding = knob.bindings[host]
-    if not isinstance(binding, GroupBinding) or binding.key not in KNOWN:
+    if not isinstance(binding, GroupBinding) or (binding.key, binding.item) not in KNOWN:
         raise ConfigError(
             f"{knob.name}: Recursion evidence follows momentum, betas and the norm that gradients are clipped to; use "
             f"Line for learning rates, Analytic for weight decay, Contrast for knobs of the forward pass, Divergent "
             f"for others"
         )
-    if type(binding.optimizer) not in KNOWN[binding.key]:
+    kind, optimizers = KNOWN[binding.key, binding.item]
+    if type(binding.optimizer) not in optimizers:
         raise ConfigError(
             f"{knob.name}: Recursion evidence knows the recursions of torch.optim.SGD (momentum, clipping), Adam and "
             f"AdamW (betas, clipping), not those of {type(binding.optimizer).__name__}; take one of these, or "
@@ -189,7 +186,6 @@ def _traces(knob: BoundKnob, host: int, model: nn.Module) -> list[Trace]:
             f"{knob.name}: at momentum 0 SGD keeps no buffer that Recursion evidence could follow, and the bounds "
             f"{knob.spec.bounds} allow it; give bounds=(0.1, {knob.spec.bounds[1]:g})"
         )
-    kind = KINDS[binding.key, binding.item]
     traces: list[Trace] = []
     for index in binding.indices:
         parameters = _trained(binding.optimizer, index, model)

@@ -7,15 +7,7 @@ from hdet.hparams.forward import AttentionTemperature, Dropout, LabelSmoothing
 from hdet.hparams.knob import Knob
 from hdet.hparams.outer import OuterLearningRate, OuterMomentum
 from hdet.hparams.scalar import Scalar
-from hdet.hparams.schedule import (
-    WSD,
-    Constant,
-    Cosine,
-    FromCallable,
-    OneCycle,
-    Replay,
-    Schedule,
-)
+from hdet.hparams.schedule import WSD, Constant, Cosine, FromCallable, OneCycle, Replay, Schedule
 from hdet.hparams.space import Arcsine, Linear, Log, Logit, Relative, Space
 from hdet.hparams.spread import OneSided, Spread, Symmetric, TwoLevel
 from hdet.hparams.update import Beta1, Beta2, LearningRate, Momentum, WeightDecay

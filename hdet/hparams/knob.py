@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from torch import nn
 from torch.optim import Optimizer
 
@@ -83,14 +83,6 @@ class Knob(Spec, family="knob"):
         Raises:
             MatchError: nothing there is selected; the message lists what could be.
         """
-
-    @field_validator("bounds")
-    @classmethod
-    def _ordered(cls, bounds: tuple[float, float]) -> tuple[float, float]:
-        low, high = bounds
-        if not low < high:
-            raise ValueError(f"the lower bound {low} must lie below the upper bound {high}")
-        return bounds
 
     @model_validator(mode="after")
     def _in_domain(self) -> Knob:

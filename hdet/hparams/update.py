@@ -45,10 +45,11 @@ class GroupKnob(Knob):
         return f"{self.kind}[{','.join(str(group) for group in chosen)}]"
 
     def bind(self, model: nn.Module, optimizer: Optimizer) -> GroupBinding:
-        chosen = [index for index in self._indices(optimizer) if self._holds(optimizer.param_groups[index])]
+        chosen = [index for index in self._indices(optimizer) if self.key in optimizer.param_groups[index]]
         if not chosen:
+            entry = self.key if self.item is None else f"{self.key}[{self.item}]"
             raise MatchError(
-                f"{self.label}: no parameter group of {type(optimizer).__name__} has {self._entry!r}; "
+                f"{self.label}: no parameter group of {type(optimizer).__name__} has {entry!r}; "
                 f"the groups hold {sorted(set(optimizer.param_groups[0]) - {'params'})}"
             )
         _unshare(optimizer, chosen, self.key)
@@ -70,20 +71,11 @@ class GroupKnob(Knob):
             self.bounds,
         )
 
-    @property
-    def _entry(self) -> str:
-        return self.key if self.item is None else f"{self.key}[{self.item}]"
-
-    def _holds(self, group: dict[str, object]) -> bool:
-        return self.key in group
-
     def _value(self, optimizer: Optimizer, index: int) -> float:
         group = optimizer.param_groups[index]
         # A scheduler's warm-up may start all groups at 0, and their ratio is that of the rates it was given.
-        return float(group["initial_lr"]) if self._starts_at_0(group) else given(optimizer, index, self.key, self.item)
-
-    def _starts_at_0(self, group: dict[str, object]) -> bool:
-        return self.key == "lr" and "initial_lr" in group and group["lr"] == 0.0
+        starts_at_0 = self.key == "lr" and "initial_lr" in group and group["lr"] == 0.0
+        return float(group["initial_lr"]) if starts_at_0 else given(optimizer, index, self.key, self.item)
 
     def _indices(self, optimizer: Optimizer) -> list[int]:
         count = len(optimizer.param_groups)

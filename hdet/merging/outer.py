@@ -130,16 +130,13 @@ class OuterMerger(Merger):
         self.state: dict[nn.Parameter, dict[str, Any]] = {}
         self.settings = scene.outer[0] if scene.outer else spec.outer_optimizer()
 
-    def _displacements(self) -> list[nn.Parameter]:
-        return [_displacement(parameter) for parameter in self.scene.moving.parameters[0]]
-
     def _made(self, *, on_trial: bool = False) -> tuple[Optimizer, list[nn.Parameter]]:
         """The optimizer of the parameters that move now, with what is known of them; and its own parameters.
 
         Args:
             on_trial: what is known is copied, since a step writes over it.
         """
-        displacements = self._displacements()
+        displacements = [_displacement(parameter) for parameter in self.scene.moving.parameters[0]]
         optimizer = self.spec.made(displacements)
         optimizer.param_groups[0].update(_settings(self.settings))
         for parameter, displacement in zip(self.scene.moving.parameters[0], displacements, strict=True):

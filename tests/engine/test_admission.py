@@ -46,7 +46,7 @@ DECLARATIONS: dict[str, tuple[Callable[[], Any], type[HdetError], str]] = {
     "bounds reversed": (
         lambda: hdet.LearningRate(bounds=(1.0, 0.1)),
         ConfigError,
-        "learning_rate: bounds: the lower bound 1.0 must lie below the upper bound 0.1",
+        r"learning_rate: .*bounds must be \(low, high\) with low < high; got \(1.0, 0.1\)",
     ),
     "bounds outside the space": (
         lambda: hdet.Dropout(bounds=(0.0, 1.5)),

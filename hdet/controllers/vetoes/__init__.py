@@ -14,14 +14,4 @@ from hdet.controllers.vetoes.gap import GapState, KeepsGap, NeedsGap
 from hdet.controllers.vetoes.not_early import NotEarly
 from hdet.controllers.vetoes.within_span import WithinSpan
 
-__all__ = [
-    "AboveGiven",
-    "AgreesNow",
-    "Cap",
-    "DoesHarm",
-    "GapState",
-    "KeepsGap",
-    "NeedsGap",
-    "NotEarly",
-    "WithinSpan",
-]
+__all__ = ["AboveGiven", "AgreesNow", "Cap", "DoesHarm", "GapState", "KeepsGap", "NeedsGap", "NotEarly", "WithinSpan"]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hdet.evidence.scene import Harvest, Scene
 from hdet.replicas import gradients, tensors
-from hdet.replicas.tensors import evaluating
 from hdet.signals.probe import flat
 
 
@@ -91,7 +90,7 @@ class GroupSlopes:
         with (
             scene.at_base(),
             tensors.substituted(scene.moving.values(), weights),
-            evaluating(model, optimizer),
+            tensors.evaluating(model, optimizer),
             torch.enable_grad(),
         ):
             yield

@@ -12,7 +12,6 @@ from torch.optim import SGD
 from hdet.evidence.parts.preconditioner import preconditioner
 from hdet.evidence.scene import Scene
 from hdet.replicas import gradients, tensors
-from hdet.replicas.tensors import evaluating
 from hdet.signals.probe import checked, flat
 
 
@@ -59,7 +58,7 @@ def aim(scene: Scene, window: int, rate: float | None = None) -> Aim | None:
             losses.append(loss.detach())
             yield loss.sum()
 
-    with scene.at_base(), evaluating(model, optimizer), torch.enable_grad():
+    with scene.at_base(), tensors.evaluating(model, optimizer), torch.enable_grad():
         sums = gradients.summed(model, each())
     known = torch.cat(checked(losses))
     own = tensors.trained(model)

@@ -74,19 +74,17 @@ class Levels:
         level = float(held_out.mean())
         gap = level - training
         if self.other_scale is None:
-            self._compare_scales(gap, level, training)
+            # Nothing is overfitted as early: a first gap this large shows another loss, or one that was divided.
+            self.other_scale = gap > OTHER_SCALE * abs(level)
+            if self.other_scale:
+                warn(
+                    f"the first window's training loss is {training:.4g} and the probe's loss {level:.4g}, so the two "
+                    f"are not on one scale, and knobs of the forward pass that lie on a bound (dropout at 0) stay "
+                    f"there; give engine.step the mean loss of each replica's batch, undivided by the number of "
+                    f"micro-batches"
+                )
         error = float(held_out.std(ddof=1)) / math.sqrt(len(held_out))
         return early or bool(self.other_scale) or not gap > 2.0 * error + MARGIN * abs(training)
-
-    def _compare_scales(self, gap: float, level: float, training: float) -> None:
-        """Nothing is overfitted as early: a first gap this large shows another loss, or one that was divided."""
-        self.other_scale = gap > OTHER_SCALE * abs(level)
-        if self.other_scale:
-            warn(
-                f"the first window's training loss is {training:.4g} and the probe's loss {level:.4g}, so the two are "
-                f"not on one scale, and knobs of the forward pass that lie on a bound (dropout at 0) stay there; give "
-                f"engine.step the mean loss of each replica's batch, undivided by the number of micro-batches"
-            )
 
     def state_dict(self) -> dict[str, Any]:
         return {"other_scale": self.other_scale}

@@ -71,13 +71,6 @@ def of_group(group: dist.ProcessGroup | None) -> Layout:
     return Layout(Group(group), Group(group), table, dist.get_rank(group), 0, ranks)
 
 
-def pooled(layout: Layout) -> Layout:
-    """Every rank of a layout as a place of its own."""
-    ranks = tuple(dist.get_process_group_ranks(layout.everyone()))
-    table = np.arange(len(ranks), dtype=np.int64).reshape(-1, 1)
-    return Layout(layout.everyone, layout.everyone, table, dist.get_rank(layout.everyone()), 0, ranks)
-
-
 def of_mesh(mesh: DeviceMesh, replicate: str | None) -> Layout:
     """Replicas lie along one dimension of the mesh; the ranks along the others share a replica.
 

@@ -23,7 +23,7 @@ from hdet.replicas.distributed.agreement import agree
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.distributed.half_precision import mean_narrow_
-from hdet.replicas.distributed.layout import Group, pooled
+from hdet.replicas.distributed.layout import Group, of_group
 from hdet.replicas.distributed.lost_rank import translated
 from hdet.replicas.distributed.overlap import Flight
 from hdet.replicas.distributed.own_gradient import OwnGradient, Take
@@ -79,7 +79,7 @@ class Ranks(Replicas):
         self._plain = False
         self._pooled: Exchange | None = None
         if fully_sharded.over(self.hosts[0][0], self.layout.parts):
-            self._pooled = Exchange(pooled(self.layout), exchange.device, exchange.exact)
+            self._pooled = Exchange(of_group(self.layout.everyone()), exchange.device, exchange.exact)
         self._shares = True
         self._apart = True
         self._own: OwnGradient | None = None
