@@ -169,16 +169,14 @@ def _require_optimizer(place: str, optimizer: Optimizer, saved: Mapping[str, Any
             where = f"{place}, parameter group {number}, parameter {index}"
             if not isinstance(entries, dict):
                 raise CheckpointError(f"the checkpoint's optimizer state is no mapping ({where}); {AS_THEY_ARE}")
-            own = optimizer.state.get(parameter)
-            if own:
-                _require_entries(where, dict(own), parameter, entries, parameter.shape)
-                continue
-            kind = (number, parameter.dim(), parameter.dtype)
-            if kind not in known:
-                known[kind] = _made(optimizer, group, parameter)
-            made = known[kind]
-            if made is not None:
-                _require_entries(where, made, parameter, entries, torch.Size(STAND_IN_SIZES[: parameter.dim()]))
+            own, like = optimizer.state.get(parameter), parameter.shape
+            if not own:
+                kind = (number, parameter.dim(), parameter.dtype)
+                if kind not in known:
+                    known[kind] = _made(optimizer, group, parameter)
+                own, like = known[kind], torch.Size(STAND_IN_SIZES[: parameter.dim()])
+            if own is not None:
+                _require_entries(where, own, parameter, entries, like)
 
 
 def _require_group(where: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

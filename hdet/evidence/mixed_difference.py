@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdet.controllers import Controller, Estimate
 from hdet.errors import ConfigError
@@ -23,7 +23,6 @@ from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.forward import ModuleKnob
 from hdet.hparams.knob import Knob
 from hdet.replicas import Replicas, tensors
-from hdet.replicas.buffers import HeldBuffers
 from hdet.replicas.random_numbers import accelerators, seeded
 from hdet.spec import register
 
@@ -222,10 +221,32 @@ def _alone(replicas: Replicas) -> None:
         ConfigError: the model has layers that meet in training mode.
     """
     model = replicas.hosts[0][0]
-    met = [name for name, module in model.named_modules() if isinstance(module, torch.nn.SyncBatchNorm)]
+    met = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if met and len(replicas.local) < replicas.size:
         raise ConfigError(
             f"MixedDifference evidence runs forward passes on each replica by itself, and {met[0]!r} is a "
             f"SyncBatchNorm, which waits for the other ranks in each; use BatchNorm, whose statistics are merged at a "
             f"window's end, or evidence=hdet.evidence.Contrast()"
         )
+
+
+class HeldBuffers:
+    """Copies of all buffers of a model, its own or not in its `state_dict`.
+
+    A forward pass may write into a buffer (batch statistics) or replace it by another tensor; both are undone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Every buffer is the tensor that it was, with the values that it had."""
+        for module, name, buffer, value in self._held:
+            module._buffers[name] = buffer
+            buffer.copy_(value)

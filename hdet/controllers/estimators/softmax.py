@@ -70,29 +70,24 @@ class Softmax(Estimator):
             return [Estimate.nothing()] * comparison.knobs, state
         moving = varies(levels)
         levels = levels - levels.mean(axis=0)
+        share = 1.0
         if not self.smoothing:
             contrasts = losses - losses.min(axis=0)
-            displacements = [self._displaced(level, -contrasts.mean(axis=1), contrasts, 1.0) for level in levels.T]
+            given = [(level, -contrasts.mean(axis=1), contrasts) for level in levels.T]
         else:
             state = self._smoothed(state, comparison)
             places = _places(comparison.levels)
             # Windows that are independent and equally noisy, summed with weights (1 - b) b^age / weight.
             b, gone = self.smoothing, 1.0 - state.weight
             share = float(np.sqrt((1 - b) / (1 + b) * (1 + gone) / (1 - gone)))
-            displacements = []
+            given = []
             for k in range(comparison.knobs):
-                order = np.argsort(places[:, k])
-                advantages = state.advantages[k] / state.weight
-                displacements.append(
-                    self._displaced(
-                        comparison.levels[order, k] - comparison.levels[:, k].mean(),
-                        advantages,
-                        comparison.losses.reshape(len(order), -1)[order],
-                        share,
-                    )
-                )
+                order, own = np.argsort(places[:, k]), comparison.levels[:, k]
+                ordered = comparison.losses.reshape(len(order), -1)[order]
+                given.append((own[order] - own.mean(), state.advantages[k] / state.weight, ordered))
         estimates = []
-        for (slope, stderr), moves in zip(displacements, moving.tolist(), strict=True):
+        for one, moves in zip(given, moving.tolist(), strict=True):
+            slope, stderr = self._displaced(*one, share)
             usable = moves and bool(np.isfinite(slope))
             error = stderr if usable and np.isfinite(stderr) else np.inf
             estimates.append(Estimate(slope=float(slope) if usable else 0.0, stderr=float(error)))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hdet.evidence.line import Segment
 from hdet.evidence.parts import segment
-from hdet.evidence.parts.segment import Segment
 from hdet.replicas import tensors
 
 SHAPES = [(3,), (2, 5), (7,), ()]
