@@ -34,19 +34,15 @@ class Rewind(Guard):
     A network that a too large step has wrecked (dead units, saturated attention) gives no signal, so no knob can repair
     it. Two signs together show the damage at a window's end. First, training stands still: the window with the lowest
     mean training loss lies in the first `1 / patience` of the steps done. Second, on the same batch the held-out loss
-    is higher now than there, by `significance` standard errors. Overfitting is no such case, since the training loss
-    falls. Useful regularisation is no such case either, since the held-out loss falls.
+    is higher now than there, by `significance` standard errors. Then weights, buffers and optimizer state return to the
+    best point. The step count goes on. Every controller is told (`Controller.retreat`): `Calibrate` continues below the
+    rate that had worked there.
 
-    Then weights, buffers and optimizer state return to the best point. The step count goes on. Every controller is told
-    (`Controller.retreat`): `Calibrate` continues below the rate that had worked there.
-
-    Some damage shows in no loss in time: after far too large first steps a network can go on learning, and stay behind
-    to the end. Evidence taken ahead of the base during the warm-up shows it (`Estimate.offset`, see `Line`). Its moves
-    of a rate, up and down, are added up. If they lowered the rate by more than a factor of `overshoot`, the first steps
-    count as lost, and the run begins anew from its first weights. This happens at most once. The step count goes on,
-    and every controller is told (`Controller.restart`). Looking ahead is over at the first window without it; until
-    then the first weights are kept as well. (With the set-up of `hdet.recommended` a factor of 4 takes three windows,
-    so runs of less than some 400 steps are too short for it.)
+    Some damage shows in no loss in time. Evidence taken ahead of the base during the warm-up shows it
+    (`Estimate.offset`, see `Line`). If its moves lowered a rate by more than a factor of `overshoot` in all, the first
+    steps count as lost, and the run begins anew from its first weights, at most once. Every controller is told
+    (`Controller.restart`). Until looking ahead is over the first weights are kept as well. (With the set-up of
+    `hdet.recommended` a factor of 4 takes three windows, so runs of less than some 400 steps are too short for it.)
 
     Args:
         patience: how many times longer the run must be than it was at its best point.

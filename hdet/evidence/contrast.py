@@ -42,37 +42,19 @@ class Contrast(Evidence):
 
         h_kt = -(1/N) sum_r s_rkt c_rt
 
-    estimates d L_probe / d u_k times d_k for one step. Slope and standard error are over the steps of a window.
-    The micro-batches of one model can be the replicas. Where a step has too few replicas for the number of knobs,
-    several steps form one block of the design.
+    estimates d L_probe / d u_k times d_k, the knob's `spread.width`, for one step. Slope and standard error are over
+    the steps of a window. The micro-batches of one model can be the replicas. Where a step has too few replicas for the
+    number of knobs, several steps form one block of the design. An estimate needs at least 8 blocks.
 
     Seen one step ahead, any regulariser looks bad. With a `horizon` the contrasted gradients themselves are summed
     across windows, and fade over that many steps. Then v is read at the window's end, so the held-out loss of now
     judges what a level did long ago.
 
-    At most `sketch` numbers of a gradient are kept: a linear sketch (`hdet.evidence.parts.sketch`). It is unbiased for
-    inner products, and its error is small against the scatter of the gradients. A model with no more parameters than
-    that keeps the gradient itself. With a horizon there are `groups` + 1 sketches for each knob, without one there is
-    one in all.
-
-    Near a bound both levels lie inside it, and one of them is the bound. Exploring there costs something if the bound
-    is best, as a dropout of 0 is on data that never repeat. So a base on its bound is not explored before `bound_from`.
-    Later it is explored only in windows where the held-out loss is above the training loss of the window before, by two
-    standard errors and 2 %. (A knob that also acts in eval mode is no regulariser and is always explored.)
-
-    A knob that also acts in eval mode (a temperature) changes the probe loss directly, too. The slope between its two
-    levels on the probe, at the window's last weights, is added to the slope of the window's T steps, T mean_t(h). An
-    estimate needs at least 8 blocks. Shorter windows save their blocks for the next one.
-
     The standard error is that of the training gradients along a given v. The noise of the probe is in v and does not
     show: a probe much smaller than a training batch makes an estimate look more certain than it is.
 
-    `paired`: replicas 2 i and 2 i + 1 take the same data (`replica.data_index`) and draw the same random numbers, at
-    opposite signs of every knob. The effects of data and dropout masks on the gradient are then equal in both, and
-    cancel. So t grows, twice or more where the levels are close compared with the noise of a batch. Training pays for
-    it: the mean gradient is that of N / 2 batches, each passed twice, which is half the data. A step's data come in
-    `engine.data_shards` = N / 2 parts. Inside `with replica:` the engine seeds torch's generators, and restores them
-    afterwards. N has to be even, and all Contrasts of an engine are paired or none is.
+    docs/evidence.md says how knobs near a bound and knobs that act in eval mode are treated, what sketches and steps
+    without evidence cost, and what pairs are good for.
 
     Args:
         horizon: steps over which contrasts are remembered; 0 for those of one window only, by dot products.
@@ -80,10 +62,10 @@ class Contrast(Evidence):
         refresh: without a horizon, steps after which v is computed anew; each costs one gradient of the probe.
         bound_from: share of the run before which a base on a bound is not explored. Early in training a network wants
             no regularisation, so exploring tells nothing.
-        paired: compare two replicas on the same data with the same random numbers.
-        sketch: largest count of numbers kept of one gradient.
-
-    The width d_k is the knob's `spread.width`. Under a GradScaler slopes are multiplied by its scale, t is not.
+        paired: replicas 2 i and 2 i + 1 take the same data (`replica.data_index`, in `engine.data_shards` = N / 2
+            parts) with the same random numbers, at opposite levels. All Contrasts of an engine are paired or none is.
+        sketch: largest count of numbers kept of one gradient (`hdet.evidence.parts.sketch`): in `groups` + 1 sketches
+            for each knob with a horizon, in one without.
     """
 
     needs_probe: ClassVar[bool] = True

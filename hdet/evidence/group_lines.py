@@ -43,8 +43,7 @@ class GroupLines(Evidence):
     Sub-batches give the standard error. A group whose update gained nothing, or a window that gained nothing, teaches
     nothing. While the common line looks ahead (`Line.preview`), nothing is read of single groups.
 
-    The price is that of `Line` and two forward and backward passes of the probe, whatever the number of groups. Give
-    the probe its sub-batches one by one: a loss that returns several at once is differentiated once for each.
+    The price is that of `Line` and two forward and backward passes of the probe, whatever the number of groups.
 
     Args:
         line: how the common line is read.

@@ -45,23 +45,15 @@ class MixedDifference(Evidence):
     all four forward passes. At a window's end it is taken on J batches of the engine's `objective`, at the window's
     last weights; slope h / d and standard error are over them, a slope of one step as `Contrast`'s without a horizon.
     In training itself nothing is explored: all replicas stay at the base, and what shares or shards their gradients is
-    left alone.
-
-    e is such that e v would change the held-out loss by `change` of itself, to first order. At 1 % the mixed difference
-    is about 1e-3 of the loss, ten thousand times float32's rounding, and what is left out 1e-4 of the slope. (Kinks,
-    such as ReLU's, add a few per cent of noise, and so does arithmetic in bfloat16, for which 3 % are better.) Where
-    the gradient all but vanishes, |e v| stays within `reach` of the weights' norm. Under adaptive
-    optimizers weights that training does not feel, as a bias before BatchNorm, have a P so large that e v would be
-    theirs alone: v leaves out those whose 1 / P is below 1e-4 of the mean.
+    left alone. v leaves out weights that training does not feel: those whose 1 / P is below 1e-4 of the mean.
 
     A window costs one gradient of the probe and 4 J forward passes for each knob that listens, which are shared out
-    over the replicas; one probe more where a knob stands on its bound, and two for each that also acts in eval mode,
-    whose effect on the probe itself is added as `Contrast` adds it. Near a bound the levels lie as `Contrast`'s do. The
-    standard error is that of the training batches along a given v; the probe's own noise is in v and does not show.
+    over the replicas. Knobs near a bound, and knobs that also act in eval mode, are treated as by `Contrast`, and the
+    standard error means what it does there. docs/evidence.md says more, of the distance e too.
 
     Args:
         every: measure in every so many windows only; the others tell nothing.
-        change: of the held-out loss along e v, as a share of it.
+        change: of the held-out loss along e v, as a share of it, to first order. Arithmetic in bfloat16 wants 0.03.
         reach: largest |e v| over the norm of the trained weights.
         bound_from: share of the run before which a base on a bound is not looked at; later it is where held-out loss
             exceeds training loss.

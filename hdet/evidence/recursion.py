@@ -48,15 +48,9 @@ class Recursion(Directional):
     where buf, m and v on the right are those of the step before, and g is worked out from m and v as they were and
     are. All is times d value / d coordinate in the knob's space.
 
-    The probe is read at the last weights, L(theta_T + x D), because D is what those weights would change by: what
-    momentum does to the noise of single steps is in both and counts. As always with last weights, a short window
-    flatters the less noisy side, here less momentum, which is the side that does no harm.
-
-    What a threshold has to do with a gradient is exact, but for one thing: a gradient that is just not clipped counts
-    as one that never is.
-
-    Where memories are long or windows are, D is large; so x is kept so small that |x D| stays within `reach` of the
-    weights it moves.
+    The probe is read at the last weights, L(theta_T + x D), because D is what those weights would change by. Where
+    memories are long or windows are, D is large; so x is kept so small that |x D| stays within `reach` of the weights
+    it moves. docs/evidence.md says what it misses.
 
     Held beyond the model: two vectors of the size of the parameters that the knob acts on, in float32 at least, for
     each knob, three for clipping under Adam; about three more for a moment in each step. No step waits for the device.

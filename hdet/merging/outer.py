@@ -50,9 +50,7 @@ class Outer(Merge):
     first window's merge is the inner one alone where replicas did not open it alike (`hdet.perturb`), since their
     displacement has no common origin. A run that goes back to an earlier point begins with a new outer state.
 
-    With `hdet.distribute(..., overlap=k)` the mean travels beside the next k steps, and the outer step is made as it
-    arrives: each replica is moved by what the outer step adds to where the window ended, and keeps its k steps. That
-    holds a copy of the opening meanwhile.
+    With `hdet.distribute(..., overlap=k)` the outer step is made as the mean arrives (docs/populations.md).
 
     Args:
         lr: the outer rate.

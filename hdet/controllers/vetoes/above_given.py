@@ -29,19 +29,14 @@ class AboveGivenState:
 class AboveGiven(Veto):
     """Between the schedule as given and `max_distance`, raise only on `t < -significance (1 + s^2 shift / doubled_at)`.
 
-    Early in training larger steps look better than they are, by an error that no standard error tells. Where a plateau
-    shows little either way, each window would raise a rate that was set well. Where the rate is far too low, windows
-    prove it many times over. So t may be that of the window, or that of all windows since the base last moved: their
-    slopes are summed by sub-batch.
+    Early in training larger steps look better than they are, by an error that no standard error tells. t may be that of
+    the window, or that of all windows since the base last moved: their slopes are summed by sub-batch. A short run has
+    few windows to prove it in: s = min(1, total_steps / full_from) reduces what is asked for; without a known end it is
+    1. The shift counts from the schedule: a knob's `initial_shift` is part of it.
 
-    Far too low is also a rate at which the run leads nowhere. A window's slope in log space is about what its steps
-    have gained. If the steps that are left would gain less than `min_gain` of the loss in this way, no more is asked
-    for than the rule that raises asks for itself. The same holds from a shift of `max_distance` on. What the user set
-    was then far too low, and says nothing of how much further to go. The shift counts from the schedule: a knob's
-    `initial_shift` is part of it.
-
-    A short run has few windows to prove it in, and a rate that is raised late costs it more than one that is somewhat
-    too high. So s = min(1, total_steps / full_from) reduces what is asked for. Without a known end s is 1.
+    A window's slope in log space is about what its steps have gained. If the steps that are left would gain less than
+    `min_gain` of the loss in this way, the run leads nowhere, and no more is asked for than the rule that raises asks
+    for itself. The same holds from a shift of `max_distance` on: what was set says nothing of how much further to go.
 
     Args:
         significance: |t| that is asked for at the schedule as given, and below it.
