@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from hdet.evidence.line import Segment
-from hdet.evidence.parts import segment
 from hdet.replicas import tensors
 
 SHAPES = [(3,), (2, 5), (7,), ()]
@@ -26,7 +25,7 @@ def test_a_point_is_the_interpolation_bit_for_bit(
     moves: list[bool], held: torch.dtype, begins: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is on the line, also between weights of another dtype, of which parts are converted at a time."""
-    monkeypatch.setattr(segment.tensors, "PASSING", elements)
+    monkeypatch.setattr(tensors, "PASSING", elements)
     start, end, live = weights(1, begins), weights(2), weights(3, held)
     want = [
         (torch.lerp(a, b.to(begins), 1.3) if moving else b).to(held)
