@@ -4,7 +4,9 @@ Here is what a training loop names. What it may choose among lies in families, o
 `hdet.schedules`, `hdet.controllers` and the others at the end of `hdet.__all__`.
 """
 
+import sys
 from importlib import import_module
+from opcode import opmap
 from types import ModuleType
 
 from hdet import (
@@ -133,18 +135,16 @@ def __getattr__(name: str) -> ModuleType:
 
     Raises:
         MissingExtraError: the framework is not installed.
-        ImportError: the name is a family's; the message says which. `from hdet import Line` would replace an
-            AttributeError by one without it.
-        AttributeError: there is no such name.
+        AttributeError: there is no such name; of a family's name the message says which. To `from hdet import Line`
+            it is an ImportError: Python would replace an AttributeError by one that does not say where the name is.
     """
     if name in _INTEGRATIONS:
         return import_module(f"hdet.integrations.{name}")
-    for family in _FAMILIES:
-        if name in family.__all__:
-            raise ImportError(
-                f"cannot import name {name!r} from 'hdet': it is {family.__name__}.{name}", name=name, path=__file__
-            )
-    raise AttributeError(f"module 'hdet' has no attribute {name!r}")
+    place = next((f": it is {family.__name__}.{name}" for family in _FAMILIES if name in family.__all__), "")
+    caller = sys._getframe(1)
+    if place and caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]:
+        raise ImportError(f"cannot import name {name!r} from 'hdet'{place}", name=name, path=__file__)
+    raise AttributeError(f"module 'hdet' has no attribute {name!r}{place}")
 
 
 def __dir__() -> list[str]:

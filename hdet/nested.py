@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,13 +10,19 @@ from typing import Any
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of nested mappings, lists and tuples, every value in them changed.
 
-    A named tuple stays one. Any other subclass of `tuple`, such as `torch.Size`, is a value.
+    A named tuple stays one, and so does a subclass of `dict`, with its attributes. Any other subclass of `tuple`, such
+    as `torch.Size`, is a value; any other mapping becomes a `dict`.
 
     >>> mapped({"a": [1.5, 2.5], "b": 3}, int)
     {'a': [1, 2], 'b': 3}
     """
     if isinstance(value, Mapping):
-        return {key: mapped(item, change) for key, item in value.items()}
+        changed = {key: mapped(item, change) for key, item in value.items()}
+        if type(value) is dict or not isinstance(value, dict):
+            return changed
+        kept = copy.copy(value)
+        kept.update(changed)
+        return kept
     if isinstance(value, list):
         return [mapped(item, change) for item in value]
     if hasattr(value, "_fields") and isinstance(value, tuple):

@@ -201,3 +201,22 @@ def test_one_name_is_one_class() -> None:
                 homes.setdefault(node.name, []).append(name)
     several = {name for name, places in homes.items() if len(places) > 1}
     assert several == {"Dropout", "Search"}
+
+
+@pytest.mark.parametrize("name", ["hdet.app.run.loop", "hdet.app.run.plain"])
+def test_hdet_run_trains_with_what_users_have(name: str) -> None:
+    """Its loop is one that anybody could write: it imports what is shown, and asks an engine what the pages tell of."""
+    shown = {
+        member
+        for module in (hdet, hdet.replicas, *(getattr(hdet, own) for own in dir(hdet)))
+        for member in getattr(module, "__all__", ())
+    }
+    asked = set()
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and room(node.module) not in ("hdet.app", "hdet.errors"):
+            hidden = {alias.name for alias in node.names} - shown
+            assert not node.module.startswith("hdet.") or not hidden, f"{name}: {node.module} has {hidden}"
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("engine", "self.engine"):
+            asked.add(node.attr)
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT.parent / "docs").glob("*.md"))
+    assert {one for one in asked if f"engine.{one}" not in pages} == set()

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from hdet.errors import CheckpointError, HdetError
+from hdet.replicas.distributed.lost_rank import translated
 
 T = TypeVar("T")
 
@@ -26,6 +27,7 @@ def led(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
     Raises:
         HdetError: the first rank's, on every rank, so that none waits for one that has gone; an OSError as a
             CheckpointError.
+        LostRankError: another rank is gone.
     """
     return broadcast(group, attempted(act) if leads(group) else None)
 
@@ -38,7 +40,8 @@ def broadcast(group: dist.ProcessGroup | None, outcome: Outcome[T] | None) -> T:
     """
     outcomes = [outcome]
     if group is not None:
-        dist.broadcast_object_list(outcomes, src=dist.get_global_rank(group, 0), group=group)
+        with translated("hearing of the leading rank"):
+            dist.broadcast_object_list(outcomes, src=dist.get_global_rank(group, 0), group=group)
     assert outcomes[0] is not None
     value, error = outcomes[0]
     if error is not None:
@@ -51,13 +54,15 @@ def shared_out(group: dist.ProcessGroup | None, names: Sequence[str], act: Calla
 
     Raises:
         HdetError: that of the first rank that raised, on every rank; an OSError as one too.
+        LostRankError: another rank is gone.
     """
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     own = attempted(lambda: {name: act(name) for name in names[rank::size]})
     everyone: list[Any] = [own]
     if group is not None:
         everyone = [None] * size
-        dist.all_gather_object(everyone, own, group=group)
+        with translated("hearing of the other ranks"):
+            dist.all_gather_object(everyone, own, group=group)
     for _, error in everyone:
         if error is not None:
             raise error

@@ -189,8 +189,12 @@ class Engine:
 
     @property
     def history(self) -> History:
-        """The windows so far."""
+        """The windows so far. Give another before the first step, or before a state is loaded, to go on in that one."""
         return self.cycle.history
+
+    @history.setter
+    def history(self, history: History) -> None:
+        self.cycle.history = history
 
     @property
     def noise_scale(self) -> NoiseScale | None:

@@ -141,7 +141,7 @@ class Search(TrainerCallback):
         if saved["step"] != state.global_step:
             raise CheckpointError(
                 f"{path} holds the search after step {saved['step']}, and the Trainer goes on from step "
-                f"{state.global_step}; resume from a checkpoint folder that is as it was saved"
+                f"{state.global_step}; resume from a checkpoint folder that nothing has changed"
             )
         return saved
 

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_run import DIGITS, call
 
+import hdet
 from hdet.app.planning.identifiable import by_noise, by_pilot
 from hdet.app.run import Run, RunConfig
 from hdet.app.run.loop import Training
 from hdet.document import dump
 from hdet.engine.preview import preview
-from hdet.errors import StepError
+from hdet.errors import ConfigError, StepError
 from hdet.record import WindowRecord
 
 
@@ -57,8 +59,15 @@ def test_a_preview_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
     )
     preview(looked_at.training.engine)
     assert looked_at().test_loss == other().test_loss
-    with pytest.raises(StepError, match="has made 24 steps"):
+    with pytest.raises(StepError, match="a preview is of a run that has not begun; this one has made 24 steps"):
         preview(other.training.engine)
+
+
+def test_a_run_without_an_end_cannot_be_previewed() -> None:
+    model = torch.nn.Linear(2, 1)
+    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
+    with pytest.raises(ConfigError, match="a run without an end cannot be previewed"):
+        preview(hdet.Engine(replicas, [hdet.LearningRate()]))
 
 
 def test_what_evidence_without_replicas_compares_is_drawn_too() -> None:

@@ -264,6 +264,7 @@ def test_a_damaged_result_is_named(finished: Path, tmp_path: Path, content: str)
     with pytest.raises(HdetError, match=r"result\.json .* --resume writes it anew") as caught:
         Run(CONFIG, folder, resume=True)
     assert "\n" not in str(caught.value)
+    assert ("result.json is no result of a run" in str(caught.value)) == content.startswith('{"')
     (folder / "result.json").unlink()
     Run(CONFIG, folder, resume=True)()
     assert json.loads((folder / "result.json").read_text())["test_loss"] == kept["test_loss"]

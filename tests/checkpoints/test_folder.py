@@ -116,7 +116,10 @@ def test_metadata_cannot_point_outside_of_its_checkpoint(
         (lambda c: [1], "is a list, no mapping"),
         (lambda c: {**c, "config": None}, "does not say what engine wrote it"),
         (lambda c: {name: value for name, value in c.items() if name != "groups"}, "control.groups: Field required"),
-        (lambda c: {**c, "window": "two"}, "control.window: Input should be a valid integer, got 'two'"),
+        (
+            lambda c: {**c, "window": "two"},
+            "the checkpoint is no state of an engine: control.window: Input should be a valid integer, got 'two'",
+        ),
         (lambda c: {**c, "knobs": {}}, "cannot be loaded"),
         (lambda c: {**c, "knobs": {"learning_rate": {"shift": "up"}}}, "knobs.learning_rate.shift"),
         (lambda c: {**c, "replicas": 3}, "control.replicas"),
@@ -167,7 +170,7 @@ def test_damage_is_named_before_anything_is_read(
     else:
         (saved / name).write_bytes(harmed)
     said = refusal(saved, start(), assert_same)
-    assert re.search(f"{re.escape(name)} {message}", said)
+    assert re.search(f"is not as it was saved: {re.escape(name)} {message}", said)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +190,7 @@ def test_a_checkpoint_without_a_manifest_is_not_passed_over(
     """Another version's, say: to begin anew without a word would lose the run."""
     (saved / "manifest.json").unlink()
     said = refusal(saved, start(), assert_same)
-    assert "has no manifest.json" in said
+    assert "has no manifest.json, so nothing in it can be checked" in said
     assert "hdet.checkpoints.Stateful" in said
 
 

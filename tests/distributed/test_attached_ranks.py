@@ -72,7 +72,11 @@ def test_ranks_whose_model_nothing_puts_together_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"), [("passes", "give hdet.attach micro_batches="), ("losses", "reported on some ranks")]
+    ("what", "said"),
+    [
+        ("passes", "training passes in the first step, and another rank made another number"),
+        ("losses", "a training loss was reported on some ranks and not on others"),
+    ],
 )
 def test_ranks_that_differ_in_the_first_step_are_told_and_do_not_wait(what: str, said: str) -> None:
     assert all(said in message for message in launch(attached.unlike, 2, what))

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import batch, difference, loss_of, network, optimizer_of, train
 
 import hdet
-from hdet.app.run import launching
+from hdet.checkpoints import leader
 from hdet.replicas.distributed.exchange import Exchange
 
 VICTIM = 1
@@ -185,7 +185,7 @@ def leading(folder: Path) -> None:
     dist.barrier()
     if dist.get_rank() == VICTIM:
         met.touch()
-    launching.led(act)
+    leader.led(dist.group.WORLD, act)
 
 
 def test_a_silent_rank_counts_as_lost_after_the_groups_timeout() -> None:

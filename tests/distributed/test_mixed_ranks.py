@@ -143,6 +143,16 @@ def hooked(mesh: Any) -> int:
     return before
 
 
+def one_by_one(mesh: Any) -> str:
+    """Several losses of one forward, as `GroupLines` would differentiate each by itself."""
+    model = sharded_over(mesh)(network())
+    try:
+        gradients.handed_over(model, model(batch(0, 0)[0])[:2, 0], lambda: lambda number, gradient: None)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def refused(replicas: hdet.replicas.Replicas, evidence: hdet.evidence.Evidence) -> str:
     try:
         engine_of(replicas, hdet.Dropout(evidence=evidence))
@@ -182,6 +192,7 @@ def everything() -> Found:
         "hooked": hooked(mesh),
         "contrast on shards": contrast_on_shards(mesh),
         "normed over ranks": normed_over_ranks(),
+        "one by one": one_by_one(mesh),
     }
 
 
@@ -235,11 +246,19 @@ def test_the_recipe_judges_dropout_on_shards_where_it_has_an_objective_and_says_
 
 
 def test_contrast_on_shards_is_refused_and_the_way_out_named(ranks: list[Found]) -> None:
-    assert all("evidence=hdet.evidence.MixedDifference()" in rank["contrast on shards"] for rank in ranks)
+    for rank in ranks:
+        assert "Contrast evidence looks at a replica's whole gradient" in rank["contrast on shards"]
+        assert "evidence=hdet.evidence.MixedDifference()" in rank["contrast on shards"]
 
 
 def test_layers_that_wait_for_other_ranks_in_a_pass_are_refused(ranks: list[Found]) -> None:
-    assert all("'6' is a SyncBatchNorm" in rank["normed over ranks"] for rank in ranks)
+    for rank in ranks:
+        assert rank["normed over ranks"].startswith("MixedDifference evidence runs forward passes on each replica by")
+        assert "'6' is a SyncBatchNorm" in rank["normed over ranks"]
+
+
+def test_several_losses_of_one_sharded_forward_are_refused(ranks: list[Found]) -> None:
+    assert all("gave 2 losses of one forward pass, and a model under" in rank["one by one"] for rank in ranks)
 
 
 def test_an_optimizer_that_steps_in_backward_does_not_for_the_probes_gradient(ranks: list[Found]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -32,6 +32,14 @@ KNOBS = [OuterLearningRate(controller=Hold()), OuterMomentum(controller=Hold())]
 
 def probe_of(problem: Any) -> hdet.Probe:
     return hdet.Probe(problem.loss, [problem.batch(10_000, j) for j in range(J)])
+
+
+class OfTheMerge(hdet.Scalar):
+    """A knob of the merge's that is no entry of its optimizer's group."""
+
+    @property
+    def acts_on(self) -> Literal["merge"]:
+        return "merge"
 
 
 def engine_of(problem: Any, merge: Merge, knobs: Any = KNOBS, **options: Any) -> hdet.Engine:
@@ -208,7 +216,7 @@ def test_in_yaml() -> None:
             Outer(0.1, optimizer="Adam", options=()),
             OuterMomentum(),
             ConfigError,
-            "optimizer Adam has no 'momentum'",
+            "outer optimizer Adam has no 'momentum'.* its settings are",
         ),
         (Outer(options=()), OuterMomentum(), ConfigError, "reaches 0, outside the bounds"),
         (
@@ -228,6 +236,12 @@ def test_in_yaml() -> None:
             hdet.LearningRate(evidence=OuterLine()),
             IdentifiabilityError,
             "of which outer_line evidence",
+        ),
+        (
+            Outer(),
+            OfTheMerge("margin", get=lambda m: 0.5, set=lambda m, value: None, bounds=(0.0, 1.0), evidence=OuterLine()),
+            ConfigError,
+            "margin: OuterLine tries settings of the merge's optimizer",
         ),
     ],
 )

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 
 import hdet
 from hdet.controllers import Hold
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, HdetError
 
 # Collectives in shared memory are compiled when they are first asked for; gloo's own do.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -197,6 +198,44 @@ def refusal(stage: int, **options: Any) -> str:
     return ""
 
 
+def said(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except HdetError as error:
+        return str(error)
+    return ""
+
+
+def refused_of_an_optimizer() -> dict[str, str]:
+    """Of one that its engine does not give or that is unknown, or whose parts are not those of a state or in place."""
+    engine, unknown, moved = engine_of(1, False), engine_of(1, False), engine_of(3, False)
+    probe = hdet.Probe(loss_of, [batch(-1 - part, torch.float32) for part in range(8)])
+    options: dict[str, Any] = {"probe": probe, "total_steps": STEPS, "quiet": True}
+    found = {"given itself": said(lambda: hdet.attach(engine.module, engine.optimizer, **options))}
+    unknown.optimizer.optimizer = object()
+    found["unknown"] = said(lambda: hdet.deepspeed.attach(unknown, **options))
+    searches = [hdet.deepspeed.attach(own, **options) for own in (engine, moved)]
+
+    def train(own: Any, search: hdet.Search) -> None:
+        for micro in range(PARTS):
+            own.backward(search.loss(loss_of(own, batch(micro, torch.float32))))
+            own.step()
+
+    for own, search in zip((engine, moved), searches, strict=True):
+        train(own, search)
+    state = searches[0].optimizer.state_dict()
+    for held in state["state"].values():
+        held["exp_avg.0"] = held["exp_avg.0"][:-1]
+    found["another part"] = said(lambda: searches[0].optimizer.load_state_dict(state))
+    for parameter in moved.module.parameters():
+        parameter.ds_tensor.data = parameter.ds_tensor.data.clone()
+    fewer = engine_of(3, False)
+    next(fewer.module.parameters()).ds_process_group = dist.new_subgroups(1)[0]
+    found["over fewer ranks"] = said(lambda: hdet.deepspeed.attach(fewer, **options))
+    found["moved"] = said(searches[1].model.reshard)  # type: ignore[operator]
+    return found
+
+
 def went_back(stage: int, bf16: bool) -> tuple[list[Tensor], list[Tensor]]:
     """What a point holds, and what is there after training on and going back to it."""
     engine = engine_of(stage, bf16)
@@ -274,6 +313,7 @@ def main(folder: Path) -> None:
         "secondary partitions": refusal(3, zero={"zero_hpz_partition_size": 2}, guard=None),
         "rates of groups at stage 3": refusal(3, rates="groups"),
         "rates by patterns": refusal(1, rates={"head": "3.*"}),
+        **refused_of_an_optimizer(),
     }
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()

@@ -112,9 +112,15 @@ def test_dropout_is_explored_where_gradients_are_whole(ranks: list[Found]) -> No
 def test_what_cannot_be_had_is_refused_by_stage_and_reason(ranks: list[Found]) -> None:
     for found in ranks:
         refused = found["refused"]
-        assert "and under ZeRO stage 1 (DeepSpeedZeroOptimizer) gradients leave" in refused["dropout at stage 1"]
+        assert "is judged by the gradient of each pass, and under ZeRO stage 1" in refused["dropout at stage 1"]
         assert "and under ZeRO stage 3 (DeepSpeedZeroOptimizer_Stage3)" in refused["dropout at stage 3"]
         assert "runs ZeRO stage 3 with offload_param" in refused["parameters offloaded"]
         assert "runs ZeRO stage 3 with zero_hpz_partition_size" in refused["secondary partitions"]
         assert "judged by gradients of the probe, and under ZeRO stage 3" in refused["rates of groups at stage 3"]
         assert "cuts the optimizer's groups, and under ZeRO stage 1" in refused["rates by patterns"]
+        assert "keeps master weights apart from the model, in parts on each rank" in refused["given itself"]
+        assert "hdet does not know where DeepSpeed's DeepSpeedZeroOptimizer keeps" in refused["unknown"]
+        assert "of a part of DeepSpeed's optimizer has" in refused["another part"]
+        assert "1 of 2 ranks, and under ZeRO stage 3 hdet reads parameters that" in refused["over fewer ranks"]
+        assert refused["moved"].startswith("DeepSpeed has moved")
+        assert "to other memory since hdet was attached" in refused["moved"]

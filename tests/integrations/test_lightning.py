@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_job import HELD, PER_EPOCH, Classifier, fit, loader, search
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler
 
 import hdet
 from hdet.errors import ConfigError
@@ -222,14 +223,22 @@ class Silent(Classifier):
         self.log("val_accuracy", 1.0)
 
 
+HELD_OUT: Any = loader(64).dataset
+SHARED_OUT = DataLoader(HELD_OUT, 8, sampler=DistributedSampler(HELD_OUT, num_replicas=2, rank=0))
 REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "several optimizers": (Two, {}, {}, r"returns 2 optimizers \(0: AdamW, 1: AdamW\); say which one is searched"),
     "no such optimizer": (Two, {"optimizer": 2}, {}, "optimizer=2, and configure_optimizers returns 2"),
     "several optimizers' length": (Two, {"optimizer": 1}, {}, r"Search\(total_steps=...\), in steps of the one"),
     "no length": (Classifier, {}, {"epochs": -1}, "the Trainer does not know its length"),
-    "no validation step": (Unjudged, {}, {}, "Unjudged has no validation_step"),
-    "no loss": (Silent, {}, {}, r"logs none as 'val_loss' \(it logs \['val_accuracy'\]\)"),
-    "one batch": (Classifier, {"probe": loader(8, seed=2)}, {}, "gives 1 full batches"),
+    "no validation step": (Unjudged, {}, {}, "Unjudged has no validation_step to judge the probe's batches by"),
+    "no loss": (
+        Silent,
+        {},
+        {},
+        r"validation_step returns no loss and logs none as 'val_loss' \(it logs \['val_accuracy'\]\)",
+    ),
+    "one batch": (Classifier, {"probe": loader(8, seed=2)}, {}, "the probe's DataLoader gives 1 full batches"),
+    "a rank's batches": (Classifier, {"probe": SHARED_OUT}, {}, "the probe's DataLoader has a DistributedSampler"),
 }
 
 
@@ -247,10 +256,16 @@ def test_options_are_checked_when_they_are_given() -> None:
         search(probe=3)
 
 
-@pytest.mark.parametrize("kind", [strategies.DeepSpeedStrategy, strategies.FSDPStrategy])
-def test_strategies_that_cut_parameters_or_masters_are_refused_by_name(kind: type[Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "does"),
+    [
+        (strategies.DeepSpeedStrategy, "DeepSpeedStrategy steps master weights"),
+        (strategies.FSDPStrategy, "FSDPStrategy wraps the model"),
+    ],
+)
+def test_strategies_that_cut_parameters_or_masters_are_refused_by_name(kind: type[Any], does: str) -> None:
     """On a CPU Lightning refuses them itself, so the strategy is put into a Trainer that is there."""
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
     trainer._accelerator_connector.strategy = object.__new__(kind)
-    with pytest.raises(ConfigError, match=f"Lightning's {kind.__name__} .* give the Trainer ModelParallelStrategy"):
+    with pytest.raises(ConfigError, match=f"Lightning's {does}.* give the Trainer ModelParallelStrategy"):
         search().on_train_start(trainer, Classifier())

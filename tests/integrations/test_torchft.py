@@ -132,10 +132,12 @@ def test_what_cannot_do_without_a_replica_is_refused(tmp_path: Path, monkeypatch
         monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
         manager = example.managed(0, store)
         try:
-            with pytest.raises(hdet.errors.ConfigError, match="from 0 to 1; got 2"):
+            with pytest.raises(
+                hdet.errors.ConfigError, match="group= is the number of this replica group, from 0 to 1; got 2"
+            ):
                 hdet.torchft.distribute(manager, model, optimizer, group=2, groups=2)
             for message, options in {
-                "gradients='local'": {"gradients": "shared"},
+                "managed replica groups meet at the ends of windows only": {"gradients": "shared"},
                 "line evidence needs numbers of every replica": {"evidence": hdet.evidence.Line()},
                 "a guard goes by the first replica": {"guard": hdet.Rewind()},
                 "Exploit copies single replicas": {"merge": hdet.merges.Exploit()},
@@ -144,12 +146,15 @@ def test_what_cannot_do_without_a_replica_is_refused(tmp_path: Path, monkeypatch
                 engine = hdet.Engine(replicas, **{**example.declared(WINDOW), **options})
                 with pytest.raises(hdet.errors.ConfigError, match=message):
                     hdet.torchft.ManagedEngine(engine)
+            alone = hdet.Engine(hdet.replicate(model, optimizer, n=2), **example.declared(WINDOW))
+            with pytest.raises(hdet.errors.ConfigError, match=r"a managed engine needs replicas of hdet\.torchft"):
+                hdet.torchft.ManagedEngine(alone)
             shared, stepped = torchft.DistributedDataParallel(manager, model), torchft.Optimizer(manager, optimizer)
             probe = example.declared(WINDOW)["signal"]
             for message, options in {
                 "guard= cannot be had under torchft": {"guard": hdet.Rewind()},
                 "noise_scale= cannot be had under torchft": {"noise_scale": True},
-                "dropout is judged by the gradient of each pass": {"knobs": [hdet.Dropout()]},
+                "dropout is judged by the gradient of each pass, and under torchft": {"knobs": [hdet.Dropout()]},
                 "no such option": {"windows": 3},
             }.items():
                 with pytest.raises(hdet.errors.ConfigError, match=message):
@@ -194,7 +199,9 @@ def test_a_group_that_declares_another_run_takes_nothing_over(tmp_path: Path, mo
                 managers.append(example.managed(group, store))
                 replicas = hdet.torchft.distribute(managers[-1], model, optimizer, group=group, groups=2)
                 groups.append(hdet.torchft.ManagedEngine(hdet.Engine(replicas, **example.declared(WINDOW), seed=seed)))
-            with pytest.raises(hdet.errors.CheckpointError, match="groups disagree on seed: seed is 7 here and 0 in"):
+            with pytest.raises(
+                hdet.errors.CheckpointError, match="the replica groups disagree on seed: seed is 7 here and 0 in"
+            ):
                 groups[1].take_over(groups[0].state())
             state = groups[0].state()
             optimizer.param_groups[0]["weight_decay"] = 0.5  # as a scheduler of the loop may

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import hdet
+from hdet.errors import ConfigError
 from hdet.replicas.distributed import optimizer_mean
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="pip install 'hdet[torchft]'")
@@ -94,3 +95,17 @@ def test_the_groups_that_are_there_tell_each_other_everything() -> None:
         assert own["sent"] == [[True, False, True], [0, 2, 4, 6, 8], [[2.0, 2.0]] * 3]
         assert own["averaged"] == [[2.5] * 4, [1.5] * 4]
         assert own["moments"] == [pytest.approx([0.2] * 3), pytest.approx([0.1] * 2)]
+
+
+def test_two_groups_of_one_number_are_refused() -> None:
+    class Twice(Summing):
+        """The other group sends what this one does."""
+
+        def allreduce(self, tensor: Tensor, reduce_op: Any = None) -> Any:
+            tensor += tensor
+            return SimpleNamespace(wait=lambda: True)
+
+    exchange = hdet.torchft.ManagedExchange(Twice(1, {}), 1, 3, torch.device("cpu"))
+    exchange.meeting = True
+    with pytest.raises(ConfigError, match="2 replica groups have the number 1; give each its own group="):
+        exchange.gather(torch.ones(1))

@@ -209,6 +209,8 @@ def test_a_trainer_is_needed(tmp_path: Path) -> None:
     callback = hdet.transformers.Search(probe=Text("test", 16))
     with pytest.raises(ConfigError, match=r"there is hdet\.attach"):
         callback.on_train_begin(made.args, made.state, made.control)
+    with pytest.raises(ConfigError, match="the probe's data hold 1 examples"):
+        hdet.integrations.transformers.probe_of(made, Text("test", 1))
 
 
 def test_trials_of_the_trainers_own_search_and_copies_on_devices_are_refused(tmp_path: Path) -> None:

@@ -94,6 +94,26 @@ def test_passes_that_teach_nothing_are_told_once() -> None:
     assert len([one for one in told if "taught nothing" in str(one.message)]) == 1
 
 
+def test_steps_of_more_passes_than_expected_are_told_once() -> None:
+    model = network()
+    optimizer = adamw(model)
+    options: dict[str, Any] = {"total_steps": STEPS, "exclude": ["dropout"], "micro_batches": 1, "quiet": True}
+    search = hdet.attach(model, optimizer, probe=probe(), **options)
+
+    def train() -> None:
+        for step in range(12):
+            for part in range(2):
+                (search.loss(loss_of(model, batch(step, part))) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.warns(
+        UserWarning, match=r"the last 5 optimizer steps had .* training passes each or so, and hdet expects 1"
+    ) as told:
+        train()
+    assert [(one.filename, str(one.message)[-15:]) for one in told] == [(__file__, "micro_batches=2")]
+
+
 @pytest.mark.filterwarnings("ignore:the first training loss is")  # an adversary's loss is not the probe's
 def test_of_two_adversaries_the_one_that_is_looked_through_is_told() -> None:
     """Its gradients of the other's turn are dropped. The other's loop is an ordinary one."""

@@ -135,7 +135,7 @@ def records() -> list[WindowRecord]:
     ("windows", "knob", "said"),
     [
         (records(), "rat", "did you mean 'rate'"),
-        (records()[1:], "rate", "begins at step 2"),
+        (records()[1:], "rate", "the history begins at step 2, so the course of 'rate'"),
         ([dataclasses.replace(one, course={}) for one in records()], "rate", "at windows' ends only"),
         ([], "rate", "no window yet"),
     ],
@@ -146,7 +146,7 @@ def test_what_cannot_be_replayed_is_named(windows: list[WindowRecord], knob: str
 
 
 def test_a_model_is_asked_for_where_a_knob_lives_in_it() -> None:
-    with pytest.raises(ConfigError, match="give model="):
+    with pytest.raises(ConfigError, match="such knobs live in the model; give model="):
         hdet.ReplayLR(optimizer_of(network()), records(), [hdet.Dropout()])
 
 

@@ -123,7 +123,7 @@ def test_an_exploring_state_needs_an_exploring_scheduler() -> None:
 def test_a_state_of_another_version_is_refused_by_name() -> None:
     state = Job(one_cycle).scheduler.state_dict()
     del state["hdet"]["course"]
-    with pytest.raises(CheckpointError, match="of another version of hdet"):
+    with pytest.raises(CheckpointError, match="which held the scheduler's rates in another way"):
         Job(one_cycle).scheduler.load_state_dict(state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -75,6 +76,13 @@ def test_a_function_that_keeps_a_count_is_refused_by_name(nested: bool) -> None:
 
     with pytest.raises(ConfigError, match=r"Trainer\.counted, which .* asks for the rate, gave .* a count of its own"):
         attached(make)
+
+
+def test_a_scheduler_that_cannot_be_copied_is_refused() -> None:
+    counting = Counting()
+    counting.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="LambdaLR cannot be copied, and so not be simulated ahead"):
+        attached(lambda optimizer: LambdaLR(optimizer, counting))
 
 
 def test_an_object_that_keeps_a_count_is_simulated_on_a_copy() -> None:

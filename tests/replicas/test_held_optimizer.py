@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -138,10 +139,11 @@ class Moments(NamedTuple):
     shape: torch.Size
 
 
-def test_tuples_of_the_state_keep_their_type() -> None:
+def test_tuples_and_mappings_of_the_state_keep_their_type() -> None:
     model, optimizer = made("sgd")
     weight = next(model.parameters())
     optimizer.state[weight]["moments"] = Moments(torch.ones(2), torch.Size([2, 3]))
+    optimizer.state[weight]["counts"] = Counter(skipped=2)
     held = HeldOptimizer(optimizer)
     held.take()
     optimizer.state[weight]["moments"].mean.zero_()
@@ -150,3 +152,4 @@ def test_tuples_of_the_state_keep_their_type() -> None:
     assert isinstance(found, Moments)
     assert type(found.shape) is torch.Size
     assert found.mean.tolist() == [1.0, 1.0]
+    assert optimizer.state[weight]["counts"]["never counted"] == 0

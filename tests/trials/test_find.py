@@ -249,7 +249,7 @@ def test_a_model_in_use_is_refused() -> None:
         hdet.find(model, optimizer, **settings)
     search.detach()
     model.eval()
-    with pytest.raises(ConfigError, match="eval mode"):
+    with pytest.raises(ConfigError, match="the model is in eval mode, in which it would not train"):
         hdet.find(model, optimizer, **settings)
     model.train()
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hdet.checkpoints import leader
 from hdet.errors import ConfigError, HdetError
 from hdet.replicas.distributed import process_group
-from hdet.replicas.distributed.lost_rank import LOST, translated
+from hdet.replicas.distributed.lost_rank import LOST
 from hdet.replicas.parallel import world
 
 T = TypeVar("T")
@@ -69,8 +69,7 @@ def led(act: Callable[[], T]) -> T:
         LostRankError: another rank is gone.
     """
     outcome = leader.attempted(act, HdetError) if leads() else None  # its own errors say nothing of other ranks
-    with translated("hearing of the leading rank"):
-        return leader.broadcast(dist.group.WORLD if world() > 1 else None, outcome)
+    return leader.broadcast(dist.group.WORLD if world() > 1 else None, outcome)
 
 
 def restarted() -> bool:

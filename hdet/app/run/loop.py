@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,7 +22,6 @@ from hdet.history import History, WindowRecord
 from hdet.hparams import Knob, LearningRate
 from hdet.replicas import Replicas, micro_batches, replicate
 from hdet.replicas.distributed import distribute
-from hdet.replicas.parallel import world
 from hdet.replicas.perturb import perturb
 from hdet.signals import Objective
 
@@ -120,7 +120,7 @@ class Training:
 
     def _resume(self, folder: RunFolder) -> None:
         if leads():
-            self.engine.cycle.history = History(folder.history, whole=True)
+            self.engine.history = History(folder.history, whole=True)
         state = folder.load_checkpoint()
         if state is None:
             self.engine.history.truncate(0)  # a first window may have been written and its checkpoint not
@@ -162,10 +162,9 @@ def _seed(config: RunConfig, step: int) -> int:
 
 def _homed(config: RunConfig, model: torch.nn.Module, optimizer: Optimizer) -> Replicas:
     """The run's replicas: all here, or this rank's share of them."""
-    processes = world()
-    if processes == 1:
+    if not (dist.is_available() and dist.is_initialized()):
         return (replicate if config.copies else micro_batches)(model, optimizer, n=config.replicas)
-    each = shared_out(config.replicas, processes)
+    each = shared_out(config.replicas, dist.get_world_size())
     # In the order of the replicas: with one on each rank the numbers are those of a single process.
     if config.copies:
         return distribute(model, optimizer, copies=each, exact=True)
