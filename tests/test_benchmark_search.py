@@ -24,6 +24,7 @@ from search_parts import cell as cells
 from search_parts import finetuning, found, range_test, statistics, sweep
 from search_parts.cell import Cell, Result
 from search_parts.contender import Contender, Outcome, begin, train
+from search_parts.interval import over_seeds
 from search_parts.meter import Meter
 from search_parts.range_test import STEPS, valley
 from search_parts.tables import Earlier
@@ -449,3 +450,10 @@ def test_fastais_valley() -> None:
     falling = np.concatenate([np.full(40, 3.0), np.linspace(2.9, 0.0, 30), np.linspace(1.0, 9.0, 30)])
     assert valley(rates, falling) == rates[38 + 10 + 5]
     assert valley(rates, np.linspace(1.0, 2.0, STEPS)) == rates[STEPS // 10]
+
+
+def test_the_interval_over_seeds_is_students() -> None:
+    interval = over_seeds([1.0, 2.0, 3.0, 4.0])
+    assert interval.mean == 2.5
+    assert interval.half == pytest.approx(3.182446 * 1.2909944 / 2, rel=1e-6)
+    assert math.isnan(over_seeds([1.0]).half)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hdet.app.study.statistics import Interval, over_seeds
 from search_parts import sweep
 from search_parts.cell import Result
 from search_parts.contender import Contender
+from search_parts.interval import Interval, over_seeds
 from search_parts.statistics import Array, Case, Standing, standings
 from search_parts.sweep import Best
 from search_parts.task import Setting, Task

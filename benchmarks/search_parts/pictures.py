@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from hdet.app.study.statistics import Interval
+from search_parts.interval import Interval
 from search_parts.outcome import Findings
 from search_parts.task import Start, Task
 

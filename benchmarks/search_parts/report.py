@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hdet.app.study.statistics import Interval
 from hdet.app.study.tables import pipe_table
 from search_parts import tables
+from search_parts.interval import Interval
 from search_parts.meter import DEFINITION
 from search_parts.outcome import HARM, REFERENCE, Findings
 from search_parts.pictures import draw_ranks, draw_task

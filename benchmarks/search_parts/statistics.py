@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from hdet.app.study.statistics import Interval
+from search_parts.interval import Interval
 
 Array = NDArray[np.float64]
 Case = tuple[str, str]

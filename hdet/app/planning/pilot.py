@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import resource
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
+from torch import Tensor
 
 from hdet.app.run.config import RunConfig
 from hdet.app.run.loop import Watcher
@@ -20,30 +23,21 @@ from hdet.record import WindowRecord
 
 @dataclass(frozen=True)
 class Pilot:
-    """What the first windows of a run showed.
+    """What the first windows of a run showed. Times are medians; the first window warms up, and counts only if alone.
 
     Attributes:
         windows: their records.
+        step_seconds: wall time of a step without windows' ends.
+        closing_seconds: wall time of a window's end: probes, comparisons, the merge, the checkpoint.
         peak_bytes: the most memory in use: of the device, or of this process where the device is the CPU.
         on: what these bytes lie on.
     """
 
     windows: list[WindowRecord]
+    step_seconds: float
+    closing_seconds: float
     peak_bytes: int
     on: str
-
-    @property
-    def step_seconds(self) -> float:
-        """Wall time of a step without windows' ends. The first window warms up, and counts only if it is alone."""
-        there = self.windows[1:] or self.windows
-        steps = sum(record.stop - record.start for record in there)
-        return math.fsum(record.seconds - record.closing for record in there) / steps
-
-    @property
-    def closing_seconds(self) -> float:
-        """Wall time of a window's end: probes, comparisons, the merge."""
-        there = self.windows[1:] or self.windows
-        return math.fsum(record.closing for record in there) / len(there)
 
     def seconds(self, steps: int, windows: int) -> tuple[float, float]:
         """What a run of that many steps and windows takes, and the part of it spent at windows' ends."""
@@ -60,27 +54,43 @@ def pilot(config: RunConfig, windows: int) -> Pilot:
     device = torch.device(config.device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    seen = _Until(windows)
+    seen = _FirstWindows(windows)
     with tempfile.TemporaryDirectory(prefix="hdet-plan-") as folder, contextlib.suppress(_EnoughError):
         Run(config, Path(folder) / "pilot")(watcher=seen)
     if device.type == "cuda":
-        return Pilot(seen.records, torch.cuda.max_memory_allocated(device), str(device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return Pilot(seen.records, peak if sys.platform == "darwin" else 1024 * peak, "this process")
+        peak, on = torch.cuda.max_memory_allocated(device), str(device)
+    else:
+        kilobytes = 1 if sys.platform == "darwin" else 1024
+        peak, on = kilobytes * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "this process"
+    return Pilot(seen.records, *(median(each[1:] or each) for each in (seen.steps, seen.ends)), peak, on)
 
 
 class _EnoughError(Exception):
     """The pilot's last window has closed."""
 
 
-class _Until(Watcher):
-    """Ends a run after some windows."""
+class _FirstWindows(Watcher):
+    """Times windows, what their steps take and what their ends do, and ends the run after some of them."""
 
     def __init__(self, windows: int) -> None:
         self.windows = windows
         self.records: list[WindowRecord] = []
+        self.steps: list[float] = []
+        self.ends: list[float] = []
+        self._opened = self._stepped = 0.0
+
+    def begin(self, phase: str, first: int, steps: int) -> None:
+        self._opened = time.perf_counter()
+
+    def step(self, done: int, losses: Sequence[Tensor]) -> None:
+        self._stepped = time.perf_counter()
 
     def window(self, record: WindowRecord, bases: dict[str, float]) -> None:
+        now = time.perf_counter()
+        end = record.closing + now - self._stepped
+        self.steps.append((now - self._opened - end) / (record.stop - record.start))
+        self.ends.append(end)
+        self._opened = now
         self.records.append(record)
         if len(self.records) == self.windows:
             raise _EnoughError

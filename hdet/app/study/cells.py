@@ -73,8 +73,6 @@ def cells(study: Study, *, quick: bool = False, timer: Timer | None = None) -> l
     """All cells, the seeds innermost; combinations that come to the same run are cells of one folder.
 
     Args:
-        study: what is declared.
-        quick: resolve it as `--quick` does.
         timer: seconds a step takes; needed where wall time is held equal.
 
     Raises:

@@ -107,8 +107,6 @@ class StudyFolder:
         """The cells' values of a metric, by combination of levels and by seed; `None` where there is none yet.
 
         Args:
-            cells: all that are declared.
-            metric: its name.
             problems: takes a line for each finished cell without such a number; without it the first is raised.
         """
         found: dict[Levels, dict[int, float | None]] = {}
@@ -117,15 +115,8 @@ class StudyFolder:
             found.setdefault(tuple(cell.levels.items()), {})[cell.seed] = value
         return found
 
-    def curves(
-        self, cells: Sequence[Cell], problems: list[str] | None = None
-    ) -> dict[Levels, list[list[tuple[int, float]]]]:
-        """The finished cells' training losses, (step, loss) at each window's end, a curve a seed.
-
-        Args:
-            cells: whose.
-            problems: takes a line for each history that cannot be read; without it the first is raised.
-        """
+    def curves(self, cells: Sequence[Cell], problems: list[str]) -> dict[Levels, list[list[tuple[int, float]]]]:
+        """The finished cells' training losses, (step, loss) at each window's end, a curve a seed."""
         found: dict[Levels, list[list[tuple[int, float]]]] = {}
         for cell in cells:
             path = self.cell(cell) / "history.jsonl"
@@ -135,14 +126,8 @@ class StudyFolder:
                 found.setdefault(tuple(cell.levels.items()), []).append(curve)
         return found
 
-    def write_cells(self, cells: Sequence[Cell], metrics: Sequence[str], problems: list[str] | None = None) -> None:
-        """`cells.csv`: one line a finished cell, with its folder.
-
-        Args:
-            cells: all that are declared.
-            metrics: their columns.
-            problems: takes a line for each number that cannot be read; without it the first is raised.
-        """
+    def write_cells(self, cells: Sequence[Cell], metrics: Sequence[str], problems: list[str]) -> None:
+        """`cells.csv`: one line a finished cell, with its folder."""
         with (self.path / "cells.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             factors = list(cells[0].levels) if cells else []
@@ -153,23 +138,12 @@ class StudyFolder:
                 result = tolerated(partial(self.result, cell), problems) or {}
                 values = [tolerated(partial(self.metric, cell, metric), problems) for metric in metrics]
                 seconds = tolerated(partial(self.seconds, cell), problems)
-                writer.writerow(
-                    [
-                        *cell.levels.values(),
-                        cell.seed,
-                        result.get("steps", ""),
-                        "" if cell.samples is None else cell.samples,
-                        "" if seconds is None else seconds,
-                        *("" if value is None else repr(value) for value in values),
-                        f"cells/{cell.key}",
-                    ]
-                )
+                spent = (cell.seed, result.get("steps"), cell.samples, seconds)
+                writer.writerow([*cell.levels.values(), *spent, *values, f"cells/{cell.key}"])
 
-    def write(self, name: str, text: str) -> Path:
+    def write(self, name: str, text: str) -> None:
         """A file beside the cells."""
-        path = self.path / name
-        replace(path, text.encode())
-        return path
+        replace(self.path / name, text.encode())
 
 
 def read_result(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hdet.app.study.statistics import Levels, Row
-from hdet.errors import MissingExtraError
+from hdet.report.figures import blank_figure
 
 COLUMNS = 2
 MOST_PANELS = 12
@@ -33,7 +33,7 @@ def draw_curves(curves: Mapping[Levels, Sequence[Sequence[tuple[int, float]]]], 
             steps, mean, error = _band(seeds)
             axis.plot(steps, mean, color=f"C{color % 10}", linewidth=1.4, label=name)
             axis.fill_between(steps, mean - error, mean + error, color=f"C{color % 10}", alpha=0.2, linewidth=0)
-        axis.set_title(", ".join(f"{factor}={level}" for factor, level in levels), fontsize=9)
+        axis.set_title(_named(levels), fontsize=9)
         axis.set_xlabel("step", fontsize=8)
         axis.set_ylabel("training loss", fontsize=8)
         axis.legend(fontsize=7)
@@ -54,17 +54,10 @@ def draw_factor(rows: Sequence[Row], factor: str, path: Path, *, metric: str) ->
     place = dict(zip(names, numbers if numbers is not None else range(len(names)), strict=True))
     figure, (axis,) = _figure(1, f"{metric} by {factor}")
     for others, line in lines.items():
-        label = ", ".join(f"{name}={level}" for name, level in others) or None
-        axis.errorbar(
-            [place[name] for name, _ in line],
-            [row.mean for _, row in line],
-            yerr=[0.0 if math.isnan(row.stderr) else row.stderr for _, row in line],
-            marker="o",
-            markersize=3,
-            linewidth=1.2,
-            capsize=2,
-            label=label,
-        )
+        places, means = [place[name] for name, _ in line], [row.mean for _, row in line]
+        errors = [0.0 if math.isnan(row.stderr) else row.stderr for _, row in line]
+        style = {"marker": "o", "markersize": 3, "linewidth": 1.2, "capsize": 2}
+        axis.errorbar(places, means, yerr=errors, label=_named(others) or None, **style)
     if numbers is None:
         axis.set_xticks(range(len(names)), names, rotation=25, ha="right", fontsize=8)
     elif min(numbers) > 0 and max(numbers) > 10 * min(numbers):
@@ -77,15 +70,9 @@ def draw_factor(rows: Sequence[Row], factor: str, path: Path, *, metric: str) ->
 
 
 def _figure(panels: int, title: str) -> tuple[Any, list[Any]]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise MissingExtraError("matplotlib", "cli") from None
     columns = min(COLUMNS, panels)
     lines = -(-panels // columns)
-    figure = Figure(figsize=(6.0 * columns, 0.4 + 3.6 * lines), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank_figure(6.0 * columns, 0.4 + 3.6 * lines)
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axis in axes:
         axis.grid(alpha=0.25, linewidth=0.5)
@@ -104,6 +91,10 @@ def _band(seeds: Sequence[Sequence[tuple[int, float]]]) -> tuple[Any, Any, Any]:
     values = np.array([[table[step] for step in shared] for table in tables]).reshape(len(tables), len(shared))
     error = values.std(axis=0, ddof=1) / math.sqrt(len(tables)) if len(tables) > 1 else np.zeros(len(shared))
     return np.array(shared), values.mean(axis=0) if tables else np.zeros(0), error
+
+
+def _named(levels: Levels) -> str:
+    return ", ".join(f"{factor}={level}" for factor, level in levels)
 
 
 def _numbers(names: Sequence[str]) -> list[float] | None:

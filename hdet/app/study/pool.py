@@ -32,8 +32,6 @@ def several(
 
     Args:
         function: importable by name, since each worker is a process of its own.
-        work: the arguments of each piece.
-        jobs: how many pieces at a time.
 
     >>> list(several(divmod, [(7, 2), (9, 4)], jobs=1))
     [(0, (3, 1)), (1, (2, 1))]

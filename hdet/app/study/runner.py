@@ -42,7 +42,9 @@ def run(folder: StudyFolder, cells: Sequence[Cell], *, jobs: int = 1) -> Iterato
     with `ELSEWHERE`.
     """
     todo = pending(folder, cells)
-    for place, result in several(run_cell, [_job(folder, cell) for cell in todo], jobs=jobs):
+    configs = [cell.config.to_dict() if cell.config is not None else None for cell in todo]
+    work = [(config, cell.command, str(folder.cell(cell))) for config, cell in zip(configs, todo, strict=True)]
+    for place, result in several(run_cell, work, jobs=jobs):
         yield todo[place], f"{type(result).__name__}: {result}" if isinstance(result, Exception) else result
 
 
@@ -65,10 +67,6 @@ def run_cell(config: dict[str, Any] | None, command: tuple[str, ...] | None, out
             (folder / ERROR).write_text(traceback.format_exc(), encoding="utf-8")
             return str(error) if isinstance(error, HdetError) else f"{_said(error)}; see {folder / ERROR}"
     return None
-
-
-def _job(folder: StudyFolder, cell: Cell) -> tuple[dict[str, Any] | None, tuple[str, ...] | None, str]:
-    return (cell.config.to_dict() if cell.config is not None else None), cell.command, str(folder.cell(cell))
 
 
 def _train(config: RunConfig, out: Path) -> None:

@@ -24,12 +24,7 @@ def missing(cells: Sequence[Cell]) -> dict[Path, RunConfig]:
 
 
 def make_missing(study: Study, cells: Sequence[Cell], tell: Callable[[str], None]) -> None:
-    """Train what the study's `prepare` declares, for each checkpoint that is missing.
-
-    Args:
-        study: as it was loaded from its file.
-        cells: those that are still to run.
-        tell: takes a line for each checkpoint, before it is made.
+    """Train what the study's `prepare` declares, for each checkpoint that is missing; `tell` takes a line for each.
 
     Raises:
         ConfigError: the study does not say how they are made, or they are no run's models.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,20 +21,6 @@ Levels = tuple[tuple[str, str], ...]
 Values = Mapping[int, float | None]
 
 C = TypeVar("C", bound="PairedDifference")
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean and its confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def half(self) -> float:
-        """Half the interval's width."""
-        return (self.high - self.low) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,21 +80,6 @@ class NamedDifference(PairedDifference):
     second: str
 
 
-def over_seeds(values: Sequence[float], level: float = 0.05) -> Interval:
-    """Mean with Student's t interval; NaN bounds with fewer than two values.
-
-    >>> over_seeds([1.0, 2.0, 3.0]).half.__round__(3)
-    2.484
-    """
-    array = np.asarray(values, dtype=np.float64)
-    mean = float(array.mean()) if len(array) else math.nan
-    if len(array) < 2:
-        return Interval(mean, math.nan, math.nan)
-    quantile = float(_scipy_stats().t.ppf(1.0 - level / 2, len(array) - 1))
-    half = quantile * float(array.std(ddof=1)) / math.sqrt(len(array))
-    return Interval(mean, mean - half, mean + half)
-
-
 def rows(
     groups: Mapping[Levels, Values],
     baseline: Mapping[str, str],
@@ -165,7 +136,6 @@ def contrasts(
     Args:
         groups: by combination, the metric by seed.
         pairs: a factor and two of its levels each.
-        level: 1 - level is the confidence of an interval.
 
     >>> groups = {(("a", "x"),): {0: 1.0, 1: 2.0, 2: 3.0}, (("a", "y"),): {0: 1.5, 1: 2.4, 2: 3.6}}
     >>> contrasts(groups, [("a", "x", "y")])[0].difference.__round__(3)
@@ -226,7 +196,10 @@ def _compared(values: Values, reference: Values, level: float) -> PairedDifferen
 
 def _paired_t(differences: NDArray[np.float64], level: float) -> tuple[float, float]:
     """Two-sided p of mean 0, and the half width of the mean's confidence interval; NaNs where it cannot be said."""
-    stats = _scipy_stats()
+    try:
+        from scipy import stats
+    except ModuleNotFoundError:
+        raise MissingExtraError("scipy", "study") from None
     if not differences.any():
         return 1.0, 0.0  # the same run twice
     if np.ptp(differences) <= 1e-12 * np.abs(differences).max():
@@ -234,11 +207,3 @@ def _paired_t(differences: NDArray[np.float64], level: float) -> tuple[float, fl
     test = stats.ttest_1samp(differences, 0.0)
     interval = test.confidence_interval(1.0 - level)
     return float(test.pvalue), float(interval.high - interval.low) / 2
-
-
-def _scipy_stats() -> Any:
-    try:
-        from scipy import stats
-    except ModuleNotFoundError:
-        raise MissingExtraError("scipy", "study") from None
-    return stats

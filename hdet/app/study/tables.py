@@ -105,20 +105,9 @@ def as_latex(table: Table) -> str:
     blocks = ["\n".join(f"% {line}" for line in _note(table).splitlines())]
     for part in _parts(table):
         columns = "l" * part.left + "r" * (len(part.header) - part.left)
-        inner = [" & ".join(_escaped(cell) for cell in line) + r" \\" for line in [part.header, *part.body]]
-        blocks.append(
-            "\n".join(
-                [
-                    rf"\begin{{tabular}}{{{columns}}}",
-                    r"\toprule",
-                    inner[0],
-                    r"\midrule",
-                    *inner[1:],
-                    r"\bottomrule",
-                    r"\end{tabular}",
-                ]
-            )
-        )
+        header, *body = (" & ".join(_escaped(cell) for cell in line) + r" \\" for line in [part.header, *part.body])
+        ruled = [r"\toprule", header, r"\midrule", *body, r"\bottomrule"]
+        blocks.append("\n".join([rf"\begin{{tabular}}{{{columns}}}", *ruled, r"\end{tabular}"]))
     return "\n".join(blocks) + "\n"
 
 
@@ -133,7 +122,7 @@ def _parts(table: Table) -> list[_Part]:
         body = []
         for row in rows:
             line = [*_levels(row), _counted(row.count, row.seeds, row.failed), _measured(row.mean, row.stderr)]
-            line += [_seconds(row.seconds)] if timed else []
+            line += [_measured(row.seconds, math.nan, ".1f")] if timed else []
             line += _comparison(row)[: len(columns)]
             body.append(line)
         header = [*factors, "seeds", table.metric, *(["seconds"] if timed else []), *columns]
@@ -153,9 +142,7 @@ def _comparison(row: Row) -> list[str]:
 
 
 def _compared(one: PairedDifference) -> list[str]:
-    difference = "-" if math.isnan(one.difference) else f"{one.difference:+.4f}"
-    if not math.isnan(one.interval):
-        difference += f" ± {one.interval:.4f}"
+    difference = _measured(one.difference, one.interval, "+.4f")
     return [difference, _counted(one.pairs, one.seeds, one.diverged), _p(one.p), _p(one.adjusted)]
 
 
@@ -164,20 +151,18 @@ def _counted(count: int, of: int, diverged: int) -> str:
     return f"{text} ({diverged} diverged)" if diverged else text
 
 
-def _measured(mean: float, stderr: float) -> str:
-    if math.isnan(mean):
-        return "-"
-    return f"{mean:.4f}" if math.isnan(stderr) else f"{mean:.4f} ± {stderr:.4f}"
+def _measured(mean: float, error: float, form: str = ".4f") -> str:
+    """A mean, with its error where that is known.
 
-
-def _seconds(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.1f}"
+    >>> _measured(1.5, math.nan), _measured(-1.5, 0.25, "+.4f"), _measured(math.nan, math.nan)
+    ('1.5000', '-1.5000 ± 0.2500', '-')
+    """
+    shown = "-" if math.isnan(mean) else f"{mean:{form}}"
+    return shown if math.isnan(error) else f"{shown} ± {error:.4f}"
 
 
 def _p(value: float) -> str:
-    if math.isnan(value):
-        return "-"
-    return "<0.0001" if value < 1e-4 else f"{value:.4f}"
+    return "<0.0001" if value < 1e-4 else _measured(value, math.nan)
 
 
 def _note(table: Table) -> str:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from hdet.app.study.statistics import contrasts, holm, over_seeds, rows
+from hdet.app.study.statistics import contrasts, holm, rows
 from hdet.app.study.tables import Table, as_latex, as_markdown, as_text, contrasts_as_csv, rows_as_csv
 
 X, Y, Z = (("v", "x"),), (("v", "y"),), (("v", "z"),)
@@ -230,10 +230,3 @@ def test_latex_takes_any_name() -> None:
         r"x\textasciicircum{}2 \textasciitilde{} \textbackslash{}alpha\textbar{}$<$0.1$>$\{\} & 1 & 1.0000 \\"
         in as_latex(Table("loss", found)).splitlines()
     )
-
-
-def test_the_interval_over_seeds_is_students() -> None:
-    interval = over_seeds([1.0, 2.0, 3.0, 4.0])
-    assert interval.mean == 2.5
-    assert interval.half == pytest.approx(3.182446 * 1.2909944 / 2, rel=1e-6)
-    assert math.isnan(over_seeds([1.0]).half)
