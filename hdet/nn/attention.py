@@ -34,20 +34,15 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` whose temperature and dropout are knob tensors.
+    """`F.scaled_dot_product_attention`, and its arguments, with knob tensors for temperature and dropout.
 
     Args:
-        query: `[..., heads, L, E]`.
-        key: `[..., heads, S, E]`.
-        value: `[..., heads, S, V]`.
+        query, key, value: `[..., heads, L, E]`, `[..., heads, S, E]` and `[..., heads, S, V]`.
         attn_mask: broadcastable to `[..., heads, L, S]`; True takes part, or a float that is added to the
             logits after the division: the temperature does not scale it.
         temperature: divides q k^T scale; None for 1.
         dropout: the probability to drop a weight, in force only when `training`; None for 0.
         training: the module's `training` flag.
-        is_causal: attend only to positions up to one's own; excludes `attn_mask`.
-        scale: 1 / sqrt(E) if None.
-        enable_gqa: fewer heads in key and value than in query, repeated to match.
 
     Returns:
         `[..., heads, L, V]`.
@@ -61,22 +56,16 @@ def attention(
     """
     if temperature is not None:
         query, scale = divide_logits(query, scale, temperature)
-    drops = training and dropout is not None and not dropout.always_zero
-    if drops and dropout is not None and torch.compiler.is_compiling():
+    if not training or (dropout is not None and dropout.always_zero):
+        dropout = None
+    if dropout is not None and torch.compiler.is_compiling():
         if enable_gqa:
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
             value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
         return explicit_attention(query, key, value, attn_mask, dropout, is_causal=is_causal, scale=scale)[0]
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout.value if drops and dropout is not None else 0.0,
-        is_causal,
-        scale=scale,
-        **({"enable_gqa": True} if enable_gqa else {}),
-    )
+    probability = dropout.value if dropout is not None else 0.0
+    repeated = {"enable_gqa": True} if enable_gqa else {}
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, probability, is_causal, scale=scale, **repeated)
 
 
 def divide_logits(query: Tensor, scale: float | None, temperature: KnobTensor) -> tuple[Tensor, float | None]:

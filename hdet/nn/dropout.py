@@ -13,15 +13,9 @@ from hdet.nn.knob_tensor import KnobAttribute, KnobModule, KnobTensor
 
 
 def dropout_noise(shaped: Tensor, probability: Tensor) -> Tensor:
-    """What dropout multiplies by: 0 with the given probability, else 1 / (1 - probability).
+    """What dropout multiplies by, of the shape and type of a tensor: 0 with a 0-dim probability p, else 1 / (1 - p).
 
-    Args:
-        shaped: a tensor with the shape, type and device wanted; its values are not read.
-        probability: 0-dim float32, on the same device.
-
-    Returns:
-        A tensor like `shaped`, all zeros where the probability is 1. The draw is made in float32 whatever the
-        type: bfloat16 has too few values in [0, 1) for small probabilities.
+    The draw is made in float32 whatever the type: bfloat16 has too few values in [0, 1) for small probabilities.
     """
     keep = torch.rand_like(shaped, dtype=torch.float32) >= probability
     # At probability 1 the scale is infinite, but nothing is kept.
@@ -49,7 +43,7 @@ class _KnobDropout(KnobModule):
 
     def _one_per_draw(self, input: Tensor) -> Tensor:
         """A view of the input with one element for each number to draw, broadcastable to the input."""
-        raise NotImplementedError
+        return input
 
 
 class _ChannelDropout(_KnobDropout):
@@ -72,9 +66,6 @@ class Dropout(_KnobDropout, nn.Dropout):
     >>> dropout
     Dropout(p=0.1, inplace=False)
     """
-
-    def _one_per_draw(self, input: Tensor) -> Tensor:
-        return input
 
 
 class Dropout1d(_ChannelDropout, nn.Dropout1d):

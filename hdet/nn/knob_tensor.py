@@ -180,12 +180,8 @@ class KnobModule(nn.Module):
 
 def knob_attributes(cls: type) -> list[KnobAttribute]:
     """The `KnobAttribute`s that a class declares or inherits, in the order of their declaration."""
-    found: dict[str, KnobAttribute] = {}
-    for base in reversed(cls.__mro__):
-        for name, member in vars(base).items():
-            if isinstance(member, KnobAttribute):
-                found[name] = member
-    return list(found.values())
+    members = {name: member for base in reversed(cls.__mro__) for name, member in vars(base).items()}
+    return [member for member in members.values() if isinstance(member, KnobAttribute)]
 
 
 def knob_tensors(model: nn.Module, role: str, pattern: str = "*") -> dict[str, KnobTensor]:

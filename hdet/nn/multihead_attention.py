@@ -40,35 +40,8 @@ class MultiheadAttention(KnobModule, nn.MultiheadAttention):
     dropout = KnobAttribute("dropout", default=0.0, low=0.0, high=1.0)
     temperature = KnobAttribute("temperature", default=1.0, low=SMALLEST)
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        temperature: float = 1.0,
-    ) -> None:
-        super().__init__(
-            embed_dim,
-            num_heads,
-            dropout,
-            bias,
-            add_bias_kv,
-            add_zero_attn,
-            kdim,
-            vdim,
-            batch_first,
-            device=device,
-            dtype=dtype,
-        )
+    def __init__(self, *args: Any, temperature: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.temperature = temperature
 
     @property
@@ -105,15 +78,37 @@ class MultiheadAttention(KnobModule, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """See `nn.MultiheadAttention.forward`; same arguments, shapes and results."""
         # A causal hint without a mask is PyTorch's to refuse.
-        compiled = torch.compiler.is_compiling() and not (is_causal and attn_mask is None)
-        if compiled:
-            return self._compiled(
-                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        if not torch.compiler.is_compiling() or (is_causal and attn_mask is None):
+            seen = self if self.temperature == 1.0 else cast(nn.MultiheadAttention, _Tempered(self))
+            return nn.MultiheadAttention.forward(
+                seen, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
-        seen = self if self.temperature == 1.0 else cast(nn.MultiheadAttention, _Tempered(self))
-        return nn.MultiheadAttention.forward(
-            seen, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-        )
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+
+        # With nothing to merge it with, the causal hint stands in for the mask, as in PyTorch.
+        is_causal = is_causal and key_padding_mask is None and not need_weights
+        q, k, v = self._project(query, key, value)
+        q = q / self.temperature_knob.on(q.device)
+        mask = None
+        if not is_causal:
+            mask = self._mask(attn_mask, key_padding_mask, q.dtype, appended=k.shape[-2] - key.shape[1])
+
+        weights = None
+        if need_weights:
+            drops = self.training and not self.dropout_knob.always_zero
+            out, weights = explicit_attention(q, k, v, mask, self.dropout_knob if drops else None)
+            weights = weights.mean(dim=1) if average_attn_weights else weights
+        else:
+            out = attention(q, k, v, mask, dropout=self.dropout_knob, training=self.training, is_causal=is_causal)
+        out = F.linear(out.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
+        if not batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (out if self.batch_first else out.transpose(0, 1)), weights
 
     @torch.no_grad()
     def fold_temperature_(self) -> None:
@@ -127,53 +122,6 @@ class MultiheadAttention(KnobModule, nn.MultiheadAttention):
             if parameter is not None:
                 parameter.copy_(getattr(tempered, name))
         self.temperature = 1.0
-
-    def _compiled(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        average_attn_weights: bool,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        batched = query.dim() == 3
-        if not batched:
-            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        elif not self.batch_first:
-            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-
-        # With nothing to merge it with, the causal hint stands in for the mask, as in PyTorch.
-        is_causal = is_causal and key_padding_mask is None and not need_weights
-        q, k, v = self._project(query, key, value)
-        mask = None
-        if not is_causal:
-            mask = self._mask(attn_mask, key_padding_mask, q.dtype, appended=k.shape[-2] - key.shape[1])
-
-        weights = None
-        if need_weights:
-            drops = self.training and not self.dropout_knob.always_zero
-            q = q / self.temperature_knob.on(q.device)
-            out, weights = explicit_attention(q, k, v, mask, self.dropout_knob if drops else None)
-            weights = weights.mean(dim=1) if average_attn_weights else weights
-        else:
-            out = attention(
-                q,
-                k,
-                v,
-                mask,
-                temperature=self.temperature_knob,
-                dropout=self.dropout_knob,
-                training=self.training,
-                is_causal=is_causal,
-            )
-        out = F.linear(out.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
-        if not batched:
-            return out.squeeze(0), None if weights is None else weights.squeeze(0)
-        return (out if self.batch_first else out.transpose(0, 1)), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value `[N, L or S, E]` projected and split to `[N, heads, L or S', E / heads]`."""

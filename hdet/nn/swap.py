@@ -13,16 +13,13 @@ from hdet.nn.knob_tensor import KnobModule, knob_attributes
 from hdet.nn.loss import CrossEntropyLoss
 from hdet.nn.multihead_attention import MultiheadAttention
 from hdet.nn.names import named_modules
-from hdet.nn.tempered import calls_attention, temper
+from hdet.nn.tempered import CALL, calls_attention, temper
 
-_DROPOUTS: dict[type[nn.Module], type[KnobModule]] = {
-    nn.Dropout: Dropout,
-    nn.Dropout1d: Dropout1d,
-    nn.Dropout2d: Dropout2d,
-    nn.Dropout3d: Dropout3d,
+_BY_KIND: dict[str, tuple[type[KnobModule], ...]] = {
+    "dropout": (Dropout, Dropout1d, Dropout2d, Dropout3d),
+    "attention": (MultiheadAttention,),
+    "loss": (CrossEntropyLoss,),
 }
-_ATTENTIONS: dict[type[nn.Module], type[KnobModule]] = {nn.MultiheadAttention: MultiheadAttention}
-_LOSSES: dict[type[nn.Module], type[KnobModule]] = {nn.CrossEntropyLoss: CrossEntropyLoss}
 
 
 def swap(
@@ -59,7 +56,9 @@ def swap(
     >>> model[1].p_knob
     KnobTensor(0.1, role='dropout', device='cpu')
     """
-    table = {**(_DROPOUTS if dropout else {}), **(_ATTENTIONS if attention else {}), **(_LOSSES if loss else {})}
+    chosen = {"dropout": dropout, "attention": attention, "loss": loss}
+    own = [cls for kind, classes in _BY_KIND.items() if chosen[kind] for cls in classes]
+    table: dict[type[nn.Module], type[KnobModule]] = {getattr(nn, cls.__name__): cls for cls in own}
     named = [(name, module) for name, module in named_modules(model) if fnmatchcase(name, pattern)]
     plain = [(name, module) for name, module in named if type(module) in table]
     tempered = _outermost([(name, module) for name, module in named if attention and _to_temper(module, pattern)])
@@ -70,7 +69,7 @@ def swap(
             f"no module that {pattern!r} names can be swapped: "
             + (f"it names modules of the types {kinds}" if kinds else "it names none")
             + f"; swappable are {sorted(cls.__name__ for cls in table)}"
-            + (f" and, if named by a pattern, modules that call F.{_CALL}" if attention else "")
+            + (f" and, if named by a pattern, modules that call F.{CALL}" if attention else "")
             + "; for other attention modules call hdet.nn.temper(module)"
         )
     device = next((tensor.device for tensor in model.parameters()), None)
@@ -78,11 +77,8 @@ def swap(
         temper(module)
     for _, module in plain:
         _change_class(module, table[type(module)], device)
-    chosen = {id(module) for _, module in (*plain, *tempered)}
-    return [name for name, module in named if id(module) in chosen]
-
-
-_CALL = "scaled_dot_product_attention"
+    swapped = {id(module) for _, module in (*plain, *tempered)}
+    return [name for name, module in named if id(module) in swapped]
 
 
 def _to_temper(module: nn.Module, pattern: str) -> bool:

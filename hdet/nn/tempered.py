@@ -16,7 +16,7 @@ from hdet.errors import ConfigError, MatchError
 from hdet.nn.attention import divide_logits
 from hdet.nn.knob_tensor import SMALLEST, KnobAttribute, KnobModule, KnobTensor
 
-_NAME = "scaled_dot_product_attention"
+CALL = "scaled_dot_product_attention"
 
 
 class Tempered(KnobModule):
@@ -40,7 +40,7 @@ class Tempered(KnobModule):
             output = super().forward(*args, **kwargs)
         if not mode.called:
             raise MatchError(
-                f"{type(self).__name__} was given a temperature, but its forward called no F.{_NAME}; "
+                f"{type(self).__name__} was given a temperature, but its forward called no F.{CALL}; "
                 f"apply hdet.nn.Temperature to its queries or logits instead"
             )
         return output
@@ -105,7 +105,7 @@ def _mentions(function: Callable[..., Any], seen: set[CodeType]) -> bool:
         code = codes.pop()
         names.update(code.co_names)
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    if _NAME in names:
+    if CALL in names:
         return True
     named = (function.__globals__.get(name) for name in names)
     return any(_mentions(other, seen) for other in named if isinstance(other, FunctionType))
