@@ -12,22 +12,19 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from hdet.checkpoints.leader import led
 from hdet.checkpoints.manifest import NAME as MANIFEST
 from hdet.checkpoints.manifest import Manifest, publish
-from hdet.checkpoints.stateful import Stateful, unpacked
+from hdet.checkpoints.stateful import Stateful, everyone, step_of, unpacked
+from hdet.engine.engine import Engine
 from hdet.errors import CheckpointError, ConfigError
 from hdet.files import PART, part_of, renamed
-from hdet.replicas.distributed import Ranks
 from hdet.replicas.distributed.layout import Group
 from hdet.replicas.distributed.lost_rank import translated
-
-if TYPE_CHECKING:
-    from hdet.engine.engine import Engine
 
 KEY = "hdet"
 
@@ -74,9 +71,9 @@ class CheckpointFolder:
         import torch.distributed.checkpoint as dcp
 
         self.wait()
-        target = self.path / f"step_{_step(engine):08d}"
+        target = self.path / f"step_{step_of(engine):08d}"
         part = part_of(target)
-        group = _group(engine)
+        group = everyone(engine)
         try:
             with translated("saving a checkpoint"):
                 engine.cycle.run = run = led(group, lambda: engine.cycle.run or uuid.uuid4().hex)
@@ -127,7 +124,7 @@ class CheckpointFolder:
         """
         import torch.distributed.checkpoint as dcp
 
-        group = _group(engine)
+        group = everyone(engine)
         with translated("loading a checkpoint"):
             newest = led(group, self._newest)  # one rank looks: the others' view of the folder may lag
             if newest is None:
@@ -150,13 +147,11 @@ class CheckpointFolder:
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint."""
-        whole = [entry for entry in self._named() if (entry / MANIFEST).exists()]
-        return whole[-1] if whole else None
+        return next((entry for entry in reversed(self._named()) if (entry / MANIFEST).exists()), None)
 
     def _newest(self) -> Path | None:
         """The newest checkpoint, be it one that a resume refuses."""
-        named = self._named()
-        return named[-1] if named else None
+        return next(reversed(self._named()), None)
 
     def _claimed(self, target: Path, run: str) -> bool:
         """Whether a point is still to be written; its place is free then."""
@@ -178,7 +173,7 @@ class CheckpointFolder:
 
     def _background(self, engine: Engine) -> dist.ProcessGroup | None:
         """A group for the writing thread alone: on training's own, its collectives and training's would mix."""
-        group = _group(engine)
+        group = everyone(engine)
         if group is None:
             return None
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -208,17 +203,8 @@ class CheckpointFolder:
                 warnings.warn(f"{old} is no longer needed and cannot be removed: {error}", stacklevel=3)
 
 
-def _step(engine: Engine) -> int:
-    return engine.step_count if engine.finished else engine.cycle.anchor.step
-
-
 def _number(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
-
-
-def _group(engine: Engine) -> dist.ProcessGroup | None:
-    """All ranks of the engine's run, where it has several."""
-    return engine.home.layout.everyone() if isinstance(engine.home, Ranks) else None
 
 
 def _control(path: Path, manifest: Manifest) -> dict[str, Any]:

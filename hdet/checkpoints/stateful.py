@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.checkpoints.leader import led
 from hdet.checkpoints.named_state import model_by_name, optimizer_by_name, optimizer_state
 from hdet.engine import snapshot
+from hdet.engine.engine import Engine
 from hdet.engine.saved_layout import Strict, require_layout
 from hdet.errors import CheckpointError
 from hdet.nested import flat, mapped
@@ -21,9 +23,6 @@ from hdet.replicas import tensors
 from hdet.replicas.distributed import Ranks
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.distributed.lost_rank import translated
-
-if TYPE_CHECKING:
-    from hdet.engine.engine import Engine
 
 
 class ReplicaControlPart(Strict):
@@ -107,13 +106,15 @@ class Stateful:
             differing = ["optimizer", *(["model"] if not models_alike else [])] if each and apart else []
             whole = len(starts) == len(engine.hosts) and not engine.finished
             control = self._control(first, found.pop("stateless"), differing if whole else [])
-            found["control"] = self._first_places(_packed(control))
+            found["control"] = led(everyone(engine), lambda: _packed(control))
             remembered = _tensors(engine.cycle.merger.state_dict())
             if remembered:
                 found["merge"] = remembered
             if apart:
                 found = _copied(found)
-                self._take_first_places([*_tensors([found["model"], found["optimizer"]]).values()])
+                if isinstance(engine.home, Ranks):
+                    held = _tensors([found["model"], found["optimizer"]]).values()
+                    engine.home.exchange.broadcast([tensors.local(tensor) for tensor in held], 0)
         if differing and whole:
             found["replicas"] = {str(start.index): start.packed(differing) for start in starts}
         return found
@@ -144,13 +145,12 @@ class Stateful:
         self.check(control)
         model, optimizer = self.engine.hosts[0]
         shared = {"model": state["model"], "optimizer": optimizer_state(model, optimizer, state["optimizer"], control)}
-        opening = {
-            index: {
-                "model": own.get("model", state["model"]),
-                "optimizer": optimizer_state(model, optimizer, own["optimizer"], _replica_control(own["control"])),
-            }
-            for index, own in state.get("replicas", {}).items()
-        }
+        opening = {}
+        for index, own in state.get("replicas", {}).items():
+            numbers = unpacked(own["control"])
+            require_layout(ReplicaControlPart, numbers, "replicas", "control")
+            named = optimizer_state(model, optimizer, own["optimizer"], numbers)
+            opening[index] = {"model": own.get("model", state["model"]), "optimizer": named}
         snapshot.load_state_dict(
             self.engine.cycle,
             {
@@ -185,12 +185,9 @@ class Stateful:
         """This process's replicas as the window found them, as far as that is known; the first always is."""
         engine = self.engine
         indices = [replica.index for replica in engine.home.first_of_hosts]
-        live = engine.finished or (
-            engine.cycle.tally.steps == 0 and not engine.home.in_flight and len(engine.hosts) > 1
-        )
-        if not live:
+        fresh = engine.cycle.tally.steps == 0
+        if not (engine.finished or (fresh and not engine.home.in_flight and len(engine.hosts) > 1)):
             anchor = engine.cycle.anchor
-            fresh = engine.cycle.tally.steps == 0
             if not fresh:
                 engine.cycle.keep_optimizer_state()  # who saves within windows will do so again
             return [Start(indices[0], *engine.hosts[0], anchor.held, anchor.optimizer_state(fresh=fresh))]
@@ -212,20 +209,6 @@ class Stateful:
         same = (marks == marks[0]).flatten(0, -2).all(dim=0)
         return bool(same[:2].all()), bool(same[2:].all())
 
-    def _first_places(self, control: bytes) -> bytes:
-        home = self.engine.home
-        if not isinstance(home, Ranks):
-            return control
-        box = [control]
-        group = home.layout.everyone()
-        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-        return box[0]
-
-    def _take_first_places(self, held: list[Tensor]) -> None:
-        home = self.engine.home
-        if isinstance(home, Ranks):
-            home.exchange.broadcast([tensors.local(tensor) for tensor in held], 0)
-
     def _control(self, first: Start, stateless: list[str], replicas: list[str]) -> dict[str, Any]:
         engine = self.engine
         return {
@@ -236,7 +219,7 @@ class Stateful:
             "window": engine.cycle.window.index,
             "finished": engine.finished,
             "restores": engine.cycle.restores,
-            "step": engine.step_count if engine.finished else engine.cycle.anchor.step,
+            "step": step_of(engine),
             "knobs": {knob.name: knob.state_dict() for knob in engine.knobs},
             # Tensors in there belong to the window under way, which is run again.
             "collectors": [_without_tensors(collector.state_dict()) for collector in engine.cycle.collectors],
@@ -263,6 +246,16 @@ class Stateful:
                 for name, tensor in _tensors(state).items()
             },
         }
+
+
+def everyone(engine: Engine) -> dist.ProcessGroup | None:
+    """All ranks of the engine's run, where it has several."""
+    return engine.home.layout.everyone() if isinstance(engine.home, Ranks) else None
+
+
+def step_of(engine: Engine) -> int:
+    """The step that the last converged point was reached at."""
+    return engine.step_count if engine.finished else engine.cycle.anchor.step
 
 
 @dataclass(frozen=True)
@@ -314,12 +307,6 @@ def unpacked(control: bytes) -> dict[str, Any]:
         raise CheckpointError(f"the checkpoint's control cannot be read ({type(error).__name__}: {error})") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"the checkpoint's control is a {type(found).__name__}, no mapping")
-    return found
-
-
-def _replica_control(control: bytes) -> dict[str, Any]:
-    found = unpacked(control)
-    require_layout(ReplicaControlPart, found, "replicas", "control")
     return found
 
 
