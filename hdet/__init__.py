@@ -110,24 +110,8 @@ __all__ = [
 
 _INTEGRATIONS = frozenset({"deepspeed", "lightning", "loggers", "torchft", "transformers"})
 
-_FAMILIES = (
-    errors,
-    spec,
-    spaces,
-    spreads,
-    designs,
-    schedules,
-    windows,
-    evidence,
-    estimators,
-    controllers,
-    merges,
-    contrib,
-    checkpoints,
-    signals,
-    trials,
-    history,
-)
+_SHOWN_MODULES = [found for name in __all__ if isinstance(found := globals()[name], ModuleType)]
+_FAMILIES = [*_SHOWN_MODULES, history, signals, spec, trials]
 
 
 def __getattr__(name: str) -> ModuleType:

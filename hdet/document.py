@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hdet.errors import ConfigError, MissingExtraError
+from hdet.nested import flat
 from hdet.spec import Spec
 
 DEEPEST = 100
@@ -58,8 +59,8 @@ def parse(text: str, *, name: str) -> Any:
     )
     try:
         value = yaml.load(text, Loader=Loader)
-        for part in _texts(value):
-            part.encode()
+        for place, part in flat(value, ".").items():
+            f"{place}: {part}".encode()
         return value
     except UnicodeEncodeError:
         raise ConfigError(f"{name} holds half of a character (a lone surrogate), which no file can hold") from None
@@ -67,19 +68,6 @@ def parse(text: str, *, name: str) -> Any:
         raise ConfigError(f"{name} is nested too deeply to be a declaration") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date such as 2020-13-45 is a ValueError
         raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All strings in a value, keys too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
-    elif isinstance(value, (list, set)):
-        for item in value:
-            yield from _texts(item)
 
 
 def dump(spec: Spec) -> str:

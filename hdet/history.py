@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hdet.errors import HdetError
 from hdet.files import replace
-from hdet.record import WindowRecord
+from hdet.record import WindowRecord, knobs_of
 from hdet.report.figures import overview
 from hdet.report.reading import readings
 from hdet.user_warning import warn
@@ -115,7 +115,7 @@ class History:
         return history
 
     def __repr__(self) -> str:
-        knobs = ", ".join(dict.fromkeys(name for record in self.latest for name in record.bases))
+        knobs = ", ".join(knobs_of(self.latest))
         where = f" in {self.path}" if self.path is not None else ""
         steps = f" to step {self.latest[-1].stop}" if self.latest else ""
         return f"<History of {len(self)} windows{steps}{where}: {knobs or 'no knobs'}>"
@@ -266,7 +266,7 @@ class History:
             HdetError: no such knob in this history.
         """
         windows = self.windows
-        known = {name for record in windows for name in record.bases}
+        known = knobs_of(windows)
         if knob not in known:
             raise HdetError(f"no knob {knob!r} in this history; there are {sorted(known)}")
         return np.array([[record.stop, record.bases[knob]] for record in windows if knob in record.bases])
@@ -324,19 +324,17 @@ def _read(path: Path) -> tuple[list[WindowRecord], bool]:
     except OSError as error:
         raise HdetError(f"the history {path} cannot be read: {error}") from None
     lines = content.split(b"\n")
-    cut = lines.pop()  # what follows the last line's end
+    cut = bool(lines[-1])  # what follows the last line's end
     windows: list[WindowRecord] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines if cut else lines[:-1], start=1):
         try:
             windows.append(_follows(WindowRecord.from_json(line.decode()), windows))
         except (HdetError, ValueError, RecursionError) as error:
-            raise HdetError(f"{path}, line {number} is not a window record: {_first_line(error)}") from None
-    if cut:
-        try:
-            windows.append(_follows(WindowRecord.from_json(cut.decode()), windows))
-        except (HdetError, ValueError, RecursionError):
-            return windows, True  # the window it belonged to is run again
-    return windows, bool(cut)
+            if number == len(lines):
+                break  # the window it belonged to is run again
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise HdetError(f"{path}, line {number} is not a window record: {reason}") from None
+    return windows, cut
 
 
 def _follows(record: WindowRecord, before: Sequence[WindowRecord]) -> WindowRecord:
@@ -347,7 +345,3 @@ def _follows(record: WindowRecord, before: Sequence[WindowRecord]) -> WindowReco
             f"{last.stop}: lines are missing, doubled or out of order"
         )
     return record
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from hdet.errors import HdetError
-from hdet.nested import mapped
+from hdet.nested import flat, mapped
 
 MOST_REPLICAS = 64
 """Replicas that a record has values and losses of one by one; the others are in what it says of all."""
@@ -112,7 +113,9 @@ class WindowRecord:
                 ) from None
             place = ".".join(str(part) for part in found[0]["loc"])
             raise HdetError(f"{place or 'the line'}: {found[0]['msg']}, got {found[0]['input']!r:.60}") from None
-        _require_numbers("estimates", record.estimates)
+        for place, value in flat(record.estimates, ".", "estimates").items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise HdetError(f"{place}: a number or null is expected, got {value!r:.60}")
         if record.window < 0 or not 0 <= record.start < record.stop:
             raise HdetError(f"window {record.window} from step {record.start} to {record.stop} cannot be")
         for knob, bases in record.course.items():
@@ -127,6 +130,11 @@ class WindowRecord:
         return record
 
 
+def knobs_of(windows: Iterable[WindowRecord]) -> list[str]:
+    """The knobs that records name, in order."""
+    return list(dict.fromkeys(name for record in windows for name in record.bases))
+
+
 def strict(value: Any) -> Any:
     """Nested plain values as JSON can hold them: numbers that are not finite become null."""
     return mapped(value, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one)
@@ -135,18 +143,6 @@ def strict(value: Any) -> Any:
 @cache
 def _checked() -> TypeAdapter[WindowRecord]:
     return TypeAdapter(WindowRecord)
-
-
-def _require_numbers(place: str, value: Any) -> None:
-    """Nothing but numbers and null, in mappings and lists."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            _require_numbers(f"{place}.{name}", item)
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            _require_numbers(f"{place}.{number}", item)
-    elif value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-        raise HdetError(f"{place}: a number or null is expected, got {value!r:.60}")
 
 
 def _refuse(constant: str) -> None:

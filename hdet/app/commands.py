@@ -108,11 +108,5 @@ def _run(declared: RunConfig, folder: Path, *, compare: bool, force: bool, resum
     show_result(console, result, prepared.folder)
 
 
-application.command()(plan)
-application.command()(find)
-application.command()(report)
-application.command()(watch)
-application.command()(export)
-application.command()(knobs)
-application.command()(doctor)
-application.command()(ablate)
+for command in (plan, find, report, watch, export, knobs, doctor, ablate):
+    application.command()(command)

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import hdet
 
@@ -21,14 +22,8 @@ PACKAGES = {
 }
 """By extra, the packages that hdet can use. The last are the user's own."""
 
-VARIABLES = (
-    "OMP_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES",
-    "WORLD_SIZE",
-    "RANK",
-    "LOCAL_RANK",
-    "TORCHELASTIC_RESTART_COUNT",
-)
+OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", *OF_RANKS)
 
 
 def doctor() -> None:
@@ -36,11 +31,8 @@ def doctor() -> None:
 
     Example: hdet doctor
     """
-    print("\n".join(facts()))
-    found = list(problems())
-    print(
-        "\n".join(["", "to look at:", *(f"- {problem}" for problem in found)] if found else ["", "nothing odd found"])
-    )
+    found = [f"- {problem}" for problem in problems()]
+    print("\n".join([*facts(), "", *(["to look at:", *found] if found else ["nothing odd found"])]))
 
 
 def facts() -> Iterator[str]:
@@ -92,11 +84,6 @@ def _devices() -> list[str]:
 
 
 def _backends() -> list[str]:
-    if not torch.distributed.is_available():
+    if not dist.is_available():
         return []
-    checks = {
-        "gloo": torch.distributed.is_gloo_available,
-        "nccl": torch.distributed.is_nccl_available,
-        "mpi": torch.distributed.is_mpi_available,
-    }
-    return [name for name, available in checks.items() if available()]
+    return [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]

@@ -15,7 +15,8 @@ from hdet.app.report import reported_run
 from hdet.errors import ConfigError, HdetError
 from hdet.files import replace
 from hdet.hparams.recorded import recorded_course
-from hdet.record import WindowRecord
+from hdet.record import WindowRecord, knobs_of
+from hdet.report.advice import yaml_number
 from hdet.spec import meant
 
 LAMBDA = '''"""{knob} as {run} had it at each of its {count} steps."""
@@ -101,18 +102,18 @@ def as_yaml(windows: Sequence[WindowRecord]) -> str:
         2: 0.2
     """
     lines = []
-    for knob in dict.fromkeys(name for record in windows for name in record.bases):
+    for knob in knobs_of(windows):
         course = recorded_course(windows, knob)
         lines += [f"{json.dumps(knob)}:", f"  total_steps: {len(course)}", "  bases:"]
         held: float | None = None
         for record in windows:
             bases = course[record.start : record.stop]
             if any(base != bases[0] for base in bases):
-                lines.append(f"    {record.start}: [{', '.join(map(_written, bases))}]")
+                lines.append(f"    {record.start}: [{', '.join(yaml_number(repr(base)) for base in bases)}]")
                 held = None
             elif bases[0] != held:
                 held = bases[0]
-                lines.append(f"    {record.start}: {_written(held)}")
+                lines.append(f"    {record.start}: {yaml_number(repr(held))}")
     return "\n".join(lines) + "\n"
 
 
@@ -123,9 +124,3 @@ def as_lambda_lr(windows: Sequence[WindowRecord], knob: str, *, run: str) -> str
     plain = {name: text.replace('"', "'").replace("\\", "/") for name, text in named.items()}
     values = textwrap.fill(", ".join(map(repr, course)) + ",", 116, initial_indent="    ", subsequent_indent="    ")
     return LAMBDA.format(**plain, count=len(course), values=values)
-
-
-def _written(value: float) -> str:
-    """As YAML 1.1 reads it back: `1e-05` would be a string there."""
-    mantissa, e, exponent = repr(value).partition("e")
-    return (mantissa if "." in mantissa else f"{mantissa}.0") + e + exponent if e else mantissa

@@ -39,7 +39,7 @@ def find(
     if figure is not None and figure.suffix not in (".pdf", ".svg", ".png"):
         raise ConfigError(f"--figure {figure}: figures are written as .pdf, .svg or .png; give such a name")
     declared = RunConfig.load(config, assignments or ())
-    workload = declared.task.build(seed=declared.seed, batch_size=declared.batch_size, device=declared.device)
+    workload = declared.workload()
     model = workload.model()
     perturb(model, 0.0, replica=0, checkpoint=declared.start_path)
     schedule = _schedule(declared)

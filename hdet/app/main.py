@@ -39,11 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    """The exit code of a command line.
-
-    Raises:
-        HdetError: it cannot be carried out, or not be understood.
-    """
+    """The exit code of a command line."""
     try:
         from typer import Abort
         from typer.exceptions import TyperException

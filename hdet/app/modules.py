@@ -9,15 +9,7 @@ from hdet.errors import ConfigError
 
 
 def imported(name: str, *, asked_by: str) -> ModuleType:
-    """The module of a dotted name.
-
-    Args:
-        name: such as `my_package.knobs`.
-        asked_by: what a message calls the field that names it.
-
-    Raises:
-        ConfigError: there is none, or it cannot be imported; its own error is the cause of this one.
-    """
+    """The module of a dotted name; messages call the field that names it `asked_by`."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{asked_by}: {name!r} is no name of a module; give one such as my_package.knobs")
     try:

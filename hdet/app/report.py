@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hdet.app.run.folder import RunFolder
-from hdet.document import parse
+from hdet.document import read
 from hdet.errors import ConfigError
 from hdet.history import History
 from hdet.report import ReportedRun, page, save_figures
@@ -51,12 +51,7 @@ def report(
 
 
 def reported_run(path: Path) -> ReportedRun:
-    """A run from its folder, or from its history alone.
-
-    Raises:
-        ConfigError: there is no history.
-        HdetError: what lies there cannot be read.
-    """
+    """A run from its folder, or from its history alone."""
     folder = RunFolder(path)
     source = folder.history if path.is_dir() else path
     if not source.is_file():
@@ -65,11 +60,5 @@ def reported_run(path: Path) -> ReportedRun:
     if not path.is_dir():
         return ReportedRun(path.stem if path.stem != "history" else path.resolve().parent.name, windows)
     configuration = folder.config.read_text(encoding="utf-8") if folder.config.is_file() else ""
-    declared = parse(configuration, name=str(folder.config)) if configuration else {}
-    return ReportedRun(
-        path.resolve().name,
-        windows,
-        configuration,
-        declared if isinstance(declared, dict) else {},
-        folder.load_result() or {},
-    )
+    declared = read(folder.config) if configuration else {}
+    return ReportedRun(path.resolve().name, windows, configuration, declared, folder.load_result() or {})

@@ -12,6 +12,7 @@ import numpy as np
 
 from hdet.errors import ConfigError
 from hdet.replicas.random_numbers import seeded
+from hdet.trials.generators import generators_kept
 
 SUB_BATCHES = 8
 
@@ -45,7 +46,7 @@ class Sample:
     def __call__(self, window: int) -> list[Any]:
         """The sub-batches of a window."""
         chosen = random.Random(f"hdet.probe:{window}").sample(range(len(self._data)), self._sub_batches * self._size)
-        with _numbers_lent(window):
+        with numbers_lent(f"hdet.probe:{window}"):
             examples = [self._data[index] for index in chosen]
             return [
                 self._collate(examples[start : start + self._size]) for start in range(0, len(examples), self._size)
@@ -53,15 +54,9 @@ class Sample:
 
 
 @contextmanager
-def _numbers_lent(window: int) -> Iterator[None]:
-    """The global generators of the CPU are seeded by the window inside the block, and as they were after it."""
-    text = f"hdet.probe:{window}"
-    before = random.getstate(), np.random.get_state()
-    try:
-        with seeded([], text):
-            random.seed(text)
-            np.random.seed(window % 2**32)
-            yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
+def numbers_lent(text: str) -> Iterator[None]:
+    """The global generators of the CPU are seeded by a text inside the block, and as they were after it."""
+    with seeded([], text), generators_kept(()):
+        random.seed(text)
+        np.random.seed(random.getrandbits(32))
+        yield

@@ -19,12 +19,11 @@ from hdet.overlay import attach as overlay
 from hdet.overlay.search import Search
 from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import bare, writes_into
+from hdet.recipes.recommended import FORWARD
 from hdet.replicas import Replicas, micro_batches
 from hdet.replicas.distributed import distribute
 from hdet.signals import Probe
 
-FORWARD = ("dropout", "label_smoothing")
-"""The recipe's knobs of the forward pass."""
 MODEL_GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 """Where DeepSpeed's optimizers keep the model's parameters by group."""
 

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hdet.errors import ConfigError, MissingExtraError
-from hdet.integrations.metrics import metrics
+from hdet.integrations.loggers import metrics
 from hdet.overlay import search as overlay
 from hdet.overlay.attach import attach
+from hdet.recipes.recommended import FORWARD
 from hdet.record import WindowRecord
 from hdet.signals import Probe
 
@@ -25,7 +26,6 @@ except ImportError:
 
 from hdet.integrations.lightning_probe import judge
 
-FORWARD_KNOBS = ("dropout", "label_smoothing")
 OPTIONS = frozenset(inspect.signature(attach).parameters) - {"model", "optimizer", "probe", "scheduler"}
 
 
@@ -100,8 +100,6 @@ class Search(Callback):
         self._closed: list[WindowRecord] = []
         self._stepped = False
 
-    # -- the run ----------------------------------------------------------------------------------
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach: models are wrapped, optimizers are made and restored."""
         _refuse(trainer)
@@ -114,7 +112,7 @@ class Search(Callback):
         options["quiet"] = options.get("quiet", False) or not trainer.is_global_zero
         if not pl_module.automatic_optimization:
             # Where a pass ends is the module's own affair, so that no gradient can be told to be a micro-batch's.
-            options["exclude"] = tuple({*options.get("exclude", ()), *FORWARD_KNOBS})
+            options["exclude"] = tuple({*options.get("exclude", ()), *FORWARD})
         self.search = attach(
             _searched(trainer, pl_module, optimizer),
             optimizer,
@@ -151,8 +149,6 @@ class Search(Callback):
         """The same, where training ended early."""
         self._leave(trainer)
 
-    # -- what is saved ----------------------------------------------------------------------------
-
     @property
     def state_key(self) -> str:
         """Names the state in a checkpoint; one for each optimizer that is searched."""
@@ -167,8 +163,6 @@ class Search(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until training starts: now there is no optimizer yet."""
         self._restored = state_dict or None
-
-    # -- how it is done ---------------------------------------------------------------------------
 
     def _index(self, trainer: Trainer) -> int:
         count = len(trainer.optimizers)
@@ -223,11 +217,7 @@ class Search(Callback):
 
 
 def _refuse(trainer: Trainer) -> None:
-    """Strategies that cut up what a search reads and writes.
-
-    Raises:
-        ConfigError: the Trainer trains by one of them.
-    """
+    """Strategies that cut up what a search reads and writes."""
     strategy = type(trainer.strategy).__name__
     if strategy == "DeepSpeedStrategy":
         raise ConfigError(

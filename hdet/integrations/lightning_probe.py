@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
 from hdet.errors import ConfigError
+from hdet.integrations.dataset_probe import SUB_BATCHES, numbers_lent
 from hdet.signals import Probe
-
-SUB_BATCHES = 8
 
 
 def judge(trainer: Trainer, module: LightningModule, probe: Probe | Iterable[Any], name: str, seed: int) -> Probe:
@@ -78,10 +73,7 @@ def _first(loader: Iterable[Any], seed: int) -> list[Any]:
             "the probe's DataLoader has a DistributedSampler, and every process must judge by the same batches; give "
             "one without"
         )
-    with isolate_rng():
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
+    with numbers_lent(f"hdet.probe:{seed}"):
         batches = list(islice(iter(loader), SUB_BATCHES))
     sizes = [
         next((leaf.shape[:1] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None) for batch in batches

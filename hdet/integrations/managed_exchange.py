@@ -51,11 +51,7 @@ class ManagedExchange(Exchange):
         return partial(self._finish, work)
 
     def _finish(self, work: dist.Work) -> None:
-        """Wait for a sum.
-
-        Raises:
-            LostRankError: it failed. The manager reports no error of a collective to who waits for it.
-        """
+        """Wait for a sum. The manager reports no error of a collective to who waits for it."""
         work.wait()
         error = self.manager.errored()
         if error is not None:

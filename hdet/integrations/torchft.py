@@ -21,6 +21,7 @@ from hdet.integrations.managed_state import Carried
 from hdet.merging.exploit import Exploit
 from hdet.overlay import attach as overlay
 from hdet.overlay.search import Search
+from hdet.recipes.recommended import FORWARD
 from hdet.record import WindowRecord
 from hdet.replicas import micro_batches
 from hdet.replicas.distributed.ranks import Ranks
@@ -34,9 +35,6 @@ except ImportError:
     raise MissingExtraError("torchft", "torchft") from None
 
 from hdet.integrations.managed_exchange import ManagedExchange
-
-FORWARD = ("dropout", "label_smoothing")
-"""The recipe's knobs of the forward pass."""
 
 
 def attach(manager: Manager, model: nn.Module, optimizer: Any, *, probe: Probe, **options: Any) -> Search:
@@ -209,11 +207,7 @@ class ManagedEngine:
 
 
 def _refuse(engine: Engine) -> None:
-    """What cannot do without some of the replicas.
-
-    Raises:
-        ConfigError: the engine has it.
-    """
+    """What cannot do without some of the replicas."""
     home, plan = engine.home, engine.plan
     if not (isinstance(home, Ranks) and isinstance(home.exchange, ManagedExchange)):
         raise ConfigError("a managed engine needs replicas of hdet.torchft.distribute(manager, model, optimizer, ...)")

@@ -19,7 +19,7 @@ from hdet.files import replaced
 from hdet.history import WindowRecord
 from hdet.integrations import deepspeed
 from hdet.integrations.dataset_probe import Sample
-from hdet.integrations.metrics import metrics
+from hdet.integrations.loggers import metrics
 from hdet.overlay import search as overlay
 from hdet.overlay.attach import attach
 from hdet.signals import Probe
@@ -181,11 +181,7 @@ def _unsmoothed(trainer: Trainer) -> Iterator[None]:
 
 
 def _calling() -> tuple[Trainer, str | None]:
-    """The Trainer that calls, and the folder from which it resumes. A callback is handed neither.
-
-    Raises:
-        ConfigError: nobody of the kind calls.
-    """
+    """The Trainer that calls, and the folder from which it resumes. A callback is handed neither."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -212,12 +208,9 @@ def _refuse(trainer: Trainer) -> None:
 
 
 def _found(trainer: Trainer, options: dict[str, Any]) -> dict[str, Any]:
-    """What the Trainer says of accumulation and schedule, as options of `hdet.attach`.
-
-    A DeepSpeed engine says itself what it accumulates.
-    """
+    """What the Trainer says of accumulation and schedule, as options of `hdet.attach`."""
     found: dict[str, Any] = {"quiet": not trainer.is_world_process_zero()}
-    if not trainer.is_deepspeed_enabled:
+    if not trainer.is_deepspeed_enabled:  # whose engine says itself what it accumulates
         found["micro_batches"] = trainer.args.gradient_accumulation_steps
     if not {"scheduler", "schedule"} & options.keys():
         scheduler = trainer.lr_scheduler

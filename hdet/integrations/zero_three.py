@@ -88,11 +88,7 @@ class Shards(tensors.Partitioned):
 
 
 def _refuse(engine: Any) -> None:
-    """What moves partitions elsewhere, or gathers parameters from other memory.
-
-    Raises:
-        ConfigError: the engine does.
-    """
+    """What moves partitions elsewhere, or gathers parameters from other memory."""
     stored = {
         "offload_param": engine.zero_offload_param() is not None,
         "offload_optimizer": engine.zero_offload_optimizer() is not None,

@@ -254,10 +254,8 @@ def _displacements(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]
     """Parameters on the meta device as an outer optimizer has them."""
     moving = [tensors.local(parameter.detach()) for parameter in tensors.moving_parameters(model, optimizer)]
     wide = [torch.promote_types(value.dtype, torch.float32) for value in moving]
-    return [
-        nn.Parameter(torch.empty_like(value, dtype=dtype, device="meta"))
-        for value, dtype in zip(moving, wide, strict=True)
-    ]
+    blank = [torch.empty_like(value, dtype=dtype, device="meta") for value, dtype in zip(moving, wide, strict=True)]
+    return [nn.Parameter(value) for value in blank]
 
 
 @dataclass(frozen=True)
@@ -328,11 +326,7 @@ def _copied(size: int, place: Place) -> tuple[Link, int]:
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of an optimizer's state, found by a step of another of its class on the meta device where it has none yet.
-
-    Raises:
-        ConfigError: its class cannot be made, or cannot step, that way.
-    """
+    """Bytes of an optimizer's state, found by a step of another of its class on the meta device where it has none."""
     known = sum(_bytes(own) for own in optimizer.state.values())
     if known:
         return known

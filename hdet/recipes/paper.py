@@ -61,14 +61,10 @@ def knob(
     """The learning rate of one parameter group as the paper explores it.
 
     Args:
-        group: its index.
         floor: the rate that control decays to by the end of the run.
         highest: the schedule's largest rate.
         warmup: steps before control begins.
-        spread: a of Eq. 1.
-        auto_lr: whether there is control at all.
-        beta, rate: the velocity's memory, and its weight (the paper's lambda).
-        fields: further fields of the knob.
+        spread, auto_lr, beta, rate: as of `paper_engine`; `fields` are further ones of the knob.
     """
     controller: Controller = Paper(floor, warmup_steps=warmup, beta=beta, rate=rate) if auto_lr else Hold()
     return LearningRate(
@@ -104,9 +100,9 @@ def paper_engine(
     Args:
         replicas: where they live.
         max_lr, total_steps, pct_start, div_factor, final_div_factor: of the OneCycle schedule.
-        window: T. spread: a. warmup_steps: S_warm, by default the cycle's rise.
+        window: T. spread: a of Eq. 1. warmup_steps: S_warm, by default the cycle's rise.
         auto_lr: False fans out and converges without control.
-        sigma, beta, rate: of the controller.
+        sigma: of the estimator. beta, rate: the velocity's memory, and its weight (the paper's lambda).
         gradients: "shared" is the paper's; "local" is how it is often described.
         options: of `hdet.Engine`: seed, history, anchor.
 

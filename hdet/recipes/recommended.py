@@ -37,6 +37,8 @@ GUARD = (
     "with a lower rate; where the first steps were far too large it begins anew"
 )
 DEFAULT_GUARD = Rewind()
+FORWARD = ("dropout", "label_smoothing")
+"""The recipe's knobs of the forward pass."""
 BY_FORWARD_PASSES = "training batches run at two levels at a window's end, on both sides along the probe's gradient"
 
 
@@ -215,22 +217,17 @@ def _forward(
 
 def _rates_in_config(model: nn.Module) -> str:
     """Dropout that is a plain number in a model's `config`, as in many of Hugging Face's; in words, or nothing."""
-    config = getattr(model, "config", None)
-    held = (
-        {
-            name: value
-            for name, value in vars(config).items()
-            if name.endswith(("dropout", "pdrop", "dropout_prob")) and isinstance(value, float) and value > 0.0
-        }
-        if hasattr(config, "__dict__")
-        else {}
-    )
-    if not held:
+    fields = getattr(getattr(model, "config", None), "__dict__", {})
+    told = [
+        f"{name}={value:g}"
+        for name, value in sorted(fields.items())
+        if name.endswith(("dropout", "pdrop", "dropout_prob")) and isinstance(value, float) and value > 0.0
+    ]
+    if not told:
         return ""
-    told = ", ".join(f"{name}={value:g}" for name, value in sorted(held.items()))
     return (
-        f"found {told} in the model's config, but not explorable: no module holds a rate; use hdet.nn.Dropout in the "
-        f"model, or declare hdet.Scalar for the attribute that the forward pass reads"
+        f"found {', '.join(told)} in the model's config, but not explorable: no module holds a rate; use "
+        f"hdet.nn.Dropout in the model, or declare hdet.Scalar for the attribute that the forward pass reads"
     )
 
 

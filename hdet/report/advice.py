@@ -28,26 +28,26 @@ def advised(verdict: Verdict) -> tuple[float | None, str]:
 
 def as_yaml(verdicts: list[Verdict]) -> str:
     """A mapping from knob to value; a value with a schedule is its peak."""
-    return "".join(f"{json.dumps(knob)}: {_digits(value)}  # {why}\n" for knob, value, why in _advised(verdicts))
+    return "".join(f"{json.dumps(knob)}: {value}  # {why}\n" for knob, value, why in _advised(verdicts))
 
 
 def as_python(verdicts: list[Verdict]) -> str:
     """The same as a dictionary."""
-    lines = [f"    {json.dumps(knob)}: {_digits(value)},  # {why}" for knob, value, why in _advised(verdicts)]
+    lines = [f"    {json.dumps(knob)}: {value},  # {why}" for knob, value, why in _advised(verdicts)]
     return "\n".join(["settings = {", *lines, "}"]) + "\n"
 
 
-def _advised(verdicts: list[Verdict]) -> list[tuple[str, float, str]]:
+def _advised(verdicts: list[Verdict]) -> list[tuple[str, str, str]]:
+    """Knob, value in four digits, and why."""
     found = [(one.knob, *advised(one)) for one in verdicts]
-    return [(knob, value, why) for knob, value, why in found if value is not None]
+    return [(knob, yaml_number(f"{value:.4g}"), why) for knob, value, why in found if value is not None]
 
 
-def _digits(value: float) -> str:
-    """Four digits, as a number that YAML 1.1 reads as one (1e-05 would be a string).
+def yaml_number(digits: str) -> str:
+    """A number as YAML 1.1 reads it: `1e-05` would be a string there.
 
-    >>> [_digits(value) for value in (8.191e-3, 1e-5, 0.0)]
+    >>> [yaml_number(digits) for digits in ("0.008191", "1e-05", "0")]
     ['0.008191', '1.0e-05', '0.0']
     """
-    text = f"{value:.4g}"
-    mantissa, e, exponent = text.partition("e")
+    mantissa, e, exponent = digits.partition("e")
     return (mantissa if "." in mantissa else f"{mantissa}.0") + e + exponent

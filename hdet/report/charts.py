@@ -7,9 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hdet.record import WindowRecord
 from hdet.report import series
-from hdet.report.reading import AHEAD, AVERAGED, LAST, ONLY, TURNS
+from hdet.report.reading import AHEAD, AVERAGED, LAST, ONLY, TURNS, held_out_loss
 from hdet.report.reported import ReportedRun
 
 # One a run. Four of Okabe and Ito's colours, a grey and a violet: each has contrast 3 on the light page and the dark.
@@ -30,7 +29,7 @@ def losses(runs: Sequence[ReportedRun]) -> Chart:
         for group in series.groups(run.windows):
             steps.append(group[-1].stop)
             mean.append(_mean([record.loss for record in group]))
-            held_out.append(_mean([_level(record) for record in group]))
+            held_out.append(_mean([held_out_loss(record) for record in group]))
         data.append(_line(steps, mean, f"training loss{label}", colour))
         if any(value is not None for value in held_out):
             trace = _line(steps, held_out, f"held-out loss{label}", colour)
@@ -73,19 +72,10 @@ def evidence(runs: Sequence[ReportedRun], knob: str) -> Chart:
             ]
             colour = colour_of(number)
             error = {"type": "data", "array": bars, "thickness": 1, "width": 0, "color": _faint(colour, 0.55)}
-            own.append(
-                {
-                    "type": "scatter",
-                    "mode": "markers",
-                    "x": made.steps,
-                    "y": made.gain,
-                    "error_y": error,
-                    "marker": {"symbol": SYMBOLS[made.source], "size": 7, "color": colour},
-                    "name": made.source + _label(run, runs),
-                    "text": said,
-                    "hovertemplate": "step %{x}: %{y:.3g}<br>%{text}<extra></extra>",
-                }
-            )
+            marker = {"symbol": SYMBOLS[made.source], "size": 7, "color": colour}
+            trace = _markers(made.steps, made.gain, made.source + _label(run, runs), marker, said)
+            hover = "step %{x}: %{y:.3g}<br>%{text}<extra></extra>"
+            own.append({**trace, "error_y": error, "hovertemplate": hover})
         data.extend(_one_entry(own, number, runs))
     chart = _chart(data, "saved by one unit more", runs)
     chart["layout"]["yaxis"]["zeroline"] = True
@@ -163,41 +153,21 @@ def _one_entry(traces: list[dict[str, Any]], number: int, runs: Sequence[Reporte
 
 def _moves(made: series.DrawnCourse, label: str, colour: str) -> list[dict[str, Any]]:
     traces = []
+    line = {"width": 1.5, "color": colour}
     for name, up in (("moved up", True), ("moved down", False)):
         moves = [move for move in made.moves if (move.amount > 0) == up]
         if not moves:
             continue
         symbol = "triangle-up" if up else "triangle-down"
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "x": [move.step for move in moves],
-                "y": [move.after for move in moves],
-                "marker": {
-                    "symbol": [symbol if move.clear else f"{symbol}-open" for move in moves],
-                    "size": 10,
-                    "color": colour,
-                    "line": {"width": 1.5, "color": colour},
-                },
-                "name": name + label,
-                "text": [shown(reason(move)) for move in moves],
-                "hovertemplate": "%{text}<extra></extra>",
-            }
-        )
-    if made.held_back:
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "x": [held.step for held in made.held_back],
-                "y": [held.value for held in made.held_back],
-                "marker": {"symbol": "x-thin", "size": 8, "line": {"width": 1.5, "color": colour}},
-                "name": f"held back by a veto{label}",
-                "text": [shown(objection(held)) for held in made.held_back],
-                "hovertemplate": "%{text}<extra></extra>",
-            }
-        )
+        symbols = [symbol if move.clear else f"{symbol}-open" for move in moves]
+        marker = {"symbol": symbols, "size": 10, "color": colour, "line": line}
+        steps, heights = [move.step for move in moves], [move.after for move in moves]
+        traces.append(_markers(steps, heights, name + label, marker, [shown(reason(move)) for move in moves]))
+    if held := made.held_back:
+        steps, heights = [one.step for one in held], [one.after for one in held]
+        marker = {"symbol": "x-thin", "size": 8, "line": line}
+        said = [shown(objection(one)) for one in held]
+        traces.append(_markers(steps, heights, f"held back by a veto{label}", marker, said))
     return traces
 
 
@@ -210,10 +180,10 @@ def reason(move: series.Move) -> str:
     return f"step {move.step}: {move.before:.4g} to {move.after:.4g}, by {evidence}{several}{rule}{veto}"
 
 
-def objection(held: series.HeldBack) -> str:
+def objection(held: series.Move) -> str:
     """A move that was not made, in words."""
     several = f", the last of {held.count} times" if held.count > 1 else ""
-    return f"step {held.step}: stays at {held.value:.4g}; rule {held.rule} asked, {held.veto} forbade it{several}"
+    return f"step {held.step}: stays at {held.after:.4g}; rule {held.rule} asked, {held.veto} forbade it{several}"
 
 
 def _line(steps: Sequence[float | None], heights: Sequence[float | None], name: str, colour: str) -> dict[str, Any]:
@@ -226,6 +196,14 @@ def _line(steps: Sequence[float | None], heights: Sequence[float | None], name: 
         "line": {"color": colour, "width": 1.8},
         "hovertemplate": f"step %{{x}}: %{{y:.4g}}<extra>{name}</extra>",
     }
+
+
+def _markers(
+    steps: Sequence[float], heights: Sequence[float], name: str, marker: dict[str, Any], said: Sequence[str]
+) -> dict[str, Any]:
+    """Points, each of which says something when it is pointed at."""
+    points = {"type": "scatter", "mode": "markers", "x": steps, "y": heights, "name": name, "marker": marker}
+    return {**points, "text": said, "hovertemplate": "%{text}<extra></extra>"}
 
 
 def _chart(data: list[dict[str, Any]], y: str, runs: Sequence[ReportedRun]) -> Chart:
@@ -259,18 +237,11 @@ def _faults(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
         if record.faults
     ]
     marked.sort(key=lambda one: not one[2])
+    whole = {"type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": 1}
     return [
-        {
-            "type": "line",
-            "xref": "x",
-            "yref": "paper",
-            "x0": step,
-            "x1": step,
-            "y0": 0,
-            "y1": 1,
-            "line": {"color": colour_of(number), "width": 1.2, "dash": "solid" if turned else "dot"},
-        }
+        {**whole, "x0": step, "x1": step, "line": {"color": colour_of(number), "width": 1.2, "dash": dash}}
         for number, step, turned in marked[:MOST_FAULTS]
+        for dash in ["solid" if turned else "dot"]
     ]
 
 
@@ -281,11 +252,6 @@ def _label(run: ReportedRun, runs: Sequence[ReportedRun]) -> str:
 def _faint(colour: str, alpha: float = 0.2) -> str:
     red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha})"
-
-
-def _level(record: WindowRecord) -> float:
-    levels = [one.get("level") for one in record.estimates.values()]
-    return next((float(value) for value in levels if isinstance(value, (int, float))), math.nan)
 
 
 def _mean(found: Sequence[float]) -> float | None:

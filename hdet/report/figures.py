@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hdet.errors import ConfigError, MissingExtraError
-from hdet.record import WindowRecord
-from hdet.report.reading import AHEAD, AVERAGED, CLEAR_T, LAST, ONLY, TURNS, decided, readings, supported
+from hdet.record import WindowRecord, knobs_of
+from hdet.report.reading import AHEAD, AVERAGED, CLEAR_T, LAST, ONLY, TURNS, decided, held_out_loss, readings, supported
 
 Figure = Any
 """matplotlib's `Figure`, which is imported when one is drawn."""
@@ -44,7 +44,7 @@ def overview(history: Iterable[WindowRecord], *, title: str = "") -> Figure:
         MissingExtraError: matplotlib is not installed (the extra `report`).
     """
     windows = list(history)
-    knobs = knobs_of(windows)
+    knobs = _drawn(windows)
     figure = blank_figure(11.0, 2.6 + 2.2 * len(knobs))
     grid = figure.add_gridspec(1 + len(knobs), 2, height_ratios=[1.0] + [1.1] * len(knobs))
     top = figure.add_subplot(grid[0, :])
@@ -70,31 +70,21 @@ def overview(history: Iterable[WindowRecord], *, title: str = "") -> Figure:
 
 def losses(history: Iterable[WindowRecord]) -> Figure:
     """Mean training loss by window, the held-out loss where evidence tells it, faults and returns to earlier points."""
-    figure = blank_figure(6.0, 3.2)
-    axis = figure.add_subplot()
-    _draw_losses(axis, list(history))
-    axis.set_xlabel("step")
-    return figure
+    windows = list(history)
+    return _single(lambda axis: _draw_losses(axis, windows))
 
 
 def course(history: Iterable[WindowRecord], knob: str) -> Figure:
     """A knob's learned value, the value in force, the replicas' levels as a band, and every move."""
     windows = _of(history, knob)
-    figure = blank_figure(6.0, 3.2)
-    axis = figure.add_subplot()
-    _draw_course(axis, windows, knob)
-    axis.set_xlabel("step")
-    return figure
+    return _single(lambda axis: _draw_course(axis, windows, knob))
 
 
 def evidence(history: Iterable[WindowRecord], knob: str) -> Figure:
     """A knob's evidence by window, as t with its sign turned: up asks for more."""
     windows = _of(history, knob)
-    figure = blank_figure(6.0, 3.2)
-    axis = figure.add_subplot()
-    _draw_evidence(axis, windows, knob)
-    axis.set_xlabel("step")
-    axis.legend(handles=_evidence_legend(windows, [knob]), fontsize=8, frameon=False)
+    figure = _single(lambda axis: _draw_evidence(axis, windows, knob))
+    figure.axes[0].legend(handles=_evidence_legend(windows, [knob]), fontsize=8, frameon=False)
     return figure
 
 
@@ -112,7 +102,7 @@ def save_figures(
         raise ConfigError(f"figures are written as {', '.join(FORMATS)}, not as {', '.join(unknown)}")
     windows = list(history)
     made = {"overview": overview(windows, title=title), "losses": losses(windows)}
-    for number, knob in enumerate(knobs_of(windows)):
+    for number, knob in enumerate(_drawn(windows)):
         named = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in knob)
         made[f"{number}_{named}_values"] = course(windows, knob)
         made[f"{number}_{named}_evidence"] = evidence(windows, knob)
@@ -130,33 +120,17 @@ def save_figures(
     return written
 
 
-def knobs_of(windows: Sequence[WindowRecord]) -> list[str]:
-    """The knobs a history names, in order.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    knobs = list(dict.fromkeys(name for record in windows for name in record.bases))
+def _drawn(windows: Sequence[WindowRecord]) -> list[str]:
+    """The knobs to draw, of which there is one at least."""
+    knobs = knobs_of(windows)
     if not knobs:
         raise ConfigError("there is nothing to draw: the history is empty or explores no knob")
     return knobs
 
 
-def held_out(windows: Sequence[WindowRecord]) -> tuple[list[int], list[float]]:
-    """Steps and held-out losses, of the windows whose evidence tells the level of its signal."""
-    steps, found = [], []
-    for record in windows:
-        levels = [one.get("level") for one in record.estimates.values()]
-        level = next((value for value in levels if isinstance(value, (int, float)) and math.isfinite(value)), None)
-        if level is not None:
-            steps.append(record.stop)
-            found.append(float(level))
-    return steps, found
-
-
 def _of(history: Iterable[WindowRecord], knob: str) -> list[WindowRecord]:
     windows = list(history)
-    known = knobs_of(windows)
+    known = _drawn(windows)
     if knob not in known:
         raise ConfigError(f"no knob {knob!r} in this history; there are {known}")
     return windows
@@ -187,13 +161,21 @@ def blank_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def _single(draw: Callable[[Any], None]) -> Figure:
+    figure = blank_figure(6.0, 3.2)
+    axis = figure.add_subplot()
+    draw(axis)
+    axis.set_xlabel("step")
+    return figure
+
+
 def _draw_losses(axis: Any, windows: Sequence[WindowRecord]) -> None:
-    steps = [record.stop for record in windows]
-    axis.plot(steps, [record.loss for record in windows], color=INK, linewidth=1.5, label="training loss")
-    probed, levels = held_out(windows)
-    if probed:
-        axis.plot(probed, levels, color=RED, linewidth=1.2, linestyle="--", label="held-out loss")
-    shown = np.array([*levels, *(record.loss for record in windows)])
+    losses = [record.loss for record in windows]
+    axis.plot([record.stop for record in windows], losses, color=INK, linewidth=1.5, label="training loss")
+    held_out = [(record.stop, level) for record in windows if math.isfinite(level := held_out_loss(record))]
+    if held_out:
+        axis.plot(*zip(*held_out, strict=True), color=RED, linewidth=1.2, linestyle="--", label="held-out loss")
+    shown = np.array([*losses, *(level for _, level in held_out)])
     shown = shown[np.isfinite(shown)]
     if len(shown) and shown.min() > 0 and shown.max() > 4 * shown.min():
         axis.set_yscale("log")

@@ -10,7 +10,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from hdet.record import WindowRecord
+from hdet.record import WindowRecord, knobs_of
 from hdet.report.reading import CLEAR_T, readings
 
 LEAST_REPLICAS = 5
@@ -77,7 +77,7 @@ def importances(history: Sequence[WindowRecord]) -> list[Importance]:
     """
     found = []
     history = _thinned(history)
-    for knob in dict.fromkeys(name for record in history for name in record.bases):
+    for knob in knobs_of(history):
         decisive = [told[0] for told in (readings(record, knob) for record in history) if told]
         if len(decisive) < LEAST_WINDOWS:
             continue
@@ -95,7 +95,7 @@ def interactions(history: Sequence[WindowRecord]) -> list[Interaction]:
     Each window's losses are freed of their mean and of every knob's own slope; what is left is compared with the
     product of two knobs' levels, freed of the same. A product that a design cannot tell from a slope is left out.
     """
-    knobs = list(dict.fromkeys(name for record in history for name in record.bases))
+    knobs = knobs_of(history)
     pairs = list(combinations(range(len(knobs)), 2))
     history = _thinned(history)
     there = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hdet.record import WindowRecord
@@ -61,22 +60,18 @@ def readings(record: WindowRecord, knob: str) -> list[Reading]:
 
 def looks_ahead(record: WindowRecord, knob: str) -> bool:
     """Whether a window judged the peak of the knob's schedule before the schedule was there."""
-    offset = _number(record.estimates.get(knob, {}).get("offset"))
+    offset = number(record.estimates.get(knob, {}).get("offset"))
     learned = record.learned.get(knob, {}).get("opened")
     base = record.bases.get(knob)
     return offset is not None and offset > 0 and learned is not None and base is not None and base < learned
 
 
-def decided(record: WindowRecord, knob: str, told: Sequence[Reading] | None = None) -> tuple[str, float | None]:
-    """What a window's move rests on: the source, and its t where this window has one that calls for the move.
-
-    Args:
-        told: the window's `readings`, where they have been read already.
-    """
+def decided(record: WindowRecord, knob: str) -> tuple[str, float | None]:
+    """What a window's move rests on: the source, and its t where this window has one that calls for the move."""
     if any(fault.get("kind") in TURNS for fault in record.faults):
         return GUARD, None
-    move = record.moves[knob]
-    told = told if told is not None else readings(record, knob)
+    move = record.moves.get(knob, 0.0)
+    told = readings(record, knob)
     alone = _reading(record.estimates.get(knob, {}).get("relative"), RELATIVE)
     agreeing = []
     for one in (*told, alone) if alone else told:
@@ -88,6 +83,12 @@ def decided(record: WindowRecord, knob: str, told: Sequence[Reading] | None = No
     return max(agreeing, key=lambda one: abs(one[1]), default=(EARLIER, None))
 
 
+def held_out_loss(record: WindowRecord) -> float:
+    """Where the window's evidence tells the level of its signal; else NaN."""
+    levels = (number(estimate.get("level")) for estimate in record.estimates.values())
+    return next((level for level in levels if level is not None), math.nan)
+
+
 def supported(source: str, t: float | None) -> bool:
     """Whether what a move rests on is clear by itself: |t| of 2 or more in its own window, or the guard."""
     return source == GUARD or (t is not None and abs(t) >= CLEAR_T)
@@ -96,11 +97,11 @@ def supported(source: str, t: float | None) -> bool:
 def _reading(estimate: Any, source: str) -> Reading | None:
     if not isinstance(estimate, dict):
         return None
-    slope, stderr = _number(estimate.get("slope")), _number(estimate.get("stderr"))
+    slope, stderr = number(estimate.get("slope")), number(estimate.get("stderr"))
     return Reading(source, slope, stderr) if slope is not None and stderr is not None else None
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
     """A finite number, or None: histories hold null for those that are not finite."""
     if type(value) is float:  # nearly always, and asked of every estimate several times
         return value if math.isfinite(value) else None

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from hdet.record import WindowRecord
+from hdet.record import WindowRecord, knobs_of
+from hdet.report.reading import number
 from hdet.report.series import DrawnCourse, course
 
 
@@ -32,18 +33,18 @@ class ReportedRun:
     @property
     def held_out_loss(self) -> float | None:
         """Of the final model, where the result tells."""
-        return _number(self.result.get("test_loss"))
+        return number(self.result.get("test_loss"))
 
     @property
     def plain_loss(self) -> float | None:
         """Of the same run without hdet, where there is one."""
         plain = self.result.get("plain")
-        return _number(plain.get("test_loss")) if isinstance(plain, dict) else None
+        return number(plain.get("test_loss")) if isinstance(plain, dict) else None
 
     @cached_property
     def knobs(self) -> list[str]:
         """The knobs its history names, in order."""
-        return list(dict.fromkeys(name for record in self.windows for name in record.bases))
+        return knobs_of(self.windows)
 
     @cached_property
     def courses(self) -> dict[str, DrawnCourse]:
@@ -64,7 +65,3 @@ def reported(runs: ReportedRun | Iterable[ReportedRun] | Iterable[WindowRecord])
             name, number = f"{one.name} ({number})", number + 1
         named[name] = ReportedRun(name, one.windows, one.configuration, one.declared, one.result)
     return list(named.values())
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -32,7 +32,7 @@ class DrawnCourse:
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
-    held_back: list[HeldBack] = field(default_factory=list)
+    held_back: list[Move] = field(default_factory=list)
 
     @property
     def scheduled(self) -> bool:
@@ -47,7 +47,7 @@ class DrawnCourse:
 
 @dataclass
 class Move:
-    """A move of a base, and why.
+    """A move of a base, and why; or one of 0 that a rule asked for and a veto forbade.
 
     Attributes:
         step: at which it was made.
@@ -74,25 +74,6 @@ class Move:
     def clear(self) -> bool:
         """Whether what it rests on is clear by itself."""
         return supported(self.source, self.t)
-
-
-@dataclass
-class HeldBack:
-    """A move that was asked for and not made.
-
-    Attributes:
-        step: at which it would have been made.
-        value: the learned value, which stayed.
-        rule: that asked for it.
-        veto: that forbade it.
-        count: windows that it stands for.
-    """
-
-    step: int
-    value: float
-    rule: str
-    veto: str
-    count: int = 1
 
 
 @dataclass
@@ -171,11 +152,12 @@ def _moves(group: Sequence[WindowRecord], knob: str, *, one_each: bool) -> list[
     if not one_each and len(moved) > 1:
         moved_up = [record for record in moved if record.moves[knob] > 0]
         moved_down = [record for record in moved if record.moves[knob] < 0]
-        return [_move(same, knob) for same in (moved_up, moved_down) if same]
-    return [_move([record], knob) for record in moved]
+        return [move(same, knob) for same in (moved_up, moved_down) if same]
+    return [move([record], knob) for record in moved]
 
 
-def _move(records: Sequence[WindowRecord], knob: str) -> Move:
+def move(records: Sequence[WindowRecord], knob: str) -> Move:
+    """The moves of some windows, all of one direction, as one."""
     last = records[-1]
     told = last.learned.get(knob, {"opened": last.bases[knob], "closed": last.bases[knob]})
     source, t = decided(last, knob)
@@ -183,7 +165,7 @@ def _move(records: Sequence[WindowRecord], knob: str) -> Move:
         step=last.stop,
         before=rounded(told["opened"]),
         after=rounded(told["closed"]),
-        amount=math.fsum(record.moves[knob] for record in records),
+        amount=math.fsum(record.moves.get(knob, 0.0) for record in records),
         source=source,
         t=t,
         count=len(records),
@@ -191,13 +173,9 @@ def _move(records: Sequence[WindowRecord], knob: str) -> Move:
     )
 
 
-def _held_back(group: Sequence[WindowRecord], knob: str) -> list[HeldBack]:
+def _held_back(group: Sequence[WindowRecord], knob: str) -> list[Move]:
     held = [record for record in group if not record.moves.get(knob) and _told(record, knob).get("veto")]
-    if not held:
-        return []
-    last, told = held[-1], _told(held[-1], knob)
-    value = last.learned.get(knob, {}).get("closed", last.bases[knob])
-    return [HeldBack(last.stop, rounded(value), told.get("rule", ""), told["veto"], len(held))]
+    return [move(held, knob)] if held else []
 
 
 def _told(record: WindowRecord, knob: str) -> dict[str, str]:

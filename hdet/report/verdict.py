@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from hdet.record import WindowRecord
-from hdet.report.reading import CLEAR_T, decided, readings, supported
+from hdet.record import WindowRecord, knobs_of
+from hdet.report.reading import CLEAR_T, readings
+from hdet.report.series import Move, move
 
 BELIEVABLE = 10.0
 SUPPORTED = 2 / 3
@@ -117,26 +118,14 @@ class Verdict:
         """Plain numbers and strings, with what is read off them."""
         return {**asdict(self), "trust": self.trust, "moved": self.moved, "outlook": self.outlook}
 
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Verdict:
-        """The inverse of `to_dict`."""
-        fields = {name: value for name, value in given.items() if name not in ("trust", "moved", "outlook")}
-        courses = {name: Moves(**fields[name]) if fields[name] else None for name in ("up", "down")}
-        return cls(**{**fields, **courses})
-
 
 def verdicts(history: Sequence[WindowRecord]) -> list[Verdict]:
-    """One verdict a knob, in the order in which the history names them.
-
-    Args:
-        history: the run's windows, in order.
-    """
-    return [_verdict(list(history), knob) for knob in dict.fromkeys(name for one in history for name in one.bases)]
+    """One verdict a knob, in the order in which the run's windows name them."""
+    return [_verdict([record for record in history if knob in record.bases], knob) for knob in knobs_of(history)]
 
 
-def _verdict(history: list[WindowRecord], knob: str) -> Verdict:
-    windows = [record for record in history if knob in record.bases]
-    moved: list[_Move] = []
+def _verdict(windows: list[WindowRecord], knob: str) -> Verdict:
+    moved: list[Move] = []
     measured: WindowRecord | None = None
     since: list[float] = []
     for record in windows:
@@ -144,11 +133,11 @@ def _verdict(history: list[WindowRecord], knob: str) -> Verdict:
         if found:
             measured = record
             since.append(found[0].t)
-        if move := record.moves.get(knob):
-            moved.append(_Move(record.stop, move, *decided(record, knob, found)))
+        if record.moves.get(knob):
+            moved.append(move([record], knob))
             since.clear()
     total = math.fsum(abs(one.amount) for one in moved)
-    clear = math.fsum(abs(one.amount) for one in moved if supported(one.source, one.t))
+    clear = math.fsum(abs(one.amount) for one in moved if one.clear)
     return Verdict(
         knob=knob,
         start=_learned(windows[0], knob, "start"),
@@ -163,16 +152,7 @@ def _verdict(history: list[WindowRecord], knob: str) -> Verdict:
     )
 
 
-class _Move(NamedTuple):
-    """A move of the knob, the step at which it was made, and what it rests on."""
-
-    step: int
-    amount: float
-    source: str
-    t: float | None
-
-
-def _course(moves: list[_Move]) -> Moves | None:
+def _course(moves: list[Move]) -> Moves | None:
     if not moves:
         return None
     evidence: dict[str, float] = {}

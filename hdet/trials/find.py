@@ -109,10 +109,6 @@ def find(
     start = given(optimizer, _first_group(optimizer), "lr")
     shape = _shape(schedule, length)
 
-    def before_training() -> Trial:
-        with seeded(accelerators(model), f"hdet.find:{seed}"), generators_kept(batches):
-            return Trial(0.0, _judged(probe, *twin(model, optimizer)))
-
     def trial(rate: float) -> Trial:
         copied, other = twin(model, optimizer)
         rates = LearningRate().bind(copied, other)
@@ -125,7 +121,8 @@ def find(
                     return Trial(rate, None)
             return Trial(rate, _judged(probe, copied, other))
 
-    before = before_training()
+    with seeded(accelerators(model), f"hdet.find:{seed}"), generators_kept(batches):
+        before = Trial(0.0, _judged(probe, *twin(model, optimizer)))
     done = [trial(start)]
     while len(done) < trials:
         done.append(trial(next_rate(done, before, RATE_FACTOR)))
@@ -133,10 +130,7 @@ def find(
 
 
 def _require(model: nn.Module, optimizer: Optimizer, probe: Probe, batches: Batches) -> None:
-    """
-    Raises:
-        ConfigError: trials cannot be run on these.
-    """
+    """Trials can be run on these; a ConfigError says why not."""
     if not isinstance(probe, Probe):
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
     if not isinstance(optimizer, Optimizer):
@@ -157,11 +151,7 @@ def _require(model: nn.Module, optimizer: Optimizer, probe: Probe, batches: Batc
 
 
 def _first_group(optimizer: Optimizer) -> int:
-    """The first parameter group with a rate, which all others keep their ratio to.
-
-    Raises:
-        ConfigError: there is none, or a scheduler has set the rate that it holds now.
-    """
+    """The first parameter group with a rate, which all others keep their ratio to."""
     for index, group in enumerate(optimizer.param_groups):
         if "initial_lr" in group:
             raise ConfigError(
@@ -185,11 +175,7 @@ def _shape(schedule: Schedule | None, length: int) -> list[float]:
 
 
 def _endless(batches: Batches) -> Iterator[Any]:
-    """Batch after batch, from the first, and round again.
-
-    Raises:
-        StepError: there is none.
-    """
+    """Batch after batch, from the first, and round again."""
     if callable(batches):
         number = 0
         while True:

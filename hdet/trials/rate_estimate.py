@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hdet.report.advice import yaml_number
 from hdet.report.figures import BLUE, GREY, RED, Figure, blank_figure
 from hdet.trials.bracket import Minimum, Trial, Verdict
 
@@ -60,19 +61,20 @@ class RateEstimate:
     @property
     def low(self) -> float | None:
         """The low end of the interval, 12 times below what the trials allow. None where no trial bounds it."""
-        low = self.at_trial_length.low
-        return None if low is None else low * self._lowered / INTERVAL_FACTOR
+        return self._moved(self.at_trial_length.low, 1 / INTERVAL_FACTOR)
 
     @property
     def high(self) -> float | None:
         """The high end of the interval, 12 times above what the trials allow. None where no trial bounds it."""
-        high = self.at_trial_length.high
-        return None if high is None else high * self._lowered * INTERVAL_FACTOR
+        return self._moved(self.at_trial_length.high, INTERVAL_FACTOR)
 
     @property
     def verdict(self) -> Verdict:
         """Whether the trials settle it; see `hdet.trials.bracket.Minimum`."""
         return self.at_trial_length.verdict
+
+    def _moved(self, end: float | None, factor: float) -> float | None:
+        return None if end is None else end * self._lowered * factor
 
     @property
     def _lowered(self) -> float:
@@ -85,7 +87,7 @@ class RateEstimate:
 
     def to_yaml(self) -> str:
         """The lines to put into a config of `hdet run`."""
-        return f"optimizer:\n  lr: {_plain(self.learning_rate)}"
+        return f"optimizer:\n  lr: {yaml_number(f'{self.learning_rate:.3g}')}"
 
     def __str__(self) -> str:
         between = f"{_end(self.low)} and {_end(self.high)}"
@@ -128,10 +130,3 @@ class RateEstimate:
 
 def _end(value: float | None) -> str:
     return "?" if value is None else f"{value:.3g}"
-
-
-def _plain(value: float) -> str:
-    """Three digits in a form that YAML 1.1 reads as a number."""
-    digits = f"{value:.3g}"
-    mantissa, e, exponent = digits.partition("e")
-    return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{exponent}" if e else digits

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from hdet.record import WindowRecord
 from hdet.report import Verdict, verdicts
@@ -135,7 +136,7 @@ def test_a_verdict_is_kept_as_plain_json_and_read_back() -> None:
     told = verdict(record(0, -5.0, 0.5), record(1, 1e9, -0.25), record(2))
     kept = json.loads(json.dumps(told.to_dict(), allow_nan=False))
     assert kept["moved"] == told.moved
-    assert Verdict.from_dict(kept) == told
+    assert TypeAdapter(Verdict).validate_python(kept) == told
 
 
 def test_a_history_without_windows_has_no_verdicts() -> None:

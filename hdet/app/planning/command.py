@@ -50,8 +50,7 @@ def plan(
     Example: hdet plan examples/quickstart.yaml --pilot 3 --figure plan.png
     """
     declared = RunConfig.load(config, assignments or ())
-    workload = declared.task.build(seed=declared.seed, batch_size=declared.batch_size, device=declared.device)
-    engine = Training(declared, workload).engine
+    engine = Training(declared, declared.workload()).engine
     seen = preview(engine)
     told = _noise(noise or (), list(seen.knobs))
     if windows and told:
@@ -65,7 +64,7 @@ def plan(
     print(_held(declared, engine))
     needs = [by_noise(knob, stderr, effect, len(seen.windows)) for knob, stderr in told.items()]
     if windows:
-        del workload, engine  # the pilot's are its own, and its memory is measured
+        del engine  # the pilot's is its own, and its memory is measured
         measured = pilot(declared, windows)
         _show_cost(measured, declared.steps, seen)
         needs = [by_pilot(knob, measured.windows, len(seen.windows)) for knob in seen.knobs]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hdet.engine.preview import PlannedKnob, Preview
 from hdet.report.figures import BLUE, GREY, INK, SKY, Figure, blank_figure
 
@@ -13,11 +11,7 @@ MOST_LINES = 200
 
 
 def plan_figure(seen: Preview, *, title: str = "") -> Figure:
-    """Each knob's schedule with the values it will be compared at, and where windows end.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed (the extra `report`).
-    """
+    """Each knob's schedule with the values it will be compared at, and where windows end."""
     rows = max(1, len(seen.knobs))
     figure = blank_figure(8.0, 0.6 + 2.0 * rows)
     axes = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
@@ -45,7 +39,9 @@ def line(knob: PlannedKnob) -> str:
     """
     columns = min(COLUMNS, len(knob.bases))
     chosen = [knob.bases[column * (len(knob.bases) - 1) // max(1, columns - 1)] for column in range(columns)]
-    return _bars(chosen)
+    highest, lowest = max(chosen), min(0.0, *chosen)
+    span = highest - lowest
+    return "".join(BARS[round((value - lowest) / span * (len(BARS) - 1)) if span else 0] for value in chosen)
 
 
 def ruler(seen: Preview) -> str:
@@ -55,9 +51,3 @@ def ruler(seen: Preview) -> str:
     for _, stop in seen.windows:
         marks[min(COLUMNS - 1, stop * COLUMNS // total)] = "|"
     return "".join(marks)
-
-
-def _bars(values: Sequence[float]) -> str:
-    highest, lowest = max(values), min(0.0, *values)
-    span = highest - lowest
-    return "".join(BARS[round((value - lowest) / span * (len(BARS) - 1)) if span else 0] for value in values)

@@ -46,11 +46,7 @@ class Pilot:
 
 
 def pilot(config: RunConfig, windows: int) -> Pilot:
-    """Train the first windows of a run in a folder that is thrown away.
-
-    Raises:
-        HdetError: as the run itself would.
-    """
+    """Train the first windows of a run in a folder that is thrown away."""
     device = torch.device(config.device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -62,7 +58,8 @@ def pilot(config: RunConfig, windows: int) -> Pilot:
     else:
         kilobytes = 1 if sys.platform == "darwin" else 1024
         peak, on = kilobytes * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "this process"
-    return Pilot(seen.records, *(median(each[1:] or each) for each in (seen.steps, seen.ends)), peak, on)
+    step, end = (median(seconds[1:] or seconds) for seconds in (seen.steps, seen.ends))
+    return Pilot(seen.records, step, end, peak, on)
 
 
 class _EnoughError(Exception):

@@ -13,7 +13,7 @@ from torch import nn
 from hdet.app.modules import imported
 from hdet.app.run.optimizer import AdamW, Optimizer
 from hdet.app.run.signal import DeclaredProbe, Signal
-from hdet.app.tasks import Task
+from hdet.app.tasks import Task, Workload
 from hdet.document import override, read
 from hdet.engine.guard import Guard, Rewind
 from hdet.errors import ConfigError
@@ -120,23 +120,16 @@ class RunConfig(Spec):
 
     @model_validator(mode="after")
     def _schedules_suffice(self) -> RunConfig:
-        for name, schedule in self._schedules():
-            if schedule.total_steps is not None and schedule.total_steps < self.steps:
+        declared = [("schedule", self.schedule)]
+        for index, knob in enumerate(self.knobs or ()):
+            declared.append((f"the schedule of knobs.{index} ({knob.label})", knob.schedule))
+        for name, schedule in declared:
+            if schedule is not None and schedule.total_steps is not None and schedule.total_steps < self.steps:
                 raise ValueError(
                     f"{name} ends after {schedule.total_steps} steps and the run has {self.steps}; "
                     f"lower steps, or raise total_steps (leave it out of the run's schedule and it is steps)"
                 )
         return self
-
-    def _schedules(self) -> Iterable[tuple[str, Schedule]]:
-        if self.schedule is not None:
-            yield "schedule", self.schedule
-        for index, knob in enumerate(self._listed()):
-            if knob.schedule is not None:
-                yield f"the schedule of knobs.{index} ({knob.label})", knob.schedule
-
-    def _listed(self) -> tuple[Knob, ...]:
-        return self.knobs or ()
 
     @property
     def start_path(self) -> str | None:
@@ -148,13 +141,14 @@ class RunConfig(Spec):
     @property
     def copies(self) -> bool:
         """Whether each replica is a copy of the model that may come apart from the others."""
-        listed = [knob for knob in self._listed() if knob.acts_on != "merge"]  # all replicas make that step together
-        # A warm noisy start sets replicas apart by itself.
-        return (
-            self.gradients == "local"
-            or self.noise > 0.0
-            or any((knob.evidence or self.evidence).diverges for knob in listed)
-        )
+        if self.gradients == "local" or self.noise > 0.0:  # a warm noisy start sets replicas apart by itself
+            return True
+        listed = [knob for knob in self.knobs or () if knob.acts_on != "merge"]  # all replicas make that step together
+        return any((knob.evidence or self.evidence).diverges for knob in listed)
+
+    def workload(self) -> Workload:
+        """The task's data and models, loaded."""
+        return self.task.build(seed=self.seed, batch_size=self.batch_size, device=self.device)
 
     def explored(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Knob]:
         """The knobs, recommended ones chosen; learning rates without a schedule of their own given the run's."""

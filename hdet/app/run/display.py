@@ -33,11 +33,10 @@ class Display(Watcher):
         self.console = console
         self._live: Live | None = None
         self._bases = ""
-        self._window = 0
 
     def begin(self, phase: str, first: int, steps: int) -> None:
         self._title, self._first, self._steps = TITLES[phase], first, steps
-        self._bases, self._loss, self._window = "", "", 0
+        self._bases = ""
         self._began = self._shown = time.perf_counter()
         self._lines = 0
         if first:
@@ -73,8 +72,7 @@ class Display(Watcher):
             )
 
     def window(self, record: WindowRecord, bases: dict[str, float]) -> None:
-        self._window = record.window + 1
-        self._bases = f"window {self._window}  {listed(bases)}"
+        self._bases = f"window {record.window + 1}  {listed(bases)}"
         for fault in record.faults:
             self.console.print(f"window {record.window}: {listed(fault)}", soft_wrap=True, markup=False)
         if self._live is not None:
@@ -116,8 +114,7 @@ def show_result(console: Console, result: Result, folder: RunFolder) -> None:
         table.add_row("without", _loss(result.plain["test_loss"]), f"{result.plain['seconds']:.0f}")
     console.print(table)
     if result.faults:
-        note = f"{result.faults} faults on the way; see {folder.history}"
-        console.print(note, soft_wrap=True, markup=False)
+        console.print(f"{result.faults} faults on the way; see {folder.history}", soft_wrap=True, markup=False)
     console.print(f"written to {folder.path}", soft_wrap=True, markup=False)
 
 

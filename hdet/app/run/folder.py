@@ -40,12 +40,7 @@ class RunFolder:
         self._own = (self.config, self.history, self.checkpoint, self.model, self.picture, self.result)
 
     def check(self, config: RunConfig, *, force: bool, resume: bool) -> None:
-        """Whether this run may use the folder.
-
-        Raises:
-            ConfigError: it is a file, or holds something and neither `force` nor `resume` was said, or holds
-                a run of another configuration, which `resume` would not continue.
-        """
+        """Whether this run may use the folder; a ConfigError says why not."""
         if force and resume:
             raise ConfigError("--force starts anew and --resume goes on; say one of them")
         if self.path.exists() and not self.path.is_dir():
@@ -76,11 +71,7 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The folder belongs to this process inside the block. The lock is the system's: it ends with its process.
-
-        Raises:
-            ConfigError: another process has it.
-        """
+        """The folder belongs to this process inside the block. The lock is the system's: it ends with its process."""
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(self._lock, blocking=False):
@@ -114,11 +105,7 @@ class RunFolder:
         replace(self.result, (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
 
     def load_result(self) -> dict[str, Any] | None:
-        """The numbers a finished run ended with.
-
-        Raises:
-            HdetError: the file is damaged.
-        """
+        """The numbers a finished run ended with."""
         if not self.result.exists():
             return None
         try:
@@ -139,11 +126,7 @@ class RunFolder:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The state in a file by `torch.save`, whose checksums hold.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
+    """The state in a file by `torch.save`, whose checksums hold."""
     try:
         damaged = damaged_part(path)
         if damaged is not None:

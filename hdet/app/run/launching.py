@@ -37,11 +37,7 @@ GRACE_SECONDS = 10.0
 
 @contextmanager
 def ranks(device: str) -> Iterator[None]:
-    """The group of all ranks, where torchrun (or `launch`) has started this process as one of several.
-
-    Args:
-        device: what the run computes on, as torch names it.
-    """
+    """The group of all ranks, where torchrun (or `launch`) has started this process as one of several."""
     end_with_launcher()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
         with process_group("gloo" if torch.device(device).type == "cpu" else None):
@@ -78,11 +74,7 @@ def restarted() -> bool:
 
 
 def shared_out(replicas: int, processes: int) -> int:
-    """How many of the replicas each process gets.
-
-    Raises:
-        ConfigError: they cannot be shared out evenly.
-    """
+    """How many of the replicas each process gets; a ConfigError where they cannot be shared out evenly."""
     each, rest = divmod(replicas, processes)
     if rest or each == 0:
         raise ConfigError(
@@ -97,9 +89,6 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
 
     Each rank computes on its share of the cores. Only the first one's output is shown, and the errors of the rank
     that failed first. The ranks end with this process, however it ends.
-
-    Raises:
-        ConfigError: this process is itself a rank.
     """
     if "RANK" in os.environ:
         raise ConfigError("--processes starts ranks, but torchrun has started this process as one; leave it out")
@@ -132,16 +121,12 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
         before = signal.signal(signal.SIGTERM, _terminated)
         try:
             return _waited_for(started, told)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, _Terminated) as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
             for process in started:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGINT if interrupted else signal.SIGTERM)
             _ended(started)
-            return INTERRUPTED
-        except _Terminated:
-            for process in started:
-                process.terminate()
-            _ended(started)
-            return TERMINATED
+            return INTERRUPTED if interrupted else TERMINATED
         finally:
             signal.signal(signal.SIGTERM, before)
             for process in started:

@@ -56,6 +56,7 @@ class Training:
         self.config = config
         self.workload = workload
         self.seconds = 0.0
+        self._device = torch.device(config.device)
         model = workload.model()
         optimizer = config.optimizer.build(workload.groups(model))
         knobs = config.explored(model, optimizer)
@@ -140,10 +141,6 @@ class Training:
         if leads() and "cuda" in generators:
             torch.cuda.set_rng_state(generators["cuda"], self._device)
         self.seconds = seconds
-
-    @property
-    def _device(self) -> torch.device:
-        return torch.device(self.config.device)
 
 
 @contextmanager

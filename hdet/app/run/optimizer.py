@@ -45,9 +45,7 @@ class AdamW(Optimizer):
     fused: bool = True
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            groups, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, fused=self.fused
-        )
+        return torch.optim.AdamW(groups, **self.model_dump())
 
 
 @register
@@ -61,9 +59,7 @@ class SGD(Optimizer):
     weight_decay: float = Field(default=0.0, ge=0.0)
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, weight_decay=self.weight_decay
-        )
+        return torch.optim.SGD(groups, **self.model_dump())
 
 
 @register

@@ -20,7 +20,6 @@ from hdet.app.run.folder import RunFolder
 from hdet.app.run.launching import leads, led
 from hdet.app.run.loop import Training, Watcher
 from hdet.app.run.plain import train_plain
-from hdet.app.tasks import Workload
 from hdet.errors import ConfigError, HdetError, MissingExtraError
 from hdet.report import Verdict, overview, verdicts
 
@@ -62,13 +61,11 @@ class Result:
             HdetError: it is not what `to_dict` gave; `source` is what the message calls it.
         """
         try:
-            knobs = [asdict(Verdict.from_dict(knob)) for knob in given["knobs"]]
-            return TypeAdapter(cls).validate_python({**given, "knobs": knobs})
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            reason = str(error).splitlines()
+            return TypeAdapter(cls).validate_python(given)
+        except ValueError as error:
+            reason = " ".join(str(error).splitlines()[:2])
             raise HdetError(
-                f"{source} is no result of a run ({type(error).__name__}: {' '.join(reason[:2])}); remove it, and "
-                f"--resume writes it anew"
+                f"{source} is no result of a run ({reason}); remove it, and --resume writes it anew"
             ) from None
 
 
@@ -76,9 +73,7 @@ class Run:
     """One run in one folder. Making the object checks all there is to check and writes nothing.
 
     Args:
-        config: what to run.
-        out: the run's folder.
-        force: replace a run that lies there.
+        force: replace a run that lies in the folder.
         resume: go on with it.
 
     Raises:
@@ -91,9 +86,7 @@ class Run:
         self.config = config
         self.folder = RunFolder(out)
         led(lambda: self.folder.check(config, force=force, resume=resume))
-        self.workload: Workload = config.task.build(
-            seed=config.seed, batch_size=config.batch_size, device=config.device
-        )
+        self.workload = config.workload()
         self.training = Training(config, self.workload)
         self._force, self._resume = force, resume
         kept = led(self.folder.load_result) if resume else None

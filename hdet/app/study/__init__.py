@@ -5,7 +5,7 @@
 | what is varied | `declaration.py` |
 | the runs that come of it | `cells.py` |
 | what they cost | `timing.py` |
-| running them, once each | `runner.py`, `turn.py`, `folder.py` |
+| running them, once each | `runner.py`, `folder.py` |
 | what the numbers say | `statistics.py`, `tables.py`, `pictures.py` |
 | `hdet ablate` | `command.py` |
 | controls that nobody should train with | `controls.py` |

@@ -87,9 +87,9 @@ def summarise(folder: StudyFolder, study: Study, everything: list[Cell]) -> list
         contrasts = statistics.contrasts(groups, study.pairs, study.level)
         table = tables.Table(metric, rows, contrasts, study.level, _spent(study, everything))
         folder.write(f"table_{metric}.txt", tables.as_text(table))
-        folder.write(f"table_{metric}.csv", tables.rows_as_csv(rows))
+        folder.write(f"table_{metric}.csv", tables.as_csv(rows))
         if contrasts:
-            folder.write(f"contrasts_{metric}.csv", tables.contrasts_as_csv(contrasts))
+            folder.write(f"contrasts_{metric}.csv", tables.as_csv(contrasts))
         folder.write(f"table_{metric}.md", tables.as_markdown(table))
         folder.write(f"table_{metric}.tex", tables.as_latex(table))
         for factor, levels in study.factors.items():

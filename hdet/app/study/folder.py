@@ -59,11 +59,7 @@ class StudyFolder:
         return finished(self.cell(cell), script=cell.config is None)
 
     def result(self, cell: Cell) -> dict[str, Any] | None:
-        """What the cell ended with; `{}` where it diverged, `None` where it is not finished.
-
-        Raises:
-            HdetError: its result is no mapping.
-        """
+        """What the cell ended with; `{}` where it diverged, `None` where it is not finished."""
         if not self.done(cell):
             return None
         path = self.cell(cell) / RESULT
@@ -147,11 +143,7 @@ class StudyFolder:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """The metrics a cell wrote.
-
-    Raises:
-        HdetError: it is no JSON, or no mapping.
-    """
+    """The metrics a cell wrote."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

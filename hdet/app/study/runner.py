@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,12 @@ from hdet.app.run.runner import Run
 from hdet.app.study.cells import Cell
 from hdet.app.study.folder import DIVERGED, FINISHED, RESULT, StudyFolder, finished, read_result
 from hdet.app.study.pool import children, several
-from hdet.app.study.turn import LOCK, turn
 from hdet.errors import DivergedError, HdetError
 from hdet.files import replace
 
 ELSEWHERE = "running elsewhere, in another process"
 ERROR = "error.txt"
+LOCK = ".lock"
 FAILED_RESULT = "result.failed.json"
 
 Outcome = tuple[Cell, str | None]
@@ -67,6 +70,26 @@ def run_cell(config: dict[str, Any] | None, command: tuple[str, ...] | None, out
             (folder / ERROR).write_text(traceback.format_exc(), encoding="utf-8")
             return str(error) if isinstance(error, HdetError) else f"{_said(error)}; see {folder / ERROR}"
     return None
+
+
+@contextmanager
+def turn(folder: Path) -> Iterator[int | None]:
+    """Hold a folder; yields `None` where another process does, else the lock's file descriptor.
+
+    The lock is the system's own (flock): it goes with the last process that has the descriptor open, however that
+    ends, and never has to be cleaned up. A child that was handed the descriptor goes on holding it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield lock
+    finally:
+        os.close(lock)
 
 
 def _train(config: RunConfig, out: Path) -> None:

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from hdet.app.study.statistics import Levels, NamedDifference, PairedDifference, Row
 
@@ -50,26 +50,19 @@ class _Part:
     left: int
 
 
-def rows_as_csv(rows: Sequence[Row]) -> str:
-    """Every number of every row, in full precision."""
-    names = [field.name for field in fields(Row) if field.name not in ("levels", "versus")]
-    compared = [field.name for field in fields(PairedDifference) if field.name != "seeds"]
-    return _csv(
-        [*_factors(rows[0].levels), *names, *compared],
-        (
-            [*_levels(row), *(getattr(row, name) for name in names), *(getattr(row.versus, name) for name in compared)]
-            for row in rows
-        ),
-    )
-
-
-def contrasts_as_csv(contrasts: Sequence[NamedDifference]) -> str:
-    """Every number of every contrast, in full precision."""
-    names = [field.name for field in fields(NamedDifference) if field.name != "levels"]
-    return _csv(
-        [*_factors(contrasts[0].levels), *names],
-        ([*_levels(one), *(getattr(one, name) for name in names)] for one in contrasts),
-    )
+def as_csv(shown: Sequence[Row] | Sequence[NamedDifference]) -> str:
+    """Every number of every row, or contrast, in full precision."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for one in shown:
+        numbers = vars(one)
+        if isinstance(one, Row):
+            numbers = {**numbers, **vars(one.versus), "seeds": one.seeds}
+        names = [name for name in numbers if name not in ("levels", "versus")]
+        if one is shown[0]:
+            writer.writerow([*_factors(one.levels), *names])
+        writer.writerow([*_levels(one), *(numbers[name] for name in names)])
+    return out.getvalue()
 
 
 def as_text(table: Table) -> str:
@@ -115,15 +108,16 @@ def _parts(table: Table) -> list[_Part]:
     """The rows, and below them the contrasts where there are any."""
     rows, found = table.rows, []
     if rows:
-        compared = any(row.is_baseline or row.versus.seeds for row in rows)
+        any_compared = any(row.is_baseline or row.versus.seeds for row in rows)
         timed = any(not math.isnan(row.seconds) for row in rows)
         factors = _factors(rows[0].levels)
-        columns = ["difference", "pairs", *(["p", "p (Holm)"] if not table.contrasts else [])] if compared else []
+        columns = ["difference", "pairs", *(["p", "p (Holm)"] if not table.contrasts else [])] if any_compared else []
         body = []
         for row in rows:
             line = [*_levels(row), _counted(row.count, row.seeds, row.failed), _measured(row.mean, row.stderr)]
             line += [_measured(row.seconds, math.nan, ".1f")] if timed else []
-            line += _comparison(row)[: len(columns)]
+            compared = ["baseline"] if row.is_baseline else _compared(row.versus) if row.versus.seeds else []
+            line += [*compared, "", "", "", ""][: len(columns)]
             body.append(line)
         header = [*factors, "seeds", table.metric, *(["seconds"] if timed else []), *columns]
         found.append(_Part(header, body, left=len(factors)))
@@ -133,12 +127,6 @@ def _parts(table: Table) -> list[_Part]:
         body = [[*_levels(one), f"{one.first} - {one.second}", *_compared(one)] for one in table.contrasts]
         found.append(_Part(header, body, left=len(factors) + 1))
     return found
-
-
-def _comparison(row: Row) -> list[str]:
-    if row.is_baseline:
-        return ["baseline", "", "", ""]
-    return _compared(row.versus) if row.versus.seeds else ["", "", "", ""]
 
 
 def _compared(one: PairedDifference) -> list[str]:
@@ -188,14 +176,6 @@ def _note(table: Table) -> str:
             f"Incomplete: {unfinished} of {sum(row.seeds for row in table.rows)} cells have no {table.metric} yet."
         )
     return "\n".join([*lines, *table.remarks])
-
-
-def _csv(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(lines)
-    return out.getvalue()
 
 
 def _factors(levels: Levels) -> list[str]:

@@ -52,11 +52,7 @@ class Timings:
         self._known = _read(path) if path is not None and path.exists() else {}
 
     def __call__(self, config: RunConfig) -> float:
-        """Of this run.
-
-        Raises:
-            ConfigError: it was not timed, and is not to be timed now.
-        """
+        """Of this run; a ConfigError where it was not timed, and is not to be timed now."""
         given: Mapping[str, Any] = config.to_dict()
         text = json.dumps({key: value for key, value in given.items() if key not in ("seed", "steps")}, sort_keys=True)
         if text not in self._known:

@@ -22,9 +22,8 @@ from hdet.app.main import main
 from hdet.app.run.config import RunConfig
 from hdet.app.run.folder import RunFolder
 from hdet.app.study import Study, StudyFolder, cells
-from hdet.app.study.runner import pending, run
+from hdet.app.study.runner import pending, run, turn
 from hdet.app.study.timing import Timings, seconds_per_step
-from hdet.app.study.turn import turn
 from hdet.errors import ConfigError, HdetError
 from hdet.windows import FixedWindow
 

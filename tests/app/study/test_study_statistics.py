@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from hdet.app.study.statistics import contrasts, holm, rows
-from hdet.app.study.tables import Table, as_latex, as_markdown, as_text, contrasts_as_csv, rows_as_csv
+from hdet.app.study.tables import Table, as_csv, as_latex, as_markdown, as_text
 
 X, Y, Z = (("v", "x"),), (("v", "y"),), (("v", "z"),)
 
@@ -192,7 +192,7 @@ def test_contrasts_stand_below_the_rows_and_take_their_tests() -> None:
     assert "the 1 named contrasts" in lines[-1]
     assert as_latex(table).count(r"\begin{tabular}") == 2
     assert as_markdown(table).count("\n| --- |") == 2
-    (read,) = csv.DictReader(io.StringIO(contrasts_as_csv(table.contrasts)))
+    (read,) = csv.DictReader(io.StringIO(as_csv(table.contrasts)))
     assert (read["g"], read["first"], read["second"]) == ("a", "y", "x")
     assert float(read["p"]) == table.contrasts[0].p
 
@@ -206,7 +206,7 @@ def test_seconds_are_shown_where_they_were_asked_for() -> None:
 
 
 def test_the_csv_table_holds_full_precision() -> None:
-    read = list(csv.DictReader(io.StringIO(rows_as_csv(TABLE.rows))))
+    read = list(csv.DictReader(io.StringIO(as_csv(TABLE.rows))))
     assert read[1]["v"] == "y"
     assert float(read[1]["p"]) == TABLE.rows[1].versus.p
     assert float(read[0]["stderr"]) == TABLE.rows[0].stderr
