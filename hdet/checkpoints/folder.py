@@ -7,8 +7,8 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,7 @@ class CheckpointFolder:
         self.keep = keep
         self._saving: Saving | None = None
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._publisher = ThreadPoolExecutor(1)
 
     def save(self, engine: Engine, *, wait: bool = True) -> Path:
         """Save the last converged point; without `wait`, copy it and write in the background.
@@ -88,8 +89,12 @@ class CheckpointFolder:
                     group = self._background(engine)
                     under_way: Any = dcp.async_save(point, checkpoint_id=part, process_group=group)  # type: ignore[attr-defined]
                     written: Future[Any] = getattr(under_way, "upload_completion", under_way)
-                    published = _then(written, lambda: publish(part, target, run, group))
-                    self._saving = Saving(engine, target, published)
+
+                    def finish() -> None:
+                        written.result()
+                        publish(part, target, run, group)
+
+                    self._saving = Saving(engine, target, self._publisher.submit(finish))
         except (dcp.api.CheckpointException, OSError) as error:
             raise _failed(target, error) from None
         if wait:
@@ -227,23 +232,6 @@ def _load(into: dict[str, Any], path: Path, manifest: Manifest, group: dist.Proc
     reader = DataReader(path, manifest.files)
     with _quiet():
         dcp.load(into, storage_reader=reader, planner=DataPlanner(), process_group=group, no_dist=group is None)  # type: ignore[attr-defined]
-
-
-def _then(done: Future[Any], act: Callable[[], None]) -> Future[None]:
-    """A future of `act()`, which is called, on the thread that was at work, once `done` has come well."""
-    after: Future[None] = Future()
-
-    def follow(_: Future[Any]) -> None:
-        try:
-            done.result()
-            act()
-        except BaseException as error:  # raised again by `after.result()`
-            after.set_exception(error)
-        else:
-            after.set_result(None)
-
-    done.add_done_callback(follow)
-    return after
 
 
 @contextmanager

@@ -161,15 +161,13 @@ def _dropouts(model: nn.Module, optimizer: Optimizer, sharded: bool, objective: 
     if not found and not numbers:
         found = {0.0: Dropout()}  # which says that there is none
     off = found.pop(0.0) if len(found) > 1 and 0.0 in found else None
-    choices = [
-        _forward(knob, model, optimizer, sharded, objective) for knob in [*found.values()][: dropouts.MOST_KNOBS]
-    ]
-    left = [knob.label for knob in [*found.values()][dropouts.MOST_KNOBS :]]
-    choices += [Choice(name, None, "left alone: a knob too many; declare it by its pattern") for name in left]
+    knobs = list(found.values())
+    choices = [_forward(knob, model, optimizer, sharded, objective) for knob in knobs[: dropouts.MOST_KNOBS]]
+    too_many = "left alone: a knob too many; declare it by its pattern"
+    choices += [Choice(knob.label, None, too_many) for knob in knobs[dropouts.MOST_KNOBS :]]
     if off is not None:
-        choices.append(
-            Choice(off.label, None, "is off where others are not; declare Dropout(pattern=...) to explore it")
-        )
+        unlike = "is off where others are not; declare Dropout(pattern=...) to explore it"
+        choices.append(Choice(off.label, None, unlike))
     choices += [
         Choice(
             attribute.replace("_", " "),

@@ -32,9 +32,8 @@ def losses(runs: Sequence[ReportedRun]) -> Chart:
             held_out.append(_mean([held_out_loss(record) for record in group]))
         data.append(_line(steps, mean, f"training loss{label}", colour))
         if any(value is not None for value in held_out):
-            trace = _line(steps, held_out, f"held-out loss{label}", colour)
-            dotted = {**trace["line"], "dash": "dot"}
-            data.append({**trace, "mode": "lines+markers", "line": dotted, "connectgaps": True})
+            trace = _line(steps, held_out, f"held-out loss{label}", colour, dash="dot")
+            data.append({**trace, "mode": "lines+markers", "connectgaps": True})
     return _chart(data, "loss", runs)
 
 
@@ -102,8 +101,7 @@ def seconds(runs: Sequence[ReportedRun]) -> Chart:
             each.append(1e3 * _total([record.seconds for record in group]) / count)
             closing.append(1e3 * _total([record.closing for record in group]) / count)
         data.append(_line(steps, each, f"a step{label}", colour))
-        trace = _line(steps, closing, f"of it at windows' ends{label}", colour)
-        data.append({**trace, "line": {**trace["line"], "dash": "dot"}})
+        data.append(_line(steps, closing, f"of it at windows' ends{label}", colour, dash="dot"))
     return _chart(data, "milliseconds a step", runs)
 
 
@@ -132,13 +130,12 @@ def _course(made: series.DrawnCourse, label: str, colour: str) -> list[dict[str,
         filled = {"fill": "tonexty", "fillcolor": _faint(colour), "name": f"levels{label}"}
         traces.append({**band, **filled, "x": made.steps, "y": made.high})
     if made.scheduled:
-        trace = _line(made.steps, made.in_force, f"in force, schedule included{label}", colour)
-        traces.append({**trace, "line": {"color": colour, "width": 1.2, "dash": "dash"}})
+        name = f"in force, schedule included{label}"
+        traces.append(_line(made.steps, made.in_force, name, colour, width=1.2, dash="dash"))
     if made.learned:
-        trace = _line(made.edges, made.learned, f"learned{label}", colour)
-        traces.append({**trace, "line": {"color": colour, "width": 2.5, "shape": "hv"}})
-        trace = _line([made.edges[0], made.edges[-1]], [made.start] * 2, f"as it was set{label}", colour)
-        traces.append({**trace, "line": {"color": colour, "width": 1, "dash": "dot"}, "mode": "lines"})
+        ends = [made.edges[0], made.edges[-1]]
+        traces.append(_line(made.edges, made.learned, f"learned{label}", colour, width=2.5, shape="hv"))
+        traces.append(_line(ends, [made.start] * 2, f"as it was set{label}", colour, width=1, dash="dot"))
     return traces + _moves(made, label, colour)
 
 
@@ -186,14 +183,16 @@ def objection(held: series.Move) -> str:
     return f"step {held.step}: stays at {held.after:.4g}; rule {held.rule} asked, {held.veto} forbade it{several}"
 
 
-def _line(steps: Sequence[float | None], heights: Sequence[float | None], name: str, colour: str) -> dict[str, Any]:
+def _line(
+    steps: Sequence[float | None], heights: Sequence[float | None], name: str, colour: str, **style: Any
+) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines",
         "x": list(steps),
         "y": [None if value is None or not math.isfinite(value) else value for value in heights],
         "name": name,
-        "line": {"color": colour, "width": 1.8},
+        "line": {"color": colour, "width": 1.8, **style},
         "hovertemplate": f"step %{{x}}: %{{y:.4g}}<extra>{name}</extra>",
     }
 
