@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import numpy as np
 from torch import Tensor
 
-from hdet.controllers import Estimate
+from hdet.controllers import Context, Estimate
 from hdet.engine import recording, recovery
 from hdet.engine.declaration import declaration
 from hdet.engine.guard import Watch
@@ -22,7 +22,6 @@ from hdet.engine.tally import Losses, Tally, WindowLosses
 from hdet.errors import ConfigError, DivergedError
 from hdet.evidence import Collector, Harvest, Scene, Window
 from hdet.history import History, WindowRecord
-from hdet.hparams.bound_knob import Moment
 from hdet.replicas import Replica, Terms, tensors
 from hdet.replicas.alike import require_alike
 from hdet.replicas.anchor import Anchor
@@ -252,12 +251,12 @@ class Cycle:
                     estimates.update(collector.close(harvest))
             merged, of_merge = self._converge(closed, harvest)
             estimates.update(of_merge)
-            moment = self._moment(window, harvest.loss)
+            context = self._context(window, harvest.loss)
             for knob in self.knobs:
-                moves[knob.name] = knob.judge(estimates[knob.name], moment)
+                moves[knob.name] = knob.judge(estimates[knob.name], context)
                 if knob.reasons:
                     reasons[knob.name] = knob.reasons
-            went_back = self._guard(harvest, bases, estimates, moves, moment)
+            went_back = self._guard(harvest, bases, estimates, moves, context)
             if went_back is not None:
                 faults.append(went_back.fault)
                 moves = _sum(moves, went_back.moves)
@@ -268,7 +267,7 @@ class Cycle:
             self._tell_of_copies(self.merger.restored())
             self._forget_values()
             if self.watch is not None:
-                moves = recovery.retreat(self.knobs, bases, self._moment(window, None))
+                moves = recovery.retreat(self.knobs, bases, self._context(window, None))
         noise = self.noise.read() if self.noise is not None else None
         self.noise_scale = noise or self.noise_scale
         now = time.perf_counter()
@@ -343,14 +342,15 @@ class Cycle:
         by_member = (collector for collector in self.collectors if collector.by_member)
         return {name: values for collector in by_member for name, values in collector.best_schedule().items()}
 
-    def _moment(self, window: Window, loss: float | None) -> Moment:
+    def _context(self, window: Window, loss: float | None) -> Context:
+        """Where the run stands between two windows."""
         left = None if self._last_step is None else self.plan.windows.count(self.step_count, self._last_step)
-        return Moment(
+        return Context(
             step=self.step_count,
             total_steps=self.plan.total_steps,
             window=window.index,
             windows_left=left,
-            window_steps=window.stop - window.start,
+            length=window.stop - window.start,
             loss=loss,
         )
 
@@ -390,7 +390,7 @@ class Cycle:
         bases: dict[str, float],
         estimates: dict[str, Estimate],
         moves: dict[str, float],
-        moment: Moment,
+        context: Context,
     ) -> recovery.Recovery | None:
         if self.watch is None:
             return None
@@ -399,7 +399,7 @@ class Cycle:
         previews = {knob.name for knob in self.knobs if knob.evidence.looks_ahead}
         told_ahead = {name for name, told in estimates.items() if name in previews and told.offset > 0}
         ahead = {} if too_late else {name: moves[name] for name in told_ahead}
-        went_back = recovery.guarded(self.plan, self.watch, harvest, bases, ahead, moment)
+        went_back = recovery.guarded(self.plan, self.watch, harvest, bases, ahead, context)
         if went_back is not None:
             self._met = went_back.alike
             self._forget_averages()

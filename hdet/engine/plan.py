@@ -13,6 +13,7 @@ from hdet.engine.defaults import complete
 from hdet.engine.guard import Guard
 from hdet.errors import ConfigError
 from hdet.evidence import Contrast, Evidence
+from hdet.evidence.scene import Gradients
 from hdet.hparams.binding import Binding
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
@@ -21,7 +22,6 @@ from hdet.replicas import Replicas
 from hdet.signals import Objective, Probe, Signal, TrainingLoss
 from hdet.windows import FixedWindow, Windows
 
-Gradients = Literal["shared", "local"]
 Bind = Callable[[Knob, nn.Module, Optimizer], Binding]
 Place = Literal["device", "host"]
 

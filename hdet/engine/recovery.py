@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hdet.controllers import Context
 from hdet.engine.guard import Watch
 from hdet.engine.plan import Plan
 from hdet.evidence import Harvest
-from hdet.hparams.bound_knob import BoundKnob, Moment
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.replicas.anchor import Anchor
 
 
@@ -32,13 +33,11 @@ def restore(plan: Plan, anchor: Anchor) -> dict[str, Any]:
     """All replicas became non-finite: put the last converged point back. Returns the fault."""
     for model, optimizer in plan.replicas.hosts:
         anchor.restore(model, optimizer)
-    for knob in plan.knobs:
-        knob.forget()
     return {"kind": "restored", "step": anchor.step}
 
 
 def guarded(
-    plan: Plan, watch: Watch, harvest: Harvest, bases: Mapping[str, float], ahead: Mapping[str, float], moment: Moment
+    plan: Plan, watch: Watch, harvest: Harvest, bases: Mapping[str, float], ahead: Mapping[str, float], context: Context
 ) -> Recovery | None:
     """Let the guard see the merged point; go back to an earlier one where it says so.
 
@@ -50,19 +49,18 @@ def guarded(
     turn = watch.look(harvest, bases, ahead)
     if turn is None:
         return None
-    point = watch.go_back(turn, moment.step)
+    point = watch.go_back(turn, context.step)
     worked = watch.bases if turn == "rewound" else None
-    return Recovery({"kind": turn, "step": point}, retreat(plan.knobs, worked, moment), turn == "rewound")
+    return Recovery({"kind": turn, "step": point}, retreat(plan.knobs, worked, context), turn == "rewound")
 
 
-def retreat(knobs: list[BoundKnob], worked: Mapping[str, float] | None, moment: Moment) -> dict[str, float]:
+def retreat(knobs: list[BoundKnob], worked: Mapping[str, float] | None, context: Context) -> dict[str, float]:
     """Training went wrong after the bases were these: every controller may keep away from what did it.
 
     Args:
         worked: None where the run begins anew.
     """
-    for knob in knobs:
-        knob.forget()
     return {
-        knob.name: knob.restart(moment) if worked is None else knob.retreat(worked[knob.name], moment) for knob in knobs
+        knob.name: knob.restart(context) if worked is None else knob.retreat(worked[knob.name], context)
+        for knob in knobs
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,32 +17,6 @@ from hdet.hparams.binding import Binding, GroupBinding
 from hdet.hparams.knob import Knob
 from hdet.hparams.learned import Learned
 from hdet.hparams.schedule import Constant, sampled
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Where a run stands between two windows.
-
-    Attributes:
-        step: the step that the next window opens at.
-        total_steps: of the run; None for an open end.
-        window: the number of the window that has closed.
-        windows_left: still to come; None for an open end.
-        window_steps: of the window that has closed.
-        loss: its mean training loss over valid replicas; None if one of them reported none.
-    """
-
-    step: int
-    total_steps: int | None
-    window: int
-    windows_left: int | None = None
-    window_steps: int = 1
-    loss: float | None = None
-
-    @property
-    def between(self) -> Moment:
-        """The same place in the run, with no window just closed: the run went back."""
-        return replace(self, windows_left=None, window_steps=0, loss=None)
 
 
 class BoundKnob:
@@ -207,44 +181,42 @@ class BoundKnob:
         self._placed = (-1, 0.0, 0.0, 1.0)
         self._valued = None
 
-    def judge(self, estimate: Estimate, moment: Moment) -> float:
-        """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units."""
-        context = self._context(moment)
-        judged = self.controller.judge(self.state, estimate, context)
+    def judge(self, estimate: Estimate, run: Context) -> float:
+        """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units.
+
+        Args:
+            run: where the run stands; what is the knob's own is filled in here.
+        """
+        judged = self.controller.judge(self.state, estimate, self._context(run))
         self.state, self.reasons = judged.state, judged.reasons
         return self._move(float(judged.move))
 
-    def retreat(self, worked: float, moment: Moment) -> float:
+    def retreat(self, worked: float, run: Context) -> float:
         """The run went back to a point at which the base was `worked`. Returns the move made, as `judge` does."""
-        move, self.state = self.controller.retreat(self.state, self._context(moment.between), worked)
+        move, self.state = self.controller.retreat(self.state, self._context(_between(run)), worked)
         return self._move(float(move))
 
-    def restart(self, moment: Moment) -> float:
+    def restart(self, run: Context) -> float:
         """The run began anew from its first weights. Returns the move made, as `judge` does."""
-        move, self.state = self.controller.restart(self.state, self._context(moment.between))
+        move, self.state = self.controller.restart(self.state, self._context(_between(run)))
         return self._move(float(move))
 
-    def _context(self, moment: Moment) -> Context:
-        step = moment.step
+    def _context(self, run: Context) -> Context:
+        step = run.step
         now, following = self.schedule(max(step - 1, 0)), self.schedule(step)
         if self.schedule.total_steps is None:
             self.peak = max(self.peak, now, following)
-        return Context(
+        return replace(
+            run,
             base=self.base(max(step - 1, 0)),
             schedule_now=now,
             schedule_next=following,
             # How far a rise goes whose end is not known, nobody knows: it stands at no known share of its peak.
             peak=math.inf if following > now and self.schedule.total_steps is None else self.peak,
-            step=step,
-            total_steps=moment.total_steps,
-            window=moment.window,
-            windows_left=moment.windows_left,
-            length=moment.window_steps,
             shift=self.shift,
             authority=self.spec.authority,
             spread=max(abs(end) for end in self._widest),
             warming=following > now,
-            loss=moment.loss,
         )
 
     def _move(self, move: float) -> float:
@@ -300,6 +272,11 @@ class BoundKnob:
             self.schedule = Constant(self.peak)
         self.state = from_plain(self.state, state["controller"])
         self.forget()
+
+
+def _between(run: Context) -> Context:
+    """The same place in the run, with no window just closed: the run went back."""
+    return replace(run, windows_left=None, length=0, loss=None)
 
 
 def _base(binding: Binding, name: str) -> float:

@@ -17,7 +17,7 @@ from hdet.controllers import Context, Controller, Estimate, Gated
 from hdet.controllers.state import NoState
 from hdet.engine.defaults import complete
 from hdet.errors import CheckpointError, ConfigError
-from hdet.hparams.bound_knob import BoundKnob, Moment
+from hdet.hparams.bound_knob import BoundKnob
 from hdet.schedules import Cosine, FromCallable, OneCycle, Replay
 from hdet.spaces import Arcsine, Linear, Log, Logit, Relative
 from hdet.spreads import OneSided, Symmetric, TwoLevel
@@ -64,7 +64,7 @@ def bound(n: int = 4, value: float = 0.1, **fields: Any) -> BoundKnob:
 
 
 def wish(knob: BoundKnob, move: float, step: int = 1) -> float:
-    return knob.judge(Estimate(slope=move, stderr=0.1), Moment(step=step, total_steps=100, window=0, windows_left=3))
+    return knob.judge(Estimate(slope=move, stderr=0.1), Context(step=step, total_steps=100, window=0, windows_left=3))
 
 
 SPACES = st.sampled_from([Log(), Logit(), Linear(0.3), Relative(), Arcsine()])

@@ -81,26 +81,22 @@ class SlopeSum(SummedSlopes):
         move = -rate clip(tau / saturation, -1, 1)  if |tau| > gate
 
     `Gated` sums t-statistics. A sum of slopes does not believe most the windows whose probe batches are easy: their
-    errors are small. Four windows in a row that say the opposite begin it anew.
-
-    Nearly every model calls for less decay while it learns its first things, so early windows are believed less. What
-    tells a decay that is far too strong from one that is right is not how sure they are but what it costs: the sum of
-    slopes, as a share of how far the held-out loss has fallen. Where decay takes that much, nothing waits.
+    errors are small. Four windows in a row that say the opposite begin it anew. Early windows are believed less, unless
+    decay takes a large share of how far the held-out loss has fallen (docs/evidence.md).
 
     Args:
         rate: largest move in a window of `window_steps` steps, in coordinates. Other windows have their share of it,
             by their length.
         gate: |tau| that a move up takes.
         lower_gate: tau that a move down takes: a slope tells of the next steps, in which less decay is better more
-            often than in the run. At 2 a knob without effect is moved by one window in forty.
-        early_gate: the same before the share `early_until` of the run, if it is higher: what loss falls fastest with
-            now is no measure yet of what generalizes. A run without a known end has no share.
+            often than in the run.
+        early_gate: the same before the share `early_until` of the run, if it is higher. A run without a known end has
+            no share.
         costly: share of the loss's fall so far that the sum is worth at the present base, from which `early_gate` does
             not count, and a move down before `early_until` is larger by how many times it is passed.
         max_boost: how many times larger that makes it.
         saturation: tau at which a move down is as large as it gets.
-        raise_saturation: |tau| at which a move up is: slopes are small where decay is too weak, and there is no time to
-            wait for more of them, since what decay does takes the rest of the run.
+        raise_saturation: |tau| at which a move up is: slopes are small where decay is too weak.
         max_scale: how many `rate` one window may move by, however long it is and whatever decay costs.
         memory: share of the sum that is kept over `window_steps` steps.
         window_steps: steps of a window that `rate` and `memory` are meant for.
