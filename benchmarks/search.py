@@ -5,6 +5,7 @@
     python benchmarks/search.py --report     # tables and pictures of the runs there are
     python benchmarks/search.py --contenders hdet --beside docs/results/search_now --docs report
                                              # hdet alone, beside the sweeps and the rivals of that report
+    python benchmarks/search.py --hindsight  # and of contenders with one option to try, the best of three values
 
 First each task's grid of fixed settings is swept for the best, the oracle. Then every contender trains every
 task from starting points that are wrong by factors on that best setting, with one training run's compute
@@ -28,7 +29,8 @@ from search_parts import cell as cells
 from search_parts import report, runner, sweep
 from search_parts.cell import Cell
 from search_parts.contender import Contender
-from search_parts.found import all_contenders, all_tasks, chosen
+from search_parts.found import all_contenders, all_options, all_tasks, chosen
+from search_parts.option import Option, in_hindsight, with_values
 from search_parts.outcome import FIXED, Findings
 from search_parts.sweep import Best
 from search_parts.tables import Earlier
@@ -62,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seeds=seeds,
         sweep_seeds=QUICK_SWEEP_SEEDS if given.quick else SWEEP_SEEDS,
         jobs=given.jobs,
+        options=all_options() if given.hindsight else {},
         earlier=earlier,
         only_report=given.report,
         dry=given.dry_run,
@@ -78,6 +81,7 @@ def benchmark(
     seeds: int,
     sweep_seeds: int,
     jobs: int = 1,
+    options: Mapping[str, Option] | None = None,
     earlier: Earlier | None = None,
     only_report: bool = False,
     dry: bool = False,
@@ -87,9 +91,12 @@ def benchmark(
     Args:
         fixed: the contender that is swept.
         out: where the cells' files are. docs: where the report goes.
+        options: by contender, one of its own that is tried by several values, the best of which is told in hindsight.
         earlier: a report whose best settings stand for a sweep, and whose other contenders are shown beside these.
         only_report: run nothing. dry: only say how many cells there are.
     """
+    options = {name: option for name, option in (options or {}).items() if name in contenders}
+    contenders = with_values(contenders.values(), options)
     everyone = {**contenders, fixed.name: fixed}
     known = {name: best for name, best in earlier.best.items() if name in tasks} if earlier else {}
     swept = {name: sweep.cells(task, fixed, sweep_seeds) for name, task in tasks.items() if name not in known}
@@ -118,7 +125,7 @@ def benchmark(
         everything = [*oracle.values(), *places.values()]
         errors += runner.run(everything, tasks, everyone, out, jobs=jobs, label="contenders")
     if ready:
-        findings = _findings(ready, contenders, best, places, oracle, seeds, out)
+        findings = in_hindsight(_findings(ready, contenders, best, places, oracle, seeds, out), options)
         path = report.write(_beside(findings, earlier) if earlier else findings, docs, _command())
         print(f"report: {path}")
     for error in errors:
@@ -220,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--docs", type=Path, help="folder of the report (default docs/results/search)")
     parser.add_argument("--beside", type=Path, help="folder of an earlier report, whose sweeps and rivals are taken")
     parser.add_argument("--report", action="store_true", help="run nothing, report on what is there")
+    parser.add_argument("--hindsight", action="store_true", help="also the best of three values of an option")
     parser.add_argument("--dry-run", action="store_true", help="run nothing, count the cells")
     return parser
 

@@ -4,8 +4,9 @@ import csv
 import json
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from search_parts import cell as cells
 from search_parts import finetuning, found, range_test, statistics, sweep
 from search_parts.cell import Cell, Result
 from search_parts.contender import Contender, Outcome, begin, train
+from search_parts.contenders import width_transfer
 from search_parts.interval import over_seeds
 from search_parts.meter import Meter
+from search_parts.option import Option
 from search_parts.range_test import STEPS, valley
 from search_parts.tables import Earlier
 from search_parts.task import Grid, Problem, Setting, Start, Task, split
@@ -36,13 +39,13 @@ Batch = tuple[Tensor, Tensor]
 class LineProblem(Problem):
     """Four numbers on their sum."""
 
-    def __init__(self, seed: int, dropout: float) -> None:
-        self.seed, self.rate = seed, dropout
+    def __init__(self, seed: int, dropout: float, width: int) -> None:
+        self.seed, self.rate, self.width = seed, dropout, width
 
     def model(self) -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
-            return nn.Sequential(nn.Linear(4, 6), hdet.nn.Dropout(self.rate), nn.Linear(6, 1))
+            return nn.Sequential(nn.Linear(4, self.width), hdet.nn.Dropout(self.rate), nn.Linear(self.width, 1))
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         return [{"params": list(model.parameters())}]
@@ -69,9 +72,15 @@ class LineProblem(Problem):
         return x, x.sum(dim=1)
 
 
+@dataclass(frozen=True, kw_only=True)
 class LineTask(Task):
+    width: int = 8
+
+    def narrowed(self, factor: int) -> Task:
+        return replace(self, width=self.width // factor)
+
     def problem(self, seed: int, dropout: float) -> LineProblem:
-        return LineProblem(seed, dropout)
+        return LineProblem(seed, dropout, self.width)
 
 
 TASK = LineTask(
@@ -191,6 +200,22 @@ def test_the_range_tests_rules_are_those_of_their_makers() -> None:
     assert range_test.steepest(rates, losses) == pytest.approx(made.suggestion(), rel=0.25)
     assert range_test.tenth_of_lowest(rates, losses) == pytest.approx(rates[losses.argmin()] / 10)
     assert rates[10] < range_test.valley(rates, losses) < rates[losses.argmin()]
+
+
+@pytest.mark.parametrize(("family", "wanted"), [("adamw", [1, 1, 1 / 4, 1, 1 / 4]), ("sgd", [4, 4, 1, 4, 1 / 4])])
+def test_rates_go_with_width_as_in_mup(family: str, wanted: list[float]) -> None:
+    """By their sizes: embedding, first bias, hidden matrix, its bias, head (Yang et al. 2022, table 3)."""
+
+    def model(width: int) -> nn.Module:
+        first = nn.Embedding(5, width)
+        return nn.Sequential(
+            first, nn.LayerNorm(width, bias=False), nn.Linear(width, width), nn.Linear(width, 3, False)
+        )
+
+    wide = model(8)
+    found = width_transfer.transferred([{"params": list(wide.parameters())}], wide, model(2), family)
+    factors = {id(parameter): group["factor"] for group in found for parameter in group["params"]}
+    assert [factors[id(parameter)] for parameter in wide.parameters()] == wanted
 
 
 def test_all_contenders_see_the_same_examples() -> None:
@@ -356,6 +381,26 @@ def test_it_leaves_tables_and_pictures(bench: Callable[..., int], tmp_path: Path
     assert any(above), "nothing is counted"
     assert told["Schedule-Free"][hurt] == f"{100 * np.mean(above):.0f} %"
     assert told["fixed cosine"][hurt] == "0 %"
+
+
+def test_the_best_value_of_an_option_is_told_in_hindsight(bench: Callable[..., int], tmp_path: Path) -> None:
+    class Slow(Other):
+        name = "slow"
+
+        def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
+            return super().run(task, replace(setting, lr=0.1 * setting.lr), seed, meter)
+
+    fast, slow = Other(), Slow()
+    assert bench(Counting(), fast, options={"other": Option("pace", (slow, fast))}) == 0
+    with (tmp_path / "docs" / "cells.csv").open() as file:
+        losses = defaultdict(list)
+        for row in csv.DictReader(file):
+            losses[row["contender"]].append(sweep.judged(TASK, float(row["test_loss"])))
+    assert losses["other_best"] == min(losses["other"], losses["slow"], key=np.mean)
+    assert losses["other"] != losses["slow"]
+    text = (tmp_path / "docs" / "report.md").read_text()
+    assert "counting, best pace of 2" in text
+    assert "Incomplete" not in text
 
 
 def test_beside_an_earlier_report_only_what_is_new_is_run(bench: Callable[..., int], tmp_path: Path) -> None:

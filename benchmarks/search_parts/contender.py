@@ -75,12 +75,16 @@ def train(
     steps: int,
     schedule: Callable[[int], float] | None = None,
 ) -> bool:
-    """Plain training; `schedule` gives the learning rate of all groups. False once a loss is not finite."""
+    """Plain training; False once a loss is not finite.
+
+    Args:
+        schedule: the learning rate of all groups, times the `factor` of those that have one.
+    """
     model.train()
     for step in range(steps):
         if schedule is not None:
             for group in optimizer.param_groups:
-                group["lr"] = schedule(step)
+                group["lr"] = schedule(step) * group.get("factor", 1.0)
         loss = problem.loss(model, problem.batch(step))
         loss.backward()
         update(task, optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,17 +25,18 @@ def built(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
 class DrawnProblem(Problem):
     """Columns of the splits `train`, `probe` and `test`, in batches that follow a seed; a probe is as large as a batch.
 
-    A task says what the splits are, what the network of a dropout rate is, and what each example loses.
+    A task says what the splits are, what the network of a dropout rate (and a width) is, and what each example loses.
     """
 
     splits: ClassVar[Callable[[], Mapping[str, Examples]]]
     network: ClassVar[type[nn.Module]]
 
-    def __init__(self, *, seed: int, batch: int, dropout: float) -> None:
+    def __init__(self, *, seed: int, batch: int, dropout: float, width: int | None) -> None:
         self.seed, self.size, self.rate = seed, batch, dropout
+        self.sizes = () if width is None else (width,)
 
     def model(self) -> nn.Module:
-        return built(self.seed, lambda: self.network(self.rate))
+        return built(self.seed, lambda: self.network(self.rate, *self.sizes))
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         parameters = list(model.parameters())
@@ -73,9 +74,14 @@ class DrawnTask(Task):
 
     Attributes:
         problems: by seed and dropout rate.
+        width: of the network, where it can be had in several.
     """
 
     problems: type[DrawnProblem]
+    width: int | None = None
+
+    def narrowed(self, factor: int) -> DrawnTask | None:
+        return None if self.width is None else replace(self, width=self.width // factor)
 
     def problem(self, seed: int, dropout: float) -> DrawnProblem:
-        return self.problems(seed=seed, batch=self.batch, dropout=dropout)
+        return self.problems(seed=seed, batch=self.batch, dropout=dropout, width=self.width)

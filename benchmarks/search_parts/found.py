@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from search_parts import contenders, tasks
 from search_parts.contender import Contender
+from search_parts.option import Option
 from search_parts.task import Task
 
 Kind = TypeVar("Kind")
@@ -26,6 +27,11 @@ def all_contenders() -> dict[str, Contender]:
     """By name, in the order of tables."""
     found = [module.CONTENDER for module in _modules(contenders)]
     return {contender.name: contender for contender in sorted(found, key=lambda one: (one.order, one.name))}
+
+
+def all_options() -> dict[str, Option]:
+    """What some contenders' authors ask to try first, by the contender's name."""
+    return {module.CONTENDER.name: module.OPTION for module in _modules(contenders) if hasattr(module, "OPTION")}
 
 
 def chosen(there: Mapping[str, Kind], names: Iterable[str] | None, what: str) -> dict[str, Kind]:

@@ -15,6 +15,7 @@ from torch import nn
 from hdet.schedules import Cosine, OneCycle
 from search_parts.contender import Contender, Outcome, begin, train, update
 from search_parts.meter import Meter
+from search_parts.option import named
 from search_parts.task import Problem, Setting, Task
 
 STEPS = 100
@@ -88,15 +89,15 @@ class RangeTest(Contender):
     """A range test, then the run at the rate it suggests, with what is left of the budget.
 
     Args:
-        rule: how a rate is read off the curve. schedule: of the run.
+        rule: how a rate is read off the curve. schedule: of the run. factor: on what the rule suggests.
     """
 
     order = 13
 
-    def __init__(self, rule: str, schedule: Literal["onecycle", "cosine"]) -> None:
-        self.name = f"range_{rule}_{schedule}"  # type: ignore[misc]
+    def __init__(self, rule: str, schedule: Literal["onecycle", "cosine"], factor: float = 1.0) -> None:
+        self.name = named(f"range_{rule}_{schedule}", factor, 1.0)  # type: ignore[misc]
         self.title = f"range test ({rule}), then {schedule}"  # type: ignore[misc]
-        self.rule, self.schedule = rule, schedule
+        self.rule, self.schedule, self.factor = rule, schedule, factor
 
     def canonical(self, task: Task, setting: Setting) -> Setting:
         return replace(setting, lr=1.0)
@@ -104,7 +105,7 @@ class RangeTest(Contender):
     def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
         problem, model = begin(task, setting, seed, meter)
         rule, ends = RULES[self.rule]
-        rate = rule(*swept(task, problem, model, setting, ends))
+        rate = self.factor * rule(*swept(task, problem, model, setting, ends))
         steps = (task.budget - meter.passes) // (3 * task.batch)
         made = OneCycle(rate, total_steps=steps) if self.schedule == "onecycle" else Cosine(rate, steps, warmup=0.3)
         optimizer = task.optimizer(problem.groups(model), setting)

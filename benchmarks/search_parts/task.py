@@ -171,6 +171,10 @@ class Task(ABC):
             return AdamW(list(groups), lr=setting.lr, betas=self.betas, weight_decay=setting.decay)
         return SGD(list(groups), lr=setting.lr, momentum=self.momentum, weight_decay=setting.decay)
 
+    def narrowed(self, factor: int) -> Task | None:
+        """The same with a model so many times narrower; None where the model has no width to vary."""
+        return None
+
     def quickened(self) -> Task:
         """A short version: fewer steps, starts and swept settings."""
         return replace(

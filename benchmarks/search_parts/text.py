@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,9 @@ class TextTask(Task):
     depth: int
     train_bytes: int | None = None
     probe_sequences: int = 1
+
+    def narrowed(self, factor: int) -> TextTask:
+        return replace(self, width=self.width // factor)
 
     def problem(self, seed: int, dropout: float) -> TextProblem:
         text = Text(

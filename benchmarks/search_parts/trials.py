@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,20 +65,39 @@ def best_trial(task: Task, given: Setting, seed: int, meter: Meter, *, trials: i
     best: Trial | None = None
     for setting in draw(task, given, seed, trials):
         problem, model = begin(task, setting, seed, meter)
-        probes = [problem.probe(0)]
-        size = len(probes[0][0] if isinstance(probes[0], tuple) else probes[0])
-        probes += [problem.probe(number) for number in range(1, -(-JUDGED_BY // size))]
-        steps = max(1, (budget // trials - len(probes) * size) // (3 * task.batch))
+        steps = max(1, (budget // trials - examples_judged_by(problem)) // (3 * task.batch))
         optimizer = task.optimizer(problem.groups(model), setting)
         schedule = Cosine(peak=setting.lr, total_steps=steps, warmup=0.3)
         loss = math.inf
         trained = train(task, problem, model, optimizer, steps, schedule)
         if trained:
-            model.eval()
-            with torch.no_grad():
-                loss = float(torch.stack([problem.example_losses(model, batch).mean() for batch in probes]).mean())
+            loss = held_out_loss(problem, model)
             loss = loss if math.isfinite(loss) else math.inf
         if best is None or loss < best.loss:
             best = Trial(setting, problem, model if math.isfinite(loss) else None, loss)
     assert best is not None
     return best
+
+
+def held_out_loss(problem: Problem, model: nn.Module) -> float:
+    """The mean loss on `examples_judged_by` held-out examples, in eval mode."""
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        loss = float(torch.stack([problem.example_losses(model, batch).mean() for batch in _probes(problem)]).mean())
+    model.train(training)
+    return loss
+
+
+def examples_judged_by(problem: Problem) -> int:
+    """How many they are: at least `JUDGED_BY`, in whole probes."""
+    return sum(_examples(batch) for batch in _probes(problem))
+
+
+def _probes(problem: Problem) -> list[Any]:
+    first = problem.probe(0)
+    return [first, *(problem.probe(number) for number in range(1, -(-JUDGED_BY // _examples(first))))]
+
+
+def _examples(batch: Any) -> int:
+    return len(batch[0] if isinstance(batch, tuple) else batch)

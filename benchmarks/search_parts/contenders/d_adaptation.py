@@ -11,18 +11,25 @@ from dadaptation import DAdaptAdam, DAdaptSGD
 from hdet.schedules import Cosine
 from search_parts.contender import Contender, Outcome, begin, train
 from search_parts.meter import Meter
+from search_parts.option import Option, named
 from search_parts.task import Setting, Task
 
 
 class DAdaptation(Contender):
-    """lr = 1 wherever the run starts, under the schedule that a run with a set rate would have, as its authors ask.
+    """lr = `factor` wherever the run starts, under the schedule that a set rate would have, as its authors ask.
 
     Decoupled decay with Adam; the task's betas or momentum.
+
+    Args:
+        factor: on the rate it finds; its `lr`.
     """
 
-    name = "d_adaptation"
-    title = "D-Adaptation"
     order = 32
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.name = named("d_adaptation", factor, 1.0)  # type: ignore[misc]
+        self.title = "D-Adaptation"  # type: ignore[misc]
+        self.factor = factor
 
     def canonical(self, task: Task, setting: Setting) -> Setting:
         return replace(setting, lr=1.0)
@@ -36,9 +43,10 @@ class DAdaptation(Contender):
                 optimizer = DAdaptAdam(groups, betas=task.betas, weight_decay=setting.decay, decouple=True)
         else:
             optimizer = DAdaptSGD(groups, momentum=task.momentum, weight_decay=setting.decay)
-        schedule = Cosine(peak=1.0, total_steps=task.steps, warmup=0.3)
+        schedule = Cosine(peak=self.factor, total_steps=task.steps, warmup=0.3)
         trained = train(task, problem, model, optimizer, task.steps, schedule)
         return Outcome(model if trained else None, problem, {"d": float(optimizer.param_groups[0]["d"])})
 
 
 CONTENDER = DAdaptation()
+OPTION = Option("lr", (DAdaptation(0.5), CONTENDER, DAdaptation(2.0)))

@@ -9,6 +9,7 @@ import torch
 
 from search_parts.contender import CHECK_EVERY, Contender, Outcome, begin, update
 from search_parts.meter import Meter
+from search_parts.option import Option
 from search_parts.task import Setting, Task
 
 BETA = 0.02
@@ -28,7 +29,7 @@ class Hypergradient(Contender):
 
     def __init__(self, beta: float = BETA) -> None:
         self.name = f"hypergradient_{beta:g}"  # type: ignore[misc]
-        self.title = f"hypergradient descent, beta {beta:g}"  # type: ignore[misc]
+        self.title = "hypergradient descent"  # type: ignore[misc]
         self.beta = beta
 
     def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
@@ -61,3 +62,4 @@ def _cosine(gradients: Sequence[torch.Tensor | None], moves: Sequence[torch.Tens
 
 
 CONTENDER = Hypergradient()
+OPTION = Option("beta", (Hypergradient(BETA / 4), CONTENDER, Hypergradient(4 * BETA)))

@@ -1,115 +1,18 @@
-"""Optuna's TPE with Hyperband: many settings begun, the worse ones stopped early, within one run's budget."""
+"""Optuna's TPE with Hyperband, at Optuna's defaults but for the seed and the number of steps."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import optuna
-import torch
-from torch import nn
 
-from hdet.schedules import Cosine
-from search_parts.contender import Contender, Outcome, begin, update
-from search_parts.meter import Meter
-from search_parts.task import Problem, Setting, Task
-from search_parts.trials import JUDGED_BY, unsearched
-
-RUNGS = 5
-SHARE = 4
+from search_parts.optuna_search import RUNGS, OptunaSearch
 
 
-class OptunaTPE(Contender):
-    """Settings from the ranges of the task's sweep; the best model at the end of the budget is the result.
-
-    A trial is a run of a quarter of the budget under its own cosine, judged by the held-out loss at five points of it.
-    Sampler and pruner are at Optuna's defaults but for their seed and the number of steps.
-    """
-
-    name = "optuna"
-    title = "Optuna, TPE and Hyperband"
-    order = 22
-
-    def canonical(self, task: Task, setting: Setting) -> Setting:
-        return unsearched(task, setting)
-
-    def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        steps = task.steps // SHARE
-        study = optuna.create_study(
-            study_name=f"{task.name} {seed}",  # by whose hash Hyperband shares trials out
-            sampler=optuna.samplers.TPESampler(seed=seed),
-            pruner=optuna.pruners.HyperbandPruner(min_resource=1, max_resource=RUNGS),
-        )
-        best: tuple[float, Problem, nn.Module | None, Setting] = (math.inf, task.problem(seed, 0.0), None, setting)
-        every = -(-steps // RUNGS)
-        while meter.passes + 3 * task.batch * every <= task.budget:
-            trial = study.ask()
-            drawn = _drawn(trial, task, setting)
-            problem, model = begin(task, drawn, seed, meter)
-            loss, done = _trained(trial, task, problem, model, drawn, steps, every, meter)
-            study.tell(trial, loss if done else None, state=_state(loss, done))
-            if loss < best[0]:
-                best = loss, problem, model, drawn
-        return Outcome(best[2], best[1], {"lr": best[3].lr, "trials": len(study.trials)})
+def sampler(seed: int) -> optuna.samplers.BaseSampler:
+    return optuna.samplers.TPESampler(seed=seed)
 
 
-def _drawn(trial: optuna.Trial, task: Task, given: Setting) -> Setting:
-    grid = task.grid
-    lr = trial.suggest_float("lr", min(grid.lrs), max(grid.lrs), log=True)
-    decay, dropout = given.decay, given.dropout
-    if len(grid.decays) > 1:
-        decay = trial.suggest_float("decay", min(grid.decays), max(grid.decays), log=True)
-    if len(grid.dropouts) > 1:
-        dropout = trial.suggest_float("dropout", min(grid.dropouts), max(grid.dropouts))
-    return Setting(lr, decay, dropout)
+def pruner() -> optuna.pruners.BasePruner:
+    return optuna.pruners.HyperbandPruner(min_resource=1, max_resource=RUNGS)
 
 
-def _trained(
-    trial: optuna.Trial,
-    task: Task,
-    problem: Problem,
-    model: nn.Module,
-    setting: Setting,
-    steps: int,
-    every: int,
-    meter: Meter,
-) -> tuple[float, bool]:
-    """The held-out loss where the trial ended, and whether that is its end."""
-    optimizer = task.optimizer(problem.groups(model), setting)
-    schedule = Cosine(peak=setting.lr, total_steps=steps, warmup=0.3)
-    loss = math.inf
-    for step in range(steps):
-        if meter.passes + 3 * task.batch + JUDGED_BY > task.budget:
-            return loss, False
-        for group in optimizer.param_groups:
-            group["lr"] = schedule(step)
-        problem.loss(model, problem.batch(step)).backward()
-        update(task, optimizer)
-        if (step + 1) % every == 0 or step == steps - 1:
-            loss = _held_out(problem, model)
-            if not math.isfinite(loss):
-                return math.inf, False
-            trial.report(loss, -(-(step + 1) // every))
-            if step < steps - 1 and trial.should_prune():
-                return loss, False
-    return loss, True
-
-
-def _held_out(problem: Problem, model: nn.Module) -> float:
-    first = problem.probe(0)
-    size = len(first[0] if isinstance(first, tuple) else first)
-    probes = [first, *(problem.probe(number) for number in range(1, -(-JUDGED_BY // size)))]
-    model.eval()
-    with torch.no_grad():
-        loss = float(torch.stack([problem.example_losses(model, batch).mean() for batch in probes]).mean())
-    model.train()
-    return loss
-
-
-def _state(loss: float, done: bool) -> Any:
-    states = optuna.trial.TrialState
-    return states.COMPLETE if done else states.PRUNED if math.isfinite(loss) else states.FAIL
-
-
-CONTENDER = OptunaTPE()
+CONTENDER = OptunaSearch("optuna", "Optuna, TPE and Hyperband", sampler, pruner)

@@ -11,6 +11,7 @@ from prodigyopt import Prodigy
 from hdet.schedules import Cosine
 from search_parts.contender import Contender, Outcome, begin, train
 from search_parts.meter import Meter
+from search_parts.option import Option, named
 from search_parts.task import Setting, Task
 
 
@@ -18,11 +19,17 @@ class ProdigyContender(Contender):
     """lr = 1 wherever the run starts, as its authors ask: a badly set learning rate cannot hurt it.
 
     Cosine annealing without warm-up, bias correction on, decoupled decay, which are their recommendations.
+
+    Args:
+        d_coef: factor on its estimate, the option that they ask to try first.
     """
 
-    name = "prodigy"
-    title = "Prodigy"
     order = 30
+
+    def __init__(self, d_coef: float = 1.0) -> None:
+        self.name = named("prodigy", d_coef, 1.0)  # type: ignore[misc]
+        self.title = "Prodigy"  # type: ignore[misc]
+        self.d_coef = d_coef
 
     def canonical(self, task: Task, setting: Setting) -> Setting:
         return replace(setting, lr=1.0)
@@ -35,6 +42,7 @@ class ProdigyContender(Contender):
                 lr=setting.lr,
                 betas=task.betas if task.family == "adamw" else (0.9, 0.999),
                 weight_decay=setting.decay,
+                d_coef=self.d_coef,
                 decouple=True,
                 use_bias_correction=True,
             )
@@ -44,3 +52,4 @@ class ProdigyContender(Contender):
 
 
 CONTENDER = ProdigyContender()
+OPTION = Option("d_coef", (ProdigyContender(0.5), CONTENDER, ProdigyContender(2.0)))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from search_parts.option import Option
 from search_parts.range_test import RangeTest
 
 CONTENDER = RangeTest("valley", "onecycle")
+OPTION = Option(
+    "the suggestion's factor", (RangeTest("valley", "onecycle", 1 / 3), CONTENDER, RangeTest("valley", "onecycle", 3.0))
+)

@@ -6,6 +6,7 @@ import schedulefree
 
 from search_parts.contender import Contender, Outcome, begin, train
 from search_parts.meter import Meter
+from search_parts.option import Option, named
 from search_parts.task import Setting, Task
 
 WARMUP = 0.05
@@ -15,11 +16,17 @@ class ScheduleFree(Contender):
     """The task's family of optimizers, 5 % warm-up.
 
     SGD's rate is divided by 1 - momentum: Schedule-Free's momentum, unlike SGD's, does not enlarge steps.
+
+    Args:
+        factor: on the given rate, as its authors find that it wants another than a run with a schedule.
     """
 
-    name = "schedule_free"
-    title = "Schedule-Free"
     order = 31
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.name = named("schedule_free", factor, 1.0)  # type: ignore[misc]
+        self.title = "Schedule-Free"  # type: ignore[misc]
+        self.factor = factor
 
     def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
         problem, model = begin(task, setting, seed, meter)
@@ -28,12 +35,12 @@ class ScheduleFree(Contender):
         optimizer: schedulefree.AdamWScheduleFree | schedulefree.SGDScheduleFree
         if task.family == "adamw":
             optimizer = schedulefree.AdamWScheduleFree(
-                groups, lr=setting.lr, betas=task.betas, weight_decay=setting.decay, warmup_steps=warmup
+                groups, lr=self.factor * setting.lr, betas=task.betas, weight_decay=setting.decay, warmup_steps=warmup
             )
         else:
             optimizer = schedulefree.SGDScheduleFree(
                 groups,
-                lr=setting.lr / (1 - task.momentum),
+                lr=self.factor * setting.lr / (1 - task.momentum),
                 momentum=task.momentum,
                 weight_decay=setting.decay,
                 warmup_steps=warmup,
@@ -45,3 +52,4 @@ class ScheduleFree(Contender):
 
 
 CONTENDER = ScheduleFree()
+OPTION = Option("the rate's factor", (ScheduleFree(1 / 3), CONTENDER, ScheduleFree(3.0)))

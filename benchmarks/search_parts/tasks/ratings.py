@@ -45,10 +45,10 @@ def ratings() -> dict[str, Ratings]:
 class Factors(nn.Module):
     """b_u + c_i + <dropout(p_u), q_i>."""
 
-    def __init__(self, dropout: float, generator: torch.Generator) -> None:
+    def __init__(self, dropout: float, rank: int, generator: torch.Generator) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):  # torch's layers draw weights we overwrite below
-            self.users, self.items = nn.Embedding(USERS, RANK), nn.Embedding(ITEMS, RANK)
+            self.users, self.items = nn.Embedding(USERS, rank), nn.Embedding(ITEMS, rank)
             self.user_bias, self.item_bias = nn.Embedding(USERS, 1), nn.Embedding(ITEMS, 1)
         self.dropout = hdet.nn.Dropout(dropout)
         for factors in (self.users, self.items):
@@ -68,7 +68,7 @@ class RatingsProblem(DrawnProblem):
     splits = ratings
 
     def model(self) -> nn.Module:
-        return Factors(self.rate, torch.Generator().manual_seed(self.seed))
+        return Factors(self.rate, *self.sizes, torch.Generator().manual_seed(self.seed))
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         named = list(model.named_parameters())
@@ -95,4 +95,5 @@ TASK = DrawnTask(
     shorter=2,
     development=True,
     problems=RatingsProblem,
+    width=RANK,
 )

@@ -37,13 +37,13 @@ def table() -> dict[str, Rows]:
 class Regressor(nn.Module):
     """Three hidden layers with layer normalisation, GELU and dropout."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, width: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         inputs = COLUMNS
         for _ in range(3):
-            layers += [nn.Linear(inputs, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), Dropout(dropout)]
-            inputs = WIDTH
+            layers += [nn.Linear(inputs, width), nn.LayerNorm(width), nn.GELU(), Dropout(dropout)]
+            inputs = width
         self.layers = nn.Sequential(*layers, nn.Linear(inputs, 1))
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -75,4 +75,5 @@ TASK = DrawnTask(
     shorter=4,
     development=True,
     problems=TableProblem,
+    width=WIDTH,
 )

@@ -39,16 +39,16 @@ def examples() -> dict[str, Examples]:
 class Student(nn.Module):
     """Two hidden layers of ReLU and dropout."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, width: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(INPUTS, STUDENT),
+            nn.Linear(INPUTS, width),
             nn.ReLU(),
             Dropout(dropout),
-            nn.Linear(STUDENT, STUDENT),
+            nn.Linear(width, width),
             nn.ReLU(),
             Dropout(dropout),
-            nn.Linear(STUDENT, CLASSES),
+            nn.Linear(width, CLASSES),
         )
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -80,4 +80,5 @@ TASK = DrawnTask(
     shorter=4,
     development=True,
     problems=TeacherProblem,
+    width=STUDENT,
 )
