@@ -399,7 +399,7 @@ def test_the_best_value_of_an_option_is_told_in_hindsight(bench: Callable[..., i
     assert losses["other_best"] == min(losses["other"], losses["slow"], key=np.mean)
     assert losses["other"] != losses["slow"]
     text = (tmp_path / "docs" / "report.md").read_text()
-    assert "counting, best pace of 2" in text
+    assert "counting, best of 2 (pace)" in text
     assert "Incomplete" not in text
 
 

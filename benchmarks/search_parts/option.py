@@ -42,7 +42,7 @@ def in_hindsight(findings: Findings, options: Mapping[str, Option]) -> Findings:
     for name, option in options.items():
         best = copy.copy(findings.contenders[name])
         best.name = f"{name}_best"  # type: ignore[misc]
-        best.title = f"{best.title}, best {option.title} of {len(option.values)}"  # type: ignore[misc]
+        best.title = f"{best.title}, best of {len(option.values)} ({option.title})"  # type: ignore[misc]
         contenders[best.name] = best
         for task in findings.tasks.values():
             value = min(option.values, key=lambda one: _mean_loss(findings, task.name, one.name))

@@ -7,5 +7,5 @@ from search_parts.range_test import RangeTest
 
 CONTENDER = RangeTest("valley", "onecycle")
 OPTION = Option(
-    "the suggestion's factor", (RangeTest("valley", "onecycle", 1 / 3), CONTENDER, RangeTest("valley", "onecycle", 3.0))
+    "factor on the rate", (RangeTest("valley", "onecycle", 1 / 3), CONTENDER, RangeTest("valley", "onecycle", 3.0))
 )

@@ -52,4 +52,4 @@ class ScheduleFree(Contender):
 
 
 CONTENDER = ScheduleFree()
-OPTION = Option("the rate's factor", (ScheduleFree(1 / 3), CONTENDER, ScheduleFree(3.0)))
+OPTION = Option("factor on the rate", (ScheduleFree(1 / 3), CONTENDER, ScheduleFree(3.0)))

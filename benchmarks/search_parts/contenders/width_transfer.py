@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,9 @@ class WidthTransfer(Contender):
     name = "width_transfer"
     title = "muP's rules, from a quarter of the width"
     order = 23
+
+    def canonical(self, task: Task, setting: Setting) -> Setting:
+        return setting if task.narrowed(NARROWER) is None else replace(setting, lr=1.0)
 
     def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
         narrow = task.narrowed(NARROWER)
