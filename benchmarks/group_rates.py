@@ -3,6 +3,7 @@
     python benchmarks/group_rates.py                              # every task, one seed
     python benchmarks/group_rates.py --tasks tabular --seeds 3
     python benchmarks/group_rates.py --cost                       # what thirty groups cost beside one
+    python benchmarks/group_rates.py --worth                      # what each ratio is worth, and what evidence says
 
 Each task's parameters are in up to five groups. Their rates start sqrt(10) times above or below the best common rate,
 in every pattern of an orthogonal array of eight rows, and once with the right ratios. The oracle is the best run of a
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hdet
+from hdet.controllers.sub_batches import student
 from hdet.recipes.recommended import choose, own_schedule
 from hdet.schedules import Schedule
 
@@ -175,6 +177,79 @@ def explored(case: Case, seed: int, factors: Sequence[float], grouped: bool, ste
     return Explored(problem.test_loss(model), passes / (3 * task.batch * steps), learned)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What the evidence of all windows says of one group, in a run in which nothing is moved.
+
+    Attributes:
+        newton: the move that would answer it, in natural logarithms: below 0 where it calls for less.
+        t: how certain that is.
+    """
+
+    newton: float
+    t: float
+
+
+def read(case: Case, seed: int, factors: Sequence[float]) -> tuple[float, dict[str, Reading]]:
+    """The plain run's test loss, and what `GroupLines` reads of each group on its way."""
+    task = case.task
+    problem, model, optimizer = case.begin(seed, case.best.lr, factors)
+    names = [group["name"] for group in optimizer.param_groups]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return problem.example_losses(model, batch).mean()
+
+    knobs = [
+        hdet.LearningRate(
+            groups=name,
+            schedule=own_schedule(optimizer, task.steps, index),
+            evidence=hdet.evidence.GroupLines(),
+            controller=hdet.controllers.Hold(),
+        )
+        for index, name in enumerate(names)
+    ]
+    engine = hdet.Engine(
+        hdet.micro_batches(model, optimizer, 1),
+        knobs,
+        window=hdet.windows.GrowingWindow(),
+        signal=hdet.Probe(loss, lambda window: parts(problem.probe(window), task.sub_batches)),
+        seed=seed,
+        total_steps=task.steps,
+    )
+    slopes = {name: np.zeros(task.sub_batches) for name in names}
+    curvatures = dict.fromkeys(names, 0.0)
+    for step in range(task.steps):
+        with engine.replicas[0]:
+            own = problem.loss(model, problem.batch(step))
+            own.backward()
+        engine.share_gradients()
+        update(task, optimizer)
+        record = engine.step(own.detach())
+        for name, knob in zip(names, engine.knobs, strict=True) if record is not None else ():
+            told = record.estimates[knob.name]["relative"]
+            if told["slopes"]:
+                slopes[name] += told["slopes"]
+                curvatures[name] += told["curvature"]
+    return problem.test_loss(model), {
+        name: Reading(-float(own.mean()) / curvatures[name], -student(own.tolist())) for name, own in slopes.items()
+    }
+
+
+def print_worth(case: Case, seeds: int) -> None:
+    """Of each group: what its rate alone three times off costs, and what the evidence of such a run says of it."""
+    runs = [read(case, seed, [1.0] * 5) for seed in range(seeds)]
+    right = [loss for loss, _ in runs]
+    print(f"\n{case.name}, {seeds} seeds; right ratios {np.mean(right):.4f}")
+    print(f"{'group':20s} {'rate':>6s} {'loss':>8s} {'calls for':>10s} {'t':>6s}")
+    for index, name in enumerate(runs[0][1]):
+        for factor in (1 / ROOT, 1.0, ROOT):
+            factors = [factor if k == index else 1.0 for k in range(5)]
+            made = runs if factor == 1.0 else [read(case, seed, factors) for seed in range(seeds)]
+            behind = np.mean([loss for loss, _ in made]) - np.mean(right)
+            newton, t = (np.mean([getattr(told[name], field) for _, told in made]) for field in ("newton", "t"))
+            print(f"{name:20s} {factor:6.2f} {behind:+8.3f} {np.exp(newton):9.2f}x {t:6.1f}", flush=True)
+
+
 def cost(groups: int, layers: int = 30, width: int = 96, steps: int = 80) -> tuple[float, float, int]:
     """CPU seconds of a run, those at windows' ends, and the probe's passes, with a rate for so many groups of layers.
 
@@ -254,6 +329,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--patterns", type=int, nargs="+", default=list(range(-1, 8)), help="-1 is the right ratios")
     parser.add_argument("--cost", action="store_true", help="measure what many groups cost")
+    parser.add_argument("--worth", action="store_true", help="show what each ratio is worth beside what evidence says")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
     torch.set_num_threads(1)
@@ -261,7 +337,9 @@ def main() -> None:
         print_costs()
         return
     for case in CASES:
-        if case.name in given.tasks:
+        if case.name in given.tasks and given.worth:
+            print_worth(case, given.seeds)
+        elif case.name in given.tasks:
             measure(case, given.seeds, given.patterns)
 
 
