@@ -6,8 +6,10 @@ A GPT of a million parameters by AdamW. Steps come in threes, in random order: w
 again. Time is CPU time of both ranks' processes: waiting for another process on a shared machine does not count. What
 hdet adds is told in two ways, each with a 95 % interval (bootstrap):
 
-- hdet's own calls inside the steps are timed, of which a few hundred tell to a microsecond. Together with a window's
-  end they are printed as a share of the step, at windows of 100 and 1000 steps; evaluations of the probe apart.
+- hdet's own calls inside the steps are timed, of which a few hundred tell to a microsecond. What intervals of nothing
+  take at the same places in the steps without is subtracted: where operators have filled the caches, whatever Python
+  comes next is slow, and so is the clock. Together with a window's end the calls are printed as a share of the step, at
+  windows of 100 and 1000 steps; evaluations of the probe apart.
 - Whole steps with over whole steps without also have what hdet costs outside its calls: a processor's caches are full
   of other things after them. These ratios are much noisier; without over without shows how much.
 """
@@ -37,9 +39,6 @@ WINDOW = 20
 """Steps with hdet between two measured ends of a window."""
 
 KINDS = ("with", "without", "without again")
-
-TIMED_CALLS = 3
-"""Intervals of a step in which hdet's calls are timed: entering the replica, leaving it, and after the update."""
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -71,11 +70,6 @@ def engine_of(
     return hdet.Engine(hdet.distribute(model, optimizer), knobs, window=WINDOW, signal=signal)
 
 
-def empty_interval(clock: Callable[[], float]) -> float:
-    """Seconds that a clock shows between two readings with nothing in between."""
-    return float(np.median(np.diff([clock() for _ in range(2_000)])))
-
-
 def measure(minutes: float, evidence: str) -> None:
     torch.manual_seed(0)
     network = GPT(
@@ -89,14 +83,22 @@ def measure(minutes: float, evidence: str) -> None:
     engine = engine_of(model, optimizer, evidence, probe, batches[:2])
     tokens = batches[2]
     clock = time.thread_time
-    nothing = TIMED_CALLS * empty_interval(clock)
-    calls = 0.0  # CPU seconds of hdet's calls in the last step
+    # CPU seconds of the last step: entering the replica, leaving it, and after the update; and as many empty intervals.
+    calls = nothing = 0.0
     ended = [0.0, 0.0]  # CPU seconds of a window's end beyond the probe, and of the probe; 0 where none has ended
 
     def plain() -> None:
+        nonlocal nothing
+        times = [clock()]
+        times.append(clock())
         loss_of(model, tokens).backward()
+        times.append(clock())
+        times.append(clock())
         optimizer.step()
         optimizer.zero_grad()
+        times.append(clock())
+        times.append(clock())
+        nothing = sum(np.diff(times)[::2].tolist())
 
     def searched() -> None:
         nonlocal calls, ended
@@ -116,7 +118,7 @@ def measure(minutes: float, evidence: str) -> None:
         times.append(clock())
         closed = engine.step([loss])
         times.append(clock())
-        calls = sum(np.diff(times)[::2].tolist()) - nothing
+        calls = sum(np.diff(times)[::2].tolist())
         probed = probe.seconds - probed
         ended = [time.process_time() - began - probed, probed] if closed is not None else [0.0, 0.0]
 
@@ -137,7 +139,7 @@ def measure(minutes: float, evidence: str) -> None:
         if ended[0]:
             ends.append(ended)
         else:
-            rows.append([*(spent[kind] for kind in KINDS), calls])
+            rows.append([*(spent[kind] for kind in KINDS), calls, nothing])
     told = torch.tensor(rows, dtype=torch.float64)
     closing = torch.tensor(ends, dtype=torch.float64).reshape(-1, len(ended))
     for own in (told, closing):
@@ -168,11 +170,11 @@ def line(name: str, unit: str, digits: int, told: tuple[float, float, float]) ->
 
 
 def report(parameters: int, evidence: str, rows: NDArray[np.float64], ends: NDArray[np.float64]) -> None:
-    """Print what was measured: rows of CPU seconds of the three kinds of step and of the calls; ends of windows."""
+    """Print what was measured: rows of CPU seconds of the three kinds of step, calls and nothing; ends of windows."""
     print(f"{parameters:,} parameters, {BATCH * CONTEXT} tokens a rank and step, evidence: {evidence}")
     print(f"{len(rows):,} threes of steps, {len(ends)} window ends; CPU time, mean of {dist.get_world_size()} ranks")
-    searched, once, again, calls = rows.T
-    plain = (once + again) / 2
+    searched, once, again, timed, nothing = rows.T
+    plain, calls = (once + again) / 2, timed - nothing
 
     def mean(own: NDArray[np.float64]) -> float:
         return 1e3 * float(own.mean())
@@ -182,6 +184,7 @@ def report(parameters: int, evidence: str, rows: NDArray[np.float64], ends: NDAr
 
     line("a step without", " ms", 2, interval(mean, plain))
     line("hdet's calls in a step", " ms", 4, interval(mean, calls))
+    line("as many intervals of nothing, subtracted", " ms", 4, interval(mean, nothing))
     if len(ends):
         beyond, probing = ends.T
         line("a window's end beyond the probe", " ms", 2, interval(mean, beyond))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,8 @@ class ByGradient(Averager):
         `Replicas.gather` takes the mean over the ranks of one replica.
         """
         model, optimizer = self.scene.replicas.hosts[replica.host]
-        with replica.around(), tensors.evaluating(model, optimizer), torch.enable_grad():
+        around = replica.around() if replica.around is not None else nullcontext()
+        with around, tensors.evaluating(model, optimizer), torch.enable_grad():
             found = gradients.summed(model, (loss for loss in self._losses(model, window)))
         squares = torch.zeros(max(layers) + 1, dtype=torch.float64, device=found[0].device)
         layer_of = dict(zip(map(id, self.scene.moving.parameters[replica.host]), layers, strict=True))

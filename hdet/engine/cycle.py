@@ -43,6 +43,7 @@ class Cycle:
         noise_scale: of the gradients in the last window that has one.
         restores: windows on end in which all replicas became non-finite.
         observes_passes: some evidence looks at each pass's gradient, and at the rates it will be taken at.
+        watches_entry, watches_exit: `enter` and `exit` have something to do where a pass begins and ends.
         run: a name that the run's checkpoints share, given by the first of them.
     """
 
@@ -69,7 +70,7 @@ class Cycle:
             plan.outer,
         )
         self.collectors: list[Collector] = [source.collect(scene, plan.judged_by(source)) for source in plan.evidence]
-        self.observes_passes = any(type(collector).exit is not Collector.exit for collector in self.collectors)
+        self.observes_passes = any(_has(collector, "exit") for collector in self.collectors)
         self.watch: Watch | None = plan.guard.watch(scene) if plan.guard is not None else None
         self.merger = plan.merge.at_work(scene)
         self.noise_scale: NoiseScale | None = None
@@ -98,6 +99,11 @@ class Cycle:
         self._sound = np.ones(self.home.size, dtype=bool)  # of the window that has closed
         self._met = False  # a warm noisy start (`hdet.perturb`) may have set the replicas apart
         self._seats_share_models = len(self.home.local) > len(self.hosts)
+        # In each step only those are called that have something to do.
+        self._after_update = [own.after_update for own in self.collectors if _has(own, "after_update")]
+        self._overlaps = self.home.overlaps
+        self.watches_entry = True  # the first one begins the run
+        self.watches_exit = self.observes_passes or self.noise is not None
         self._places = [replica.index for replica in self.home.first_of_hosts]
         self._clock = time.perf_counter()
         self.window = self.open_window(0)
@@ -114,6 +120,7 @@ class Cycle:
                 self.watch.begin()
             if not self._met:
                 self._open_apart()
+            self.watches_entry = self._seats_share_models or any(_has(own, "enter") for own in self.collectors)
         if self._seats_share_models:
             for knob in self.knobs:
                 knob.write(replica.host, knob.values(self.step_count, [replica.index])[0])
@@ -139,15 +146,18 @@ class Cycle:
         if self.tally.steps == 0:
             self.history.expect(self.window.index)
         self.tally.add(losses)
-        self.averages.add()
+        if self.averages.means:
+            self.averages.add()
         if self.noise is not None:
             self.noise.end_step()
-        for collector in self.collectors:
-            collector.after_update(self.window, self.step_count)
+        for after_update in self._after_update:
+            after_update(self.window, self.step_count)
         self.step_count += 1
-        self.home.advance()
+        if self._overlaps:
+            self.home.advance()
         if self.step_count < self.window.stop:
-            self.apply()
+            for knob in self.knobs:  # `apply`, without a call of its own
+                knob.put_in_force(self.step_count, self._places)
             return None
         with translated("closing a window"):
             return self.close_window()
@@ -155,8 +165,7 @@ class Cycle:
     def apply(self) -> None:
         """Put the coming step's values in force."""
         for knob in self.knobs:
-            for host, value in enumerate(knob.values(self.step_count, self._places)):
-                knob.write(host, value)
+            knob.put_in_force(self.step_count, self._places)
 
     def reapply(self) -> None:
         """The same, after something else wrote or loaded a model or an optimizer."""
@@ -454,6 +463,11 @@ class Cycle:
             self.end()
         else:
             self.open_window(window)
+
+
+def _has(collector: Collector, hook: str) -> bool:
+    """Whether a collector does something in a hook that may be left out."""
+    return getattr(type(collector), hook) is not getattr(Collector, hook)
 
 
 def _sum(moves: dict[str, float], more: dict[str, float]) -> dict[str, float]:

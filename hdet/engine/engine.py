@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from torch import nn
@@ -127,13 +127,17 @@ class Engine:
         self._checks = LoopChecks(replicas)
         self._plain_dropouts: PlainDropouts | None = PlainDropouts(self.plan.knobs)
         self._driver = Driver(replicas)
+        # What a step asks is looked up here: between two of training a call takes several times as long as alone.
+        self._claim = self._driver.claim
+        to_share = self.plan.gradients == "shared" or not replicas.diverge
+        self._shares_on_call = to_share and replicas.shares_on_call
+        self._needs_passes = self._why_passes()
         self._numbers = CommonNumbers(seed, [model for model, _ in replicas.hosts])
-        # With nothing to compare this is training as it is, the global RNG's numbers included.
-        self._numbered = self.plan.numbered
         self._shared = self._entered = False
         for replica in replicas.local:
             replica.data_index = replica.index // 2 if self.plan.paired else replica.index
-            replica.random = self._random
+            # With nothing to compare this is training as it is, the global RNG's numbers included.
+            replica.random = self._random if self.plan.numbered else None
             replica.on_enter[:] = [self._enter]
             replica.on_exit[:] = [self._exit]
 
@@ -224,8 +228,8 @@ class Engine:
         Does nothing where gradients are local or where data parallelism has shared them already.
         """
         self._shared = True
-        if self.plan.gradients == "shared" or not self.home.diverge:
-            self.home.share_gradients()
+        if self._shares_on_call:
+            self.cycle.home.share_gradients()
 
     def gradients_are_shared(self) -> None:
         """Say that this step's gradients were given their mean by other means than `share_gradients`."""
@@ -247,16 +251,20 @@ class Engine:
                 be seen was not entered, or an optimizer's parameter groups are others than they were.
             DivergedError: all replicas became non-finite in several windows on end.
         """
-        self._refuse_if_over()
-        self._driver.require()
-        self._checks.require_same_groups(self.step_count)
-        self._refuse_unshared()
-        reason = self._needs_passes()
-        if reason is not None:
-            for replica in self._checks.missed(self.step_count, reason, complete=complete):
-                self.cycle.miss(replica)
-        self._checks.begin_step()
-        return self.cycle.step(losses)
+        cycle = self.cycle
+        if cycle.finished:
+            self._refuse_if_over()
+        if self._claim.is_lost:
+            self._driver.require()
+        self._checks.require_same_groups(cycle.step_count)
+        if self._shares_on_call and self._entered and not self._shared:
+            self._refuse_unshared()
+        self._shared = self._entered = False
+        if self._needs_passes is not None:
+            for replica in self._checks.missed(cycle.step_count, self._needs_passes, complete=complete):
+                cycle.miss(replica)
+            self._checks.begin_step()
+        return cycle.step(losses)
 
     def reapply(self) -> None:
         """Put the coming step's knob values in force again, after something else wrote or loaded an optimizer."""
@@ -299,21 +307,21 @@ class Engine:
     # -- what a pass brings -----------------------------------------------------------------------
 
     def _enter(self, replica: Replica) -> None:
-        self._refuse_if_over()
+        if self.cycle.finished:
+            self._refuse_if_over()
         self._entered = True
-        self.cycle.enter(replica)
+        if self.cycle.watches_entry:
+            self.cycle.enter(replica)
         if self._plain_dropouts is not None:
             self._plain_dropouts.begin()
 
-    def _needs_passes(self) -> str | None:
+    def _why_passes(self) -> str | None:
         """Why each replica has to be entered in every step; `None` where a loop may leave it."""
         reasons = (collector.needs_passes for collector in self.cycle.collectors)
         noise = "the gradient noise scale is read there" if self.plan.noise_scale else None
         return next((reason for reason in (*reasons, noise, self.home.needs_passes) if reason is not None), None)
 
     def _random(self, replica: Replica) -> AbstractContextManager[None]:
-        if not self._numbered:
-            return nullcontext()
         together = any(collector.pairs for collector in self.cycle.collectors)
         return self._numbers.of(replica, self.step_count, together=together)
 
@@ -321,8 +329,10 @@ class Engine:
         if self._plain_dropouts is not None:
             looked, self._plain_dropouts = self._plain_dropouts, None
             looked.end()
-        self.cycle.exit(replica)
-        self._checks.passed(replica)
+        if self.cycle.watches_exit:
+            self.cycle.exit(replica)
+        if self._needs_passes is not None:
+            self._checks.passed(replica)
 
     def _refuse_if_over(self) -> None:
         if self.finished:
@@ -332,11 +342,8 @@ class Engine:
             )
 
     def _refuse_unshared(self) -> None:
-        needed = self.plan.gradients == "shared" or not self.home.diverge
-        if needed and self.home.shares_on_call and self._entered and not self._shared:
-            raise StepError(
-                f"engine.share_gradients() was not called in step {self.step_count}: between the backward passes and "
-                f"the optimizers' steps it gives the {self.size} replicas their mean gradient; call it there, or "
-                f"declare gradients='local'"
-            )
-        self._shared = self._entered = False
+        raise StepError(
+            f"engine.share_gradients() was not called in step {self.step_count}: between the backward passes and "
+            f"the optimizers' steps it gives the {self.size} replicas their mean gradient; call it there, or "
+            f"declare gradients='local'"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
@@ -11,6 +12,8 @@ from hdet.errors import StepError
 from hdet.hparams.binding import Attribute, ModelBinding
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.replicas import Replica, Replicas
+
+_PARAMETERS = itemgetter("params")
 
 
 class LoopChecks:
@@ -23,7 +26,7 @@ class LoopChecks:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._passed: set[int] = set()
-        self._groups = _groups(replicas)
+        self._groups = [list(map(len, map(_PARAMETERS, optimizer.param_groups))) for _, optimizer in replicas.hosts]
 
     def passed(self, replica: Replica) -> None:
         """A replica's block was left without an error."""
@@ -59,15 +62,15 @@ class LoopChecks:
         Raises:
             StepError: an optimizer holds other groups than when the engine was made.
         """
-        groups = _groups(self._replicas)
-        if groups != self._groups:
-            host = next(i for i, (now, then) in enumerate(zip(groups, self._groups, strict=True)) if now != then)
-            raise StepError(
-                f"an optimizer holds other parameter groups in step {step} than when the engine was made: "
-                f"{groups[host]} parameters in its groups instead of {self._groups[host]}. Knobs, anchors and merges "
-                f"go by the number of a group. Make the engine after the last add_param_group, or give the optimizer "
-                f"all parameters from the start and train some later: parameter.requires_grad_(False)"
-            )
+        for (_, optimizer), then in zip(self._replicas.hosts, self._groups, strict=True):
+            now = list(map(len, map(_PARAMETERS, optimizer.param_groups)))
+            if now != then:
+                raise StepError(
+                    f"an optimizer holds other parameter groups in step {step} than when the engine was made: "
+                    f"{now} parameters in its groups instead of {then}. Knobs, anchors and merges go by the number of "
+                    f"a group. Make the engine after the last add_param_group, or give the optimizer all parameters "
+                    f"from the start and train some later: parameter.requires_grad_(False)"
+                )
 
 
 class PlainDropouts:
@@ -113,8 +116,3 @@ class PlainDropouts:
                 "would recompile at every new rate; call hdet.nn.swap(model) before torch.compile, and before the "
                 "engine is made"
             )
-
-
-def _groups(replicas: Replicas) -> list[list[int]]:
-    """How many parameters each group of each optimizer holds."""
-    return [[len(group["params"]) for group in optimizer.param_groups] for _, optimizer in replicas.hosts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -66,6 +66,7 @@ class Tally:
         self.heard = 0
         self.noted = torch.zeros(CHUNK, self._local, dtype=torch.float32, device=device)
         self._rows = list(self.noted)
+        self._dtype, self._device = self.noted.dtype, self.noted.device
         self._finiteness = [Finiteness(model, optimizer) for model, optimizer in replicas.hosts]
         self._opened = [torch.zeros(alike.MARKS)] * len(replicas.hosts)
 
@@ -109,6 +110,11 @@ class Tally:
         return self.sums + noted.sum(0), self.bad_steps + bad.sum(0)
 
     def _note(self, row: Tensor, losses: Losses) -> None:
+        if type(losses) is list and len(losses) == self._local == 1:
+            loss = losses[0]
+            if type(loss) is Tensor and loss.dim() == 0 and loss.dtype == self._dtype and loss.device == self._device:
+                row.copy_(loss.data)  # the way it mostly goes, at every step: one operator
+                return
         if isinstance(losses, Tensor) and losses.dim() == 1 and losses.numel() == self._local:
             row.copy_(losses.detach())
             return
@@ -127,12 +133,8 @@ class Tally:
             raise StepError(
                 f"engine.step takes one loss for each replica this process hosts ({self._local}), got {len(given)}"
             )
-        if all(isinstance(loss, Tensor) and self._ready(loss) for loss in given):
-            # The way it mostly goes, at every step.
-            if self._local == 1:
-                row.copy_(given[0].detach())  # type: ignore[union-attr]
-            else:
-                torch.stack([loss.detach() for loss in given], out=row)  # type: ignore[union-attr]
+        if all(map(self._is_ready, given)):
+            torch.stack([loss.detach() for loss in given], out=row)  # type: ignore[union-attr]
             return
         rows = []
         for index, loss in zip((replica.index for replica in self._replicas.local), given, strict=True):
@@ -148,8 +150,8 @@ class Tally:
                 raise StepError(f"the loss of replica {index} is a {type(loss).__name__}; give a 0-dim tensor")
         row.copy_(torch.stack([found.to(row.device, row.dtype) for found in rows]))
 
-    def _ready(self, loss: Tensor) -> bool:
-        return loss.dim() == 0 and loss.dtype == self.noted.dtype and loss.device == self.noted.device
+    def _is_ready(self, loss: object) -> TypeGuard[Tensor]:
+        return type(loss) is Tensor and loss.dim() == 0 and loss.dtype == self._dtype and loss.device == self._device
 
     def read(self, step: int) -> WindowLosses:
         """The window's losses over all processes, after `step` steps of the run. Waits for the device."""

@@ -70,8 +70,6 @@ class DivergentCollector(Collector):
         n = scene.replicas.size
         self.ladders = [spread.levels(n) for spread in spreads]
         self.centres = [spread.centre(n) for spread in spreads]
-        self.shrink = [0.0] * len(knobs)
-        self.steps = 0
         self.losses = None if spec.tilt is not None else ReplicaLosses(scene)
 
     def open(self, window: Window) -> None:
@@ -84,18 +82,10 @@ class DivergentCollector(Collector):
         )
         for column, knob in enumerate(self.knobs):
             knob.spread(drawn[:, column], self.centres[column])
-        self.shrink = [0.0] * len(self.knobs)
-        self.steps = 0
-
-    def after_update(self, window: Window, step: int) -> None:
-        # Near a bound the levels in force were narrower than those drawn; the regression uses what was in force.
-        for number, knob in enumerate(self.knobs):
-            self.shrink[number] += knob.placed(step)[1]
-        self.steps += 1
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         offsets = np.stack([knob.centre + knob.levels for knob in self.knobs], axis=1)
-        levels = offsets * (np.array(self.shrink) / max(1, self.steps))
+        levels = offsets * np.array([_mean_reach(knob, harvest.window) for knob in self.knobs])
         if self.spec.tilt is not None:
             return self._tilted(self.spec.tilt, levels, harvest)
         assert self.losses is not None
@@ -148,14 +138,18 @@ class DivergentCollector(Collector):
         return partial(tensors.copy_, sources=self.scene.moving.of(self.scene.replicas.combine(weights)))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"estimator": to_plain(self.state), "shrink": list(self.shrink), "steps": self.steps}
+        return {"estimator": to_plain(self.state)}
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
         self.state = from_plain(self.state, state["estimator"])
-        if window is None:
-            return
-        self.shrink = [float(factor) for factor in state["shrink"]]
-        self.steps = int(state["steps"])
+
+
+def _mean_reach(knob: BoundKnob, window: Window) -> float:
+    """What the levels in force were of those drawn, on average over the window: near a bound they are narrower."""
+    total = 0.0
+    for reach in knob.reaches(window.start, window.stop):
+        total += reach
+    return total / max(1, window.stop - window.start)
 
 
 def _summary(slopes: NDArray[np.float64], curvatures: NDArray[np.float64], offset: float) -> Estimate:

@@ -83,8 +83,6 @@ class PopulationCollector(DivergentCollector):
             self._inherit(window)
         for k, knob in enumerate(self.knobs):
             _place(knob, self.offsets[:, k])
-        self.shrink = [0.0] * len(self.knobs)
-        self.steps = 0
 
     def _inherit(self, window: Window) -> None:
         sources = self.sources
@@ -109,7 +107,6 @@ class PopulationCollector(DivergentCollector):
         self.opened.append((start, sources, self.offsets.tolist(), [knob.shift for knob in self.knobs]))
 
     def after_update(self, window: Window, step: int) -> None:
-        super().after_update(window, step)
         self._stop = step + 1
 
     def copied(self, sources: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -70,18 +70,14 @@ class Given:
 
     value: float
     written: float | None = None
-    tensor: Tensor | None = None
-    version: int = -1
+    held: float | Tensor | None = None
+    version: int | None = None
 
     def note(self, value: float, entry: float | Tensor) -> None:
         """This was written, and is held like that."""
         self.written = value
-        if isinstance(entry, Tensor):
-            self.tensor, self.version = entry, entry._version
-
-    def is_as_noted(self, entry: Tensor) -> bool:
-        """Whether nobody has written a tensor since, told by autograd's count of changes in place: nothing is read."""
-        return entry is self.tensor and entry._version == self.version
+        self.held = entry
+        self.version = entry._version if isinstance(entry, Tensor) else None
 
 
 _given: WeakKeyDictionary[Optimizer, dict[Hashable, Given]] = WeakKeyDictionary()
@@ -179,13 +175,15 @@ class GroupBinding:
             entry.note(own, held)
 
     def overwritten(self, value: float) -> Overwritten | None:
+        groups, key, item = self.optimizer.param_groups, self.key, self.item
         for index, ratio, noted in zip(self.indices, self.ratios, self._entries, strict=True):
             own = value if ratio == 1.0 else value * ratio
-            entry, name = self.optimizer.param_groups[index][self.key], f"param_groups[{index}][{self.key!r}]"
-            if self.item is not None:
-                entry, name = entry[self.item], f"{name}[{self.item}]"
-            if isinstance(entry, Tensor) and noted.is_as_noted(entry):
+            entry: Any = groups[index][key] if item is None else groups[index][key][item]
+            # The very object that was put there, a tensor as often changed in place as then: nothing is read.
+            untouched = entry is noted.held and own == noted.written
+            if untouched and (not isinstance(entry, Tensor) or entry._version == noted.version):
                 continue
+            name = f"param_groups[{index}][{key!r}]" + ("" if item is None else f"[{item}]")
             found = _differs(entry, own, (self.bounds[0] * ratio, self.bounds[1] * ratio), name)
             if found is not None:
                 return found

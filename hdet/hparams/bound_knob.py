@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from hdet.hparams.binding import Binding, GroupBinding
 from hdet.hparams.knob import Knob
 from hdet.hparams.learned import Learned
 from hdet.hparams.schedule import Constant, sampled
+
+MOST_PLANNED = 64
+"""Steps whose values are worked out at once: one step's alone take several times as long, between two of training."""
 
 
 class BoundKnob:
@@ -49,6 +53,9 @@ class BoundKnob:
         self.reasons: dict[str, str] = {}
         self._placed: tuple[int, float, float, float]  # step, shift, base and reach, as last worked out
         self._valued: tuple[float, Sequence[int], list[float]] | None  # base, replicas and their values, the same
+        self._planned: list[list[float]] = []  # values of the models of this process, by step
+        self._planned_at = (0, 0.0)  # the first of these steps, and the shift that they were worked out for
+        self._coming = 1  # steps to plan next
         self._still = np.zeros(n)
         self._still.setflags(write=False)
         self.spread(self._still, 0.0)
@@ -115,6 +122,12 @@ class BoundKnob:
             self._placed = (step, self.shift, base, self._placed[3] if stays else self.reach(base))
         return self._placed[2:]
 
+    def reaches(self, start: int, stop: int) -> Iterable[float]:
+        """`reach` at each step from `start` to `stop`, without `stop`."""
+        if isinstance(self.schedule, Constant):
+            return repeat(self.placed(start)[1], stop - start)
+        return (self.placed(step)[1] for step in range(start, stop))
+
     def values(self, step: int, indices: Sequence[int]) -> list[float]:
         """The values of some replicas at a step, none outside the bounds."""
         if not self._explored and self.centre == 0.0:
@@ -157,6 +170,29 @@ class BoundKnob:
             self.bindings[host].write(value)
             self._written[host] = value
 
+    def put_in_force(self, step: int, places: Sequence[int]) -> None:
+        """Write the values of a step into this process's models, of which each is that of the replica at its place.
+
+        Raises:
+            StepError: something else has written the scalar since.
+        """
+        first, shift = self._planned_at
+        if not 0 <= step - first < len(self._planned) or shift != self.shift:
+            first = self._plan(step, places)
+        written = self._written
+        for host, value in enumerate(self._planned[step - first]):
+            # As a rule nothing changes from step to step, and nothing is called to find that out but this.
+            if value != written[host] or self.bindings[host].overwritten(value) is not None:
+                self.write(host, value)
+
+    def _plan(self, step: int, places: Sequence[int]) -> int:
+        """Work out the values from a step on, of the more steps the longer nothing has changed. Returns the step."""
+        steps = self._coming if self.schedule.foreknown else 1
+        self._planned = [self.values(coming, places) for coming in range(step, step + steps)]
+        self._planned_at = (step, self.shift)
+        self._coming = min(2 * steps, MOST_PLANNED)
+        return step
+
     def _require_untouched(self, host: int, last: float) -> None:
         other = self.bindings[host].overwritten(last)
         if other is None:
@@ -180,6 +216,7 @@ class BoundKnob:
         self._ends = (centre + low, centre + high)
         self._placed = (-1, 0.0, 0.0, 1.0)
         self._valued = None
+        self._planned, self._coming = [], 1
 
     def judge(self, estimate: Estimate, run: Context) -> float:
         """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units.
@@ -244,6 +281,7 @@ class BoundKnob:
         """Assume nothing about the values in force, nor about the schedule: either may have been changed."""
         self._written = [None] * len(self.bindings)
         self._placed = (-1, 0.0, 0.0, 1.0)
+        self._planned, self._coming = [], 1
 
     def state_dict(self) -> dict[str, Any]:
         """Shift, controller state and a base that was read, as plain numbers; levels follow from seed and window."""

@@ -25,7 +25,13 @@ SAMPLES = 2000
 
 
 class Schedule(Spec, family="schedule"):
-    """t -> value. A new schedule gives `__call__`, and `total_steps` as a field or a property."""
+    """t -> value. A new schedule gives `__call__`, and `total_steps` as a field or a property.
+
+    Attributes:
+        foreknown: whether the values of coming steps are known already, and may be asked for ahead.
+    """
+
+    foreknown: ClassVar[bool] = True
 
     if TYPE_CHECKING:
         # Not at run time: pydantic would warn of every field that shadows it.
@@ -299,6 +305,8 @@ class FromCallable(Schedule):
     >>> FromCallable("math:sqrt")(16)
     4.0
     """
+
+    foreknown: ClassVar[bool] = False  # so that a function that fails does so in its own step
 
     path: str = Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$", kw_only=False)
     total_steps: int | None = Field(default=None, gt=0)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import PrivateAttr
@@ -117,6 +117,7 @@ class Told(Schedule):
     """
 
     kind = "told"
+    foreknown: ClassVar[bool] = False
     _course: Course = PrivateAttr()
     _group: int = PrivateAttr()
     _total_steps: int | None = PrivateAttr()

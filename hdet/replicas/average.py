@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ class RunningMean:
     mean_k = mean_{k-1} + (theta_k - mean_{k-1}) / k, held in float32 at least.
 
     Args:
-        current: gives the tensors to follow, as they are now; an optimizer may put new memory in their place. As long
-            as it gives the same list, nothing is looked up anew.
+        current: gives the tensors to follow, detached, as they are now; an optimizer may put new memory in their
+            place. As long as it gives the same list, nothing is looked up anew.
         stride: take every stride-th call only; the others cost nothing.
         device: where the mean lies; `None` beside the tensors, "cpu" to spare device memory.
     """
@@ -46,6 +47,8 @@ class RunningMean:
         self._layout: list[tuple[object, ...]] = []
         self._joined: list[tuple[Tensor, list[int]]] = []  # a mean in one piece, and whose it is
         self._alone: list[int] = []
+        self._alike: tuple[list[Tensor], list[Tensor]] = ([], [])  # means and theirs that one operator can take
+        self._unlike: list[tuple[Tensor, Tensor]] = []
         self._followed: list[Tensor] = []
         self._flat: list[list[Tensor]] = []
         self._on_their_way = OnTheirWay()
@@ -61,22 +64,26 @@ class RunningMean:
         self._on_their_way.land()
         self._calls = self._before = self.count = 0
 
-    @torch.no_grad()
     def add(self) -> None:
         """Take the tensors as they are now into the mean."""
         self._calls += 1
         if self._calls % self._stride:
             return
         self.count += 1
-        current = self._current()
-        self._follow(current)
+        self._follow(self._current())
         weight = 1.0 / self.count
         travellers: list[tuple[Tensor, Then]] = []
         for (mean, _), own in zip(self._joined, self._flat, strict=True):
             _take(mean, torch.cat(own), weight, travellers)
-        for number in self._alone:
-            _take(self.values[number], current[number], weight, travellers)
-        self._on_their_way.send(travellers)
+        if self._alike[0]:
+            if weight == 1.0:
+                torch._foreach_copy_(*self._alike)
+            else:
+                torch._foreach_lerp_(*self._alike, weight)
+        for mean, alone in self._unlike:
+            _take(mean, alone, weight, travellers)
+        if travellers:
+            self._on_their_way.send(travellers)
 
     def _follow(self, current: list[Tensor]) -> None:
         """Have memory for the mean of such tensors, and know where they lie."""
@@ -88,6 +95,10 @@ class RunningMean:
             self._layout = layout
             self._allocate(current)
         self._followed = current
+        pairs = [(self.values[number], current[number]) for number in self._alone]
+        alike = [mean.device == own.device and mean.dtype == own.dtype for mean, own in pairs]
+        self._alike = ([mean for mean, _ in compress(pairs, alike)], [own for _, own in compress(pairs, alike)])
+        self._unlike = [pair for pair, joint in zip(pairs, alike, strict=True) if not joint]
         self._flat = [[current[number].view(-1) for number in numbers] for _, numbers in self._joined]
 
     def _allocate(self, current: Sequence[Tensor]) -> None:
@@ -162,48 +173,51 @@ class Averages:
     Args:
         moving: the parameters that are followed.
         device: where the means lie; `None` beside the models, "cpu" to spare device memory.
+
+    Attributes:
+        means: by host and stride.
     """
 
     def __init__(self, moving: Moving, device: torch.device | str | None = None) -> None:
         self._moving = moving
         self.device = device
-        self._means: dict[tuple[int, int], RunningMean] = {}
+        self.means: dict[tuple[int, int], RunningMean] = {}
 
     def follow(self, host: int, stride: int) -> RunningMean:
         """The mean of a host's parameters over the window under way."""
-        if (host, stride) not in self._means:
+        if (host, stride) not in self.means:
             current = partial(self._moving.values, host)
-            self._means[host, stride] = RunningMean(current, stride, self.device)
-        return self._means[host, stride]
+            self.means[host, stride] = RunningMean(current, stride, self.device)
+        return self.means[host, stride]
 
     @property
     def strides(self) -> list[int]:
         """Of the means of one model."""
-        return [stride for host, stride in self._means if host == 0]
+        return [stride for host, stride in self.means if host == 0]
 
     def reset(self) -> None:
         """A window opens."""
-        for mean in self._means.values():
+        for mean in self.means.values():
             mean.reset()
 
     def forget(self) -> None:
         """The run goes on from another point: its averages are of where it no longer is."""
-        for mean in self._means.values():
+        for mean in self.means.values():
             mean.forget()
 
     def add(self) -> None:
         """A step was made. What a Schedule-Free optimizer evaluates is an average already, and takes no second."""
         if not self._moving.evaluates_average:
-            for mean in self._means.values():
+            for mean in self.means.values():
                 mean.add()
 
     def state_dict(self) -> dict[str, Any]:
         """Every mean by `host/stride`."""
-        return {f"{host}/{stride}": mean.state_dict() for (host, stride), mean in self._means.items()}
+        return {f"{host}/{stride}": mean.state_dict() for (host, stride), mean in self.means.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what is still followed."""
-        for (host, stride), mean in self._means.items():
+        for (host, stride), mean in self.means.items():
             saved = state.get(f"{host}/{stride}")
             if saved is not None:
                 mean.load_state_dict(saved)

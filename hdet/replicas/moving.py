@@ -53,20 +53,18 @@ class Moving:
             if list(map(id, were)) != list(map(id, are)) or _layout(self._values[host]) != _layout(self._here(host)):
                 self._values[host] = []
 
-    @torch.no_grad()
     def values(self, host: int = 0) -> list[Tensor]:
         """Their values now, detached and sharing memory; of sharded ones this rank's part.
 
         The same list is given again for as long as the parameters keep their memory.
         """
         own = self._here(host)
-        memory = [tensor.data_ptr() for tensor in own]
+        memory = list(map(Tensor.data_ptr, own))
         if memory != self._memory[host] or not self._values[host]:
             self._memory[host] = memory
             self._values[host] = [tensor.detach() for tensor in own]
         return self._values[host]
 
-    @torch.no_grad()
     def _here(self, host: int) -> Sequence[Tensor]:
         """This rank's part of each parameter of a model."""
         own: Sequence[Tensor] = self.parameters[host]

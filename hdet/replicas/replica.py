@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -23,8 +23,9 @@ class Replica:
         host: the number of its model among those this process holds.
         data_index: which part of a step's data it takes, `0 <= data_index < engine.data_shards`: `index`, unless
             replicas go in pairs that take the same (`Contrast(paired=True)`).
-        random: gives the context in which the pass draws its random numbers.
-        around: gives a context for each forward and backward, entered last and left first.
+        random: gives the context in which the pass draws its random numbers; `None` for the loop's own.
+        around: gives a context for each forward and backward, entered last and left first; `None` for none.
+        on_error: told what a pass raised; it may raise another error in its place.
     """
 
     model: nn.Module
@@ -33,8 +34,9 @@ class Replica:
     host: int
     on_enter: list[Callable[[Replica], None]] = field(default_factory=list, repr=False)
     on_exit: list[Callable[[Replica], None]] = field(default_factory=list, repr=False)
-    random: Callable[[Replica], AbstractContextManager[object]] = field(default=nullcontext, repr=False)
-    around: Callable[[], AbstractContextManager[object]] = field(default=nullcontext, repr=False)
+    random: Callable[[Replica], AbstractContextManager[object]] | None = field(default=None, repr=False)
+    around: Callable[[], AbstractContextManager[object]] | None = field(default=None, repr=False)
+    on_error: Callable[[BaseException], object] | None = field(default=None, repr=False)
     _active: bool = field(default=False, repr=False)
     _context: AbstractContextManager[object] | None = field(default=None, repr=False)
 
@@ -46,10 +48,13 @@ class Replica:
             raise StepError(f"replica {self.index} is already active; leave its `with` block first")
         for call in self.on_enter:
             call(self)
-        with ExitStack() as stack:
-            stack.enter_context(self.random(self))
-            stack.enter_context(self.around())
-            self._context = stack.pop_all()
+        if self.random is not None or self.around is not None:
+            with ExitStack() as stack:
+                if self.random is not None:
+                    stack.enter_context(self.random(self))
+                if self.around is not None:
+                    stack.enter_context(self.around())
+                self._context = stack.pop_all()
         self._active = True
         return self
 
@@ -58,7 +63,10 @@ class Replica:
     ) -> None:
         self._active = False
         if self._context is not None:
-            self._context.__exit__(kind, error, trace)
+            context, self._context = self._context, None
+            context.__exit__(kind, error, trace)
+        if error is not None and self.on_error is not None:
+            self.on_error(error)
         if kind is None:
             for call in self.on_exit:
                 call(self)

@@ -56,7 +56,7 @@ class Replicas(ABC):
         local: the replicas this process hosts, by rising index.
         hosts: this process's distinct models with their optimizers; several seats may share one.
         diverge: whether each replica has a model of its own and so can come apart from the others.
-        shares_on_call: whether gradients are alike only once `share_gradients` was called.
+        shares_on_call: whether gradients are alike only once `share_gradients` was called; else an engine leaves that.
         left_to_loop: whether the training loop shares gradients and buffers itself.
     """
 

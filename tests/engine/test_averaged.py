@@ -72,11 +72,11 @@ def test_no_second_copy_is_held(problem: Any, train: Any) -> None:
     """Neither after it was asked for, nor for an optimizer that keeps an average itself."""
     engine = engine_of(problem)
     train(engine, WINDOW)
-    held = [t.data_ptr() for mean in engine.cycle.averages._means.values() for t in mean.values]
+    held = [t.data_ptr() for mean in engine.cycle.averages.means.values() for t in mean.values]
     size = sum(p.numel() for p in engine.replicas[0].model.parameters())
-    assert sum(t.numel() for mean in engine.cycle.averages._means.values() for t in mean.values) == size
+    assert sum(t.numel() for mean in engine.cycle.averages.means.values() for t in mean.values) == size
     averaged(engine)
-    assert [t.data_ptr() for mean in engine.cycle.averages._means.values() for t in mean.values] == held
+    assert [t.data_ptr() for mean in engine.cycle.averages.means.values() for t in mean.values] == held
 
     model = problem.model()
     optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01)
@@ -86,7 +86,7 @@ def test_no_second_copy_is_held(problem: Any, train: Any) -> None:
     engine = Engine(home, [knob], window=WINDOW, signal=problem.probe(), total_steps=TOTAL)
     train(engine, WINDOW + 1)
     found = averaged(engine)
-    assert not any(mean.values for mean in engine.cycle.averages._means.values())
+    assert not any(mean.values for mean in engine.cycle.averages.means.values())
     own = copy.deepcopy((model, optimizer))
     own[1].eval()
     assert close(found, list(own[0].parameters()))

@@ -210,7 +210,7 @@ def test_no_average_is_kept_beside_its_own() -> None:
         with engine.replicas[0]:
             loss = step(model, optimizer)
         if number == T - 1:
-            held = [mean.values for mean in engine.cycle.averages._means.values()]
+            held = [mean.values for mean in engine.cycle.averages.means.values()]
             assert held == [[]]
         engine.step(loss)
 

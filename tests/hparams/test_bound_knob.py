@@ -134,6 +134,34 @@ def test_only_changes_are_written_until_it_forgets() -> None:
     assert cell.written == [0.1, 0.2, 0.3, 0.3]
 
 
+def test_what_is_worked_out_ahead_is_what_each_step_would_have() -> None:
+    """Whatever changes in between: the shift, the levels, the step that training is at."""
+    ahead, alone = (bound(2, schedule=OneCycle(0.3, total_steps=300), spread=Symmetric(0.6)) for _ in range(2))
+    for step in [*range(150), 40, *range(41, 120)]:
+        for knob in (ahead, alone):
+            if step == 70:
+                knob.shift = 0.5
+            if step == 90:
+                knob.spread(Symmetric(0.6).levels(2), 0.0)
+        ahead.put_in_force(step, [0, 1])
+        cells: Any = ahead.bindings
+        assert [cell.written[-1] for cell in cells] == alone.values(step, [0, 1])
+
+
+def asked(step: int) -> float:
+    if step == 9:
+        raise ValueError("not yet")
+    return 0.1 + step / 100
+
+
+def test_a_function_of_the_users_own_is_asked_for_the_step_that_comes() -> None:
+    knob = bound(1, schedule=FromCallable(f"{__name__}:asked"))
+    for step in range(9):
+        knob.put_in_force(step, [0])
+    with pytest.raises(ValueError, match="not yet"):
+        knob.put_in_force(9, [0])
+
+
 @settings(max_examples=100)
 @given(moves=st.lists(st.floats(-10, 10), min_size=1, max_size=8), authority=st.floats(0, 4), space=SPACES)
 def test_the_shift_stays_within_authority_and_the_moves_add_up_to_it(

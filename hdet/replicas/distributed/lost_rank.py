@@ -24,12 +24,21 @@ def translated(doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except HdetError:
-        raise
     except RuntimeError as error:
-        told = str(error).lower()
-        if not dist.is_initialized() or not (isinstance(error, dist.DistError) or any(sign in told for sign in SIGNS)):
-            raise
+        translate(error, doing)
+        raise
+
+
+def translate(error: BaseException, doing: str) -> None:
+    """Raise in the place of a backend's error about a peer that is gone or silent one that says what to do.
+
+    Raises:
+        LostRankError: it is one.
+    """
+    if isinstance(error, HdetError) or not isinstance(error, RuntimeError) or not dist.is_initialized():
+        return
+    told = str(error).lower()
+    if isinstance(error, dist.DistError) or any(sign in told for sign in SIGNS):
         raise LostRankError(
             f"rank {dist.get_rank()}, {doing}: {LOST}. This run cannot go on without it: end this process, and resume "
             f"from the last checkpoint (torchrun --max-restarts does both). The backend said: "

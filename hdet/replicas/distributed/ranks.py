@@ -24,7 +24,7 @@ from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.distributed.half_precision import mean_narrow_
 from hdet.replicas.distributed.layout import Group, of_group
-from hdet.replicas.distributed.lost_rank import translated
+from hdet.replicas.distributed.lost_rank import translate, translated
 from hdet.replicas.distributed.overlap import Flight
 from hdet.replicas.distributed.own_gradient import OwnGradient, Take
 from hdet.replicas.in_process import transplant
@@ -98,7 +98,7 @@ class Ranks(Replicas):
                 self.hosts[0 if seats else i][1],
                 first + i,
                 0 if seats else i,
-                around=partial(self._around, i),
+                on_error=partial(translate, doing="in forward or backward"),
             )
             for i in range(self._each)
         ]
@@ -158,6 +158,10 @@ class Ranks(Replicas):
         self.shares_on_call = (self._shares or self._seats > 1) and self.size > 1 and not self.left_to_loop
         self._own = OwnGradient() if terms.observed and not self._shares else None
         self._apart = terms.apart
+        keeps_quiet = self._quiet is not None and (self._shares or self._seats > 1)
+        if keeps_quiet or self._own is not None:
+            for number, replica in enumerate(self.local):
+                replica.around = partial(self._around, number)
         if self._wrapped is not None and not self.left_to_loop:
             # With nothing to explore this is data parallelism as it is, rank 0's buffers included. Else each rank's are
             # its own until the window's end: rank 0's, knobs among them, do not replace them in every forward pass.
@@ -183,15 +187,16 @@ class Ranks(Replicas):
         if self._own is not None:
             self._own.release()
 
-    @torch.no_grad()
     def share_gradients(self) -> None:
         if self.left_to_loop:
             return
         if not self._shares:
             self._divide()
-            return
-        if self.size == 1:
-            return
+        elif self.size > 1:
+            self._share()
+
+    @torch.no_grad()
+    def _share(self) -> None:
         trained, owned = self._shared.trained()
         mine = [any(own[i].grad is not None for own in owned) for i in range(len(owned[0]))]
         with translated("sharing gradients"):
@@ -246,7 +251,8 @@ class Ranks(Replicas):
             # This rank's parts: an operator on hundreds of DTensors takes longer than all else of a step.
             _, (own,) = self._shared.trained()
             gradients = [tensors.local(gradient) for gradient in (p.grad for p in own) if gradient is not None]
-            torch._foreach_mul_(gradients, 1.0 / self._seats)
+            with torch.no_grad():
+                torch._foreach_mul_(gradients, 1.0 / self._seats)
         self._summed = None
 
     def mean(self, valid: Sequence[bool], optimizer_state: str, weights: NDArray[np.float64] | None = None) -> None:
@@ -414,7 +420,7 @@ class Ranks(Replicas):
         quiet = self._quiet if self._shares or early else None
         observed, self._observed = self._observed, None
         observing = self._own.listening(*observed) if self._own is not None and observed is not None else nullcontext()
-        with translated("in forward or backward"), quiet() if quiet is not None else nullcontext(), observing:
+        with quiet() if quiet is not None else nullcontext(), observing:
             yield
         self._summed, self._begun = not early, True
 
