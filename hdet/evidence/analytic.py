@@ -22,6 +22,7 @@ from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Log, Relative, Space
 from hdet.replicas import tensors
+from hdet.replicas.tensors import Portion
 from hdet.spec import register
 
 
@@ -71,9 +72,12 @@ class Pull:
     total: float
     is_direct: bool
 
-    def through_gradient(self, parameter: nn.Parameter, weights: Tensor) -> Tensor | None:
-        """What it did to one parameter where it acts through the gradient, and so through the preconditioner."""
-        scale, lr = preconditioner(self.optimizer, self.group, parameter), float(self.group["lr"])
+    def through_gradient(
+        self, parameter: nn.Parameter, weights: Tensor, elements: slice | None = None
+    ) -> Tensor | None:
+        """What it did to one parameter, or to some elements, where it acts through the gradient: through P."""
+        scale = preconditioner(self.optimizer, self.group, parameter, elements=elements)
+        lr = float(self.group["lr"])
         return weights * scale * (-self.total / lr) if scale is not None and lr > 0.0 else None
 
 
@@ -131,16 +135,17 @@ class AnalyticCollector(DirectionalCollector):
                 own = Pull(binding.optimizer, group, pull, decoupled(binding.optimizer, group))
                 pull_of.update({id(parameter): own for parameter in group["params"] if parameter.requires_grad})
         every = [pull_of.get(id(parameter)) for parameter in weights]
-        # By a slice's start: each slice is asked for at every point.
+        # By a part's first tensor: each part is asked for at every point.
         pulled: dict[int, tuple[list[tuple[int, Pull]], Direct]] = {}
 
-        def of(part: slice, centre: Sequence[Tensor]) -> list[Block]:
-            if part.start not in pulled:
-                pulled[part.start] = _by_kind(every[part], centre)
-            through_gradient, direct = pulled[part.start]
+        def of(part: Portion, centre: Sequence[Tensor]) -> list[Block]:
+            first = part.places.start
+            if first not in pulled:
+                pulled[first] = _by_kind(every[part.places], centre)
+            through_gradient, direct = pulled[first]
             found: list[Block] = []
             for place, pull in through_gradient:
-                way = pull.through_gradient(weights[part][place], centre[place])
+                way = pull.through_gradient(weights[first + place], centre[place], part.elements)
                 if way is not None:
                     found.append(Block([place], centre[place].reshape(-1), way.reshape(-1)))
             for (total, *_), places in direct.items():

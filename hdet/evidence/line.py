@@ -211,9 +211,10 @@ class Segment:
             if moving:
                 torch._foreach_lerp_(moving, self._end, x)
         else:
-            for part in tensors.slices(moving):
-                pairs = list(zip(moving[part], self._start[part], self._end[part], strict=True))
+            for part in tensors.portions(moving, self._start, self._end):
+                here = part.of(moving)
+                pairs = list(zip(here, part.of(self._start), part.of(self._end), strict=True))
                 first = [a.to(own.device) for own, a, _ in pairs]
                 last = [b.to(own.device, a.dtype) for own, a, b in pairs]
-                tensors.copy_(moving[part], torch._foreach_lerp(first, last, x))
+                tensors.copy_(here, torch._foreach_lerp(first, last, x))
         tensors.copy_(list(compress(live, self._stays)), self._rest)

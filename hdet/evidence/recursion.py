@@ -20,6 +20,7 @@ from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.clipping import ENTRY
 from hdet.replicas import tensors
+from hdet.replicas.tensors import Portion
 from hdet.spec import register
 
 NUDGE = 1e-4
@@ -127,17 +128,18 @@ class RecursionCollector(DirectionalCollector):
                 mean = moving.of(self.scene.replicas.combine(harvest.valid / harvest.valid.sum()))
             found = [None if d is None else m for m, d in zip(mean, rows[0], strict=True)]
 
-        def of(part: slice, centre: Sequence[Tensor]) -> list[Block]:
+        def of(part: Portion, centre: Sequence[Tensor]) -> list[Block]:
+            elements = part.elements or slice(None)
+            directions = [None if d is None else d.reshape(-1)[elements] for d in found[part.places]]
             alike: dict[tuple[torch.dtype, torch.dtype, torch.device], list[int]] = {}
-            for place, (d, own) in enumerate(zip(found[part], centre, strict=True)):
+            for place, (d, own) in enumerate(zip(directions, centre, strict=True)):
                 if d is not None:
                     alike.setdefault((own.dtype, d.dtype, own.device), []).append(place)
-            directions = found[part]
             return [
                 Block(
                     places,
                     tensors.joined([centre[place] for place in places]),
-                    torch.cat([d.reshape(-1) for d in (directions[place] for place in places) if d is not None]),
+                    torch.cat([d for d in (directions[place] for place in places) if d is not None]),
                 )
                 for places in alike.values()
             ]

@@ -294,11 +294,13 @@ class _Weights:
 
 def _of_evidence(source: Evidence, knobs: Sequence[Knob], weights: _Weights, optimizer: Optimizer) -> list[Held]:
     """What one kind of evidence holds of its own."""
-    passing = min(max(4 * tensors.PASSING, weights.largest), weights.wide)
+    # Of a large tensor a stretch at a time, but for the slopes of groups.
+    passing = min(max(4 * tensors.PASSING, min(weights.largest, 4 * tensors.STRETCH)), weights.wide)
     if isinstance(source, Line):
         return [Held("weights put aside while lines are read", "device", weights.size + passing, END)]
     if isinstance(source, GroupLines):
-        return [Held("weights put aside while lines are read", "device", weights.size + 3 * passing, END)]
+        three = 3 * max(passing, weights.largest)
+        return [Held("weights put aside while lines are read", "device", weights.size + three, END)]
     if isinstance(source, Analytic):
         return [Held("weights put aside while decay is judged", "device", weights.size + 2 * passing, END)]
     if isinstance(source, Recursion):
@@ -314,7 +316,7 @@ def _of_evidence(source: Evidence, knobs: Sequence[Knob], weights: _Weights, opt
         kept = (source.groups + 1) * len(knobs) if source.horizon else 1
         return [
             Held("sketches of gradients, and their signs", "device", 4 * (kept * numbers + signs)),
-            Held("the probe's gradient, and its sketch", "device", weights.trained + 3 * passing + 4 * numbers, END),
+            Held("the probe's gradient, and its sketch", "device", weights.trained + 2 * passing + 4 * numbers, END),
             Held("sketches that are read", "device", 4 * (source.groups * (len(knobs) - 1) + 1) * numbers, END),
         ]
     raise ConfigError(f"what evidence of kind {source.kind!r} holds is not known here")

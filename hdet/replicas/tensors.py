@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -200,6 +201,42 @@ def slices(of: Sequence[Tensor], elements: int = PASSING) -> Iterator[slice]:
         total += tensor.numel()
     if first < len(of):
         yield slice(first, len(of))
+
+
+STRETCH = 2**22
+"""Elements up to which a large tensor is worked on in one: enough to keep an accelerator busy, and 16 MB in float32."""
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Consecutive tensors of a list, or some of the elements of one.
+
+    Attributes:
+        places: which of the tensors.
+        elements: which elements of the only one; `None` for all.
+    """
+
+    places: slice
+    elements: slice | None = None
+
+    def of(self, every: Sequence[Tensor]) -> list[Tensor]:
+        """These of a list of tensors, sharing memory; a stretch of one has one dimension."""
+        own = list(every[self.places])
+        return own if self.elements is None else [own[0].view(-1)[self.elements]]
+
+
+def portions(*lists: Sequence[Tensor]) -> Iterator[Portion]:
+    """Consecutive parts of lists of tensors of the same shapes: what is made of a part is small.
+
+    Small tensors are taken together, as by `slices`, and large ones a stretch at a time (where they are contiguous).
+    """
+    for places in slices(lists[0], min(PASSING, STRETCH)):
+        elements = lists[0][places.start].numel()
+        if elements > STRETCH and all(every[places.start].is_contiguous() for every in lists):
+            for first in range(0, elements, STRETCH):
+                yield Portion(places, slice(first, min(first + STRETCH, elements)))
+        else:
+            yield Portion(places)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

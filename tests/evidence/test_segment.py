@@ -37,6 +37,17 @@ def test_a_point_is_the_interpolation_bit_for_bit(
         assert all(torch.equal(own, value) for own, value in zip(live, want, strict=True))
 
 
+def test_a_large_tensor_is_worked_on_a_stretch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment.tensors, "STRETCH", 64)
+    start, end, live = (
+        [torch.randn(10, 20, generator=torch.Generator().manual_seed(seed)).to(dtype), torch.ones(64)]
+        for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.bfloat16))
+    )
+    Segment(start, end, [True] * 2).at(1.3)(live)
+    want = [torch.lerp(a, b.float(), 1.3).to(own.dtype) for a, b, own in zip(start, end, live, strict=True)]
+    assert all(torch.equal(own, value) for own, value in zip(live, want, strict=True))
+
+
 def test_memory_of_another_model_may_be_written_next() -> None:
     """As where copies on several devices share the points out."""
     line = Segment(weights(1), weights(2), [True] * 4)

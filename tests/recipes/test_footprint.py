@@ -14,6 +14,7 @@ import hdet
 from hdet.errors import ConfigError
 from hdet.merges import Outer, OuterLearningRate
 from hdet.recipes.footprint import footprint
+from hdet.replicas import tensors
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -41,12 +42,22 @@ def test_for_a_moment_one_more_set_of_weights_is_held(row: str) -> None:
     assert counted.momentary <= (1.0 + 4.0 / benchmark.LAYERS) * told.parameters
 
 
+def test_of_large_tensors_it_is_one_set_whatever_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are worked on a stretch at a time; here of a sixty-fourth of each, as of those of billions."""
+    for name in ("PASSING", "STRETCH"):
+        monkeypatch.setattr(tensors, name, 2**12)
+    frozen, options = benchmark.ROWS["recipe, no forward knob"]
+    counted, told = benchmark.searched(512, frozen, options, windows=2), benchmark.foretold(512, frozen, options)
+    assert told.momentary == pytest.approx(told.parameters, rel=0.01)
+    assert counted.momentary == pytest.approx(told.parameters, rel=0.01)
+
+
 def test_70_billion_parameters_take_no_memory() -> None:
     told = benchmark.large(80, 8192)
     sketches = 64 * 2**20
     assert told.parameters > 2 * 60e9
     assert told.bytes("device") < 3.0 * told.parameters + sketches  # of which the average is in float32
-    assert told.momentary < 1.1 * told.parameters
+    assert told.momentary < told.parameters + sketches
     assert "the best point" in str(told)
 
 

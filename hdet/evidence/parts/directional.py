@@ -18,6 +18,7 @@ from hdet.evidence.parts.losses_at import Write, losses_at
 from hdet.evidence.scene import Harvest, Scene
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.replicas import tensors
+from hdet.replicas.tensors import Portion
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Block:
     """Weights that a knob moves, of one dtype and device, one after another in one tensor.
 
     Attributes:
-        places: which of a slice of the weights they are.
+        places: which of a part of the weights they are.
         centre: [n] their values at the centre.
         direction: [n] D, in memory of its own.
     """
@@ -35,8 +36,8 @@ class Block:
     direction: Tensor
 
 
-Direction = Callable[[slice, Sequence[Tensor]], Sequence[Block]]
-"""D of a slice of the weights, by the centre's values there, but for weights that the knob does not move."""
+Direction = Callable[[Portion, Sequence[Tensor]], Sequence[Block]]
+"""D of a part of the weights, by the centre's values there, but for weights that the knob does not move."""
 
 
 class Directional(Evidence):
@@ -131,12 +132,12 @@ class DirectionalCollector(Collector):
                 like = [own[place] for place in block.places]
                 for place, value in zip(block.places, tensors.parted(moved, like), strict=True):
                     own[place] = value
-            tensors.copy_(live[part], own)
+            tensors.copy_(part.of(live), own)
 
-    def _parts(self, centre: Sequence[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
+    def _parts(self, centre: Sequence[Tensor]) -> Iterator[tuple[Portion, list[Tensor]]]:
         """The centre a part at a time, beside the weights."""
         live = self.scene.moving.values()
         beside = all(c.device == own.device for c, own in zip(centre, live, strict=True))
-        for part in tensors.slices(live):
-            own = list(centre[part])
-            yield part, own if beside else [c.to(one.device) for c, one in zip(own, live[part], strict=True)]
+        for part in tensors.portions(live, centre):
+            own = part.of(centre)
+            yield part, own if beside else [c.to(one.device) for c, one in zip(own, part.of(live), strict=True)]

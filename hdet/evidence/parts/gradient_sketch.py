@@ -94,11 +94,21 @@ class GradientSketch:
             self._fold(target, run, gradients[run.first : run.stop], 1.0 if rates is None else rates[run.group])
         return target
 
-    def folded_trained(self, value: Callable[[int], Tensor]) -> Tensor:
-        """[sketch.size] The sketch of values, each given by its place among `tensors.trained` when it is needed."""
+    def folded_trained(self, value: Callable[[int, slice | None], Tensor]) -> Tensor:
+        """[sketch.size] The sketch of values, each given when it is needed.
+
+        Args:
+            value: from a place among `tensors.trained`; of some elements, as of a vector, or of all.
+        """
         target = self.sketch.zeros()
         for run in self._runs:
-            self._fold(target, run, [value(place) for place in self._places[run.first : run.stop]], 1.0)
+            places, count = self._places[run.first : run.stop], self._counts[run.first]
+            if len(places) > 1 or count <= tensors.STRETCH:
+                self._fold(target, run, [value(place, None) for place in places], 1.0)
+                continue
+            for first in range(0, count, tensors.STRETCH):
+                own = value(places[0], slice(first, min(first + tensors.STRETCH, count)))
+                self._add(target, own, run.position + first, 1.0)
         return target
 
     def _fold(self, target: Tensor, run: _Run, gradients: Sequence[Tensor | None], rate: Rate) -> None:

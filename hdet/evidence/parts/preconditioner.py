@@ -17,7 +17,11 @@ _warned: set[tuple[str, str]] = set()
 
 
 def preconditioner(
-    optimizer: Optimizer, group: Group, parameter: nn.Parameter, rate: float | None = None
+    optimizer: Optimizer,
+    group: Group,
+    parameter: nn.Parameter,
+    rate: float | None = None,
+    elements: slice | None = None,
 ) -> Tensor | float | None:
     """The diagonal P by which this parameter's gradient is multiplied in an update, learning rate included.
 
@@ -34,41 +38,56 @@ def preconditioner(
 
     Args:
         rate: in place of the group's learning rate; at 1 what an update is per unit of it, also where that is 0.
+        elements: of these elements alone, as of a vector; of a sharded parameter among this rank's.
 
     With `maximize` P is negative. RAdam's rectification is left out: its first steps are read too large.
 
     Returns:
-        A tensor like the parameter, a float, or `None` before the optimizer's first step.
+        A tensor like the parameter (of a sharded one this rank's part), a float, or `None` before the optimizer's
+        first step.
     """
     lr = without_waiting(group["lr"]) if rate is None else rate
-    scale = _scale(optimizer, group, optimizer.state.get(parameter, {}), parameter, lr)
-    if isinstance(scale, Tensor):
-        scale = local(scale)  # of a sharded parameter this rank's part, as everywhere in hdet
+    scale = _scale(optimizer, group, optimizer.state.get(parameter, {}), parameter, lr, elements)
     return -scale if scale is not None and group.get("maximize") else scale
 
 
 def _scale(
-    optimizer: Optimizer, group: Group, state: Group, parameter: nn.Parameter, lr: Tensor | float
+    optimizer: Optimizer,
+    group: Group,
+    state: Group,
+    parameter: nn.Parameter,
+    lr: Tensor | float,
+    elements: slice | None,
 ) -> Tensor | float | None:
+    def own(entry: str) -> Tensor | None:
+        """What the state holds for each of the elements; `None` where it holds no such."""
+        held = state.get(entry)
+        if not isinstance(held, Tensor) or held.shape != parameter.shape:
+            return None
+        held = local(held)
+        return held if elements is None else held.reshape(-1)[elements]
+
     if isinstance(optimizer, torch.optim.SGD):
         momentum = float(group["momentum"])
         return lr * (1.0 - float(group["dampening"]) if momentum else 1.0) / (1.0 - momentum)
     if not state:
         return None
-    second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
-    if isinstance(second, Tensor) and second.shape == parameter.shape:
+    second = own("max_exp_avg_sq" if "max_exp_avg_sq" in state else "exp_avg_sq")
+    if second is not None:
         correction: Tensor | float = 1.0
         if "step" in state and "betas" in group:
             correction = 1.0 - without_waiting(group["betas"][1]) ** _at_least_1(without_waiting(state["step"]))
-        return lr / ((second / correction).sqrt() + float(group["eps"]))
-    largest = state.get("exp_inf")
-    if isinstance(largest, Tensor) and largest.shape == parameter.shape:
+        return _over((second / correction).sqrt_().add_(float(group["eps"])), lr)
+    largest = own("exp_inf")
+    if largest is not None:
         return lr / largest.clamp_min(torch.finfo(largest.dtype).tiny)
     for entry in ("square_avg", "sum"):
-        held = state.get(entry)
-        if isinstance(held, Tensor) and held.shape == parameter.shape and "acc_delta" not in state:
+        held = own(entry)
+        if held is not None and "acc_delta" not in state:
             if group.get("centered"):
-                held = (held - state["grad_avg"].square()).clamp_min(0.0)
+                mean = own("grad_avg")
+                assert mean is not None
+                held = (held - mean.square()).clamp_min(0.0)
             if "lr_decay" in group:
                 lr = lr / (1.0 + (without_waiting(state["step"]) - 1.0) * float(group["lr_decay"]))
             return lr / (held.sqrt() + float(group["eps"])) / (1.0 - float(group.get("momentum", 0.0)))
@@ -78,6 +97,11 @@ def _scale(
         "positive, and lose some of their power",
     )
     return lr
+
+
+def _over(divisor: Tensor, lr: Tensor | float) -> Tensor:
+    """lr / divisor, in its memory."""
+    return torch.div(lr, divisor, out=divisor) if isinstance(lr, Tensor) else divisor.reciprocal_().mul_(lr)
 
 
 def without_waiting(entry: float | Tensor) -> float | Tensor:

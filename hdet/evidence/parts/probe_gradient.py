@@ -29,16 +29,17 @@ class Aim:
 
     sums: list[Tensor]
     losses: int
-    scale: Callable[[int], Tensor | float]
+    scale: Callable[[int, slice | None], Tensor | float]
     loss: Tensor
 
-    def gradient(self, number: int) -> Tensor:
-        """g_p of one of `tensors.trained`, in float32 at least."""
-        return tensors.wide(self.sums[number]) / float(self.losses)
+    def gradient(self, number: int, elements: slice | None = None) -> Tensor:
+        """g_p of one of `tensors.trained`, or of some of its elements as of a vector, in float32 at least."""
+        own = self.sums[number] if elements is None else self.sums[number].reshape(-1)[elements]
+        return tensors.wide(own) / float(self.losses)
 
-    def step(self, number: int) -> Tensor:
-        """v = P g_p of one of `tensors.trained`."""
-        return self.gradient(number) * self.scale(number)
+    def step(self, number: int, elements: slice | None = None) -> Tensor:
+        """v = P g_p of the same."""
+        return self.gradient(number, elements).mul_(self.scale(number, elements))
 
 
 def aim(scene: Scene, window: int, rate: float | None = None) -> Aim | None:
@@ -64,11 +65,11 @@ def aim(scene: Scene, window: int, rate: float | None = None) -> Aim | None:
     own = tensors.trained(model)
     group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
 
-    def scale(number: int) -> Tensor | float:
+    def scale(number: int, elements: slice | None) -> Tensor | float:
         parameter = own[number]
         if id(parameter) not in group_of:
             return 0.0
-        found = preconditioner(optimizer, group_of[id(parameter)], parameter, rate)
+        found = preconditioner(optimizer, group_of[id(parameter)], parameter, rate, elements)
         # Without a state it has never had a gradient, as the rest of the optimizer has: nothing moves it.
         return 0.0 if found is None else found
 

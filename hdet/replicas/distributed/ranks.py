@@ -158,8 +158,8 @@ class Ranks(Replicas):
         self.shares_on_call = (self._shares or self._seats > 1) and self.size > 1 and not self.left_to_loop
         self._own = OwnGradient() if terms.observed and not self._shares else None
         self._apart = terms.apart
-        keeps_quiet = self._quiet is not None and (self._shares or self._seats > 1)
-        if keeps_quiet or self._own is not None:
+        counts_passes = self._seats > 1 and not self.left_to_loop
+        if counts_passes or (self._quiet is not None and self._shares) or self._own is not None:
             for number, replica in enumerate(self.local):
                 replica.around = partial(self._around, number)
         if self._wrapped is not None and not self.left_to_loop:

@@ -15,6 +15,7 @@ import hdet
 from hdet import Engine, Probe
 from hdet.controllers import Estimate, Gated, Hold
 from hdet.controllers.gated import GatedState
+from hdet.replicas import tensors
 
 T, WINDOWS = 5, 4
 
@@ -100,6 +101,20 @@ def test_at_the_origin_there_is_nothing_to_decay_and_other_knobs_are_heard() -> 
     for record in records:
         assert record.estimates["w"] == Estimate.nothing().to_dict()
         assert record.estimates["other"]["slope"] < 0.0 < record.estimates["other"]["stderr"]
+
+
+@pytest.mark.parametrize(("make", "knob"), CASES, ids=IDS)
+def test_a_large_tensor_is_worked_on_a_stretch_at_a_time(
+    make: Any, knob: hdet.Knob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    for elements in (2, 2**18):
+        for name in ("PASSING", "STRETCH"):
+            monkeypatch.setattr(tensors, name, elements)
+        model = Two(start=1.0)
+        _, records = trained(model, make(model, lr=0.01), [knob.replace(controller=Hold())])
+        told.append([record.estimates[knob.label]["slope"] for record in records])
+    assert told[0] == pytest.approx(told[1], rel=1e-4)
 
 
 @pytest.mark.parametrize(("make", "knob"), CASES, ids=IDS)

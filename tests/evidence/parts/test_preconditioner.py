@@ -79,7 +79,9 @@ def test_an_update_is_p_times_its_gradient(name: str, count: int) -> None:
         warnings.simplefilter("error")
         optimizer, parameter, taken = trained(MEMORYLESS[name], gradients)
         scale = read(optimizer, parameter)
+        last = preconditioner(optimizer, optimizer.param_groups[0], parameter, elements=slice(1, 3))
     torch.testing.assert_close(scale * gradients[-1], taken, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(last * gradients[-1][1:], taken[1:], rtol=1e-6, atol=1e-9)
 
 
 # With memory, a gradient that lasts comes to P g in every step.

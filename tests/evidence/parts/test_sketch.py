@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hdet.evidence.parts import gradient_sketch
 from hdet.evidence.parts.gradient_sketch import GradientSketch
 from hdet.evidence.parts.sketch import Sketch
+from hdet.replicas import tensors
 
 CPU = torch.device("cpu")
 
@@ -132,12 +134,20 @@ def test_gradients_as_they_come_make_the_same_sketch() -> None:
     torch.testing.assert_close(found, want)
 
 
-def test_values_in_the_models_order_are_put_in_the_groups() -> None:
+@pytest.mark.parametrize("stretch", [2, 2**22])
+def test_values_in_the_models_order_are_put_in_the_groups(stretch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a large parameter a stretch at a time."""
+    monkeypatch.setattr(tensors, "STRETCH", stretch)
+    monkeypatch.setattr(gradient_sketch, "TOGETHER", stretch)
     model, optimizer = net()
     folding = GradientSketch([(model, optimizer)], 1024)
     trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
     values = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-    assert torch.equal(folding.folded_trained(values.__getitem__), folding.folded(folding.gradients(0)))
+
+    def value(place: int, elements: slice | None) -> Tensor:
+        return values[place] if elements is None else values[place].reshape(-1)[elements]
+
+    assert torch.equal(folding.folded_trained(value), folding.folded(folding.gradients(0)))
 
 
 def test_half_precision_is_added_up_in_full() -> None:
