@@ -38,7 +38,7 @@ def test_a_point_is_the_interpolation_bit_for_bit(
 
 
 def test_a_large_tensor_is_worked_on_a_stretch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment.tensors, "STRETCH", 64)
+    monkeypatch.setattr(tensors, "STRETCH", 64)
     start, end, live = (
         [torch.randn(10, 20, generator=torch.Generator().manual_seed(seed)).to(dtype), torch.ones(64)]
         for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.bfloat16))
