@@ -101,7 +101,8 @@ class _Request(BaseHTTPRequestHandler):
         if self.server.token is not None:
             asked = parse_qs(address.query).get("token", [""])[0]
             if asked and self._opens(asked):
-                return self._answer(HTTPStatus.SEE_OTHER, "", {"Location": "/", "Set-Cookie": self._cookie()})
+                cookie = f"{self._cookie_name()}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+                return self._answer(HTTPStatus.SEE_OTHER, "", {"Location": "/", "Set-Cookie": cookie})
             if not self._opens(self._kept()):
                 return self.send_error(HTTPStatus.UNAUTHORIZED, explain="Open the address that hdet watch printed.")
         status, text, changing = self.server.page()
@@ -113,9 +114,6 @@ class _Request(BaseHTTPRequestHandler):
     def _opens(self, given: str) -> bool:
         assert self.server.token is not None
         return secrets.compare_digest(given.encode(), self.server.token.encode())
-
-    def _cookie(self) -> str:
-        return f"{self._cookie_name()}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
 
     def _cookie_name(self) -> str:
         """Browsers do not tell cookies apart by port, and two runs may be watched on one machine."""

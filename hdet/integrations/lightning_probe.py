@@ -19,6 +19,9 @@ from hdet.errors import ConfigError
 from hdet.integrations.dataset_probe import SUB_BATCHES, numbers_lent
 from hdet.signals import Probe
 
+OF_A_METRIC = ("_update_count", "_computed", "_forward_cache", "_cache")
+"""What a torchmetrics metric holds beside the states that it has declared."""
+
 
 def judge(trainer: Trainer, module: LightningModule, probe: Probe | Iterable[Any], name: str, seed: int) -> Probe:
     """The probe on this module, on its device and in the Trainer's precision.
@@ -109,14 +112,20 @@ def _logging_into(logged: dict[str, Any], module: LightningModule) -> Iterator[N
 def _as_it_was(module: LightningModule) -> Iterator[None]:
     """Metrics, and lists, dicts and numbers on the module, hold after the block what they held before it."""
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
-    states = [{name: _copied(vars(one)[name]) for name in _state_names(one)} for one in metrics]
-    own = {name: (value, copy.copy(value)) for name, value in vars(module).items() if _is_plain(name, value)}
+    states = [
+        {name: _copied(value) for name, value in vars(one).items() if name in one._defaults or name in OF_A_METRIC}
+        for one in metrics
+    ]
+    own: dict[str, tuple[Any, Any]] = {
+        name: (value, copy.copy(value))
+        for name, value in vars(module).items()
+        if not name.startswith("_") and isinstance(value, (list, dict, set, int, float))
+    }
     try:
         yield
     finally:
         for one, state in zip(metrics, states, strict=True):
-            for name, value in state.items():
-                object.__setattr__(one, name, value)
+            vars(one).update(state)
         for name, (value, before) in own.items():
             if isinstance(value, list):
                 value[:] = before
@@ -124,15 +133,6 @@ def _as_it_was(module: LightningModule) -> Iterator[None]:
                 value.clear()
                 value.update(before)
             setattr(module, name, value)
-
-
-def _is_plain(name: str, value: Any) -> bool:
-    return not name.startswith("_") and isinstance(value, (list, dict, set, int, float))
-
-
-def _state_names(metric: Metric) -> list[str]:
-    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache", "_cache"]
-    return [name for name in names if name in vars(metric)]
 
 
 def _copied(value: Any) -> Any:

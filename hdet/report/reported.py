@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -63,5 +63,5 @@ def reported(runs: ReportedRun | Iterable[ReportedRun] | Iterable[WindowRecord])
         name, number = one.name, 2
         while name in named:
             name, number = f"{one.name} ({number})", number + 1
-        named[name] = ReportedRun(name, one.windows, one.configuration, one.declared, one.result)
+        named[name] = replace(one, name=name)
     return list(named.values())

@@ -46,12 +46,9 @@ def _held(batches: object) -> list[Any]:
     for part in parts:  # which grows as it is gone through
         attributes = getattr(part, "__dict__", {})
         held += attributes.values()
-        parts += [attributes[name] for name in PARTS if name in attributes and not _is_among(attributes[name], parts)]
+        new = [attributes[name] for name in PARTS if name in attributes]
+        parts += [one for one in new if not any(one is other for other in parts)]
     return held
-
-
-def _is_among(one: object, others: list[object]) -> bool:
-    return any(one is other for other in others)
 
 
 def _restore(held: Any) -> Callable[[], object] | None:

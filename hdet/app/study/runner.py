@@ -68,7 +68,10 @@ def run_cell(config: dict[str, Any] | None, command: tuple[str, ...] | None, out
                 _call(command, folder, lock)
         except Exception as error:
             (folder / ERROR).write_text(traceback.format_exc(), encoding="utf-8")
-            return str(error) if isinstance(error, HdetError) else f"{_said(error)}; see {folder / ERROR}"
+            if isinstance(error, HdetError):
+                return str(error)
+            said = f"{type(error).__name__}: {str(error) or 'no message'}".splitlines()[0]
+            return f"{said}; see {folder / ERROR}"
     return None
 
 
@@ -138,7 +141,3 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(path)
         elif path.name != LOCK:
             path.unlink()
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error) or 'no message'}".splitlines()[0]
