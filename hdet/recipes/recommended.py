@@ -30,7 +30,7 @@ from hdet.windows import GrowingWindow, Windows
 
 WARMUP = 0.3
 CAUTION = 4.0
-LEAST, MOST = 0.02, 0.5
+MOST = 0.5
 BY_GRADIENTS = "micro-batches run at two levels, fresh signs every step; their gradients are compared along the probe's"
 GUARD = (
     "  a guard: where training stands still and the held-out loss got worse, it goes back to the best point and on "
@@ -207,9 +207,6 @@ def _forward(
         # Networks of which most is dropped may learn nothing at all, and then nothing tells why.
         knob = knob.replace(initial_shift=knob.space.difference(MOST, value))
         reason = f"entered at {MOST:g}; {reason}"
-    if value > LEAST:
-        # A base at 0 can only be explored on one side and rarely; who set a rate wants one.
-        knob = knob.replace(bounds=(LEAST, knob.bounds[1]))
     return Choice(subject, knob, reason)
 
 
