@@ -1,1 +1,1 @@
-"""hdet around a loop that is not its own: under a torch scheduler."""
+"""hdet around what is not its own: a training loop, a trainer, a torch scheduler."""

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,12 +18,17 @@ from hdet.engine.tally import Losses
 from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.hparams import LearningRate
 from hdet.overlay.hooks import Hook
-from hdet.overlay.lent_bindings import Lending
+from hdet.overlay.lent_bindings import Lending, put_back
+from hdet.overlay.rates import rates
 from hdet.overlay.told_schedule import Course, Told
 from hdet.replicas import Replicas, tensors
+from hdet.replicas.distributed.fingerprint import fingerprint
 
 KEY = "hdet"
 """Under which key of a scheduler's state the exploration's lies."""
+
+EXACT = 2**48
+"""Whole numbers below it keep their last digit in float64, up to the sum of 32 of them."""
 
 LOOKS = 2
 """Steps that are looked at. In the first all replicas are alike, and on the same data their gradients would be too."""
@@ -67,10 +71,7 @@ class Exploration:
         self._lending = Lending()
         self.engine = Engine(
             replicas,
-            [
-                knob.replace(schedule=Told(self._course, index, None, relative=False), groups=index)
-                for index, knob in enumerate(knobs)
-            ],
+            [knob.replace(schedule=Told(self._course, index, None), groups=index) for index, knob in enumerate(knobs)],
             bind=self._lending.bind,
             **options,
         )
@@ -87,8 +88,8 @@ class Exploration:
         Raises:
             StepError: gradients were to be shared and were not; the run is over, or a loss is no scalar.
         """
-        if self._sharing is not None and self._sharing.open:
-            self._sharing.check(self.engine.step_count)
+        if self._sharing is not None and not self._sharing.check(self.engine.step_count):
+            self._sharing = None
         if not self.replicas.shares_on_call:
             self.engine.gradients_are_shared()
         step_scheduler()
@@ -187,15 +188,11 @@ class Exploration:
             self._hooks.append(optimizer.register_step_post_hook(Hook(self._after_step)))
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._after_step(optimizer)  # if the step before raised
-        for lent in self._lending.groups:
-            if lent.optimizer is optimizer:
-                lent.put_in()
+        self._lending.take_out_update(optimizer)  # if the step before raised
+        self._lending.put_in_update(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        for lent in self._lending.groups:
-            if lent.optimizer is optimizer:
-                lent.take_out()
+        self._lending.take_out_update(optimizer)
 
     def _agreed(self, state: dict[str, Any]) -> bool:
         """Whether all processes load one moment's state; if not, only the converged point they share will do.
@@ -208,8 +205,8 @@ class Exploration:
         point, window = state["engine"]["converged"], state["engine"]["window"]
         names = {name for name, _ in self.engine.hosts[0][0].named_parameters()}
         # At the start replicas may lie apart, each with the noise of its warm start.
-        held = extremes(t for name, t in point["model"].items() if name in names) if window else [0.0, 0.0]
-        row = torch.tensor([[state["step"], point["step"], window, *held]], dtype=torch.float64)
+        held = [value for name, value in point["model"].items() if name in names] if window else []
+        row = torch.tensor([[state["step"], point["step"], window, *mark(held)]], dtype=torch.float64)
         table = self.replicas.gather(row.expand(len(self.replicas.local), -1))
         if (table[:, 1:] != table[0, 1:]).any():
             raise CheckpointError(
@@ -237,19 +234,10 @@ class Exploration:
             write_rates(other, written)
 
 
-def rates(optimizer: Optimizer) -> list[float]:
-    """The learning rate of each parameter group."""
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
 def write_rates(optimizer: Optimizer, values: Sequence[float | Tensor]) -> None:
-    """The learning rate of each parameter group; tensors are written in place."""
+    """Each parameter group's learning rate; tensors are written in place."""
     for group, rate in zip(optimizer.param_groups, values, strict=True):
-        if isinstance(group["lr"], Tensor):
-            with torch.no_grad():
-                group["lr"].fill_(rate)
-        else:
-            group["lr"] = float(rate)
+        put_back(group, "lr", torch.as_tensor(rate) if isinstance(group["lr"], Tensor) else float(rate))
 
 
 def peak(group: dict[str, Any]) -> float:
@@ -267,59 +255,47 @@ class Sharing:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._looks = LOOKS
-        self._seen: list[list[float]] = [[] for _ in replicas.hosts]
+        self._seen: dict[int, list[float]] = {}  # by the optimizer's host
         self._hooks = [
             optimizer.register_step_pre_hook(partial(self._look, host))
             for host, (_, optimizer) in enumerate(replicas.hosts)
         ]
 
-    @property
-    def open(self) -> bool:
-        """Whether there is still something to look at."""
-        return self._looks > 0
-
-    def check(self, step: int) -> None:
-        """After the optimizers' steps, in every process.
+    def check(self, step: int) -> bool:
+        """After the optimizers' steps, in every process. Returns whether the next are to be looked at too.
 
         Raises:
             StepError: the replicas' gradients differ.
         """
-        rows = [[float(bool(seen)), *(seen or (0.0, 0.0))] for seen in self._seen]
-        table = self._replicas.gather(torch.tensor([rows[r.host] for r in self._replicas.local], dtype=torch.float64))
-        self._seen = [[] for _ in rows]
+        rows = [[float(r.host in self._seen), *self._seen.get(r.host, (0.0, 0.0))] for r in self._replicas.local]
+        table = self._replicas.gather(torch.tensor(rows, dtype=torch.float64))
+        self._seen.clear()
         if not table[:, 0].all():
-            return  # an optimizer's step was left out, as by a GradScaler
-        if not np.array_equal(table, np.broadcast_to(table[0], table.shape), equal_nan=True):
+            return True  # an optimizer's step was left out, as by a GradScaler
+        if (table != table[0]).any():
             raise StepError(
                 f"the gradients of the {len(table)} replicas differ in step {step}, so each trains on its own (local "
                 f"SGD), and gradients='shared' was declared: wrap the model in DistributedDataParallel, or call "
                 f"scheduler.engine.share_gradients() after the last backward of a step; or declare gradients='local'"
             )
         self._looks -= 1
-        if not self.open:
+        if not self._looks:
             self.close()
+        return self._looks > 0
 
     def close(self) -> None:
         """Look no more."""
-        self._looks = 0
         for hook in self._hooks:
             hook.remove()
 
     def _look(self, host: int, optimizer: Optimizer, *_: Any) -> None:
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        self._seen[host] = extremes(p.grad for p in parameters if p.grad is not None)
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if gradients:
+            self._seen[host] = mark(gradients)
 
 
-@torch.no_grad()
-def extremes(values: Iterable[Tensor]) -> list[float]:
-    """The smallest and the largest number in dense tensors (of sharded ones this rank's part); none without any.
-
-    Unlike a sum they do not depend on the order of the arithmetic, so equal tensors have equal ones everywhere.
-    """
-    dense = [tensors.local(value).detach() for value in values if value.layout == torch.strided]
-    real = [torch.view_as_real(value) if value.is_complex() else value for value in dense if value.numel()]
-    if not real:
-        return []
-    pairs = [torch.stack(torch.aminmax(value)).double().to(real[0].device) for value in real]
-    table = torch.stack(pairs)
-    return [float(table[:, 0].min()), float(table[:, 1].max())]
+def mark(values: Iterable[Tensor]) -> list[float]:
+    """A fingerprint of dense tensors (of sharded ones this rank's part), in numbers that a mean of few leaves exact."""
+    held = [tensors.local(value).detach() for value in values if value.layout == torch.strided]
+    marks: list[float] = fingerprint(held, torch.device("cpu")).remainder(EXACT).tolist()
+    return marks

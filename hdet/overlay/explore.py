@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hdet.controllers import HeavyBall
 from hdet.engine.engine import Engine
 from hdet.engine.tally import Losses
-from hdet.errors import ConfigError, StepError
+from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.evidence import Evidence
 from hdet.history import History
 from hdet.hparams import LearningRate, Relative, Symmetric
@@ -38,7 +38,17 @@ class Exploring(LRScheduler):
 
     _exploration: Exploration | None = None
     _began: int = 0
-    _declared: dict[str, Any] | None = None
+    _declared: tuple[nn.Module | None, Replicas | None, dict[str, Any]] | None = None
+
+    def _explore(self, began: int, model: nn.Module | None, replicas: Replicas | None, **options: Any) -> None:
+        """Keep what is declared, for states to come, and begin where there are several replicas.
+
+        Args:
+            options: of `hdet.Engine`.
+        """
+        self._declared = model, replicas, options
+        if how_many(model, replicas) > 1:
+            self._start(began)
 
     def _knobs(self, began: int, alone: bool) -> list[LearningRate]:
         """The knob of each parameter group, where exploration begins at the scheduler's step `began`.
@@ -52,6 +62,7 @@ class Exploring(LRScheduler):
         raise NotImplementedError
 
     def _own_state(self) -> dict[str, Any]:
+        """The state without the exploration's."""
         raise NotImplementedError
 
     def _load_own(self, state: dict[str, Any]) -> None:
@@ -86,16 +97,13 @@ class Exploring(LRScheduler):
 
     def _start(self, began: int) -> None:
         """Begin to explore, at the scheduler's step `began`."""
-        declared, length = self._declared, self._length()
-        assert declared is not None
-        home = surroundings(self.optimizer, declared["model"], declared["replicas"])
+        assert self._declared is not None
+        model, replicas, options = self._declared
+        home, length = surroundings(self.optimizer, model, replicas), self._length()
+        total_steps = None if length is None else length - began
+        knobs = self._knobs(began, home.size == 1)
         self._exploration = Exploration(
-            self.optimizer,
-            home,
-            self._knobs(began, home.size == 1),
-            self._own_state,
-            total_steps=None if length is None else length - began,
-            **declared["engine"],
+            self.optimizer, home, knobs, self._own_state, total_steps=total_steps, **options
         )
         self._began = began
 
@@ -107,8 +115,34 @@ class Exploring(LRScheduler):
         else:
             self._exploration.advance(step, losses)
 
-    def _explored_state(self) -> dict[str, Any]:
-        return {} if self._exploration is None else {KEY: {"began": self._began, **self._exploration.state_dict()}}
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's state, and while exploring under `"hdet"` everything a resume needs, the model included.
+
+        Every rank saves its own for a resume in mid-window; one rank's resumes all of them at the last converged
+        point.
+        """
+        exploration = self._exploration
+        explored = {KEY: {"began": self._began, **exploration.state_dict()}} if exploration is not None else {}
+        return {**self._own_state(), **explored}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state of this class, of any number of replicas, or of torch's scheduler. Load the model's first.
+
+        One replica keeps the bases that several have learned. A state without exploration starts it at its step.
+        Where the state is of another number of replicas or of another rank, a warning says to which step, that of
+        the last converged point, the run has gone back; go on from `last_epoch`.
+
+        Raises:
+            CheckpointError: the state explores and this scheduler was not told to, was told to otherwise, or has
+                another model; or ranks load states of different moments. The scheduler is as it was.
+        """
+        explored = state_dict.get(KEY)
+        if explored is not None and self._declared is None:
+            raise CheckpointError(
+                "the state is an exploring scheduler's, and this one has spread=0; declare the spread it was "
+                "written with to take its bases over"
+            )
+        self._resume(copy.deepcopy({key: value for key, value in state_dict.items() if key != KEY}), explored)
 
     def _resume(self, own: dict[str, Any], explored: dict[str, Any] | None) -> None:
         """Load the scheduler's own state and what was explored. Where that is refused nothing has changed."""
@@ -168,14 +202,13 @@ class Explored(Exploring):
         engine: the engine at work.
     """
 
-    def __init__(self, scheduler: LRScheduler, declared: dict[str, Any]) -> None:
+    def __init__(self, scheduler: LRScheduler, knob: LearningRate, total_steps: int | None) -> None:
         # Not torch's constructor: it would make a second initial step.
         self.scheduler = scheduler
         self.optimizer = scheduler.optimizer
-        self._declared = declared
+        self._knob = knob
+        self._total_steps = total_steps
         self._stepped = False
-        if how_many(declared["model"], declared["replicas"]) > 1:
-            self._start(0)
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not there yet, as while unpickling
@@ -202,44 +235,17 @@ class Explored(Exploring):
         """The scheduler's own rates, which the optimizer holds between steps; `bases` says what was learned."""
         return self.scheduler.get_last_lr()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The scheduler's state, and under `"hdet"` everything a resume needs, the model included.
-
-        Every rank saves its own for a resume in mid-window; one rank's resumes all of them at the last converged
-        point.
-        """
-        return {"scheduler": self.scheduler.state_dict(), **self._explored_state()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state that `explore` wrote, of any number of replicas, or the scheduler's own.
-
-        One replica keeps the bases that several have learned. A state without exploration starts it at its step.
-        Where the state is of another number of replicas or of another rank, a warning says to which step, that of
-        the last converged point, the run has gone back; go on from `last_epoch`. Load the model's state first.
-
-        Raises:
-            CheckpointError: the state is of another declaration or model, or ranks load states of different
-                moments. The scheduler is as it was.
-        """
-        own = state_dict.get("scheduler", state_dict)
-        self._resume(copy.deepcopy(own), state_dict.get(KEY))
-
     def _own_state(self) -> dict[str, Any]:
-        return self.scheduler.state_dict()
+        return {"scheduler": self.scheduler.state_dict()}
 
     def _load_own(self, state: dict[str, Any]) -> None:
-        self.scheduler.load_state_dict(state)
+        self.scheduler.load_state_dict(state.get("scheduler", state))
 
     def _length(self) -> int | None:
-        assert self._declared is not None
-        steps: int | None = self._declared["total_steps"]
-        return steps
+        return self._total_steps
 
     def _knobs(self, began: int, alone: bool) -> list[LearningRate]:
-        assert self._declared is not None
-        knob: LearningRate = self._declared["knob"]
-        if alone:
-            knob = knob.replace(spread=knob.spread.replace(width=0.0))
+        knob = self._knob if not alone else self._knob.replace(spread=self._knob.spread.replace(width=0.0))
         if knob.bounds != LearningRate.model_fields["bounds"].default:
             return [knob] * len(self.optimizer.param_groups)
         low, high = knob.bounds
@@ -302,24 +308,20 @@ def explore(
     given = knob if knob is not None else _FACTOR
     if given.schedule is not None or given.groups is not None or given.name is not None:
         raise ConfigError("explore fills in the knob's schedule, groups and name; leave them out")
-    return Explored(
-        scheduler,
-        {
-            "knob": given,
-            "model": model,
-            "replicas": replicas,
-            "total_steps": total_steps,
-            "engine": {
-                "window": window,
-                "signal": signal,
-                "evidence": evidence if evidence is not None else paper.evidence(paper.SIGMA),
-                "merge": merge if merge is not None else paper.merge(),
-                "gradients": gradients,
-                "seed": seed,
-                "history": history,
-            },
-        },
+    explored = Explored(scheduler, given, total_steps)
+    explored._explore(
+        0,
+        model,
+        replicas,
+        window=window,
+        signal=signal,
+        evidence=evidence if evidence is not None else paper.evidence(paper.SIGMA),
+        merge=merge if merge is not None else paper.merge(),
+        gradients=gradients,
+        seed=seed,
+        history=history,
     )
+    return explored
 
 
 _FACTOR = LearningRate(space=Relative(), spread=Symmetric(paper.SPREAD), controller=HeavyBall())

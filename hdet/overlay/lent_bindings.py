@@ -16,7 +16,7 @@ from hdet.hparams.binding import Binding, GroupBinding, fit
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Space
-from hdet.overlay.told_schedule import Course, Told
+from hdet.overlay.told_schedule import Told
 
 
 @dataclass
@@ -32,13 +32,11 @@ class Hand:
 class LentGroups(GroupBinding):
     """Entries of parameter groups: `write` says what is to be there, `put_in` puts it there, `take_out` takes it back.
 
-    With a `course` the value is relative to what the user or a scheduler writes: each group's own value is moved as far
-    as that of the group at index `reference`. Without one the value is written as it is, and groups keep their first
-    ratios.
+    Where it is `told` what the user or a scheduler writes, the value is relative to that: each group's own is moved
+    as far as that of the group told of. Else the value is written as it is, and groups keep their first ratios.
     """
 
-    course: Course | None
-    reference: int
+    told: Told | None
     space: Space
     step: Callable[[], int] | None
     hand: Hand = field(default_factory=Hand, compare=False)
@@ -73,12 +71,12 @@ class LentGroups(GroupBinding):
             put_back(self.optimizer.param_groups[index], self.key, theirs, self.item)
 
     def _put(self, value: float) -> None:
-        if self.course is None:
+        if self.told is None:
             super().write(value)
             return
         assert self.step is not None
-        row = self.course.at(self.step())
-        reference = row[self.reference]
+        row = self.told.course.at(self.step())
+        reference = row[self.told.group]
         for index, theirs in zip(self.indices, self.hand.theirs, strict=True):
             group = self.optimizer.param_groups[index]
             if isinstance(theirs, Tensor) and self.item is None:
@@ -165,7 +163,8 @@ class Lending:
     """All that hdet lends a model and its optimizer: update knobs for a step, forward knobs for a pass.
 
     Args:
-        step: the coming step; needed where a knob is relative to what the optimizer holds, or acts in evaluation too.
+        step: the coming step. With it a knob that follows what the optimizer holds is relative to that, and one that
+            acts in evaluation too rests at its base; else values are written as they are.
     """
 
     def __init__(self, step: Callable[[], int] | None = None) -> None:
@@ -177,19 +176,8 @@ class Lending:
         """The knob's own binding, lent."""
         inner = knob.bind(model, optimizer)
         if isinstance(inner, GroupBinding):
-            told = knob.schedule if isinstance(knob.schedule, Told) and knob.schedule.relative else None
-            lent = LentGroups(
-                inner.optimizer,
-                inner.indices,
-                inner.ratios,
-                inner.key,
-                inner.item,
-                inner.bounds,
-                told.course if told is not None else None,
-                told.group if told is not None else inner.indices[0],
-                knob.space,
-                self._step,
-            )
+            told = knob.schedule if self._step is not None and isinstance(knob.schedule, Told) else None
+            lent = LentGroups(**vars(inner), told=told, space=knob.space, step=self._step)
             self.groups.append(lent)
             return lent
         scalar = LentScalar(inner, knob.label, knob.acts_in_eval)
@@ -216,15 +204,17 @@ class Lending:
         for scalar in self.scalars:
             scalar.take_out()
 
-    def put_in_update(self) -> None:
-        """Update knobs are in force: the optimizer steps."""
+    def put_in_update(self, stepped: Optimizer | None = None) -> None:
+        """Update knobs are in force: the optimizer steps; of several the given one."""
         for group in self.groups:
-            group.put_in()
+            if stepped is None or group.optimizer is stepped:
+                group.put_in()
 
-    def take_out_update(self) -> None:
-        """The optimizer has stepped."""
+    def take_out_update(self, stepped: Optimizer | None = None) -> None:
+        """The optimizer has stepped; of several the given one."""
         for group in self.groups:
-            group.take_out()
+            if stepped is None or group.optimizer is stepped:
+                group.take_out()
 
     @contextmanager
     def all_in_force(self) -> Iterator[None]:

@@ -10,16 +10,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet.engine.tally import Losses
-from hdet.errors import CheckpointError, ConfigError, StepError
+from hdet.errors import ConfigError, StepError
 from hdet.hparams import LearningRate
-from hdet.overlay.exploration import KEY
 from hdet.overlay.explore import Exploring, HistoryPath
-from hdet.overlay.surroundings import how_many
 from hdet.recipes import paper
 from hdet.replicas import Replicas
 from hdet.windows import Windows
 
-OWN = ("_exploration", "_declared", "_began")
+OWN = ("_exploration", "_declared", "_began", "_knob_fields", "_warmup")
 
 
 class OneCycleHDET(Exploring, OneCycleLR):
@@ -122,24 +120,23 @@ class OneCycleHDET(Exploring, OneCycleLR):
         )
         if spread == 0.0:
             return
-        size = how_many(model, replicas)
-        self._declared = {
-            "model": model,
-            "replicas": replicas,
-            "knob": {"spread": spread, "auto_lr": auto_lr, "beta": beta, "rate": rate},
-            "warmup": round(pct_start * self.total_steps) if auto_lr_warmup is None else auto_lr_warmup,
-            "engine": {
-                "window": window,
-                "evidence": paper.evidence(sigma),
-                "merge": paper.merge(),
-                "gradients": gradients,
-                "seed": seed,
-                "history": history,
-            },
-        }
-        self._check()
-        if size > 1:
-            self._start(self.last_epoch)
+        self._knob_fields: dict[str, Any] = {"spread": spread, "auto_lr": auto_lr, "beta": beta, "rate": rate}
+        self._warmup = round(pct_start * self.total_steps) if auto_lr_warmup is None else auto_lr_warmup
+        if not isinstance(self._warmup, int) or self._warmup < 0:
+            raise ConfigError(f"auto_lr_warmup must be a number of steps, 0 or more; got {self._warmup!r}")
+        # Refused even where this process is alone and will not use it.
+        paper.knob(0, floor=1.0, highest=1.0, warmup=self._warmup, **self._knob_fields)
+        self._explore(
+            self.last_epoch,
+            model,
+            replicas,
+            window=window,
+            evidence=paper.evidence(sigma),
+            merge=paper.merge(),
+            gradients=gradients,
+            seed=seed,
+            history=history,
+        )
 
     def step(self, loss: Losses | None = None, epoch: int | None = None) -> None:  # type: ignore[override]
         """Call after the optimizer's step.
@@ -163,58 +160,21 @@ class OneCycleHDET(Exploring, OneCycleLR):
         step = super().step
         self._advance(lambda: step(epoch), loss, may_warn=self._step_count == 1 or epoch is not None)
 
-    def state_dict(self) -> dict[str, Any]:
-        """torch's state, and while exploring under `"hdet"` everything a resume needs, the model included.
-
-        Every rank saves its own for a resume in mid-window; one rank's resumes all of them at the last converged
-        point.
-        """
-        return {**self._own_state(), **self._explored_state()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state of this class, of any number of replicas, or of OneCycleLR. Load the model's first.
-
-        Where the state is of another number of replicas or of another rank, a warning says to which step, that of
-        the last converged point, the run has gone back; go on from `last_epoch`.
-
-        Raises:
-            CheckpointError: the state explores and this scheduler was not told to, was told to otherwise, or has
-                another model; or ranks load states of different moments. The scheduler is as it was.
-        """
-        own = {key: value for key, value in state_dict.items() if key != KEY}
-        explored = state_dict.get(KEY)
-        if explored is not None and self._declared is None:
-            raise CheckpointError(
-                "the state is an exploring scheduler's, and this one has spread=0; declare the spread it was "
-                "written with to take its bases over"
-            )
-        self._resume(own, explored)
-
     def _own_state(self) -> dict[str, Any]:
-        return {key: value for key, value in super().state_dict().items() if key not in OWN}
+        return {key: value for key, value in OneCycleLR.state_dict(self).items() if key not in OWN}
 
     def _load_own(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-
-    def _check(self) -> None:
-        """Refuse a declaration that cannot be even where this process is alone and will not use it."""
-        assert self._declared is not None
-        warmup = self._declared["warmup"]
-        if not isinstance(warmup, int) or warmup < 0:
-            raise ConfigError(f"auto_lr_warmup must be a number of steps, 0 or more; got {warmup!r}")
-        paper.knob(0, floor=1.0, highest=1.0, warmup=warmup, **self._declared["knob"])
+        OneCycleLR.load_state_dict(self, state)
 
     def _length(self) -> int:
         return self.total_steps
 
     def _knobs(self, began: int, alone: bool) -> list[LearningRate]:
-        assert self._declared is not None
-        warmup = max(0, self._declared["warmup"] - began)
+        warmup = max(0, self._warmup - began)
         return [self._knob(index, warmup, alone) for index in range(len(self.optimizer.param_groups))]
 
     def _knob(self, index: int, warmup: int, alone: bool) -> LearningRate:
-        assert self._declared is not None
-        group, declared = self.optimizer.param_groups[index], self._declared["knob"]
+        group, declared = self.optimizer.param_groups[index], self._knob_fields
         highest, floor = float(group["max_lr"]), float(group["min_lr"])
         if highest == 0.0:  # a group at rest: no factor moves it
             declared = {**declared, "spread": 0.0, "auto_lr": False}

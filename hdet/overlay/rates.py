@@ -35,7 +35,7 @@ class Rates:
             forecast = []
             between = each = 1
             if entry == RATE and self.follower is not None and total_steps is not None:
-                forecast = self.follower.forecast(total_steps, _rates)
+                forecast = self.follower.forecast(total_steps, rates)
                 between, each = self.follower.steps_between, self.follower.steps_each
             self.courses[entry] = Course(self.read(entry), forecast, between, each, warms_up=entry == RATE)
         return self.courses[entry]
@@ -130,7 +130,8 @@ class Rates:
         return float(held)
 
 
-def _rates(optimizer: Optimizer) -> list[float]:
+def rates(optimizer: Optimizer) -> list[float]:
+    """The learning rate of each parameter group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 

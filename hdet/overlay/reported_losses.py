@@ -25,26 +25,23 @@ class ReportedLosses:
     Attributes:
         divided: whether each loss that is reported was divided by the number of micro-batches beforehand.
         seen: whether any loss was ever reported.
+        known: whether the scale of the losses has been found out.
         agree: what stands for a loss that is reported; the loss itself, unless others train the same model.
     """
 
     def __init__(self) -> None:
-        self.agree_no_more()
+        self.agree: Callable[[Tensor], Tensor] = torch.detach
         self.divided = False
         self.seen = False
-        self._known = False
+        self.known = False
         self._losses: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
-
-    def agree_no_more(self) -> None:
-        """Each loss that is reported stands for itself."""
-        self.agree: Callable[[Tensor], Tensor] = torch.detach
 
     def note(self, number: int, loss: Tensor) -> None:
         """The loss of a pass, by its number in the step."""
         self.seen = True
         self._losses[number] = self.agree(loss.detach())
-        if not self._known and loss.requires_grad:
+        if not self.known and loss.requires_grad:
             loss.register_hook(partial(self._weights.__setitem__, number))
 
     def drop(self, number: int) -> None:
@@ -65,14 +62,9 @@ class ReportedLosses:
         return [loss * float(seats) for loss in losses] if self.divided else losses
 
     @property
-    def known(self) -> bool:
-        """Whether the scale of the losses has been found out."""
-        return self._known
-
-    @property
     def unsure(self) -> bool:
         """Whether the scale of the losses that were reported has still to be found out."""
-        return bool(self._losses) and not self._known
+        return bool(self._losses) and not self.known
 
     def mean(self) -> Tensor:
         """The mean of the losses reported in this step, 0-dim."""
@@ -87,7 +79,7 @@ class ReportedLosses:
             reported: the mean over passes and processes.
             passes: micro-batches of this process in the step.
         """
-        self._known = math.isfinite(reported)
+        self.known = math.isfinite(reported)
         if not (0.0 < reported < math.inf and 0.0 < held_out < math.inf):
             return
         off = math.log(reported / held_out)
@@ -122,7 +114,7 @@ class ReportedLosses:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"divided": self.divided, "seen": self.seen, "known": self._known}
+        return {"divided": self.divided, "seen": self.seen, "known": self.known}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.divided, self.seen, self._known = state["divided"], state["seen"], state["known"]
+        self.divided, self.seen, self.known = state["divided"], state["seen"], state["known"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +85,21 @@ class Riding:
         with self.lending.all_in_force():
             record = self.engine.finish()
         self._tell(record)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the loop has told, besides the engine's state: plain numbers and tensors."""
+        return {
+            "peaks": {knob.name: knob.peak for knob in self.engine.knobs},
+            "rates": self.rates.state_dict(),
+            "losses": self.losses.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.losses.load_state_dict(state["losses"])
+        self.rates.load_state_dict(state["rates"])
+        for knob in self.engine.knobs:
+            knob.peak = state["peaks"].get(knob.name, knob.peak)
 
     def warn(self, message: str) -> None:
         """Once."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -124,7 +125,7 @@ class Search(AbstractContextManager["Search"]):
         """
         losses = self._riding.losses
         losses.agree = agree
-        self.undo_when_detached(losses.agree_no_more)
+        self.undo_when_detached(lambda: setattr(losses, "agree", torch.detach))
 
     def undo_when_detached(self, undo: Callable[[], object]) -> None:
         """Something was done for this search, and `undo` takes it back."""
@@ -153,9 +154,7 @@ class Search(AbstractContextManager["Search"]):
             "part": self._part,
             "engine": engine,
             "written": written_since(engine, riding.engine.hosts[0][0]),
-            "peaks": {knob.name: knob.peak for knob in riding.engine.knobs},
-            "rates": riding.rates.state_dict(),
-            "losses": riding.losses.state_dict(),
+            **riding.state_dict(),
         }
 
     @property
@@ -190,22 +189,15 @@ class Search(AbstractContextManager["Search"]):
             riding.take_seats(seats)
         counting, riding.counting = riding.counting, seats is None
         model = riding.engine.hosts[0][0]
-        before, peaks = riding.rates.state_dict(), [knob.peak for knob in riding.engine.knobs]
-        losses = riding.losses.state_dict()
+        before = riding.state_dict()
         try:
-            riding.losses.load_state_dict(state["losses"])
-            riding.rates.load_state_dict(state["rates"])
-            for knob in riding.engine.knobs:
-                knob.peak = state["peaks"].get(knob.name, knob.peak)
+            riding.load_state_dict(state)
             with _groups_kept(self.optimizer):
                 riding.engine.load_state_dict(with_frozen(state["engine"], model))
             model.load_state_dict(state["written"], strict=False)
         except Exception:
-            riding.losses.load_state_dict(losses)
-            riding.rates.load_state_dict(before)
+            riding.load_state_dict(before)
             riding.counting = counting
-            for knob, peak in zip(riding.engine.knobs, peaks, strict=True):
-                knob.peak = peak
             raise
         self._notice_return(state["engine"]["open"])
 

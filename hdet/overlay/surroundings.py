@@ -29,32 +29,28 @@ def home(model: nn.Module, optimizer: Optimizer, seats: int) -> Replicas:
     Raises:
         ConfigError: there are other processes, and nothing says how they train together.
     """
-    found: Replicas
     if type(model).__module__.startswith("torchft."):
         raise ConfigError(
             "the model is in torchft's DistributedDataParallel, and other replica groups would not follow what this "
             "one learns; call hdet.torchft.attach(manager, model, optimizer, probe=...)"
         )
+    bare, wrapper = unwrapped(model)
     if world() == 1:
-        found = micro_batches(unwrapped(model)[0], optimizer, seats)
-    else:
-        refusals.pipelined(model, None)
-        bare, wrapper = unwrapped(model)
-        meshes = [mesh for p in bare.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None]
-        if meshes:
-            mesh, dimension = replicated(bare, max(meshes, key=lambda mesh: mesh.ndim))
-            found = distribute(model, optimizer, mesh=mesh, replicate=dimension, micro_batches=seats)
-        elif wrapper is not None:
-            found = distribute(model, optimizer, group=wrapper.process_group, micro_batches=seats)
-        else:
-            refusals.partitioned(model, optimizer)
-            raise ConfigError(
-                f"this is one of {world()} processes, and the model is neither in "
-                f"DistributedDataParallel nor sharded over them: nothing tells whether they train one model or "
-                f"several; wrap it first, and give hdet.attach the wrapped model, or, if your loop shares gradients "
-                f"itself, give replicas=hdet.distribute(model, optimizer, micro_batches=...)"
-            )
-    return found
+        return micro_batches(bare, optimizer, seats)
+    refusals.pipelined(model, None)
+    meshes = [mesh for p in bare.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None]
+    if meshes:
+        mesh, dimension = replicated(bare, max(meshes, key=lambda mesh: mesh.ndim))
+        return distribute(model, optimizer, mesh=mesh, replicate=dimension, micro_batches=seats)
+    if wrapper is not None:
+        return distribute(model, optimizer, group=wrapper.process_group, micro_batches=seats)
+    refusals.partitioned(model, optimizer)
+    raise ConfigError(
+        f"this is one of {world()} processes, and the model is neither in DistributedDataParallel nor sharded over "
+        f"them: nothing tells whether they train one model or several; wrap it first, and give hdet.attach the "
+        f"wrapped model, or, if your loop shares gradients itself, give replicas=hdet.distribute(model, optimizer, "
+        f"micro_batches=...)"
+    )
 
 
 def replicated(model: nn.Module, mesh: DeviceMesh) -> tuple[DeviceMesh, str]:
@@ -110,10 +106,7 @@ def surroundings(optimizer: Optimizer, model: nn.Module | None, replicas: Replic
     if replicas is not None:
         return replicas
     held = model if model is not None else OptimizedParameters(optimizer)
-    if how_many(model, replicas) == 1:
-        return replicate(held, optimizer, n=1)
-    made: Replicas = distribute(held, optimizer)
-    return made
+    return replicate(held, optimizer, n=1) if world() == 1 else distribute(held, optimizer)
 
 
 class OptimizedParameters(nn.Module):

@@ -110,23 +110,17 @@ class Course:
 
 
 class Told(Schedule):
-    """One parameter group's part of a course.
-
-    Args:
-        relative: a knob that moves it is a factor on whatever each group holds; else its value is written as it is.
-    """
+    """One parameter group's part of a course."""
 
     kind = "told"
     foreknown: ClassVar[bool] = False
     _course: Course = PrivateAttr()
     _group: int = PrivateAttr()
     _total_steps: int | None = PrivateAttr()
-    _relative: bool = PrivateAttr()
 
-    def __init__(self, course: Course, group: int, total_steps: int | None, *, relative: bool = True) -> None:
+    def __init__(self, course: Course, group: int, total_steps: int | None) -> None:
         super().__init__()
-        self._course, self._group = course, group
-        self._total_steps, self._relative = total_steps, relative
+        self._course, self._group, self._total_steps = course, group, total_steps
 
     @property
     def course(self) -> Course:
@@ -137,11 +131,6 @@ class Told(Schedule):
     def group(self) -> int:
         """The index of the group whose values these are."""
         return self._group
-
-    @property
-    def relative(self) -> bool:
-        """Whether a knob that moves it is a factor on whatever each group holds."""
-        return self._relative
 
     @property
     def total_steps(self) -> int | None:

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, One
 import hdet
 from hdet.errors import ConfigError, StepError
 
-OWN = {"optimizer", "_exploration", "_declared", "_began"}
+OWN = {"optimizer", "_exploration", "_declared", "_began", "_knob_fields", "_warmup"}
 pytestmark = QUIET
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 WIDTH = 4096
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def fingerprint(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -20,8 +20,10 @@ def fingerprint(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
     >>> bool((fingerprint([a, b], a.device) == fingerprint([b, a], a.device)).all())
     False
+    >>> fingerprint([torch.ones(2, dtype=torch.complex128)], a.device).shape
+    torch.Size([2])
     """
-    sums = [_sums(t.contiguous().view(WORDS[t.element_size()]).flatten()).to(device) for t in tensors if t.numel()]
+    sums = [_sums(t.contiguous().flatten().view(WORDS[t.element_size()])).to(device) for t in tensors if t.numel()]
     if not sums:
         return torch.zeros(2, dtype=torch.int64, device=device)
     each = torch.stack(sums)  # [tensors, 2]
