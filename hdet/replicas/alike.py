@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -36,13 +34,10 @@ def mark(model: nn.Module, optimizer: Optimizer) -> Tensor:
     own = [t for t in tensors.moving(model, optimizer) if t.is_floating_point() and t.numel()]
     if not own:
         return torch.zeros(MARKS)
-    found = []
-    for order in (math.inf, 2.0):
-        norms = torch.stack([norm.to(own[0].device).float() for norm in torch._foreach_norm(own, order)])
-        # Weights of no ratio in common, so that changes of two tensors do not cancel.
-        weights = torch.arange(1, len(own) + 1, dtype=norms.dtype, device=norms.device).sqrt()
-        found.append((norms * weights).sum())
-    return torch.stack(found)
+    lengths = torch.stack([norm.to(own[0].device).float() for norm in torch._foreach_norm(own, 2.0)])
+    # Weights of no ratio in common, so that changes of two tensors do not cancel.
+    weights = torch.arange(1, len(own) + 1, dtype=lengths.dtype, device=lengths.device).sqrt()
+    return torch.stack([(norms * weights).sum() for norms in (tensors.largest(own).float(), lengths)])
 
 
 @torch.no_grad()

@@ -77,6 +77,12 @@ def test_one_element_that_is_not_finite_is_found(bad: float, dtype: torch.dtype)
     assert tensors.finite(sound).tolist() == [True, False, True]
 
 
+def test_the_largest_value_is_the_infinity_norm_to_the_last_bit() -> None:
+    drawn = [torch.randn(7, 9, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
+    want = torch.stack(list(torch._foreach_norm(drawn, math.inf)))
+    assert torch.equal(tensors.largest(drawn), want)
+
+
 def test_what_has_no_numbers_is_finite() -> None:
     assert tensors.all_finite([])
     assert tensors.all_finite([torch.tensor([1, 2]), torch.tensor([True])])

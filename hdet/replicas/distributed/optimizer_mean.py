@@ -48,7 +48,7 @@ def average(exchange: Exchange, optimizers: Sequence[Optimizer], weights: Sequen
         for optimizer, weight in zip(optimizers, mine, strict=True):
             if not weight:
                 _keep_only(optimizer, own)
-        averaged = [entry for entry in own if _has_mean(_tensor(lead, entry))]
+        averaged = dict.fromkeys(entry for entry in own if _has_mean(_tensor(lead, entry)))
         exchange.mean_([[_slot(optimizer, e, *own[e]) for e in averaged] for optimizer in optimizers], weights)
         exchange.broadcast([_tensor(lead, entry) for entry in own if entry not in averaged], _first(sums))
     else:

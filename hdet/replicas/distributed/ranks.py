@@ -31,6 +31,7 @@ from hdet.replicas.in_process import transplant
 from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas, Terms
 from hdet.replicas.shared_parameters import SharedParameters, not_in_all
+from hdet.replicas.walk import Walk
 
 Host = tuple[nn.Module, Optimizer]
 
@@ -59,6 +60,7 @@ class Ranks(Replicas):
         overlap: tuple[int, Group] | None = None,
     ) -> None:
         self.hosts = list(hosts)
+        self._walks = [Walk(model) for model, _ in self.hosts]
         self._shared = SharedParameters([model for model, _ in self.hosts])
         self.exchange = exchange
         self.layout = exchange.layout
@@ -285,7 +287,7 @@ class Ranks(Replicas):
         optimizers = [optimizer for _, optimizer in self.hosts]
         alike, states_alike = self._alike(optimizer_state) if all(valid) and not self._apart else (False, False)
         if not alike:
-            members = [self._merged(host) for host in self.hosts]
+            members = self._moving()
             each = weights is not None and weights.ndim == 2
             for part, own in weighting.runs(weights) if weights is not None and each else [(slice(None), shares)]:
                 self._merge_parameters([parameters[part] for parameters in members], own, part)
@@ -317,7 +319,7 @@ class Ranks(Replicas):
     def _anchored(self) -> list[Tensor]:
         """The anchor's values of the parameters that are merged."""
         assert self._anchor is not None
-        return self._anchor.values(tensors.moving_parameters(*self.hosts[0]))
+        return self._anchor.values(tensors.moving_parameters(*self.hosts[0], self._walks[0]))
 
     @property
     def needs_passes(self) -> str | None:
@@ -369,9 +371,9 @@ class Ranks(Replicas):
             shares = [shares[place * each + i] for place in places.tolist() for i in range(each)]
         buffer_mean.average(exchange, [model for model, _ in self.hosts], shares, take_first=self._plain)
 
-    def _merged(self, host: Host) -> list[Tensor]:
-        """The parameters that can come apart."""
-        return tensors.moving(*host)
+    def _moving(self) -> list[list[Tensor]]:
+        """The parameters of each host that can come apart."""
+        return [tensors.moving(*host, walk) for host, walk in zip(self.hosts, self._walks, strict=True)]
 
     def _alike(self, optimizer_state: str) -> tuple[bool, bool]:
         """Whether all replicas hold the same bits, parameters and optimizer state: they are then left alone.
@@ -380,8 +382,8 @@ class Ranks(Replicas):
         """
         device = self.exchange.device
         marks = []
-        for host in self.hosts:
-            marks.append(fingerprint(self._merged(host), device))
+        for host, moving in zip(self.hosts, self._moving(), strict=True):
+            marks.append(fingerprint(moving, device))
             marks.append(optimizer_mean.mark(host[1], device) if optimizer_state == "average" else marks[-1])
         rows = self.exchange.gather(torch.cat(marks)).cpu()[self.layout.table[:, self.layout.part]].view(-1, 2, 2)
         same = (rows == rows[0]).all(dim=2).all(dim=0).tolist()
