@@ -255,7 +255,7 @@ def _faint(colour: str, alpha: float = 0.2) -> str:
 
 def _mean(found: Sequence[float]) -> float | None:
     finite = [value for value in found if math.isfinite(value)]
-    return series.rounded(math.fsum(finite) / len(finite)) if finite else None
+    return math.fsum(finite) / len(finite) if finite else None
 
 
 def _total(found: Sequence[float]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 
 from hdet.errors import ConfigError, MissingExtraError
 from hdet.record import WindowRecord, knobs_of
-from hdet.report.reading import AHEAD, AVERAGED, CLEAR_T, LAST, ONLY, TURNS, decided, held_out_loss, readings, supported
+from hdet.report import series
+from hdet.report.reading import AHEAD, AVERAGED, CLEAR_T, LAST, ONLY, TURNS, held_out_loss, readings
 
 Figure = Any
 """matplotlib's `Figure`, which is imported when one is drawn."""
@@ -185,30 +187,21 @@ def _draw_losses(axis: Any, windows: Sequence[WindowRecord]) -> None:
 
 
 def _draw_course(axis: Any, windows: Sequence[WindowRecord], knob: str) -> None:
-    windows = [record for record in windows if knob in record.bases]
-    stops = [record.stop for record in windows]
-    bases = [record.bases[knob] for record in windows]
-    lows, highs = zip(*(record.range(knob) for record in windows), strict=True)
-    if lows != highs:
-        axis.fill_between(stops, lows, highs, color=SKY, alpha=0.35, linewidth=0)
-    learned = [(one, one.learned[knob]) for one in windows if knob in one.learned]
-    if len(learned) < len(windows) or any(one.bases[knob] != told["opened"] for one, told in learned):
-        axis.plot(stops, bases, color=GREY, linewidth=1.2, linestyle="--")  # there is a schedule
-    if learned:
-        edges = [learned[0][0].start, *(one.stop for one, _ in learned)]
-        axis.stairs([told["opened"] for _, told in learned], edges, baseline=None, color=BLUE, linewidth=2.0)
-        axis.axhline(learned[0][1]["start"], color=GREY, linewidth=0.7, linestyle=":")
-    marks: dict[tuple[bool, bool], list[tuple[float, float]]] = {}
-    for record in windows:
-        if record.moves.get(knob):
-            at = record.learned[knob]["closed"] if knob in record.learned else record.bases[knob]
-            kind = record.moves[knob] > 0, supported(*decided(record, knob))
-            marks.setdefault(kind, []).append((record.stop, at))
-    for (up, clear), points in marks.items():
+    made = series.course(windows, knob)
+    if made.spread:
+        axis.fill_between(made.steps, made.low, made.high, color=SKY, alpha=0.35, linewidth=0)
+    if made.scheduled:
+        axis.plot(made.steps, made.in_force, color=GREY, linewidth=1.2, linestyle="--")
+    if made.learned:
+        axis.stairs(made.learned[:-1], made.edges, baseline=None, color=BLUE, linewidth=2.0)
+        axis.axhline(made.start, color=GREY, linewidth=0.7, linestyle=":")
+    for up, clear in product((True, False), repeat=2):
+        points = [(move.step, move.after) for move in made.moves if (move.amount > 0, move.clear) == (up, clear)]
         color = BLUE if up else RED
         style = {"markeredgecolor": color, "markerfacecolor": color if clear else "white", "markersize": 6, "zorder": 4}
-        axis.plot(*zip(*points, strict=True), "^" if up else "v", **style)
-    levels = [*lows, *highs, *(told[when] for _, told in learned for when in ("start", "opened", "closed"))]
+        if points:
+            axis.plot(*zip(*points, strict=True), "^" if up else "v", **style)
+    levels = [*made.low, *made.high, *made.learned, *([made.start] if made.start is not None else [])]
     if min(levels) > 0 and max(levels) > 4 * min(levels):
         axis.set_yscale("log")
         axis.set_ylim(bottom=max(min(levels), max(levels) / DECADES) / 1.3)  # a schedule's way to 0 is no news

@@ -10,6 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from hdet.errors import ConfigError, MissingExtraError
+from hdet.nested import mapped
 from hdet.record import WindowRecord, strict
 from hdet.report import charts, telling
 from hdet.report.charts import Chart
@@ -133,9 +134,13 @@ def _template(theme: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
-    """JSON that no HTML parser takes for markup."""
-    text = json.dumps(strict(value), allow_nan=False, separators=(",", ":"))
+    """JSON that no HTML parser takes for markup. Numbers have seven digits, as late steps have; more make it large."""
+    text = json.dumps(mapped(strict(value), _short), allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _digest(script: str) -> str:

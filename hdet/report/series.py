@@ -111,20 +111,20 @@ def course(windows: Sequence[WindowRecord], knob: str) -> DrawnCourse:
     for group in groups(windows):
         lowest, highest = zip(*(record.range(knob) for record in group), strict=True)
         made.steps.append(group[-1].stop)
-        made.in_force.append(rounded(group[-1].bases[knob]))
-        made.low.append(rounded(min(lowest)))
-        made.high.append(rounded(max(highest)))
+        made.in_force.append(group[-1].bases[knob])
+        made.low.append(min(lowest))
+        made.high.append(max(highest))
         told = group[0].learned.get(knob)
         if told:
             made.start = told["start"]
             made.edges.append(group[0].start)
-            made.learned.append(rounded(told["opened"]))
+            made.learned.append(told["opened"])
         made.moves.extend(_moves(group, knob, one_each=len(windows) <= MOST_POINTS))
         made.held_back.extend(_held_back(group, knob))
     last = windows[-1].learned.get(knob) if windows else None
     if last:
         made.edges.append(windows[-1].stop)
-        made.learned.append(rounded(last["closed"]))
+        made.learned.append(last["closed"])
     return made
 
 
@@ -140,9 +140,9 @@ def evidence(windows: Sequence[WindowRecord], knob: str) -> list[DrawnEvidence]:
             into = made.setdefault(source, DrawnEvidence(source))
             into.steps.append((group[0].start + group[-1].stop) / 2)
             slopes, errors, ts = zip(*several, strict=True)
-            into.gain.append(rounded(-_mean(slopes)))
-            into.error.append(rounded(_mean(errors)))
-            into.t.append(rounded(_mean(ts)))
+            into.gain.append(-_mean(slopes))
+            into.error.append(_mean(errors))
+            into.t.append(_mean(ts))
             into.count.append(len(several))
     return list(made.values())
 
@@ -163,8 +163,8 @@ def move(records: Sequence[WindowRecord], knob: str) -> Move:
     source, t = decided(last, knob)
     return Move(
         step=last.stop,
-        before=rounded(told["opened"]),
-        after=rounded(told["closed"]),
+        before=told["opened"],
+        after=told["closed"],
         amount=math.fsum(record.moves.get(knob, 0.0) for record in records),
         source=source,
         t=t,
@@ -181,15 +181,6 @@ def _held_back(group: Sequence[WindowRecord], knob: str) -> list[Move]:
 def _told(record: WindowRecord, knob: str) -> dict[str, str]:
     """The rule and the veto that a window's controller told of."""
     return {name: kind for name, kind in record.reasons.get(knob, {}).items() if name in ("rule", "veto")}
-
-
-def rounded(value: float) -> float:
-    """Five digits: more cannot be seen, and make a page large.
-
-    >>> rounded(0.123456789)
-    0.12346
-    """
-    return float(f"{value:.5g}")
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -66,6 +66,15 @@ def test_the_glance_tells_each_knobs_course_and_what_the_run_earned() -> None:
     assert "○ weak" in words
 
 
+def test_late_steps_are_told_whole_and_values_in_few_digits() -> None:
+    late = [dataclasses.replace(one, start=one.start + 123_450, stop=one.stop + 123_455) for one in windows()]
+    drawn = charts(Reader(page(late)))
+    places = {x for chart in drawn for trace in chart["data"] for x in trace["x"]}
+    assert {123_460, 123_457.5} <= places
+    heights = [y for chart in drawn for trace in chart["data"] for y in trace["y"] if y is not None]
+    assert max(len(repr(abs(y)).partition("e")[0]) for y in heights) <= 12
+
+
 def test_without_a_result_it_says_what_is_not_known() -> None:
     assert "training loss of the last window; no result lies beside the history" in Reader(page(windows())).words
     alone = run(result={"test_loss": 1.25})
