@@ -77,7 +77,7 @@ class Paper(Controller):
         if context.windows_left is None:
             raise ConfigError(
                 "Paper decays its base to a floor by the end of the run, and this run has no known end; "
-                "give the engine total_steps (or a schedule that has them), or use Momentum"
+                "give the engine total_steps (or a schedule that has them), or use HeavyBall"
             )
         ratio = max(context.base / self.floor, 1.0)
         decay = 1 - ratio ** (-1 / max(context.windows_left, 1))
