@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -125,7 +126,7 @@ class DivergentCollector(Collector):
             below, here, above = losses[2 * k + 1], losses[0], losses[2 * k + 2]
             offset = float(levels[valid, k].mean())
             slopes, curvatures = (above - below) / (2 * step), (above - 2 * here + below) / step**2
-            found[knob.name] = _summary(slopes, curvatures, offset)
+            found[knob.name] = replace(Estimate.of_sub_batches(slopes, curvatures), offset=offset)
         return found
 
     def _tilt(self, step: int, weights: NDArray[np.float64], k: int, offset: float) -> Write:
@@ -150,16 +151,3 @@ def _mean_reach(knob: BoundKnob, window: Window) -> float:
     for reach in knob.reaches(window.start, window.stop):
         total += reach
     return total / max(1, window.stop - window.start)
-
-
-def _summary(slopes: NDArray[np.float64], curvatures: NDArray[np.float64], offset: float) -> Estimate:
-    """Mean and standard error over the J paired sub-batches."""
-    root = np.sqrt(len(slopes))
-    return Estimate(
-        slope=float(slopes.mean()),
-        stderr=float(slopes.std(ddof=1) / root),
-        curvature=float(curvatures.mean()),
-        curvature_stderr=float(curvatures.std(ddof=1) / root),
-        offset=offset,
-        slopes=tuple(slopes.tolist()),
-    )

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from hdet.controllers import Controller, Hold
-from hdet.errors import CheckpointError
 from hdet.evidence.collector import Evidence
 from hdet.evidence.divergent import Divergent, DivergentCollector
 from hdet.evidence.scene import Scene, Window
@@ -133,12 +132,6 @@ class PopulationCollector(DivergentCollector):
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
         super().load_state_dict(state, window)
-        missing = [key for key in ("offsets", "opened", "seen", "stop") if key not in state]
-        if missing:
-            raise CheckpointError(
-                f"the checkpoint does not have its population's {', '.join(missing)}; it is of another version of "
-                f"hdet, so go on with that one, or begin the run anew"
-            )
         self.sources = self._everyone()
         self.opened = [(int(start), sources, offsets, shifts) for start, sources, offsets, shifts in state["opened"]]
         if len(state["offsets"]) == len(self.offsets):
