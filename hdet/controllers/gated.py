@@ -64,20 +64,15 @@ class Gated(Controller):
         Z_j <- memory Z_j + b_j,   tau = mean(Z) / (sd(Z) / sqrt(J))
         move = -rate clip(tau / saturation, -1, 1)  if |tau| > gate, else 0
 
-    where b_j is the slope in sub-batch j (`Estimate.slopes`). On one fixed probe the errors of windows are equal, on
-    fresh probes they are independent. Each sub-batch has its own sum, so tau is right in both cases. It is a Student t
-    with J - 1 degrees of freedom, converted to the normal deviate of the same probability. So gates do not depend on J.
+    where b_j is the slope in sub-batch j (`Estimate.slopes`), and tau, a Student t with J - 1 degrees of freedom, is
+    taken as the normal deviate of the same probability. So gates do not depend on J, nor on whether the probe is fixed.
     Estimates without sub-batches are summed as independent ones: `Z <- memory Z + t`, `n <- memory^2 n + 1`,
-    `tau = Z / sqrt(n)`.
+    `tau = Z / sqrt(n)`. Only the sign and the certainty of the slope matter, so one setting serves many losses.
 
     With `window_steps`, a window of that many steps moves by at most `rate` and keeps `memory`. For a window of another
     length, share is its length over `window_steps`. It moves by at most `rate * min(share, max_scale)` and keeps
     `memory ** share`. Growing windows need this: the first ones are short and noisy, and tell of a phase that is soon
     over; the last ones are few.
-
-    With `memory=0` tau is this window's t. With memory, several windows with weak evidence add up to a clear one; tau
-    keeps about unit variance for a knob without effect. Only the sign and the certainty of the slope matter. Its scale
-    does not, so one setting serves many losses.
 
     Args:
         rate: largest move, in coordinates.

@@ -22,9 +22,8 @@ class LookAhead(Rule):
     Args:
         significance: |t| at the last weights from which they are believed.
         early_limit: largest move, in coordinates.
-        ceiling: largest shift that it raises to. The default, a factor of e^5, hardly limits: early in training
-            larger steps look better than they are, and a guard (`hdet.Rewind`) undoes what goes wrong. Without a guard
-            0 is the cautious choice: never above the schedule as given.
+        ceiling: largest shift that it raises to. The default, a factor of e^5, hardly limits, since a guard
+            (`hdet.Rewind`) undoes what goes wrong; without one 0 is cautious: never above the schedule as given.
 
     >>> ahead = Estimate(slope=0.3, curvature=1.0, stderr=0.1, offset=0.7)
     >>> LookAhead().propose(LookAhead().start(), ahead, Context())

@@ -64,8 +64,7 @@ class NeedsGap(_Gap):
 
     A training loss above the held-out one is of another kind (dropout, label smoothing, a penalty) and forbids nothing.
     Both losses must be known, and on one scale: a held-out loss that is above the training loss by a quarter of itself
-    in the first window shows a training loss that was divided by the number of micro-batches. Hand over the mean over
-    the batch instead.
+    in the first window shows one that was divided by the number of micro-batches.
 
     Args:
         min_gap: smallest |held-out loss - training loss|, as a share of the held-out loss.
