@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from hdet.user_warning import warn
 __all__ = ["History", "WindowRecord"]
 
 IN_MEMORY = 256
-"""Windows that a history with a file keeps in memory while it is written; the others are read back when asked for."""
+"""Windows that a history with a file keeps in memory; the others are read back when asked for."""
 
 WITHOUT_FILE = 4096
 """Windows that a history without a file keeps."""
@@ -60,15 +61,16 @@ class History:
         self.whole = whole
         self.path = Path(path) if path is not None else None
         self.latest: list[WindowRecord] = []
-        self._torn = False
-        if self.path is not None and self.path.exists():
-            self.latest, self._torn = _read(self.path)
         self._unwritten = 0
         self._in_file = 0  # windows before `latest` that are in the file alone
         self._elsewhere = False  # another process has the file
         self._dropped = False
         self._bare = 0  # windows at the front of `latest` without their courses
-        self._bases = sum(map(_bases, self.latest))
+        self._bases = 0
+        self._torn = self.path is not None and self.path.exists() and _is_cut(self.path)
+        if self.path is not None and self.path.exists():
+            for record in _each(self.path):
+                self._hold(record)
 
     @property
     def windows(self) -> list[WindowRecord]:
@@ -80,7 +82,7 @@ class History:
         missing = self._in_file + self._bare
         if not missing or self.path is None:
             return self.latest
-        found, whole = _read(self.path)[0][:missing], self.latest[self._bare :]
+        found, whole = list(islice(_each(self.path), missing)), self.latest[self._bare :]
         if len(found) < missing or found[-1].window + 1 != whole[0].window:
             raise HdetError(
                 f"the history {self.path} no longer holds the {missing} windows before window "
@@ -104,9 +106,9 @@ class History:
         """
         if not isinstance(history, History):
             history = cls(history)
-            if history.windows:
+            if history.latest:
                 raise HdetError(
-                    f"the history {history.path} already holds windows up to {history.windows[-1].window}: a run that "
+                    f"the history {history.path} already holds windows up to {history.latest[-1].window}: a run that "
                     f"goes on there is given history=hdet.History({str(history.path)!r}); one that begins, another path"
                 )
         if not writes and history.path is not None:
@@ -189,6 +191,16 @@ class History:
             ) from error
         self._torn = False
         self._unwritten = 0
+        self._rely_on_file()
+
+    def _hold(self, record: WindowRecord) -> None:
+        """Take up a window that is in the file."""
+        self.latest.append(record)
+        self._bases += _bases(record)
+        self._rely_on_file()
+
+    def _rely_on_file(self) -> None:
+        """All is written: keep no more of it in memory than there may be."""
         if len(self.latest) >= 2 * IN_MEMORY:  # now and then, as many at once
             self._in_file += len(self.latest) - IN_MEMORY
             self._forget(len(self.latest) - IN_MEMORY)
@@ -251,13 +263,16 @@ class History:
         self._become(list(windows))
 
     def _become(self, windows: list[WindowRecord]) -> None:
-        if self.path is not None and self.path.exists():
+        is_written = self.path is not None and self.path.exists()
+        if self.path is not None and is_written:
             try:
                 replace(self.path, _lines(windows).encode())
             except OSError as error:
                 raise HdetError(f"the history {self.path} could not be written: {error}") from error
         self.latest, self._torn, self._unwritten, self._in_file, self._bare = windows, False, 0, 0, 0
         self._bases = sum(map(_bases, windows))
+        if is_written:
+            self._rely_on_file()
 
     def bases(self, knob: str) -> NDArray[np.float64]:
         """[windows, 2]: the step a window stopped at, and the knob's base there.
@@ -317,31 +332,41 @@ def _lines(windows: Sequence[WindowRecord]) -> str:
     return "".join(record.to_json() + "\n" for record in windows)
 
 
-def _read(path: Path) -> tuple[list[WindowRecord], bool]:
-    """The windows in a file, and whether its last line was cut short by a kill."""
+def _is_cut(path: Path) -> bool:
+    """Whether a kill cut the last line of a file short."""
+    with _opened(path) as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def _each(path: Path) -> Iterator[WindowRecord]:
+    """The windows in a file, one after another; not one that a kill cut short, which is run again."""
+    before: WindowRecord | None = None
+    with _opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                before = _following(before, WindowRecord.from_json(line.decode()))
+            except (HdetError, ValueError, RecursionError) as error:
+                if not line.endswith(b"\n"):
+                    return
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                raise HdetError(f"{path}, line {number} is not a window record: {reason}") from None
+            yield before
+
+
+def _opened(path: Path) -> BinaryIO:
     try:
-        content = path.read_bytes()
+        return path.open("rb")
     except OSError as error:
         raise HdetError(f"the history {path} cannot be read: {error}") from None
-    lines = content.split(b"\n")
-    cut = bool(lines[-1])  # what follows the last line's end
-    windows: list[WindowRecord] = []
-    for number, line in enumerate(lines if cut else lines[:-1], start=1):
-        try:
-            windows.append(_follows(WindowRecord.from_json(line.decode()), windows))
-        except (HdetError, ValueError, RecursionError) as error:
-            if number == len(lines):
-                break  # the window it belonged to is run again
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise HdetError(f"{path}, line {number} is not a window record: {reason}") from None
-    return windows, cut
 
 
-def _follows(record: WindowRecord, before: Sequence[WindowRecord]) -> WindowRecord:
-    if before and (before[-1].window + 1, before[-1].stop) != (record.window, record.start):
-        last = before[-1]
+def _following(before: WindowRecord | None, record: WindowRecord) -> WindowRecord:
+    if before is not None and (before.window + 1, before.stop) != (record.window, record.start):
         raise HdetError(
-            f"window {record.window} begins at step {record.start}, but window {last.window}, before it, ends at step "
-            f"{last.stop}: lines are missing, doubled or out of order"
+            f"window {record.window} begins at step {record.start}, but window {before.window}, before it, ends at "
+            f"step {before.stop}: lines are missing, doubled or out of order"
         )
     return record

@@ -388,8 +388,10 @@ def test_a_long_history_keeps_its_last_windows_in_memory_and_reads_the_others_ba
     for window in range(count):
         history.append(small(window))
         assert len(history.latest) < 2 * IN_MEMORY
-    assert len(history) == count
-    assert list(history) == [small(window) for window in range(count)] == History(path).windows
+    again = History(path)
+    assert len(again.latest) < 2 * IN_MEMORY  # nor is it held where it is opened
+    assert len(history) == len(again) == count
+    assert list(history) == [small(window) for window in range(count)] == again.windows
     assert history.bases("rate")[:, 0].tolist() == list(range(1, count + 1))
     history.require(count, count)
     history.truncate(10)
