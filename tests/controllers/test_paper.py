@@ -82,5 +82,5 @@ def test_the_recursion_does_not_run_away_from_its_authority() -> None:
 def test_an_endless_run_is_refused_when_control_begins() -> None:
     paper = Paper(0.1, warmup_steps=5)
     assert paper.step(paper.start(), FLAT, Context(step=4)) == (0.0, paper.start())
-    with pytest.raises(ConfigError, match="total_steps.*or use HeavyBall"):
+    with pytest.raises(ConfigError, match=r"total_steps.*or use HeavyBall"):
         paper.step(paper.start(), FLAT, Context(step=5))
