@@ -25,6 +25,7 @@ from hdet.errors import CheckpointError, ConfigError
 from hdet.files import PART, part_of, renamed
 from hdet.replicas.distributed.layout import Group
 from hdet.replicas.distributed.lost_rank import translated
+from hdet.user_warning import warn
 
 KEY = "hdet"
 
@@ -205,7 +206,7 @@ class CheckpointFolder:
                     renamed(old, part_of(old))  # half of it never counts as a checkpoint
                     shutil.rmtree(part_of(old))
             except (OSError, CheckpointError) as error:
-                warnings.warn(f"{old} is no longer needed and cannot be removed: {error}", stacklevel=3)
+                warn(f"{old} is no longer needed and cannot be removed: {error}")
 
 
 def _number(path: Path) -> int:

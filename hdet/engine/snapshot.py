@@ -14,10 +14,12 @@ Layout (format 3)::
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from hdet.engine.cycle import Cycle
@@ -30,6 +32,8 @@ from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.distributed.optimizer_mean import mark
 
 FORMAT = 3
+ROUNDING = 1e-5
+"""Part by which the lengths of equal weights may differ."""
 
 
 def state_dict(cycle: Cycle, leave_out: Collection[str] = ()) -> dict[str, Any]:
@@ -70,7 +74,8 @@ def state_dict(cycle: Cycle, leave_out: Collection[str] = ()) -> dict[str, Any]:
 
 
 def load_state_dict(cycle: Cycle, state: dict[str, Any]) -> None:
-    """Resume in mid-window where N, spreads and window are the same, else from the converged point.
+    """Resume in mid-window where N, spreads and window are the same and all processes load one step's state, else from
+    the converged point.
 
     Names, shapes and types of all that is loaded are checked before anything changes. What only the parts themselves
     can tell is found out while they load; for that the engine's own state is held until all has been loaded.
@@ -81,17 +86,18 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any]) -> None:
 
     Raises:
         CheckpointError: another format, other knobs, or a model that does not fit; or another process cannot load its
-            state. The engine is as it was.
+            state, or loads one of another run or moment. The engine is as it was.
     """
     _refuse_unless_all(cycle, _problem(cycle, state))
-    before, how = state_dict(cycle), _continuation(cycle, state)
+    together = _in_one_step(cycle, state)
+    before, how = state_dict(cycle), _continuation(cycle, state, together)
     failure = _attempted(lambda: _load_point(cycle, state, how))
     if all_agree(cycle, failure is None):
         failure = _attempted(lambda: _take_up(cycle, state, how))
         if all_agree(cycle, failure is None):
             cycle.history.truncate(_windows(state))
             return
-    back = _continuation(cycle, before)
+    back = _continuation(cycle, before, together=True)
     _load_point(cycle, before, back)
     _take_up(cycle, before, back)
     _refuse_unless_all(cycle, failure)
@@ -147,11 +153,38 @@ class Continuation:
     same_window: bool
 
 
-def _continuation(cycle: Cycle, state: Mapping[str, Any]) -> Continuation:
+def _in_one_step(cycle: Cycle, state: Mapping[str, Any]) -> bool:
+    """Whether all processes load the state of one step, or just of one window.
+
+    Raises:
+        CheckpointError: their last converged points are not one.
+    """
+    if len(cycle.home.local) == cycle.home.size:
+        return True
+    point, under_way = state["converged"], state["open"]
+    trained = {name for name, parameter in cycle.hosts[0][0].named_parameters() if parameter.requires_grad}
+    # At the start replicas may lie apart, each with the noise of its warm start.
+    alike = cycle.plan.merge.makes_alike and state["window"] > 0
+    held = [tensors.local(value) for name, value in point["model"].items() if name in trained and alike]
+    length = math.hypot(*(float(torch.linalg.vector_norm(value.abs(), dtype=torch.float64)) for value in held))
+    shifts = [state["knobs"][knob.name]["shift"] for knob in cycle.knobs]
+    step = under_way["step"] if under_way is not None else point["step"]
+    row = torch.tensor([[step, length, point["step"], state["window"], *shifts]], dtype=torch.float64)
+    table = cycle.home.gather(row.to(cycle.tally.sums.device).expand(len(cycle.home.local), -1))
+    if (table[:, 2:] != table[0, 2:]).any() or not np.allclose(table[:, 1], table[0, 1], rtol=ROUNDING, equal_nan=True):
+        raise CheckpointError(
+            f"the processes load states of different runs or moments: their last converged points are those of the "
+            f"steps {table[:, 2].astype(int).tolist()} and must be one; load what was saved together"
+        )
+    return bool((table[:, 0] == table[0, 0]).all())
+
+
+def _continuation(cycle: Cycle, state: Mapping[str, Any], together: bool) -> Continuation:
     opening, under_way, firsts = state["opening"], state["open"], cycle.home.first_of_hosts
     known = opening is None or (state["size"] == cycle.home.size and all(str(r.index) in opening for r in firsts))
     same = (
-        under_way is not None
+        together
+        and under_way is not None
         and under_way["exploring"] == _exploring(cycle)
         and all(str(replica.index) in under_way["replicas"] for replica in firsts)
     )

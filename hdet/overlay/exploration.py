@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -131,12 +131,11 @@ class Exploration:
                 "the state is of another version of hdet, which held the scheduler's rates in another way; go on with "
                 "that version, or load the scheduler's own state alone (without 'hdet'), which starts exploration anew"
             )
-        together = self._agreed(state)
         before, held = self._course.state_dict(), rates(self.optimizer)
         written = held
         try:
             self._course.load_state_dict(state["course"])
-            self.engine.load_state_dict(state["engine"] if together else {**state["engine"], "open": None})
+            self.engine.load_state_dict(state["engine"])
             self._opening = copy.deepcopy(state["opening"])
             back = self.engine.step_count != state["step"]
             written = (self._opening if back else state)["rates"]
@@ -193,27 +192,6 @@ class Exploration:
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._lending.take_out_update(optimizer)
-
-    def _agreed(self, state: dict[str, Any]) -> bool:
-        """Whether all processes load one moment's state; if not, only the converged point they share will do.
-
-        Raises:
-            CheckpointError: they do not even share that.
-        """
-        if len(self.replicas.local) == self.replicas.size:
-            return True
-        point, window = state["engine"]["converged"], state["engine"]["window"]
-        names = {name for name, _ in self.engine.hosts[0][0].named_parameters()}
-        # At the start replicas may lie apart, each with the noise of its warm start.
-        held = [value for name, value in point["model"].items() if name in names] if window else []
-        row = torch.tensor([[state["step"], point["step"], window, *mark(held)]], dtype=torch.float64)
-        table = self.replicas.gather(row.expand(len(self.replicas.local), -1))
-        if (table[:, 1:] != table[0, 1:]).any():
-            raise CheckpointError(
-                f"the processes load states of different runs or moments: their last converged points are those of "
-                f"the steps {table[:, 1].astype(int).tolist()} and must be one; load what was saved together"
-            )
-        return bool((table[:, 0] == table[0, 0]).all())
 
     def _point(self) -> dict[str, Any]:
         return {"rates": rates(self.optimizer), "scheduler": copy.deepcopy(self._scheduler_state())}
@@ -290,12 +268,6 @@ class Sharing:
 
     def _look(self, host: int, optimizer: Optimizer, *_: Any) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        dense = [tensors.local(gradient) for gradient in gradients if gradient.layout == torch.strided]
         if gradients:
-            self._seen[host] = mark(gradients)
-
-
-def mark(values: Iterable[Tensor]) -> list[float]:
-    """A fingerprint of dense tensors (of sharded ones this rank's part), in numbers that a mean of few leaves exact."""
-    held = [tensors.local(value).detach() for value in values if value.layout == torch.strided]
-    marks: list[float] = fingerprint(held, torch.device("cpu")).remainder(EXACT).tolist()
-    return marks
+            self._seen[host] = fingerprint(dense, torch.device("cpu")).remainder(EXACT).tolist()

@@ -128,6 +128,8 @@ def other_states() -> dict[str, Any]:
     scheduler = build()[2]
     with pytest.raises(CheckpointError, match=r"converged points are those of the steps \[8, 12\]"):
         scheduler.load_state_dict(states[STOP + 3 * dist.get_rank()])
+    with pytest.raises(CheckpointError, match="the processes load states of different runs or moments"):
+        scheduler.engine.load_state_dict(states[STOP + 3 * dist.get_rank()]["hdet"]["engine"])
     assert scheduler.last_epoch == scheduler.engine.step_count == 0
     with pytest.raises(TypeError, match="state_dict"):
         pickle.dumps(scheduler)

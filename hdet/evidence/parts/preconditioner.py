@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.replicas.tensors import local
+from hdet.user_warning import warn
 
 Group = dict[str, Any]
 
@@ -130,4 +130,4 @@ def _warn(optimizer: Optimizer, what: str) -> None:
     name = type(optimizer).__name__
     if (name, what) not in _warned:
         _warned.add((name, what))
-        warnings.warn(f"hdet does not know how {name} {what}", stacklevel=3)
+        warn(f"hdet does not know how {name} {what}")

@@ -174,8 +174,9 @@ def test_whether_decay_acts_on_the_weights_is_as_torch_does_it(make: Make, want:
 def test_an_unknown_optimizers_decay_is_taken_for_decoupled_and_named_once() -> None:
     optimizer, _, _ = trained(Homemade, [])
     group = optimizer.param_groups[0]
-    with pytest.warns(UserWarning, match="Homemade"):
+    with pytest.warns(UserWarning, match="hdet does not know how Homemade decays weights") as caught:
         assert decoupled(optimizer, group)
+    assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert decoupled(optimizer, group)
