@@ -15,7 +15,6 @@ class Stated(Protocol):
     """What has a state to be saved."""
 
     def state_dict(self) -> State: ...
-
     def load_state_dict(self, state: State) -> None: ...
 
 
@@ -44,7 +43,9 @@ class AllRanks:
             return state
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
         own = {"whole": state} if self._sharded else _own(state)
-        dist.all_gather_object(gathered, mapped(own, _cpu), group=self._group)
+        # To processes that have other devices.
+        sent = mapped(own, lambda value: value.cpu() if hasattr(value, "cpu") else value)
+        dist.all_gather_object(gathered, sent, group=self._group)
         return {**({} if self._sharded else state), "ranks": gathered}
 
     def load_state_dict(self, state: State) -> None:
@@ -87,8 +88,3 @@ def _with(state: State, own: State) -> State:
             "replicas": dict(zip(own["replicas"], held, strict=True)),
         }
     return {**state, "engine": engine, **({"losses": own["losses"]} if own["losses"] is not None else {})}
-
-
-def _cpu(value: Any) -> Any:
-    """Tensors are sent to processes that have other devices."""
-    return value.cpu() if hasattr(value, "cpu") else value

@@ -85,7 +85,8 @@ class ReportedLosses:
         off = math.log(reported / held_out)
         left = abs(off + math.log(passes))  # of the difference, if the loss was divided
         self.divided = passes > 1 and left < min(abs(off), math.log(NEAR))
-        if max(left, abs(off)) < math.log(NEAR) and self._backward_divides(passes):
+        multiplied = self._multiplied(passes)
+        if max(left, abs(off)) < math.log(NEAR) and math.isclose(multiplied, 1.0, rel_tol=0.02):
             self.divided = False  # of two passes either may be so; it was not divided before, if it is by backward
         if abs(off + (math.log(passes) if self.divided else 0.0)) > math.log(FAR):
             warn(
@@ -93,25 +94,17 @@ class ReportedLosses:
                 f"{held_out:.4g}; rules that compare the two (weight decay, dropout at 0) are misled where they are on "
                 f"different scales: give search.loss(...) the mean over the micro-batch, of the same loss"
             )
-        if min(left, abs(off)) < math.log(NEAR):
-            self._judge_gradients(passes)
-
-    def _backward_divides(self, passes: int) -> bool:
-        """Whether each loss was divided by the number of passes after it was reported."""
-        weights = [float(weight) for weight in self._weights.values()]
-        return len(weights) == passes and math.isclose(sum(weights), 1.0, rel_tol=0.02)
-
-    def _judge_gradients(self, passes: int) -> None:
-        """Whether backward was told to divide by the number of micro-batches more than once."""
-        weights = [float(weight) for weight in self._weights.values()]
-        if passes < 2 or len(weights) != passes:
-            return
-        total = sum(weights) / (passes if self.divided else 1)
-        if math.isclose(total * passes, 1.0, rel_tol=0.02):
+        divided_twice = math.isclose(multiplied * (1 if self.divided else passes), 1.0, rel_tol=0.02)
+        if passes > 1 and min(left, abs(off)) < math.log(NEAR) and divided_twice:
             warn(
                 f"the losses of {passes} micro-batches are divided by {passes} twice before backward, so that the "
                 f"gradient is {passes} times too small; divide once, or let the trainer do it"
             )
+
+    def _multiplied(self, passes: int) -> float:
+        """What backward multiplied the losses by after they were reported, summed; NaN where a pass is not known."""
+        weights = [float(weight) for weight in self._weights.values()]
+        return sum(weights) if len(weights) == passes else math.nan
 
     def state_dict(self) -> dict[str, Any]:
         return {"divided": self.divided, "seen": self.seen, "known": self.known}

@@ -63,7 +63,8 @@ class Course:
         if step < last:
             raise ConfigError(f"the optimizer's values at step {step} are not remembered (only {sorted(self.told)})")
         if self.forecast:
-            return self.foreseen(self._ahead(step))
+            steps = (step - self._moved_at) // self.steps_between * self.steps_each
+            return self.foreseen(self._position + steps)
         if not self.warms_up:
             return self.told[last]
         before = self.told.get(last - 1, self.told[last])
@@ -104,9 +105,6 @@ class Course:
         self._last = max(self.told)
         self.forecast = state["forecast"].tolist()
         self._position, self._moved_at = int(state["position"]), int(state["moved_at"])
-
-    def _ahead(self, step: int) -> int:
-        return self._position + (step - self._moved_at) // self.steps_between * self.steps_each
 
 
 class Told(Schedule):
