@@ -37,6 +37,13 @@ def test_quoted_messages_are_those_of_the_code() -> None:
     assert [message for message in quoted if not made_by(message)] == []
 
 
+def test_every_mistake_of_a_loop_is_on_the_page() -> None:
+    """Each `StepError` that is raised, and each warning; not where a function is handed the message."""
+    said = messages()[1]
+    assert len(said) > 50
+    assert said - set().union(*map(made_by, quotations())) == set()
+
+
 def test_each_quoted_message_is_asked_for_by_a_test() -> None:
     """A test that passes and asks for words which one message alone holds has had that message made.
 
@@ -45,12 +52,12 @@ def test_each_quoted_message_is_asked_for_by_a_test() -> None:
     asked = {
         run
         for path in (ROOT / "tests").rglob("*.py")
-        for text in strings(path)
+        for text in strings(ast.parse(path.read_text(encoding="utf-8")))
         for words in parts(re.sub(r"\\(\W)", r"\1", text))  # a backslash takes a character as it is
         for run in runs(words, max(SHORT, min(RUN, len(words))))
     }
     holders = defaultdict(set)
-    for message in messages():
+    for message in messages()[0]:
         for words in parts(message):
             for run in {*runs(words, SHORT), *runs(words, RUN)} & asked:
                 holders[run].add(message)
@@ -65,16 +72,26 @@ def quotations() -> list[str]:
 
 
 @cache
-def messages() -> list[str]:
-    """Every string of the package, docstrings apart, that has words."""
-    return [text for path in (ROOT / "hdet").rglob("*.py") for text in strings(path) if " " in text]
+def messages() -> tuple[set[str], set[str]]:
+    """The package's strings that have words, docstrings apart; and what it warns of, or raises as a `StepError`."""
+    texts, said = set(), set()
+    for path in (ROOT / "hdet").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        texts |= {text for text in strings(tree) if " " in text}
+        for node in ast.walk(tree):
+            call = node.exc if isinstance(node, ast.Raise) else node
+            name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
+            if name == ("StepError" if isinstance(node, ast.Raise) else "warn"):
+                said |= {text for text in map(literal, call.args) if text is not None}
+    return texts, said
 
 
+@cache
 def made_by(quoted: str) -> set[str]:
     """The strings of the package that have all parts of a quotation, in their order."""
     parts = [part.strip() for part in quoted.split("...") if part.strip()]
     pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
-    return {message for message in messages() if parts[0] in message and pattern.search(message)}
+    return {message for message in messages()[0] if parts[0] in message and pattern.search(message)}
 
 
 def parts(text: str) -> Iterator[list[str]]:
@@ -89,17 +106,24 @@ def runs(words: Sequence[str], length: int) -> Iterator[str]:
         yield " ".join(words[first : first + length])
 
 
-def strings(path: Path) -> Iterator[str]:
-    """The strings of a file, docstrings apart; `COMPUTED` stands for what an f-string fills in."""
-    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+def literal(node: ast.AST) -> str | None:
+    """A string as it is written; `COMPUTED` stands for what an f-string fills in."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else COMPUTED for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def strings(tree: ast.Module) -> Iterator[str]:
+    """The strings of a file, docstrings apart."""
+    waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue
+        text = literal(node)
+        if text is not None:
+            yield text
         if isinstance(node, ast.JoinedStr):
-            yield "".join(str(part.value) if isinstance(part, ast.Constant) else COMPUTED for part in node.values)
             waiting += [part for part in node.values if not isinstance(part, ast.Constant)]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-        else:
+        elif text is None:
             waiting += ast.iter_child_nodes(node)

@@ -208,6 +208,19 @@ def test_a_save_cut_short_does_not_count_and_is_cleared_away(
     assert sorted(path.name for path in saved.parent.iterdir()) == ["step_00000004", "step_00000008"]
 
 
+def test_an_old_checkpoint_that_is_damaged_is_left_there_and_told(
+    saved: Path, start: Callable[[], hdet.Engine], train: Any
+) -> None:
+    engine, checkpoints = start(), hdet.checkpoints.CheckpointFolder(saved.parent, keep=1)
+    checkpoints.resume(engine)
+    (saved / "manifest.json").write_text("[]")
+    train(engine, 8)
+    with pytest.warns(UserWarning, match="step_00000004 is no longer needed and cannot be removed") as caught:
+        checkpoints.save(engine)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert saved.exists()
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_save_in_the_background_gets_its_name_without_anybody_waiting(
     start: Callable[[], hdet.Engine], train: Any, tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 from unittest.mock import patch
 
@@ -17,17 +18,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import batch, batch_normed, knobs, network, optimizer_of, probe
 
 import hdet
 from hdet.controllers import Hold
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, StepError
 from hdet.merges import Mean
 from hdet.replicas import tensors
 from hdet.replicas.distributed import fully_sharded
 from hdet.replicas.distributed.exchange import Exchange, fold
 from hdet.replicas.distributed.fingerprint import fingerprint
-from hdet.replicas.distributed.layout import of_group
+from hdet.replicas.distributed.layout import Group, of_group
 from hdet.spaces import Log
 from hdet.spreads import TwoLevel
 
@@ -594,3 +596,12 @@ def test_without_torchruns_variables_the_way_in_is_told(monkeypatch: pytest.Monk
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match="torchrun"), hdet.process_group():
         pass
+
+
+def test_a_group_that_is_gone_is_told_of() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    group = Group(dist.group.WORLD)  # type: ignore[arg-type]
+    dist.destroy_process_group()
+    gc.collect()
+    with pytest.raises(StepError, match="the process group has been destroyed; train inside its block"):
+        group()

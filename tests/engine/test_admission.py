@@ -291,7 +291,7 @@ def test_what_is_not_explored_needs_no_evidence(problem: Any) -> None:
     [
         ([torch.zeros(8)] * 4, r"the loss of replica 0 has shape \(8,\); a loss is a scalar: take its mean"),
         ([torch.zeros(())] * 3, r"one loss for each replica this process hosts \(4\), got 3"),
-        (torch.zeros(4, 2), r"a tensor of shape \(4, 2\).*a tensor of shape \(4,\) or a list"),
+        (torch.zeros(4, 2), r"engine\.step was given a tensor of shape \(4, 2\).*a tensor of shape \(4,\) or a list"),
         (torch.zeros(3), r"a tensor of shape \(3,\)"),
         (torch.zeros(()), r"got 1"),
         (["low"] * 4, "the loss of replica 0 is a str; give a 0-dim tensor"),

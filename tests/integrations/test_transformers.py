@@ -162,7 +162,7 @@ def test_a_checkpoint_without_a_search_begins_one_and_says_so(tmp_path: Path) ->
     plain.train()
     resumed = trainer(gpt2(), tmp_path, save_strategy="steps", save_steps=8)
     callback = search(resumed)
-    with pytest.warns(UserWarning, match="begins at step 8 with nothing learned"):
+    with pytest.warns(UserWarning, match="does not exist, so the search begins at step 8 with nothing learned"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert callback.search is not None
     assert callback.search.engine.total_steps == 12

@@ -67,6 +67,23 @@ def test_a_refused_state_leaves_the_search_as_it_was() -> None:
     assert searches[1].engine.knobs[0].peak == peak
 
 
+def test_a_window_that_cannot_be_gone_on_with_is_told() -> None:
+    searches = []
+    for window in (5, 4):
+        model = network()
+        options: dict[str, Any] = {"total_steps": STEPS, "window": window, "micro_batches": 1, "quiet": True}
+        searches.append(hdet.attach(model, adamw(model), probe=probe(), **options))
+    for step in range(7):
+        searches[0].loss(loss_of(searches[0].model, batch(step))).backward()
+        searches[0].optimizer.step()
+        searches[0].optimizer.zero_grad()
+    said = "the search could not go on in the window that the state was taken in, at step 7"
+    with pytest.warns(UserWarning, match=said) as told:
+        searches[1].load_state_dict(searches[0].state_dict())
+    assert [one.filename for one in told] == [__file__]
+    assert searches[1].engine.step_count == 5
+
+
 def test_an_attached_model_can_be_pickled() -> None:
     model = network()
     hdet.attach(model, adamw(model), probe=probe(), total_steps=STEPS, quiet=True)

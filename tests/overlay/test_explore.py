@@ -99,7 +99,7 @@ def test_alone_explore_only_steps_the_scheduler() -> None:
     again = hdet.explore(CosineAnnealingLR(optimizer(), 10))
     again.load_state_dict(scheduler.state_dict())
     assert again.last_epoch == 5
-    with pytest.raises(StepError, match="no engine"):
+    with pytest.raises(StepError, match="this scheduler does not explore, so it has no engine"):
         scheduler.engine  # noqa: B018
 
 
