@@ -4,6 +4,7 @@
     python benchmarks/group_rates.py --tasks tabular --seeds 3
     python benchmarks/group_rates.py --cost                       # what thirty groups cost beside one
     python benchmarks/group_rates.py --worth                      # what each ratio is worth, and what evidence says
+    python benchmarks/group_rates.py --trials                     # ratios from short trials before the run
 
 Each task's parameters are in up to five groups. Their rates start sqrt(10) times above or below the best common rate,
 in every pattern of an orthogonal array of eight rows, and once with the right ratios. The oracle is the best run of a
@@ -17,7 +18,7 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -32,7 +33,8 @@ from torch.optim import Optimizer
 import hdet
 from hdet.controllers.sub_batches import student
 from hdet.recipes.recommended import choose, own_schedule
-from hdet.schedules import Schedule
+from hdet.schedules import LinearDecay, Schedule
+from hdet.trials.bracket import Trial, minimum, next_rate
 
 ROOT = 10**0.5
 RIGHT = (0, 0, 0, 0, 0)
@@ -67,15 +69,20 @@ def of_layers(name: str, parameter: nn.Parameter) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A task of the search benchmark, how its parameters are grouped, and the best setting they have in common."""
+    """A task of the search benchmark, how its parameters are grouped, and the best setting they have in common.
+
+    Attributes:
+        of: another version of the task, in place of the one of that name.
+    """
 
     name: str
     sort: Sort
     best: Setting
+    of: Task | None = None
 
     @property
     def task(self) -> Task:
-        return all_tasks()[self.name]
+        return self.of or all_tasks()[self.name]
 
     def groups(self, model: nn.Module, decay: float) -> dict[str, dict[str, Any]]:
         """Parameter groups by name; what is one-dimensional does not decay."""
@@ -175,6 +182,83 @@ def explored(case: Case, seed: int, factors: Sequence[float], grouped: bool, ste
         engine.step(own.detach())
     learned = {name: one.factor or 1.0 for name, one in engine.learned.items()}
     return Explored(problem.test_loss(model), passes / (3 * task.batch * steps), learned)
+
+
+TRIAL_SHARE, SMALLER, COMMON = 0.05, 4, 5
+"""A trial's steps as a share of the run's, how many times smaller its batches are, and trials of the common rate."""
+
+
+def by_trials(case: Case, seed: int, factors: Sequence[float]) -> tuple[list[float], float]:
+    """Factors on the rates of groups from short trials before the run, and their compute as a share of the run's.
+
+    Five trials find the best common rate for runs as short as that. About it each group's rate is sqrt(10) above or
+    below in eight more, by the rows of the array. A group moves towards its better side, by sqrt(10) at most and by
+    less where its effect is small beside what the trials scatter by in the columns that no group has. The geometric
+    mean of the rates stays.
+    """
+    small = replace(case.task, batch=case.task.batch // SMALLER)
+    problem = small.problem(seed, case.best.dropout)
+    steps = round(TRIAL_SHARE * case.task.steps)
+    course = LinearDecay(1.0, total_steps=steps, warmup=0.3)
+    examples = 0
+
+    def judged(model: nn.Module) -> tuple[float, ...] | None:
+        nonlocal examples
+        model.eval()
+        held_out = [problem.probe(window) for window in range(4)]
+        with torch.no_grad():
+            each = torch.cat([problem.example_losses(model, batch) for batch in held_out])
+        examples += len(each)
+        losses = each.reshape(-1, small.sub_batches).mean(dim=0)
+        return tuple(losses.tolist()) if bool(torch.isfinite(losses).all()) else None
+
+    def trial(common: float, levels: Sequence[int]) -> Trial:
+        _, model, optimizer = replace(case, of=small).begin(seed, common, factors)
+        for group, level in zip(optimizer.param_groups, levels, strict=False):
+            group["lr"] *= ROOT**level
+        peaks = [group["lr"] for group in optimizer.param_groups]
+        for step in range(steps):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * course(step)
+            problem.loss(model, problem.batch(step)).backward()
+            update(small, optimizer)
+        return Trial(common, judged(model))
+
+    before = Trial(0.0, judged(problem.model()))
+    tried = [trial(case.best.lr, RIGHT)]
+    while len(tried) < COMMON:
+        tried.append(trial(next_rate(tried, before, 4.0), RIGHT))
+    best = minimum(tried, before).rate
+    groups = len(case.groups(problem.model(), 0.0))
+    ends = np.array([min(trial(best, row).loss, before.loss) for row in PATTERNS])
+    signs = np.array(PATTERNS, dtype=float)[:, :groups]
+    halves = signs.T @ ends / len(ends)
+    rest = ends - ends.mean() - signs @ halves
+    error = np.sqrt(rest @ rest / (len(ends) - 1 - groups) / len(ends))
+    moves = -np.sign(halves) * np.maximum(0.0, 1.0 - (error / halves) ** 2)
+    spent = (examples + 3 * small.batch * steps * (COMMON + len(ends))) / (3 * case.task.batch * case.task.steps)
+    return [float(ROOT**move) for move in moves - moves.mean()], spent
+
+
+def print_trials(case: Case, seeds: int, patterns: Sequence[int]) -> None:
+    """One rate in the run, from the ratios given and from those that trials found; both in a plain run's compute."""
+    print(f"\n{case.name}, {seeds} seeds")
+    print(f"{'pattern':20s} {'as given':>9s} {'by trials':>9s} {'spent':>7s}   ratios then (first seed)")
+    for number in patterns:
+        row = RIGHT if number < 0 else PATTERNS[number]
+        factors = [ROOT**level for level in row]
+        steps = affordable(case, False)[0]
+        given = [explored(case, seed, factors, False, steps).loss for seed in range(seeds)]
+        ends, ratios, spent = [], [], 0.0
+        for seed in range(seeds):
+            moves, spent = by_trials(case, seed, factors)
+            ratios.append([factor * move for factor, move in zip(factors, moves, strict=False)])
+            ends.append(explored(case, seed, ratios[-1], False, round(steps * (1.0 - spent))).loss)
+        print(
+            f"{' '.join(f'{level:+d}' for level in row):20s} {np.mean(given):9.4f} {np.mean(ends):9.4f} {spent:7.1%}   "
+            f"{' '.join(f'{ratio:.2g}' for ratio in ratios[0])}",
+            flush=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -329,6 +413,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--patterns", type=int, nargs="+", default=list(range(-1, 8)), help="-1 is the right ratios")
     parser.add_argument("--cost", action="store_true", help="measure what many groups cost")
+    parser.add_argument("--trials", action="store_true", help="find ratios by short trials before the run")
     parser.add_argument("--worth", action="store_true", help="show what each ratio is worth beside what evidence says")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
@@ -339,6 +424,8 @@ def main() -> None:
     for case in CASES:
         if case.name in given.tasks and given.worth:
             print_worth(case, given.seeds)
+        elif case.name in given.tasks and given.trials:
+            print_trials(case, given.seeds, given.patterns)
         elif case.name in given.tasks:
             measure(case, given.seeds, given.patterns)
 
