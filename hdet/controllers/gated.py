@@ -52,9 +52,10 @@ def window_share(window_steps: int | None, context: Context) -> float:
     return 1.0 if window_steps is None else context.length / window_steps
 
 
-def gated_move(tau: float, rate: float, gate: float, saturation: float, scale: float) -> float:
-    """`-rate scale clip(tau / saturation, -1, 1)` if |tau| > gate, else 0."""
-    return -rate * scale * max(-1.0, min(1.0, tau / saturation)) if abs(tau) > gate else 0.0
+def gated_move(tau: float, rate: float, gate: float, saturation: float, scale: float, boost: float = 1.0) -> float:
+    """`-rate scale clip(x max(1, |x|), -boost, boost)` with x = tau / saturation if |tau| > gate, else 0."""
+    x = tau / saturation
+    return -rate * scale * max(-boost, min(boost, x * max(1.0, abs(x)))) if abs(tau) > gate else 0.0
 
 
 @register
@@ -74,6 +75,9 @@ class Gated(Controller):
     `memory ** share`. Growing windows need this: the first ones are short and noisy, and tell of a phase that is soon
     over; the last ones are few.
 
+    With `run_steps`, a run of fewer steps moves by more where evidence leaves no doubt, since it has no time: beyond
+    the saturation by `rate (tau / saturation)^2`, up to min(run_steps / total_steps, max_boost) times `rate`.
+
     Args:
         rate: largest move, in coordinates.
         gate: |tau| below which the base holds.
@@ -81,6 +85,8 @@ class Gated(Controller):
         memory: share of the accumulated evidence kept from window to window.
         window_steps: window length, in steps, for which `rate` and `memory` are given; None for any length.
         max_scale: largest share, so the largest move of a long window in units of `rate`.
+        run_steps: steps of a run from which on no move is larger than `rate`; None for any length.
+        max_boost: how many times larger a shorter run makes it at most.
         until: share of the run after which the base holds and no evidence is gathered: the rest cannot pay it back.
         settle: share of the run, at its end, in which moves fade to zero.
 
@@ -97,6 +103,8 @@ class Gated(Controller):
     memory: float = Field(default=0.0, ge=0, lt=1)
     window_steps: int | None = Field(default=None, ge=1)
     max_scale: float = Field(default=3.0, gt=0, le=100)
+    run_steps: int | None = Field(default=None, ge=1)
+    max_boost: float = Field(default=3.0, ge=1, le=100)
     until: float = Field(default=1.0, gt=0, le=1)
     settle: float = Field(default=0.0, ge=0, le=1)
 
@@ -111,8 +119,14 @@ class Gated(Controller):
             return 0.0, state
         share = window_share(self.window_steps, context)
         state = self._gathered(state, estimate, share)
-        move = gated_move(state.tau, self.rate, self.gate, self.saturation, min(share, self.max_scale))
+        scale, boost = min(share, self.max_scale), self._boost(context.total_steps)
+        move = gated_move(state.tau, self.rate, self.gate, self.saturation, scale, boost)
         return settled(move, self.settle, context), state
+
+    def _boost(self, total_steps: int | None) -> float:
+        if self.run_steps is None or total_steps is None:
+            return 1.0
+        return min(max(self.run_steps / total_steps, 1.0), self.max_boost)
 
     def _gathered(self, state: GatedState, estimate: Estimate, share: float) -> GatedState:
         """The state with a window's evidence added."""

@@ -24,6 +24,21 @@ def test_accumulating_rule_by_hand() -> None:
     assert moves_at(Gated(0.06, gate=0, saturation=2, memory=0.7), [1, 1, -3]) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("total_steps", "expected"),
+    [
+        (None, [-0.1, -0.2, -0.2, -0.2]),
+        (1000, [-0.1, -0.2, -0.2, -0.2]),
+        (500, [-0.1, -0.2, -0.4, -0.4]),
+        (100, [-0.1, -0.2, -0.45, -0.6]),
+    ],
+)
+def test_a_short_run_goes_further_where_there_is_no_doubt(total_steps: int | None, expected: list[float]) -> None:
+    gated, context = Gated(0.2, run_steps=1000), Context(total_steps=total_steps)
+    given = [(Estimate(slope=t, stderr=1.0), context) for t in (2.0, 4.0, 6.0, 20.0)]
+    assert moves(gated, *given) == pytest.approx(expected)
+
+
 def test_weak_windows_add_up_only_with_memory() -> None:
     weak = [0.7] * 8
     assert not any(moves_at(Gated(), weak))
