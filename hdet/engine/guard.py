@@ -34,9 +34,10 @@ class Rewind(Guard):
     A network that a too large step has wrecked (dead units, saturated attention) gives no signal, so no knob can repair
     it. Two signs together show the damage at a window's end. First, training stands still: the window with the lowest
     mean training loss lies in the first `1 / patience` of the steps done. Second, on the same batch the held-out loss
-    is higher now than there, by `significance` standard errors. Then weights, buffers and optimizer state return to the
-    best point. The step count goes on. Every controller is told (`Controller.retreat`): `Calibrate` continues below the
-    rate that had worked there.
+    is higher now than there, by `significance` standard errors. Overfitting does not trigger it, since the training
+    loss falls. Useful regularisation does not, since the held-out loss falls. Then weights, buffers and optimizer state
+    return to the best point. The step count goes on. Every controller is told (`Controller.retreat`): `Calibrate`
+    continues below the rate that had worked there.
 
     Some damage shows in no loss in time. Evidence taken ahead of the base during the warm-up shows it
     (`Estimate.offset`, see `Line`). If its moves lowered a rate by more than a factor of `overshoot` in all, the first

@@ -63,7 +63,8 @@ class Contrast(Evidence):
         bound_from: share of the run before which a base on a bound is not explored. Early in training a network wants
             no regularisation, so exploring tells nothing.
         paired: replicas 2 i and 2 i + 1 take the same data (`replica.data_index`, in `engine.data_shards` = N / 2
-            parts) with the same random numbers, at opposite levels. All Contrasts of an engine are paired or none is.
+            parts) with the same random numbers, at opposite levels. A step then sees half the data, and N has to be
+            even. All Contrasts of an engine are paired or none is.
         sketch: largest count of numbers kept of one gradient (`hdet.evidence.parts.sketch`): in `groups` + 1 sketches
             for each knob with a horizon, in one without.
     """

@@ -50,7 +50,8 @@ class Outer(Merge):
     first window's merge is the inner one alone where replicas did not open it alike (`hdet.perturb`), since their
     displacement has no common origin. A run that goes back to an earlier point begins with a new outer state.
 
-    With `hdet.distribute(..., overlap=k)` the outer step is made as the mean arrives (docs/populations.md).
+    With `hdet.distribute(..., overlap=k)` the outer step is made as the mean arrives, k steps later. Until then this
+    holds a copy of the opening. docs/populations.md says how the replicas are moved.
 
     Args:
         lr: the outer rate.
