@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from hdet.evidence.scene import Scene
+from hdet.evidence.scene import Harvest, Scene
 from hdet.merging.merge import Averager, Merge, OptimizerState
 from hdet.spec import register
 
@@ -22,5 +22,12 @@ class Mean(Merge):
 
     optimizer: OptimizerState = Field(default="average", kw_only=False)
 
-    def at_work(self, scene: Scene) -> Averager:
-        return Averager(scene, self.optimizer)
+    def at_work(self, scene: Scene) -> Uniform:
+        return Uniform(scene, self.optimizer)
+
+
+class Uniform(Averager):
+    """All valid replicas count alike."""
+
+    def weights(self, harvest: Harvest) -> None:
+        return None

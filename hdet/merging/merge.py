@@ -117,12 +117,12 @@ class Averager(Merger):
             )
         self.optimizer = optimizer
 
+    @abstractmethod
     def weights(self, harvest: Harvest) -> NDArray[np.float64] | None:
         """[N] or [N, P] weights as `hdet.replicas.Replicas.mean` takes them; None where all valid replicas count alike.
 
         A function of what is the same in every process, as each decides by itself.
         """
-        return None
 
     def merge(self, harvest: Harvest) -> list[int] | None:
         self.scene.replicas.mean(harvest.valid.tolist(), self.optimizer, self.weights(harvest))

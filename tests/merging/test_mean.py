@@ -58,6 +58,15 @@ def test_what_becomes_of_optimizer_state(policy: Any, problem: Any, train: Any, 
     assert_alike(engine)
 
 
+def test_a_weighted_mean_without_weights_is_no_plain_mean() -> None:
+    class Misspelt(Averager):
+        def weigths(self, harvest: Harvest) -> None:
+            return None
+
+    with pytest.raises(TypeError, match="weights"):
+        Misspelt(None, "average")  # type: ignore[abstract, arg-type]
+
+
 def test_a_merge_of_ones_own(problem: Any, train: Any) -> None:
     class OfFirst(Averager):
         def weights(self, harvest: Harvest) -> NDArray[np.float64]:
