@@ -40,8 +40,36 @@ class MultiheadAttention(KnobModule, nn.MultiheadAttention):
     dropout = KnobAttribute("dropout", default=0.0, low=0.0, high=1.0)
     temperature = KnobAttribute("temperature", default=1.0, low=SMALLEST)
 
-    def __init__(self, *args: Any, temperature: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> None:
+        # PyTorch's parameters by name: a command line or a configuration file is made from the signature.
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device=device,
+            dtype=dtype,
+        )
         self.temperature = temperature
 
     @property

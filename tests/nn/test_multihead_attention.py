@@ -1,3 +1,4 @@
+import inspect
 import itertools
 import warnings
 from typing import Any
@@ -25,6 +26,11 @@ SHAPES = ["batch_first", "sequence_first", "unbatched"]
 MASKS = ["none", "float", "bool", "float3", "bool3", "causal"]
 PADDINGS = ["none", "bool", "float"]
 WEIGHTS = ["none", "average", "per_head"]
+
+
+def test_its_signature_is_pytorchs_and_a_temperature() -> None:
+    ours = list(inspect.signature(MultiheadAttention).parameters)
+    assert ours == [*inspect.signature(nn.MultiheadAttention).parameters, "temperature"]
 
 
 def pair(construction: dict[str, Any], shape: str) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
