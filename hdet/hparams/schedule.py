@@ -28,10 +28,11 @@ class Schedule(Spec, family="schedule"):
     """t -> value. A new schedule gives `__call__`, and `total_steps` as a field or a property.
 
     Attributes:
-        foreknown: whether the values of coming steps are known already, and may be asked for ahead.
+        foreknown: whether the values of coming steps are known already, and are asked for up to 64 steps ahead. False
+            where nothing is said: a schedule may read what changes while training goes on.
     """
 
-    foreknown: ClassVar[bool] = True
+    foreknown: ClassVar[bool] = False
 
     if TYPE_CHECKING:
         # Not at run time: pydantic would warn of every field that shadows it.
@@ -62,6 +63,8 @@ class Constant(Schedule):
     0.1
     """
 
+    foreknown: ClassVar[bool] = True
+
     value: float = Field(kw_only=False)
 
     @property
@@ -90,6 +93,8 @@ class OneCycle(Schedule):
     >>> [round(schedule(t), 9) for t in (0, 29, 99)]
     [0.04, 1.0, 4e-06]
     """
+
+    foreknown: ClassVar[bool] = True
 
     max_lr: float = Field(ge=0, kw_only=False)
     total_steps: int = Field(gt=0, kw_only=False)
@@ -169,6 +174,8 @@ class WarmedUp(Schedule):
     peak is reached at step W - 1. The floor is the limit at t = total_steps, when training is over: no step
     is spent at it, and with floor 0 every value is positive.
     """
+
+    foreknown: ClassVar[bool] = True
 
     peak: float = Field(ge=0, kw_only=False)
     total_steps: int = Field(gt=0, kw_only=False)
@@ -263,6 +270,8 @@ class Replay(Schedule):
     [0.1, 0.3, 0.2, 0.2]
     """
 
+    foreknown: ClassVar[bool] = True
+
     values: tuple[float, ...] = Field(min_length=1, kw_only=False)
 
     @classmethod
@@ -305,8 +314,6 @@ class FromCallable(Schedule):
     >>> FromCallable("math:sqrt")(16)
     4.0
     """
-
-    foreknown: ClassVar[bool] = False  # so that a function that fails does so in its own step
 
     path: str = Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$", kw_only=False)
     total_steps: int | None = Field(default=None, gt=0)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import PrivateAttr
@@ -111,7 +111,6 @@ class Told(Schedule):
     """One parameter group's part of a course."""
 
     kind = "told"
-    foreknown: ClassVar[bool] = False
     _course: Course = PrivateAttr()
     _group: int = PrivateAttr()
     _total_steps: int | None = PrivateAttr()

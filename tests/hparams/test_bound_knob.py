@@ -18,7 +18,7 @@ from hdet.controllers.state import NoState
 from hdet.engine.defaults import complete
 from hdet.errors import CheckpointError, ConfigError
 from hdet.hparams.bound_knob import BoundKnob
-from hdet.schedules import Cosine, FromCallable, OneCycle, Replay
+from hdet.schedules import Cosine, FromCallable, OneCycle, Replay, Schedule
 from hdet.spaces import Arcsine, Linear, Log, Logit, Relative
 from hdet.spreads import OneSided, Symmetric, TwoLevel
 
@@ -266,3 +266,23 @@ def test_a_loaded_shift_beyond_the_authority_is_refused(shift: float) -> None:
     with pytest.raises(CheckpointError, match=r"moved it by (-?1\.5|nan), and its authority is 1 "):
         knob.load_state_dict({**state, "shift": shift})
     assert knob.shift == 0.0
+
+
+def test_a_schedule_of_ones_own_is_asked_in_each_step(problem: Any, train: Any) -> None:
+    """It may read what changes."""
+    asked: list[int] = []
+
+    class Live(Schedule):
+        total_steps: int = 30
+
+        def __call__(self, t: int) -> float:
+            asked.append(t)
+            return 0.1
+
+    model = problem.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    knob = hdet.LearningRate(schedule=Live())
+    engine = hdet.Engine(hdet.replicate(model, optimizer, n=2), [knob], window=30, total_steps=30)
+    del asked[:]
+    train(engine, 10)
+    assert max(asked) == 10
