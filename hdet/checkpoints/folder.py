@@ -61,7 +61,6 @@ class CheckpointFolder:
         self.keep = keep
         self._saving: Saving | None = None
         self._groups: dict[tuple[int, ...], Group] = {}
-        self._publisher = ThreadPoolExecutor(1)
 
     def save(self, engine: Engine, *, wait: bool = True) -> Path:
         """Save the last converged point; without `wait`, copy it and write in the background.
@@ -95,7 +94,9 @@ class CheckpointFolder:
                         written.result()
                         publish(part, target, run, group)
 
-                    self._saving = Saving(engine, target, self._publisher.submit(finish))
+                    publisher = ThreadPoolExecutor(1)
+                    self._saving = Saving(engine, target, publisher.submit(finish))
+                    publisher.shutdown(wait=False)  # its thread ends with the save
         except (dcp.api.CheckpointException, OSError) as error:
             raise _failed(target, error) from None
         if wait:

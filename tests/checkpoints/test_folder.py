@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import pickle
@@ -228,7 +229,8 @@ def test_a_save_in_the_background_gets_its_name_without_anybody_waiting(
     """A kill long after it must find it whole."""
     engine = start()
     train(engine, 4)
-    target = hdet.checkpoints.CheckpointFolder(tmp_path).save(engine, wait=False)
+    folder = copy.deepcopy(hdet.checkpoints.CheckpointFolder(tmp_path))  # holds no thread between saves
+    target = folder.save(engine, wait=False)
     end = time.monotonic() + 60
     while not target.exists():
         assert time.monotonic() < end
