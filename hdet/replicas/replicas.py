@@ -56,7 +56,8 @@ class Replicas(ABC):
         local: the replicas this process hosts, by rising index.
         hosts: this process's distinct models with their optimizers; several seats may share one.
         diverge: whether each replica has a model of its own and so can come apart from the others.
-        shares_on_call: whether gradients are alike only once `share_gradients` was called; else an engine leaves that.
+        shares_on_call: whether gradients are alike only once `share_gradients` was called; else an engine leaves that
+            out. True where nothing is said.
         left_to_loop: whether the training loop shares gradients and buffers itself.
     """
 
@@ -64,7 +65,7 @@ class Replicas(ABC):
     local: Sequence[Replica]
     hosts: Sequence[tuple[nn.Module, Optimizer]]
     diverge: bool
-    shares_on_call: bool = False
+    shares_on_call: bool = True
     left_to_loop: bool = False
 
     def leave_to_loop(self) -> None:

@@ -18,6 +18,7 @@ import hdet
 from hdet import Engine
 from hdet.controllers import Hold
 from hdet.errors import StepError
+from hdet.replicas.in_process import Copies
 from hdet.schedules import Cosine, OneCycle
 from hdet.spreads import TwoLevel
 
@@ -480,3 +481,20 @@ def test_with_nothing_to_share_gradients_are_left_alone(n: int, problem: Any) ->
         parameter.grad = torch.ones_like(parameter)
     engine.share_gradients()
     assert all(torch.equal(p.grad, torch.full_like(p, 1.0 / n)) for p in model.parameters())
+
+
+def test_replicas_that_say_nothing_of_sharing_are_asked_to_share(problem: Any) -> None:
+    class Own(Copies):
+        asked = 0
+
+        def __init__(self, hosts: Any) -> None:
+            super().__init__(hosts)
+            del self.shares_on_call
+
+        def share_gradients(self) -> None:
+            Own.asked += 1
+
+    model = problem.model()
+    engine = Engine(Own([(model, torch.optim.SGD(model.parameters(), lr=0.1))]), [], total_steps=10)
+    engine.share_gradients()
+    assert Own.asked == 1
