@@ -60,7 +60,8 @@ def parse(text: str, *, name: str) -> Any:
     try:
         value = yaml.load(text, Loader=Loader)
         for place, part in flat(value, ".").items():
-            f"{place}: {part}".encode()
+            for text in part if isinstance(part, set) else (part,):
+                f"{place}: {text}".encode()
         return value
     except UnicodeEncodeError:
         raise ConfigError(f"{name} holds half of a character (a lone surrogate), which no file can hold") from None

@@ -54,6 +54,7 @@ def test_a_declaration_survives_yaml(lr: float, decay: float, beta: float) -> No
         ("a: " + "9" * 5000, "not valid YAML: Exceeds the limit"),
         ('a: "\\uD800"\n', "half of a character"),
         ('{"\\uD800": 1}\n', "half of a character"),
+        ('a: !!set {"\\uD800"}\n', "half of a character"),
         ("a: \x1b[2J\n", "not valid YAML: unacceptable character"),
     ],
 )
