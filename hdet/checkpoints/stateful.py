@@ -46,6 +46,7 @@ class ControlPart(ReplicaControlPart):
     run: str | None
     size: int
     window: int
+    met: bool | None = None
     finished: bool
     restores: int
     step: int
@@ -155,6 +156,7 @@ class Stateful:
             self.engine.cycle,
             {
                 **{key: control[key] for key in ("format", "config", "size", "window", "finished", "restores")},
+                "met": control.get("met"),
                 "knobs": control["knobs"],
                 "collectors": control["collectors"],
                 "watch": {"held": None, "first": None} if self.engine.cycle.watch is not None else None,
@@ -217,6 +219,7 @@ class Stateful:
             "run": engine.cycle.run,
             "size": engine.size,
             "window": engine.cycle.window.index,
+            "met": engine.cycle.met,
             "finished": engine.finished,
             "restores": engine.cycle.restores,
             "step": step_of(engine),

@@ -44,6 +44,8 @@ class Cycle:
         restores: windows on end in which all replicas became non-finite.
         observes_passes: some evidence looks at each pass's gradient, and at the rates it will be taken at.
         watches_entry, watches_exit: `enter` and `exit` have something to do where a pass begins and ends.
+        met: all replicas have been made one since the run began, or began anew. Before that a warm noisy start
+            (`hdet.perturb`) may have set them apart.
         run: a name that the run's checkpoints share, given by the first of them.
     """
 
@@ -97,7 +99,7 @@ class Cycle:
         self._begun = False
         self._whole = False
         self._sound = np.ones(self.home.size, dtype=bool)  # of the window that has closed
-        self._met = False  # a warm noisy start (`hdet.perturb`) may have set the replicas apart
+        self.met = False
         self._seats_share_models = len(self.home.local) > len(self.hosts)
         # In each step only those are called that have something to do.
         self._after_update = [own.after_update for own in self.collectors if _has(own, "after_update")]
@@ -118,7 +120,7 @@ class Cycle:
             self._begun = True
             if self.watch is not None and self.step_count == 0:
                 self.watch.begin()
-            if not self._met:
+            if not self.met:
                 self._open_apart()
             self.watches_entry = self._seats_share_models or any(_has(own, "enter") for own in self.collectors)
         if self._seats_share_models:
@@ -199,7 +201,7 @@ class Cycle:
         self.moving.open()
         self.anchor.take(start, self._lent())
         self.tally.reset()
-        if not self._met:
+        if not self.met:
             self._open_apart()
         self.averages.reset()
         if self.noise is not None:
@@ -369,13 +371,13 @@ class Cycle:
         apart = (
             self.plan.apart
             or closed.apart
-            or not self._met
+            or not self.met
             or not valid.all()
             or any(buffer.is_floating_point() for buffer in self.hosts[0][0].buffers())
         )
         if not self.home.diverge:
             self.home.mean_buffers(valid.tolist())
-        self._met = True
+        self.met = True
         if not (self.merger.moves_alike or (self.home.diverge and apart)):
             return False, {}
         self._tell_of_copies(self.merger.merge(harvest))
@@ -410,7 +412,7 @@ class Cycle:
         ahead = {} if too_late else {name: moves[name] for name in told_ahead}
         went_back = recovery.guarded(self.plan, self.watch, harvest, bases, ahead, context)
         if went_back is not None:
-            self._met = went_back.alike
+            self.met = went_back.alike
             self._forget_averages()
             self.merger.forget()
             self._forget_values()
@@ -451,12 +453,12 @@ class Cycle:
             knob.rest()
         self.apply()
 
-    def resume(self, window: int, finished: bool) -> None:
-        """Take up a run at `step_count`, where all replicas are alike: open a window, or be at the end."""
+    def resume(self, window: int, finished: bool, met: bool) -> None:
+        """Take up a run at `step_count`: open a window, or be at the end."""
         self._last_step = self.plan.total_steps
         self._forget_averages()
-        self._met = window > 0
-        self.home.restored(merged=self._met)
+        self.met = met
+        self.home.restored(merged=self.met)
         self.finished = finished
         self._forget_values()
         if finished:

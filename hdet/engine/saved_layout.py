@@ -69,6 +69,7 @@ class MergePart(Strict):
 class StatePart(Strict):
     size: int = Field(ge=1)
     window: int = Field(ge=0)
+    met: bool | None = None
     finished: bool
     restores: int = Field(ge=0)
     converged: PointPart

@@ -5,6 +5,7 @@ Layout (format 3)::
     format, config             what wrote it
     converged                  step, model, optimizer: the last merged point, never a replica in mid-window
     opening                    each replica's model and optimizer there, where they differ (`Mean("keep")`, `perturb`)
+    met                        whether the replicas had been made one by then; states without it: after window 0
     window, start, shifts      the window that opened there; every knob's shift and controller state
     watch                      what the guard knows, the point it would go back to included
     merge                      its declaration, and what it remembers between windows
@@ -14,7 +15,6 @@ Layout (format 3)::
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +51,7 @@ def state_dict(cycle: Cycle, leave_out: Collection[str] = ()) -> dict[str, Any]:
         "config": config(cycle),
         "size": cycle.home.size,
         "window": cycle.window.index,
+        "met": cycle.met,
         "finished": cycle.finished,
         "restores": cycle.restores,
         "converged": {"step": cycle.step_count, **_point(cycle, 0, leave_out)}
@@ -140,6 +141,25 @@ def _windows(state: Mapping[str, Any]) -> int:
     return int(state["window"]) + (1 if state["finished"] else 0)
 
 
+def _length(cycle: Cycle, state: Mapping[str, Any]) -> float:
+    """Of the trained weights at the converged point; 0 where replicas may lie apart there, and it tells nothing."""
+    if not (cycle.plan.merge.makes_alike and _met(state)):
+        return 0.0
+    trained = {name for name, parameter in cycle.hosts[0][0].named_parameters() if parameter.requires_grad}
+    held = [tensors.local(value) for name, value in state["converged"]["model"].items() if name in trained]
+    parts = [torch.view_as_real(value) if value.is_complex() else value for value in held]
+    device = cycle.tally.sums.device
+    # Gathered there first: the host waits once.
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64).to(device) for part in parts]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+
+def _met(state: Mapping[str, Any]) -> bool:
+    """Whether the window opened with all replicas made one."""
+    met = state.get("met")
+    return bool(state["window"] > 0 if met is None else met)
+
+
 @dataclass(frozen=True)
 class Continuation:
     """How a state is taken up, the same in all processes.
@@ -162,19 +182,27 @@ def _in_one_step(cycle: Cycle, state: Mapping[str, Any]) -> bool:
     if len(cycle.home.local) == cycle.home.size:
         return True
     point, under_way = state["converged"], state["open"]
-    trained = {name for name, parameter in cycle.hosts[0][0].named_parameters() if parameter.requires_grad}
-    # At the start replicas may lie apart, each with the noise of its warm start.
-    alike = cycle.plan.merge.makes_alike and state["window"] > 0
-    held = [tensors.local(value) for name, value in point["model"].items() if name in trained and alike]
-    length = math.hypot(*(float(torch.linalg.vector_norm(value.abs(), dtype=torch.float64)) for value in held))
-    shifts = [state["knobs"][knob.name]["shift"] for knob in cycle.knobs]
+    facts = {
+        "last converged points are those of the steps": point["step"],
+        "windows are": state["window"],
+        "replicas had been made one (1) or not (0):": int(_met(state)),
+        **{f"bases of {knob.name!r} have moved by": state["knobs"][knob.name]["shift"] for knob in cycle.knobs},
+    }
     step = under_way["step"] if under_way is not None else point["step"]
-    row = torch.tensor([[step, length, point["step"], state["window"], *shifts]], dtype=torch.float64)
+    row = torch.tensor([[step, _length(cycle, state), *facts.values()]], dtype=torch.float64)
     table = cycle.home.gather(row.to(cycle.tally.sums.device).expand(len(cycle.home.local), -1))
-    if (table[:, 2:] != table[0, 2:]).any() or not np.allclose(table[:, 1], table[0, 1], rtol=ROUNDING, equal_nan=True):
+    columns = dict(zip(facts, table[:, 2:].T, strict=True))
+    differing = {said: values for said, values in columns.items() if (values != values[0]).any()}
+    lengths = table[:, 1]
+    if not (differing or np.allclose(lengths, lengths[0], rtol=ROUNDING, equal_nan=True)):
+        differing = {"weights have the lengths": lengths}
+    if differing:
+        told = " and ".join(
+            f"their {said} [{', '.join(f'{value:.12g}' for value in values)}]" for said, values in differing.items()
+        )
         raise CheckpointError(
-            f"the processes load states of different runs or moments: their last converged points are those of the "
-            f"steps {table[:, 2].astype(int).tolist()} and must be one; load what was saved together"
+            f"the processes load states of different runs or moments: {told}; these must be the same, so load what was "
+            f"saved together"
         )
     return bool((table[:, 0] == table[0, 0]).all())
 
@@ -208,7 +236,7 @@ def _load_point(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> No
 
 def _take_up(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> None:
     """Open the window, and go on in it where it is the same."""
-    cycle.resume(state["window"], state["finished"])
+    cycle.resume(state["window"], state["finished"], _met(state))
     cycle.merger.forget()
     if state.get("merge", {}).get("state"):
         cycle.merger.load_state_dict(state["merge"]["state"])

@@ -54,6 +54,7 @@ def begun_anew(home: str) -> Found:
         train(engine, engine.step_count + WINDOW)
         turns += [(engine.step_count, fault["kind"]) for fault in engine.history.windows[-1].faults]
         if turns and not again:
+            engine.load_state_dict(engine.state_dict())  # each rank its own, which may lie apart again
             again = whole(model)
     return {"turns": turns, "first": first, "again": again, "last": whole(model), "bases": engine.bases}
 

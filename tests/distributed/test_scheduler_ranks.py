@@ -128,8 +128,13 @@ def other_states() -> dict[str, Any]:
     scheduler = build()[2]
     with pytest.raises(CheckpointError, match=r"converged points are those of the steps \[8, 12\]"):
         scheduler.load_state_dict(states[STOP + 3 * dist.get_rank()])
-    with pytest.raises(CheckpointError, match="the processes load states of different runs or moments"):
+    with pytest.raises(CheckpointError, match=r"different runs or moments.*points.* \[8, 12\] and their windows are"):
         scheduler.engine.load_state_dict(states[STOP + 3 * dist.get_rank()]["hdet"]["engine"])
+    scaled = copy.deepcopy(states[STOP]["hdet"]["engine"])
+    for value in scaled["converged"]["model"].values():
+        value.mul_(1 + dist.get_rank())
+    with pytest.raises(CheckpointError, match="moments: their weights have the lengths"):
+        scheduler.engine.load_state_dict(scaled)
     assert scheduler.last_epoch == scheduler.engine.step_count == 0
     with pytest.raises(TypeError, match="state_dict"):
         pickle.dumps(scheduler)
