@@ -193,11 +193,22 @@ class Engine:
 
     @property
     def history(self) -> History:
-        """The windows so far. Give another before the first step, or before a state is loaded, to go on in that one."""
+        """The windows so far. Give another before the first step, or before a state is loaded, to go on in that one.
+
+        Raises:
+            ConfigError: what is given is no `hdet.History`.
+            StepError: steps are done.
+        """
         return self.cycle.history
 
     @history.setter
     def history(self, history: History) -> None:
+        admission.declared("history", history, History)
+        if self.step_count:
+            raise StepError(
+                f"a run takes another history before its first step only, and {self.step_count} are done, whose "
+                f"windows the one it has holds; give Engine(history=...), or set it before a state is loaded"
+            )
         self.cycle.history = history
 
     @property

@@ -163,7 +163,7 @@ class Exploring(LRScheduler):
                 self._start(began)
                 assert self._exploration is not None
                 self._exploration.load_state_dict(kept)
-                self._exploration.engine.history = exploration.engine.history
+                self._exploration.engine.cycle.history = exploration.engine.history
             elif exploration is None:
                 if self._exploration is not None:
                     self._exploration.close()

@@ -373,7 +373,12 @@ def test_an_error_inside_a_replica_leaves_it(problem: Any) -> None:
 
 def test_a_history_of_another_run(problem: Any, train: Any, tmp_path: Any) -> None:
     path = tmp_path / "history.jsonl"
-    train(make(problem, [hdet.LearningRate()], window=2, total_steps=6, history=path))
+    first = make(problem, [hdet.LearningRate()], window=2, total_steps=6, history=path)
+    with pytest.raises(ConfigError, match="history must be of type History, got 'other"):
+        first.history = "other.jsonl"
+    train(first)
+    with pytest.raises(StepError, match="another history before its first step only, and 6 are done"):
+        first.history = hdet.History()
     engine = make(problem, [hdet.LearningRate()], window=2, total_steps=6, history=hdet.History(path))
     with pytest.raises(HdetError, match=r"history.jsonl already holds windows up to 2, and window 0 is to be run"):
         engine.step([0.0] * 4)
