@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 
 from hdet.errors import ConfigError
 from hdet.replicas.random_numbers import seeded
@@ -54,9 +55,9 @@ class Sample:
 
 
 @contextmanager
-def numbers_lent(text: str) -> Iterator[None]:
-    """The global generators of the CPU are seeded by a text inside the block, and as they were after it."""
-    with seeded([], text), generators_kept(()):
+def numbers_lent(text: str, devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """The global generators, of the CPU and of some devices, are seeded by a text inside the block only."""
+    with seeded(devices, text), generators_kept(()):
         random.seed(text)
         np.random.seed(random.getrandbits(32))
         yield

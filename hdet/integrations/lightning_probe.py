@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torchmetrics import Metric
 
 from hdet.errors import ConfigError
 from hdet.integrations.dataset_probe import SUB_BATCHES, numbers_lent
+from hdet.replicas.random_numbers import accelerators
 from hdet.signals import Probe
 
 OF_A_METRIC = ("_update_count", "_computed", "_forward_cache", "_cache")
@@ -48,7 +50,7 @@ def judge(trainer: Trainer, module: LightningModule, probe: Probe | Iterable[Any
         )
     batches = [
         trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
-        for batch in _first(probe, seed)
+        for batch in _first(probe, seed, accelerators(module))
     ]
 
     def validation_loss(model: nn.Module, numbered: tuple[int, Any]) -> Tensor:
@@ -69,14 +71,18 @@ def judge(trainer: Trainer, module: LightningModule, probe: Probe | Iterable[Any
     return Probe(validation_loss, list(enumerate(batches)))
 
 
-def _first(loader: Iterable[Any], seed: int) -> list[Any]:
-    """A loader's first 8 batches, the same on every process and at every resume; a smaller last one is left out."""
+def _first(loader: Iterable[Any], seed: int, devices: Iterable[torch.device]) -> list[Any]:
+    """A loader's first 8 batches, the same on every process and at every resume; a smaller last one is left out.
+
+    Args:
+        devices: those whose global generators the loader may draw from besides the CPU's.
+    """
     if isinstance(getattr(loader, "sampler", None), DistributedSampler):
         raise ConfigError(
             "the probe's DataLoader has a DistributedSampler, and every process must judge by the same batches; give "
             "one without"
         )
-    with numbers_lent(f"hdet.probe:{seed}"):
+    with numbers_lent(f"hdet.probe:{seed}", devices):
         batches = list(islice(iter(loader), SUB_BATCHES))
     sizes = [
         next((leaf.shape[:1] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None) for batch in batches
