@@ -51,7 +51,12 @@ def report(
 
 
 def reported_run(path: Path) -> ReportedRun:
-    """A run from its folder, or from its history alone."""
+    """A run from its folder, or from its history alone.
+
+    Raises:
+        ConfigError: there is no history, or the declaration beside it is no mapping.
+        HdetError: what lies there cannot be read.
+    """
     folder = RunFolder(path)
     source = folder.history if path.is_dir() else path
     if not source.is_file():

@@ -66,6 +66,7 @@ def test_figures_are_written_instead(tmp_path: Path) -> None:
         ({"history_jsonl": '{"window": 0}\n'}, "line 1 is not a window record"),
         ({"result_json": "{"}, "result.json cannot be read"),
         ({"config_yaml": "a: *b\n"}, "config.yaml"),
+        ({"config_yaml": "- 1\n"}, "config.yaml: expected a mapping of the run's fields, got list"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(
