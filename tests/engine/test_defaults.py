@@ -33,7 +33,7 @@ DECAY_RULE = hdet.evidence.Analytic().default_controller(hdet.WeightDecay())
         (hdet.WeightDecay(), hdet.evidence.Analytic(), DECAY_RULE),
         (hdet.Dropout(), REMEMBERING, FORWARD_RULE),
         (hdet.LabelSmoothing(), REMEMBERING, FORWARD_RULE),
-        (hdet.AttentionTemperature(), REMEMBERING, FORWARD_RULE),
+        (hdet.AttentionTemperature(), REMEMBERING, hdet.AttentionTemperature().default_controller),
         (SCALAR, REMEMBERING, Gated()),
         (hdet.Momentum(), hdet.evidence.Recursion(), Gated()),
         (hdet.Beta1(), hdet.evidence.Recursion(), Gated()),
@@ -65,6 +65,7 @@ def test_knobs_of_modules_move_in_small_steps() -> None:
     assert moved(FORWARD_RULE, SURE, 10, total_steps=500) == pytest.approx(-0.064)
     assert moved(FORWARD_RULE, SURE, 10, total_steps=100) == pytest.approx(-0.096)
     assert moved(FORWARD_RULE, UNSURE, 1000) == 0.0
+    assert moved(hdet.AttentionTemperature().default_controller, SURE, 10, total_steps=100) == pytest.approx(-0.032)
 
 
 def test_decay_moves_by_its_share_of_a_window() -> None:
