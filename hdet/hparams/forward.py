@@ -46,7 +46,7 @@ class ModuleKnob(Knob):
     def default_controller(self) -> Controller:
         # Small steps on evidence that adds up: an angle of 0.0032 a step at most. A regulariser has a bound to go to,
         # so a short run may go there faster; what has none would overshoot.
-        run_steps = None if self.acts_in_eval else 1000
+        run_steps = None if self.acts_in_eval else 600
         return Gated(0.08, gate=1.0, saturation=3.0, window_steps=25, max_scale=1.0, run_steps=run_steps, until=0.85)
 
     @property

@@ -60,9 +60,9 @@ def moved(rule: Any, estimate: Estimate, length: int, step: int = 50, total_step
 def test_knobs_of_modules_move_in_small_steps() -> None:
     """However sure a window of 10 steps is, it moves dropout by a small angle; in a short run by up to 3 times that."""
     assert FORWARD_RULE.to_dict()["memory"] == 0.0  # the evidence remembers
-    assert moved(FORWARD_RULE, SURE, 10, total_steps=1000) == pytest.approx(-0.032)
-    assert moved(FORWARD_RULE, SURE, 1000, total_steps=1000) == pytest.approx(-0.08)
-    assert moved(FORWARD_RULE, SURE, 10, total_steps=500) == pytest.approx(-0.064)
+    assert moved(FORWARD_RULE, SURE, 10, total_steps=600) == pytest.approx(-0.032)
+    assert moved(FORWARD_RULE, SURE, 1000, total_steps=600) == pytest.approx(-0.08)
+    assert moved(FORWARD_RULE, SURE, 10, total_steps=300) == pytest.approx(-0.064)
     assert moved(FORWARD_RULE, SURE, 10, total_steps=100) == pytest.approx(-0.096)
     assert moved(FORWARD_RULE, UNSURE, 1000) == 0.0
     assert moved(hdet.AttentionTemperature().default_controller, SURE, 10, total_steps=100) == pytest.approx(-0.032)
