@@ -309,7 +309,9 @@ def read(case: Case, seed: int, factors: Sequence[float]) -> tuple[float, dict[s
         engine.share_gradients()
         update(task, optimizer)
         record = engine.step(own.detach())
-        for name, knob in zip(names, engine.knobs, strict=True) if record is not None else ():
+        if record is None:
+            continue
+        for name, knob in zip(names, engine.knobs, strict=True):
             told = record.estimates[knob.name]["relative"]
             if told["slopes"]:
                 slopes[name] += told["slopes"]

@@ -33,7 +33,7 @@ class DrawnProblem(Problem):
 
     def __init__(self, *, seed: int, batch: int, dropout: float, width: int | None) -> None:
         self.seed, self.size, self.rate = seed, batch, dropout
-        self.sizes = () if width is None else (width,)
+        self.sizes: tuple[int, ...] = () if width is None else (width,)
 
     def model(self) -> nn.Module:
         return built(self.seed, lambda: self.network(self.rate, *self.sizes))
