@@ -151,7 +151,8 @@ def draw(path: Path, regrets: Sequence[tuple[Run, float]]) -> None:
     """Regret against the length of the run: a panel a task, a line a start."""
     tasks = list(dict.fromkeys(run.task for run, _ in regrets))
     figure = Figure(figsize=(3.6 * len(tasks), 3.2), layout="constrained")
-    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+    panels = figure.subplots(1, len(tasks), squeeze=False)[0]
+    for axes, task in zip(panels, tasks, strict=True):
         for contender, style in (("hdet", "o-"), ("cosine", "x:")):
             for number, start in enumerate(SIZES):
                 points = defaultdict(list)
@@ -161,10 +162,14 @@ def draw(path: Path, regrets: Sequence[tuple[Run, float]]) -> None:
                 steps = sorted(points)
                 means = [np.mean(points[step]) for step in steps]
                 axes.plot(steps, means, style, color=f"C{number}", label=f"{contender}, {start.name}")
-        axes.set(xscale="log", xlabel="steps", ylabel="test loss above the best fixed rate's", title=task)
+        ticks = sorted({run.steps for run, _ in regrets if run.task == task})
+        axes.set(xscale="log", xlabel="steps", title=task)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_xticks([], minor=True)
         axes.set_yscale("symlog", linthresh=0.02)
         axes.axhline(0.0, color="0.7", linewidth=0.8)
-    axes.legend(fontsize=6)
+    panels[0].set_ylabel("test loss above the best fixed rate's")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
     figure.savefig(path, dpi=110)
 
 
