@@ -33,8 +33,9 @@ from search_parts.contender import Contender
 from search_parts.contenders.recommended import Recommended
 from search_parts.found import all_tasks
 from search_parts.sweep import judged
-from search_parts.task import Problem, Setting, Task
+from search_parts.task import Setting, Task
 from torch import nn
+from torch.optim import Optimizer
 
 import hdet
 from hdet.evidence import Contrast
@@ -50,21 +51,9 @@ class Whole(Recommended):
     name = "whole"
     size: int | None = None
 
-    def engine(
-        self, task: Task, setting: Setting, problem: Problem, model: nn.Module, probe: hdet.Probe, steps: int, seed: int
-    ) -> hdet.Engine:
-        optimizer = task.optimizer(problem.groups(model), setting)
+    def knobs(self, model: nn.Module, optimizer: Optimizer, steps: int) -> list[hdet.Knob]:
         chosen = [choice.knob for choice in choose(model, optimizer, steps)]
-        return hdet.recommended(
-            model,
-            optimizer,
-            total_steps=steps,
-            probe=probe,
-            micro_batches=task.micro_batches,
-            seed=seed,
-            quiet=True,
-            knobs=[self.folded(knob) for knob in chosen if isinstance(knob, hdet.Dropout)],
-        )
+        return [self.folded(knob) for knob in chosen if isinstance(knob, hdet.Dropout)]
 
     def folded(self, knob: hdet.Dropout) -> hdet.Dropout:
         """The recipe's knob of dropout, with a sketch of this contender's size."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import hdet
 from search_parts.contender import Contender, Outcome, begin, step_replicas
@@ -59,7 +61,7 @@ class Recommended(Contender):
         steps: int,
         seed: int,
     ) -> hdet.Engine:
-        """The recipe. A variant of it is a file with a subclass that overrides this."""
+        """The recipe. A variant of it is a file with a subclass that overrides this, or `knobs`."""
         optimizer = task.optimizer(problem.groups(model), setting)
         return hdet.recommended(
             model,
@@ -69,7 +71,12 @@ class Recommended(Contender):
             micro_batches=task.micro_batches,
             seed=seed,
             quiet=True,
+            knobs=self.knobs(model, optimizer, steps),
         )
+
+    def knobs(self, model: nn.Module, optimizer: Optimizer, steps: int) -> Sequence[hdet.Knob]:
+        """What a variant declares otherwise than the recipe; the recipe itself nothing."""
+        return ()
 
     def affordable_steps(self, task: Task, setting: Setting) -> int:
         """Steps that, with the least probes there can be, cost no more than the budget."""
