@@ -166,9 +166,8 @@ def foretold(side: int, frozen: bool, options: dict[str, Any]) -> Footprint:
         model, optimizer = build(side, frozen)
     if "merge" in options:
         return footprint(model, optimizer, guard=None, **options)
-    stride = options.get("stride", 1)
     given = {name: options[name] for name in ("knobs", "exclude") if name in options}
-    chosen = choose(model, optimizer, 160, stride=stride, **given)
+    chosen = choose(model, optimizer, 160, stride=options.get("stride"), **given)
     knobs = [choice.knob for choice in chosen if choice.knob is not None]
     places = {name: options[name] for name in ("anchor", "averages") if name in options}
     return footprint(model, optimizer, knobs, **places)

@@ -1,6 +1,6 @@
 """What a stride costs in quality: averaged weights from every stride-th step against those from every step.
 
-    python benchmarks/stride.py [--quick]
+    python benchmarks/stride.py [--long] [--quick]
 
 Runs of the digits and the text task (a small GPT), AdamW under a cosine, `Line` evidence read in every window and a
 controller that holds: all strides see the same trajectory and the same probe, and only the average differs. By task,
@@ -10,6 +10,8 @@ window and stride are printed, each the median over seeds of the median over win
 - the same of t;
 - |t - t at stride 1|;
 - the share of windows in which "lower" (t > 3, as `Calibrate` asks) is decided otherwise than at stride 1.
+
+With `--long`, windows of 1,000 steps, at strides that leave 142, 66 and 32 of them: the first is that of `stride=None`.
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ from numpy.typing import NDArray
 import hdet
 from hdet.app.tasks import Digits, Text, Workload
 from hdet.controllers import Hold
+from hdet.replicas.average import ENOUGH
 from hdet.schedules import Cosine
 
-STRIDES = (1, 2, 5, 10)
-WINDOWS = (20, 60)
+STRIDES = {20: (2, 5, 10), 60: (2, 5, 10)}
+LONG = {1000: (1000 // ENOUGH, 15, 31)}
+"""By the window's length, the strides that are compared with 1."""
+
 LOWER = 3.0
 RATE = 1e-2
 
@@ -72,15 +77,19 @@ def summary(by_seed: Sequence[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one seed, a quarter of the steps")
-    quick = parser.parse_args().quick
-    seeds, steps = (range(1), 60) if quick else (range(3), 240)
+    parser.add_argument("--long", action="store_true", help="windows of 1,000 steps")
+    given = parser.parse_args()
+    seeds, steps = (range(1), 60) if given.quick else (range(3), 240)
+    windows = STRIDES
+    if given.long:
+        windows, steps = LONG, 2000 if given.quick else 5000
     torch.set_num_threads(1)
     print(f"{len(seeds)} seeds, {steps} steps, peak rate {RATE:g}")
     print("task    window  stride  slope ratio          t ratio              |t - t1|             decided otherwise")
     for task, build in TASKS.items():
-        for window in WINDOWS:
-            found = {stride: [run(build, seed, window, stride, steps) for seed in seeds] for stride in STRIDES}
-            for stride in STRIDES[1:]:
+        for window, strides in windows.items():
+            found = {stride: [run(build, seed, window, stride, steps) for seed in seeds] for stride in (1, *strides)}
+            for stride in strides:
                 pairs = list(zip(found[stride], found[1], strict=True))
                 columns = [
                     [float(np.median(own[:, 0] / each[:, 0])) for own, each in pairs],

@@ -9,7 +9,8 @@ hdet adds is told in two ways, each with a 95 % interval (bootstrap):
 - hdet's own calls inside the steps are timed, of which a few hundred tell to a microsecond. What intervals of nothing
   take at the same places in the steps without is subtracted: where operators have filled the caches, whatever Python
   comes next is slow, and so is the clock. Together with a window's end the calls are printed as a share of the step, at
-  windows of 100 and 1000 steps; evaluations of the probe apart.
+  windows of 100 and 1000 steps; evaluations of the probe apart. Weights are averaged in every other step here: a
+  window of W steps is worked out from steps that do and steps that do not, as many as it would have of each.
 - Whole steps with over whole steps without also have what hdet costs outside its calls: a processor's caches are full
   of other things after them. These ratios are much noisier; without over without shows how much.
 """
@@ -33,10 +34,13 @@ from torch.nn.parallel import DistributedDataParallel
 import hdet
 from hdet.app.tasks.gpt import GPT, VOCABULARY
 from hdet.hparams.knob import Knob
+from hdet.replicas.average import ENOUGH
 
 WIDTH, DEPTH, CONTEXT, BATCH = 128, 5, 64, 16
 WINDOW = 20
 """Steps with hdet between two measured ends of a window."""
+STRIDE = 2
+"""Of the averaged weights."""
 
 KINDS = ("with", "without", "without again")
 
@@ -65,7 +69,10 @@ def engine_of(
     knobs: list[Knob] = [hdet.LearningRate(), hdet.WeightDecay()]
     signal = None
     if evidence == "update":
-        knobs = [hdet.LearningRate(evidence=hdet.evidence.Line()), hdet.WeightDecay(evidence=hdet.evidence.Analytic())]
+        knobs = [
+            hdet.LearningRate(evidence=hdet.evidence.Line(stride=STRIDE)),
+            hdet.WeightDecay(evidence=hdet.evidence.Analytic(stride=STRIDE)),
+        ]
         signal = hdet.Probe(probe, held_out)
     return hdet.Engine(hdet.distribute(model, optimizer), knobs, window=WINDOW, signal=signal)
 
@@ -139,7 +146,8 @@ def measure(minutes: float, evidence: str) -> None:
         if ended[0]:
             ends.append(ended)
         else:
-            rows.append([*(spent[kind] for kind in KINDS), calls, nothing])
+            averaged = float(engine.step_count % WINDOW % STRIDE == 0)
+            rows.append([*(spent[kind] for kind in KINDS), calls, nothing, averaged])
     told = torch.tensor(rows, dtype=torch.float64)
     closing = torch.tensor(ends, dtype=torch.float64).reshape(-1, len(ended))
     for own in (told, closing):
@@ -170,30 +178,43 @@ def line(name: str, unit: str, digits: int, told: tuple[float, float, float]) ->
 
 
 def report(parameters: int, evidence: str, rows: NDArray[np.float64], ends: NDArray[np.float64]) -> None:
-    """Print what was measured: rows of CPU seconds of the three kinds of step, calls and nothing; ends of windows."""
+    """Print what was measured.
+
+    Args:
+        rows: CPU seconds of the three kinds of step, calls and nothing, and 1 where weights were averaged.
+        ends: CPU seconds of ends of windows, and of the probe in them.
+    """
     print(f"{parameters:,} parameters, {BATCH * CONTEXT} tokens a rank and step, evidence: {evidence}")
     print(f"{len(rows):,} threes of steps, {len(ends)} window ends; CPU time, mean of {dist.get_world_size()} ranks")
-    searched, once, again, timed, nothing = rows.T
+    searched, once, again, timed, nothing, averaged = rows.T
     plain, calls = (once + again) / 2, timed - nothing
+    light, heavy = calls[averaged == 0.0], calls[averaged == 1.0]
 
     def mean(own: NDArray[np.float64]) -> float:
         return 1e3 * float(own.mean())
 
-    def added(own: NDArray[np.float64], end: NDArray[np.float64], of: NDArray[np.float64]) -> float:
-        return 1.0 + float((own.mean() + end.mean()) / of.mean())
+    def added(window: int) -> Callable[..., float]:
+        share = 1.0 / max(1, window // ENOUGH)
+
+        def of_a_step(*samples: NDArray[np.float64]) -> float:
+            light, heavy, end, plain = (own.mean() for own in samples)
+            return float(1.0 + ((1.0 - share) * light + share * heavy + end / window) / plain)
+
+        return of_a_step
 
     line("a step without", " ms", 2, interval(mean, plain))
-    line("hdet's calls in a step", " ms", 4, interval(mean, calls))
+    line("hdet's calls in a step", " ms", 4, interval(mean, light))
+    line("the same where weights are averaged, if any", " ms", 4, interval(mean, heavy))
     line("as many intervals of nothing, subtracted", " ms", 4, interval(mean, nothing))
     if len(ends):
         beyond, probing = ends.T
         line("a window's end beyond the probe", " ms", 2, interval(mean, beyond))
         line("its evaluations of the probe", " ms", 2, interval(mean, probing))
         for window in (100, 1000):
-            line(f"W = {window}, by the calls", "x", 5, interval(added, calls, beyond / window, plain))
+            line(f"W = {window}, by the calls", "x", 5, interval(added(window), light, heavy, beyond, plain))
             if probing.any():
-                whole = (beyond + probing) / window
-                line(f"W = {window}, the probe included", "x", 5, interval(added, calls, whole, plain))
+                whole = beyond + probing
+                line(f"W = {window}, the probe included", "x", 5, interval(added(window), light, heavy, whole, plain))
     else:
         print("no window has ended: give it more minutes")
     pairs = np.stack([searched, plain]), np.stack([once, again])

@@ -203,7 +203,7 @@ class Cycle:
         self.tally.reset()
         if not self.met:
             self._open_apart()
-        self.averages.reset()
+        self.averages.reset(stop - start)
         if self.noise is not None:
             self.noise.begin()
         for collector in self.collectors:
@@ -324,7 +324,7 @@ class Cycle:
                 sound = self.tally.read(self.step_count).valid
             mean: list[Tensor] = []
             if strides and sound.any():
-                mean = self.scene.averaged(sound, min(strides), before=True)
+                mean = self.scene.averaged(sound, strides[0], before=True)
             elif self.scene.apart and sound.any():
                 mean = self.scene.weights(sound)
             for host in range(len(self.hosts) if mean else 0):

@@ -43,13 +43,14 @@ class Analytic(Directional):
         width: how far the points reach, in coordinate units, if `reach` allows.
         points: where the probe is evaluated, in units of `width`; three or more give a curvature too.
         reach: largest |x D| over the norm of the weights that decay.
-        stride: of the average, take every stride-th step's weights.
+        stride: of the average, take every stride-th step's weights; by default as many as leave at least 128 in the
+            window.
     """
 
     spaces: ClassVar[tuple[type[Space], ...]] = (Log, Relative)
 
     width: float = Field(default=1.0, gt=0, le=10)
-    stride: int = Field(default=1, ge=1)
+    stride: int | None = Field(default=None, ge=1)
 
     def collect(self, scene: Scene, knobs: Sequence[BoundKnob]) -> AnalyticCollector:
         return AnalyticCollector(self, scene, knobs)

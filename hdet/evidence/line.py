@@ -46,7 +46,8 @@ class Line(Evidence):
         points: where the probe is evaluated, in units of `width`. The two ends, -x and x, 2 or 4 probes a window, tell
             the slope; the others, which tell the curvature, are evaluated only if the controller would use it
             (`Controller.wants_curvature`).
-        stride: of the average, take every stride-th step's weights.
+        stride: of the average, take every stride-th step's weights; by default as many as leave at least 128 in the
+            window.
         read_average_above: t at the last weights above which the averaged weights are read; `None` always reads them.
         preview: share of the schedule's peak that is looked ahead to during the warm-up; 0 never looks ahead.
     """
@@ -59,7 +60,7 @@ class Line(Evidence):
 
     width: float = Field(default=0.3, gt=0, le=3)
     points: tuple[float, ...] = (-1.0, 0.0, 1.0)
-    stride: int = Field(default=1, ge=1)
+    stride: int | None = Field(default=None, ge=1)
     read_average_above: float | None = 2.0
     preview: float = Field(default=0.25, ge=0, le=1)
 

@@ -70,12 +70,12 @@ class Scene:
             return self.moving.of(self.replicas.combine(valid / valid.sum()))
         return tensors.clones(self.moving.values())
 
-    def follow(self, stride: int) -> None:
+    def follow(self, stride: int | None) -> None:
         """Average the weights from now on: of one model, or of all this process hosts where they come apart."""
         for host in range(len(self.replicas.hosts) if self.apart else 1):
             self.averages.follow(host, stride)
 
-    def averaged(self, valid: NDArray[np.bool_], stride: int, *, before: bool = False) -> list[Tensor]:
+    def averaged(self, valid: NDArray[np.bool_], stride: int | None, *, before: bool = False) -> list[Tensor]:
         """The window-averaged weights, where averages lie; the mean over valid replicas where these have come apart (a
         collective).
 

@@ -52,7 +52,7 @@ def attach(
     guard: Guard | None = DEFAULT_GUARD,
     anchor: Literal["device", "host"] = "device",
     averages: Literal["device", "host"] = "device",
-    stride: int = 1,
+    stride: int | None = None,
     noise_scale: bool = False,
     history: str | os.PathLike[str] | History | None = None,
     seed: int = 0,
@@ -90,7 +90,7 @@ def attach(
         window: steps between two readings, or a rule for them; by default `hdet.windows.GrowingWindow()`.
         guard: goes back where training went wrong; `None` goes on whatever happens.
         anchor, averages: where the window's first weights, and its averaged weights, are kept.
-        stride: of averaged weights, take every stride-th step's.
+        stride: of averaged weights, take every stride-th step's; by default as many as leave at least 128 in a window.
         noise_scale: read the gradient noise scale off the micro-batches of each step, where they are at least 2, in one
             process (`search.noise_scale`, and each window's record).
         history: a path for one JSON line a window; `hdet.History(path)` for a run that may go on with an old file.

@@ -192,13 +192,13 @@ def footprint(
     lines = [source.line if isinstance(source, GroupLines) else source for source in sources]
     strides = [source.stride for source in lines if isinstance(source, (Line, Analytic))]
     for stride in dict.fromkeys(strides if not is_schedule_free(optimizer) else ()):
-        named = f"the average weights{f', stride {stride}' if stride > 1 else ''}"
+        named = f"the average weights{f', stride {stride}' if (stride or 1) > 1 else ''}"
         held.append(Held(named, averages, weights.wide))
         if averages == "host" and weights.elsewhere:
             held.append(Held("weights on their way to it, pinned", "host", weights.size))
         over: Link = "memory" if averages == "device" else "host link"
         size = weights.size + 2 * weights.wide if averages == "device" else weights.size
-        moved.append(Moved(named, over, size // stride, "step"))
+        moved.append(Moved(named, over, size // (stride or 1), "step"))
     for source, judged in sources.items():
         if not isinstance(source, OuterLine):
             held += _of_evidence(source, judged, weights, optimizer)

@@ -62,7 +62,7 @@ def choose(
     rate_names: Mapping[Groups, str] | None = None,
     knobs: Sequence[Knob] = (),
     exclude: Sequence[str] = (),
-    stride: int = 1,
+    stride: int | None = None,
 ) -> list[Choice]:
     """What the recipe explores on this model and optimizer, and why; nothing is changed.
 
@@ -76,7 +76,7 @@ def choose(
         rate_names: what these groups are called; by default what they are given as.
         knobs: in place of the recipe's knob of the same name, or beside them.
         exclude: names of knobs of the recipe that are left out.
-        stride: of averaged weights, take every stride-th step's.
+        stride: of averaged weights, take every stride-th step's; by default as many as leave at least 128 in a window.
 
     Raises:
         ConfigError: `exclude` names a knob that the recipe does not have, or one that `knobs` declares.
@@ -117,7 +117,7 @@ def own_schedule(optimizer: Optimizer, total_steps: int | None, group: int | Non
     return LinearDecay(peak=peak, total_steps=total_steps, warmup=WARMUP)
 
 
-def _rate(groups: Groups, name: str | None, course: Schedule, stride: int, pooled: bool) -> Choice:
+def _rate(groups: Groups, name: str | None, course: Schedule, stride: int | None, pooled: bool) -> Choice:
     peak = max(sampled(course))
     subject = "learning rate" if groups is None else f"learning rate of group {name or groups}"
     if groups is not None and peak == 0.0:
@@ -141,7 +141,7 @@ def _rate(groups: Groups, name: str | None, course: Schedule, stride: int, poole
     )
 
 
-def _decay(optimizer: Optimizer, stride: int) -> Choice:
+def _decay(optimizer: Optimizer, stride: int | None) -> Choice:
     if not any(float(group.get("weight_decay", 0.0)) > 0.0 for group in optimizer.param_groups):
         return Choice("weight decay", None, "no parameter group decays (0 stays 0 in log space)")
     return Choice(
@@ -280,7 +280,7 @@ def recommended(
     guard: Guard | None = DEFAULT_GUARD,
     anchor: Literal["device", "host"] = "device",
     averages: Literal["device", "host"] = "device",
-    stride: int = 1,
+    stride: int | None = None,
     noise_scale: bool = False,
 ) -> Engine:
     """An engine with the recipe we stand behind: nothing diverges, no replicas are made, one run is paid for.
@@ -314,7 +314,7 @@ def recommended(
         window: steps between two readings, or a rule for them; by default `hdet.windows.GrowingWindow()`.
         guard: instead of `hdet.Rewind()`; None goes on whatever happens.
         anchor, averages: where the window's first weights, and its averaged weights, are kept.
-        stride: of averaged weights, take every stride-th step's.
+        stride: of averaged weights, take every stride-th step's; by default as many as leave at least 128 in a window.
         noise_scale: read the gradient noise scale off the micro-batches (`engine.noise_scale`).
 
     Raises:

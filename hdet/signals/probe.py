@@ -26,7 +26,8 @@ class Probe:
             to them (fresh ones each window; it must return the same on every process). Data the model does not
             train on. Eight sub-batches do well; their scatter gives the standard errors.
         at: judge the `last` weights of a window or their `average` over it.
-        stride: with `average`, take every stride-th step's weights.
+        stride: with `average`, take every stride-th step's weights; by default as many as leave at least 128 in the
+            window.
 
     >>> probe = Probe(lambda model, x: model(x).square().mean(), [torch.ones(4, 2), torch.zeros(4, 2)])
     >>> probe.measure(torch.nn.Linear(2, 1, bias=False).requires_grad_(False), window=0).shape
@@ -36,7 +37,7 @@ class Probe:
     loss: Callable[[Any, Any], Tensor]
     batches: Sequence[Any] | Callable[[int], Iterable[Any]]
     at: Literal["last", "average"] = "last"
-    stride: int = 1
+    stride: int | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.loss):
@@ -45,7 +46,7 @@ class Probe:
             raise ConfigError("a probe needs batches; got none")
         if self.at not in ("last", "average"):
             raise ConfigError(f"at must be 'last' or 'average', got {self.at!r}")
-        if self.stride < 1:
+        if self.stride is not None and self.stride < 1:
             raise ConfigError(f"stride must be at least 1, got {self.stride}")
 
     def draw(self, window: int) -> list[Any]:

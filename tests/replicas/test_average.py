@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,8 +97,69 @@ def test_who_asks_for_the_same_gets_the_same(problem: Any) -> None:
     kept = other.follow(0, 2)
     other.load_state_dict(averages.state_dict())
     assert kept.count == 1
-    averages.reset()
+    averages.reset(7)
     assert one.count == 0
+
+
+@settings(max_examples=40)
+@given(steps=st.integers(1, 3000))
+def test_without_a_stride_a_long_window_is_averaged_at_128_to_255_of_its_steps(steps: int) -> None:
+    weight = torch.zeros(1)
+    averages = Averages(SimpleNamespace(values=lambda host: [weight], evaluates_average=False))  # type: ignore[arg-type]
+    by_length, every = averages.follow(0, None), averages.follow(0, 3)
+    averages.reset(steps)
+    for _ in range(steps):
+        averages.add()
+    assert every.count == steps // 3
+    assert by_length.count == steps if steps < 256 else 128 <= by_length.count < 256
+    assert averages.strides == ([None, 3] if steps < 512 else [3, None])
+
+
+Run = Callable[[int | None, int, int], hdet.Engine]
+
+
+@pytest.fixture
+def start(problem: Any) -> Run:
+    def make(stride: int | None, window: int, total: int) -> hdet.Engine:
+        model = problem.model()
+        line = hdet.evidence.Line(stride=stride, read_average_above=None, preview=0.0)
+        knobs = [
+            hdet.LearningRate(schedule=Constant(0.01), evidence=line),
+            hdet.WeightDecay(evidence=hdet.evidence.Analytic(stride=stride)),
+        ]
+        home = hdet.micro_batches(model, torch.optim.AdamW(model.parameters(), lr=0.01), 1)
+        return hdet.Engine(home, knobs, window=window, total_steps=total, signal=problem.probe())
+
+    return make
+
+
+def told(engine: hdet.Engine) -> list[Any]:
+    return [(record.estimates, record.moves) for record in engine.history]
+
+
+@pytest.mark.parametrize(("window", "stride"), [(255, 1), (256, 2), (700, 5)])
+def test_by_the_windows_length_is_the_stride_it_comes_to_bit_for_bit(
+    window: int, stride: int, start: Run, train: Any
+) -> None:
+    by_length, given = (start(own, window, 2 * window) for own in (None, stride))
+    train(by_length)
+    train(given)
+    assert told(by_length) == told(given)
+    estimates, _ = told(given)[0]
+    assert estimates["learning_rate"]["averaged"]["stderr"] > 0.0
+
+
+def test_by_the_windows_length_a_resumed_run_and_one_that_ends_early_go_on(
+    start: Run, train: Any, assert_same: Any
+) -> None:
+    whole, taken_up, given = start(None, 600, 600), start(None, 600, 600), start(4, 600, 600)
+    train(whole, 303)
+    taken_up.load_state_dict(whole.state_dict())
+    for engine in (whole, taken_up, given):
+        train(engine, 501)
+        engine.finish()
+    assert told(taken_up) == told(whole) == told(given)
+    assert_same(taken_up.state_dict()["converged"], whole.state_dict()["converged"])
 
 
 def test_what_is_followed_stays_the_same_from_window_to_window(problem: Any) -> None:

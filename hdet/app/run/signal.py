@@ -39,16 +39,17 @@ class DeclaredProbe(Signal):
 
     Attributes:
         at: judge the last weights of a window or their average over it.
-        stride: with `average`, take every stride-th step's weights.
+        stride: with `average`, take every stride-th step's weights; by default as many as leave at least 128 in the
+            window.
 
-    >>> DeclaredProbe(at="average").stride
-    1
+    >>> DeclaredProbe(at="average", stride=2).stride
+    2
     """
 
     kind: ClassVar[str] = "probe"
 
     at: Literal["last", "average"] = "last"
-    stride: int = Field(default=1, ge=1)
+    stride: int | None = Field(default=None, ge=1)
 
     def build(self, workload: Workload) -> signals.Signal:
         return signals.Probe(workload.loss, workload.probe, at=self.at, stride=self.stride)
