@@ -48,7 +48,6 @@ class Held(Recommended):
     """The recipe with some knobs where they were set."""
 
     kinds: tuple[type[hdet.Knob], ...] = ()
-    guard: hdet.Rewind | None = hdet.Rewind()
     line: Line = Line()
 
     def rehearse(self, task: Task, setting: Setting, steps: int) -> int:

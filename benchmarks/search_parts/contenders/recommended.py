@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hdet
+from hdet.history import WindowRecord
 from search_parts.contender import Contender, Outcome, begin, step_replicas
 from search_parts.meter import Meter
 from search_parts.task import Problem, Setting, Task, split
@@ -26,6 +27,7 @@ class Recommended(Contender):
     title = "hdet, recommended"
     order = 1
     uses_library = True
+    guard: hdet.Rewind | None = hdet.Rewind()
 
     def prepare(self, task: Task, setting: Setting) -> None:
         self.affordable_steps(task, setting)
@@ -48,6 +50,7 @@ class Recommended(Contender):
             "peaks": {knob.name: knob.base(round(0.3 * steps)) for knob in engine.knobs},
             "closing": sum(record.closing for record in engine.history),
             "faults": sum(len(record.faults) for record in engine.history),
+            "spoke": sorted(set(_spoke(engine.history))),
         }
         return Outcome(model, problem, details)
 
@@ -72,6 +75,7 @@ class Recommended(Contender):
             seed=seed,
             quiet=True,
             knobs=self.knobs(model, optimizer, steps),
+            guard=self.guard,
         )
 
     def knobs(self, model: nn.Module, optimizer: Optimizer, steps: int) -> Sequence[hdet.Knob]:
@@ -117,6 +121,13 @@ def _affordable(kind: type[Recommended], task: Task, setting: Setting) -> int:
     while steps > 1 and (excess := steps * step + kind().rehearse(task, setting, steps) - task.budget) > 0:
         steps = max(1, steps + (-excess) // step)
     return steps
+
+
+def _spoke(history: Iterable[WindowRecord]) -> Iterator[str]:
+    """Every rule that asked for a move, every veto that held one back, and every turn of the guard."""
+    for record in history:
+        yield from (f"{knob}: {part}" for knob, parts in record.reasons.items() for part in parts.values())
+        yield from (f"guard: {fault['kind']}" for fault in record.faults)
 
 
 def _first(batch: object) -> Tensor:

@@ -1,0 +1,149 @@
+"""Does every rule pay? The recipe beside itself with one rule or veto, or the guard, left out.
+
+    python benchmarks/rules.py                                        # six tasks, six starts, 2 seeds
+    python benchmarks/rules.py --tasks teacher --starts "lr x1" --seeds 5
+    python benchmarks/rules.py --report --csv rules.csv               # of the runs there are
+
+A part that neither asked for a move nor held one back in a run of the recipe cannot have changed it, so that run is
+not made again without it. Differences are of the same seed, in nats or mean square error as the task has it: above 0
+the recipe ends higher without the part, so the part pays. One JSON file a run lies under --out; a run that has its file
+is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from held import BEST
+from search_parts import cell as cells
+from search_parts import runner
+from search_parts.cell import Cell
+from search_parts.contenders.recommended import Recommended
+from search_parts.found import all_contenders, all_tasks
+from search_parts.sweep import judged
+from search_parts.task import DECAYS, LEARNING_RATES, Setting, Task
+from torch import nn
+from torch.optim import Optimizer
+
+import hdet
+from hdet.controllers import Calibrate, Regularize, Ruled
+from hdet.recipes.recommended import choose
+
+ROOT = Path(__file__).parents[1]
+TASKS = ("teacher", "ratings", "tabular", "digits_conv", "denoise", "text_small")
+STARTS = {start.name: start for start in LEARNING_RATES + DECAYS}
+CHOSEN = ("lr x0.1", "lr x1", "lr x10", "lr x30", "decay x0.1", "decay x10")
+TABLES: dict[str, Ruled] = {"learning_rate": Calibrate(), "weight_decay": Regularize()}
+PARTS = [f"{knob}: {part.kind}" for knob, table in TABLES.items() for part in table.parts]
+TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarted": hdet.Rewind(overshoot=None)}
+"""What the guard does, and the guard that does not: without one there is no new start either."""
+
+Row = tuple[str, str, str, int, float, bool]
+
+
+class Without(Recommended):
+    """The recipe with one part left out, and as many steps as the recipe has."""
+
+    def __init__(self, left_out: str) -> None:
+        self.left_out = left_out
+        if left_out in TURNS:
+            self.guard = TURNS[left_out]
+
+    def affordable_steps(self, task: Task, setting: Setting) -> int:
+        return Recommended().affordable_steps(task, setting)
+
+    def knobs(self, model: nn.Module, optimizer: Optimizer, steps: int) -> Sequence[hdet.Knob]:
+        owner, part = self.left_out.split(": ")
+        knobs = [choice.knob for choice in choose(model, optimizer, steps) if choice.knob is not None]
+        return [knob.replace(controller=TABLES[owner].without(part)) for knob in knobs if knob.label == owner]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=sorted(BEST), default=list(TASKS))
+    parser.add_argument("--starts", nargs="+", choices=sorted(STARTS), default=list(CHOSEN))
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS, *TURNS], default=[*PARTS, *TURNS])
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "rules", help="folder of the runs' files")
+    parser.add_argument("--csv", type=Path, help="where to write every run's test loss")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore", "the probe is too small")
+    tasks = {name: all_tasks()[name] for name in given.tasks}
+    contenders = {"hdet": all_contenders()["hdet"], **{part: Without(part) for part in given.parts}}
+    plain = [
+        Cell(name, "hdet", STARTS[start].setting(BEST[name]), task.steps, seed)
+        for seed in range(given.seeds)
+        for name, task in tasks.items()
+        for start in given.starts
+    ]
+    errors = []
+    if not given.report:
+        errors += runner.run(plain, tasks, contenders, given.out, jobs=given.jobs, label="the recipe")
+        wanted = [one for cell in plain for one in changed(cell, given.parts, given.out)]
+        errors += runner.run(wanted, tasks, contenders, given.out, jobs=given.jobs, label="without a part")
+    named = {(name, start.setting(BEST[name])): start.name for name in tasks for start in STARTS.values()}
+    rows = [row for cell in plain for row in finished(cell, named, tasks[cell.task], given.parts, given.out)]
+    show(rows, given.parts, given.tasks)
+    if given.csv is not None:
+        with given.csv.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["task", "start", "without", "seed", "test_loss", "spoke"])
+            writer.writerows((*row[:4], f"{row[4]:.6g}", int(row[5])) for row in rows)
+    for error in errors:
+        print(f"broke: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def changed(cell: Cell, parts: Sequence[str], folder: Path) -> Iterator[Cell]:
+    """The runs without a part that had a say in the recipe's own."""
+    result = cells.load(folder, cell)
+    for part in parts if result is not None else ():
+        if part in result.details["spoke"]:
+            yield Cell(cell.task, part, cell.setting, cell.steps, cell.seed)
+
+
+def finished(
+    cell: Cell, named: dict[tuple[str, Setting], str], task: Task, parts: Sequence[str], folder: Path
+) -> Iterator[Row]:
+    """The recipe's run and those without a part, with whether that had a say."""
+    plain = cells.load(folder, cell)
+    if plain is None:
+        return
+    start = named[cell.task, cell.setting]
+    yield cell.task, start, "", cell.seed, judged(task, plain.test), True
+    again = {one.contender: cells.load(folder, one) for one in changed(cell, parts, folder)}
+    for part in parts:
+        result = again.get(part, plain)
+        if result is not None:
+            yield cell.task, start, part, cell.seed, judged(task, result.test), part in again
+
+
+def show(rows: Sequence[Row], parts: Sequence[str], tasks: Sequence[str]) -> None:
+    """By part: runs it had a say in, what the recipe loses without it, with a standard error, and the same by task."""
+    plain = {(task, start, seed): loss for task, start, part, seed, loss, _ in rows if not part}
+    print("left out".ljust(30) + "had a say".rjust(10) + "all".rjust(20) + "".join(task.rjust(13) for task in tasks))
+    for part in parts:
+        lost: defaultdict[str, list[float]] = defaultdict(list)
+        for task, start, left_out, seed, loss, _ in rows:
+            if left_out == part:
+                lost[task].append(loss - plain[task, start, seed])
+        every = [value for values in lost.values() for value in values]
+        if not every:
+            continue
+        said = sum(spoke for *_, left_out, _, _, spoke in rows if left_out == part)
+        error = np.std(every, ddof=1) / np.sqrt(len(every)) if len(every) > 1 else np.nan
+        line = part.ljust(30) + f"{said}/{len(every)}".rjust(10) + f"{np.mean(every):+.4f} +- {error:.4f}".rjust(20)
+        print(line + "".join((f"{np.mean(lost[task]):+.4f}" if lost[task] else "-").rjust(13) for task in tasks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
