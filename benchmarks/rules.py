@@ -106,9 +106,10 @@ def main() -> int:
 def changed(cell: Cell, parts: Sequence[str], folder: Path) -> Iterator[Cell]:
     """The runs without a part that had a say in the recipe's own."""
     result = cells.load(folder, cell)
-    for part in parts if result is not None else ():
-        if part in result.details["spoke"]:
-            yield Cell(cell.task, part, cell.setting, cell.steps, cell.seed)
+    if result is not None:
+        for part in parts:
+            if part in result.details["spoke"]:
+                yield Cell(cell.task, part, cell.setting, cell.steps, cell.seed)
 
 
 def finished(
