@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,10 +76,11 @@ class Stateful:
 
     - `model`: parameters and buffers by name, as in the model's own state dict.
     - `optimizer`: by parameter name, its state's tensors.
-    - `merge`: by path, the tensors that the merge remembers (an outer optimizer's state).
     - `control`: bytes by `torch.save` of plain numbers: window, step, bases, controllers, parameter groups.
 
-    What a guard would go back to is not in it: after a load it looks for the best point anew, and has no first one.
+    What a guard would go back to is not in it: after a load it looks for the best point anew, and has no first one. Nor
+    are tensors that a merge remembers: an outer optimizer has none before its first step, so a new engine could be no
+    template for them. `CheckpointFolder` stores them too.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -94,7 +96,7 @@ class Stateful:
         Args:
             each: with `replicas`, by index the optimizer and where they differ the models of this process's
                 replicas, if those of the run are not alike. (Of several in one process they are known only while no
-                step of the window has been made.)
+                step of the window has been made.) And with `merge`, by path the tensors that the merge remembers.
         """
         engine = self.engine
         engine.home.settle()
@@ -106,10 +108,11 @@ class Stateful:
             found = first.named()
             differing = ["optimizer", *(["model"] if not models_alike else [])] if each and apart else []
             whole = len(starts) == len(engine.hosts) and not engine.finished
-            control = self._control(first, found.pop("stateless"), differing if whole else [])
-            found["control"] = led(everyone(engine), lambda: _packed(control))
             remembered = _tensors(engine.cycle.merger.state_dict())
-            if remembered:
+            control = self._control(first, found.pop("stateless"), differing if whole else [])
+            control["merge"] = self._merge(first) if each or not remembered else None
+            found["control"] = led(everyone(engine), lambda: _packed(control))
+            if each and remembered:
                 found["merge"] = remembered
             if apart:
                 found = _copied(found)
@@ -123,7 +126,6 @@ class Stateful:
     def template(self, control: Mapping[str, Any]) -> dict[str, Any]:
         """What a checkpoint of this control is loaded into: a copy, with this process's replicas if it has all."""
         found = self.state_dict()
-        found.pop("merge", None)
         if control.get("merge") and control["merge"]["tensors"]:
             model = _tensors(found["model"])
             found["merge"] = {
@@ -144,6 +146,15 @@ class Stateful:
         """
         control = unpacked(state["control"])
         self.check(control)
+        merge, held = control.get("merge"), state.get("merge", {})
+        if merge is not None and not set(merge["tensors"]) <= set(held):
+            merge = None
+        if merge is None and _tensors(self.engine.cycle.merger.state_dict()):
+            warnings.warn(
+                "this checkpoint is of a bare hdet.checkpoints.Stateful, which leaves out what a merge remembers: the "
+                "outer optimizer begins anew; save by hdet.checkpoints.CheckpointFolder to go on with its state",
+                stacklevel=2,
+            )
         model, optimizer = self.engine.hosts[0]
         shared = {"model": state["model"], "optimizer": optimizer_state(model, optimizer, state["optimizer"], control)}
         opening = {}
@@ -163,7 +174,7 @@ class Stateful:
                 "open": None,
                 "opening": opening or None,
                 "converged": {"step": control["step"], **shared},
-                "merge": _merge_of(control.get("merge"), state.get("merge", {})),
+                "merge": None if merge is None else _merge_of(merge, held),
             },
         )
         self.engine.cycle.run = control["run"]
@@ -226,7 +237,6 @@ class Stateful:
             "knobs": {knob.name: knob.state_dict() for knob in engine.knobs},
             # Tensors in there belong to the window under way, which is run again.
             "collectors": [_without_tensors(collector.state_dict()) for collector in engine.cycle.collectors],
-            "merge": self._merge(first),
             "sizes": [len(group["params"]) for group in first.state["param_groups"]],
             "groups": first.groups(),
             "stateless": stateless,
@@ -337,10 +347,8 @@ def _nested(plain: Any, tensors_by_path: Mapping[str, Tensor], prefix: str = "")
     return plain
 
 
-def _merge_of(control: Mapping[str, Any] | None, held: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a merge remembers, as an engine's state has it; nothing where its tensors were not loaded."""
-    if control is None or not set(control["tensors"]) <= set(held):
-        return {}
+def _merge_of(control: Mapping[str, Any], held: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What a merge remembers, as an engine's state has it."""
     return {"declared": control["declared"], "state": _nested(control["plain"], held)}
 
 

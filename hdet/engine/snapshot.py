@@ -238,8 +238,9 @@ def _take_up(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> None:
     """Open the window, and go on in it where it is the same."""
     cycle.resume(state["window"], state["finished"], _met(state))
     cycle.merger.forget()
-    if state.get("merge", {}).get("state"):
-        cycle.merger.load_state_dict(state["merge"]["state"])
+    merge = state.get("merge") or {}
+    if merge.get("state"):
+        cycle.merger.load_state_dict(merge["state"])
     if cycle.finished:
         return
     for collector, own_state in zip(cycle.collectors, state["collectors"], strict=True):
@@ -270,7 +271,7 @@ def check(cycle: Cycle, state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"checkpoint format {state.get('format')!r}; this version reads format {FORMAT}")
     if not isinstance(state.get("config"), Mapping):
         raise CheckpointError("the checkpoint does not say what engine wrote it; give what state_dict() returned")
-    merge, declared = state.get("merge", {}), cycle.plan.merge.to_dict()
+    merge, declared = state.get("merge") or {}, cycle.plan.merge.to_dict()
     if merge.get("state") and merge["declared"] != declared:
         raise CheckpointError(
             f"the checkpoint was written with merge={merge['declared']}, which remembers, and this engine has "

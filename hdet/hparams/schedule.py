@@ -29,10 +29,14 @@ class Schedule(Spec, family="schedule"):
 
     Attributes:
         foreknown: whether the values of coming steps are known already, and are asked for up to 64 steps ahead. False
-            where nothing is said: a schedule may read what changes while training goes on.
+            where a class does not say it itself: a schedule may read what changes while training goes on.
     """
 
     foreknown: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.foreknown = cls.__dict__.get("foreknown", False)
 
     if TYPE_CHECKING:
         # Not at run time: pydantic would warn of every field that shadows it.

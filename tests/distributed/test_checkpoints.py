@@ -415,6 +415,32 @@ def test_a_refused_resume_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
     assert engine.step_count == 5
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_outer_optimizer_goes_on_from_a_folder_and_begins_anew_from_a_bare_state(tmp_path: Path) -> None:
+    def engine() -> hdet.Engine:
+        model = network()
+        home = hdet.replicate(model, optimizer_of(model), n=2)
+        return hdet.Engine(home, [hdet.LearningRate()], window=3, merge=hdet.merges.Outer(), total_steps=12)
+
+    saved = engine()
+    train(saved, 6)
+    hdet.checkpoints.CheckpointFolder(tmp_path / "folder").save(saved)
+    dcp.save({"hdet": hdet.checkpoints.Stateful(saved)}, checkpoint_id=tmp_path / "bare")
+    outer = saved.cycle.merger.state_dict()["optimizer"]["state"]
+    assert outer
+
+    resumed = engine()
+    assert hdet.checkpoints.CheckpointFolder(tmp_path / "folder").resume(resumed)
+    again = resumed.cycle.merger.state_dict()["optimizer"]["state"]
+    assert all(torch.equal(outer[key]["momentum_buffer"], again[key]["momentum_buffer"]) for key in outer)
+
+    anew = engine()
+    with pytest.warns(UserWarning, match="leaves out what a merge remembers: the outer optimizer begins anew"):
+        dcp.load({"hdet": hdet.checkpoints.Stateful(anew)}, checkpoint_id=tmp_path / "bare")
+    assert anew.step_count == 6
+    assert not anew.cycle.merger.state_dict()["optimizer"]["state"]
+
+
 def test_a_folder_of_another_run_is_not_saved_over(tmp_path: Path) -> None:
     checkpoints = hdet.checkpoints.CheckpointFolder(tmp_path)
     old = one_process()

@@ -18,7 +18,7 @@ from hdet.controllers.state import NoState
 from hdet.engine.defaults import complete
 from hdet.errors import CheckpointError, ConfigError
 from hdet.hparams.bound_knob import BoundKnob
-from hdet.schedules import Cosine, FromCallable, OneCycle, Replay, Schedule
+from hdet.schedules import Cosine, FromCallable, LinearDecay, OneCycle, Replay, Schedule
 from hdet.spaces import Arcsine, Linear, Log, Logit, Relative
 from hdet.spreads import OneSided, Symmetric, TwoLevel
 
@@ -268,11 +268,12 @@ def test_a_loaded_shift_beyond_the_authority_is_refused(shift: float) -> None:
     assert knob.shift == 0.0
 
 
-def test_a_schedule_of_ones_own_is_asked_in_each_step(problem: Any, train: Any) -> None:
-    """It may read what changes."""
+@pytest.mark.parametrize("of", [Schedule, LinearDecay])
+def test_a_schedule_of_ones_own_is_asked_in_each_step(problem: Any, train: Any, of: type[Schedule]) -> None:
+    """It may read what changes, and so may a subclass of hdet's own."""
     asked: list[int] = []
 
-    class Live(Schedule):
+    class Live(of):  # type: ignore[misc, valid-type]
         total_steps: int = 30
 
         def __call__(self, t: int) -> float:
@@ -281,7 +282,8 @@ def test_a_schedule_of_ones_own_is_asked_in_each_step(problem: Any, train: Any) 
 
     model = problem.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    knob = hdet.LearningRate(schedule=Live())
+    schedule = Live() if of is Schedule else Live(0.1)
+    knob = hdet.LearningRate(schedule=schedule)
     engine = hdet.Engine(hdet.replicate(model, optimizer, n=2), [knob], window=30, total_steps=30)
     del asked[:]
     train(engine, 10)
