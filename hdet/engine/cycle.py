@@ -101,7 +101,6 @@ class Cycle:
         self._sound = np.ones(self.home.size, dtype=bool)  # of the window that has closed
         self.met = False
         self._seats_share_models = len(self.home.local) > len(self.hosts)
-        # In each step only those are called that have something to do.
         self._after_update = [own.after_update for own in self.collectors if _has(own, "after_update")]
         self._overlaps = self.home.overlaps
         self.watches_entry = True  # the first one begins the run
@@ -148,26 +147,41 @@ class Cycle:
         if self.tally.steps == 0:
             self.history.expect(self.window.index)
         self.tally.add(losses)
-        if self.averages.means:
-            self.averages.add()
+        if self._follows:
+            self._follow()
+        step = self.step_count = self.step_count + 1
+        if step < self.window.stop:
+            for knob in self.knobs:  # `apply`, without a call for a knob that stays as it is
+                if step < knob.stays_until:
+                    for owner, key, value in knob.held:
+                        if owner[key] is not value:
+                            break
+                    else:
+                        continue
+                knob.put_in_force(step, self._places)
+            return None
+        with translated("closing a window"):
+            return self.close_window()
+
+    def _follow(self) -> None:
+        """Do what not every run does after an update."""
+        self.averages.add()
         if self.noise is not None:
             self.noise.end_step()
         for after_update in self._after_update:
             after_update(self.window, self.step_count)
-        self.step_count += 1
         if self._overlaps:
             self.home.advance()
-        if self.step_count < self.window.stop:
-            for knob in self.knobs:  # `apply`, without a call of its own
-                knob.put_in_force(self.step_count, self._places)
-            return None
-        with translated("closing a window"):
-            return self.close_window()
 
     def apply(self) -> None:
         """Put the coming step's values in force."""
         for knob in self.knobs:
             knob.put_in_force(self.step_count, self._places)
+
+    def look_anew(self) -> None:
+        """An optimizer holds other objects than before: look in these whether the values are still in force."""
+        for knob in self.knobs:
+            knob.stays_until = 0
 
     def reapply(self) -> None:
         """The same, after something else wrote or loaded a model or an optimizer."""
@@ -208,6 +222,8 @@ class Cycle:
             self.noise.begin()
         for collector in self.collectors:
             collector.open(self.window)
+        # In each step only what has something to do is called.
+        self._follows = bool(self.averages.means or self.noise or self._after_update or self._overlaps)
         self.apply()
         self._clock = time.perf_counter()
         return self.window

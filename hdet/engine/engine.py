@@ -125,7 +125,8 @@ class Engine:
         )
         self.cycle = Cycle(self.plan, held)
         self._checks = LoopChecks(replicas)
-        self._plain_dropouts: PlainDropouts | None = PlainDropouts(self.plan.knobs)
+        plain_dropouts = PlainDropouts(self.plan.knobs)
+        self._plain_dropouts = plain_dropouts if plain_dropouts.are_there else None
         self._driver = Driver(replicas)
         # What a step asks is looked up here: between two of training a call takes several times as long as alone.
         self._claim = self._driver.claim
@@ -134,12 +135,13 @@ class Engine:
         self._needs_passes = self._why_passes()
         self._numbers = CommonNumbers(seed, [model for model, _ in replicas.hosts])
         self._shared = self._entered = False
+        watched = (self._plain_dropouts, self._needs_passes) != (None, None) or self.cycle.watches_exit
         for replica in replicas.local:
             replica.data_index = replica.index // 2 if self.plan.paired else replica.index
             # With nothing to compare this is training as it is, the global RNG's numbers included.
             replica.random = self._random if self.plan.numbered else None
             replica.on_enter[:] = [self._enter]
-            replica.on_exit[:] = [self._exit]
+            replica.on_exit[:] = [self._exit] if watched else []
 
     # -- where the run stands ---------------------------------------------------------------------
 
@@ -267,7 +269,8 @@ class Engine:
             self._refuse_if_over()
         if self._claim.is_lost:
             self._driver.require()
-        self._checks.require_same_groups(cycle.step_count)
+        if not self._checks.same_groups(cycle.step_count):
+            cycle.look_anew()
         if self._shares_on_call and self._entered and not self._shared:
             self._refuse_unshared()
         self._shared = self._entered = False

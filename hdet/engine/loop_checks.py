@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from hdet.errors import StepError
-from hdet.hparams.binding import Attribute, ModelBinding
+from hdet.hparams.binding import Attribute, Holding, ModelBinding
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.replicas import Replica, Replicas
 
@@ -27,6 +28,23 @@ class LoopChecks:
         self._replicas = replicas
         self._passed: set[int] = set()
         self._groups = [list(map(len, map(_PARAMETERS, optimizer.param_groups))) for _, optimizer in replicas.hosts]
+        self._look()
+
+    def _look(self) -> None:
+        """Know by which objects to tell that nothing has changed."""
+        self._held: list[Holding] = []
+        self._lengths: list[tuple[list[Any], int]] = []
+        for _, optimizer in self._replicas.hosts:
+            groups, own = optimizer.param_groups, vars(optimizer)
+            attribute = "param_groups" in own  # and no property
+            self._held += [Holding(own, "param_groups", groups)] if attribute else []
+            self._lengths.append((groups, len(groups) if attribute else -1))
+            for index, group in enumerate(groups):
+                self._held += [Holding(groups, index, group), Holding(group, "params", group["params"])]
+                self._lengths.append((group["params"], len(group["params"])))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_held": [], "_lengths": [([], -1)]}  # a copy holds its own objects
 
     def passed(self, replica: Replica) -> None:
         """A replica's block was left without an error."""
@@ -56,12 +74,23 @@ class LoopChecks:
         """The next step's passes are noted from here on."""
         self._passed.clear()
 
-    def require_same_groups(self, step: int) -> None:
-        """Parameter groups are told apart by their number, over replicas and over time: none may come or change.
+    def same_groups(self, step: int) -> bool:
+        """Whether the optimizers hold the very groups that they held, and not others like them.
+
+        Parameter groups are told apart by their number, over replicas and over time: none may come or change.
 
         Raises:
             StepError: an optimizer holds other groups than when the engine was made.
         """
+        for listed, length in self._lengths:
+            if len(listed) != length:
+                break
+        else:
+            for owner, key, value in self._held:
+                if owner[key] is not value:
+                    break
+            else:
+                return True
         for (_, optimizer), then in zip(self._replicas.hosts, self._groups, strict=True):
             now = list(map(len, map(_PARAMETERS, optimizer.param_groups)))
             if now != then:
@@ -71,6 +100,8 @@ class LoopChecks:
                     f"a group. Make the engine after the last add_param_group, or give the optimizer all parameters "
                     f"from the start and train some later: parameter.requires_grad_(False)"
                 )
+        self._look()
+        return False
 
 
 class PlainDropouts:
@@ -88,6 +119,11 @@ class PlainDropouts:
         ]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._compiled: list[bool] = []
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there is anything to notice."""
+        return bool(self._modules)
 
     def begin(self) -> None:
         """The first pass begins, or does so again after one that failed."""

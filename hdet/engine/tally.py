@@ -46,6 +46,8 @@ CHUNK = 64
 class Tally:
     """Notes each local replica's losses without waiting for the device, and adds them up now and then.
 
+    The one loss of a model on the CPU is read at once: there is nothing to wait for, and that is cheaper than a copy.
+
     A non-finite loss is counted from then on in every step, which tells, at the window's end, when it came.
 
     Args:
@@ -67,6 +69,8 @@ class Tally:
         self.noted = torch.zeros(CHUNK, self._local, dtype=torch.float32, device=device)
         self._rows = list(self.noted)
         self._dtype, self._device = self.noted.dtype, self.noted.device
+        self._reads = self._local == 1 and device.type == "cpu"
+        self._read: list[float] = []  # the last losses, which are still to be noted
         self._finiteness = [Finiteness(model, optimizer) for model, optimizer in replicas.hosts]
         self._opened = [torch.zeros(alike.MARKS)] * len(replicas.hosts)
 
@@ -79,6 +83,7 @@ class Tally:
         self.bad_steps.zero_()
         self.steps = 0
         self.heard = 0
+        self._read.clear()
 
     def open_apart(self) -> None:
         """The replicas may not be alike at the window's opening, as after `hdet.perturb`: look whether they are."""
@@ -97,14 +102,27 @@ class Tally:
             StepError: another number of losses, or a loss that is not a scalar.
         """
         if losses is not None:
-            self._note(self._rows[self.heard % CHUNK], losses)
+            loss = losses[0] if self._reads and type(losses) is list and len(losses) == 1 else None
+            number = loss.item() if type(loss) is Tensor and loss.is_cpu and loss.ndim == 0 else None
+            if type(number) is float:
+                self._read.append(number)  # the way it mostly goes there, at every step
+            else:
+                self._note_what_was_read()
+                self._note(self._rows[self.heard % CHUNK], losses)
             self.heard += 1
             if self.heard % CHUNK == 0:
                 self.sums, self.bad_steps = self._totals(CHUNK)
         self.steps += 1
 
+    def _note_what_was_read(self) -> None:
+        if self._read:
+            stop = (self.heard - 1) % CHUNK + 1
+            self.noted[stop - len(self._read) : stop, 0] = torch.tensor(self._read, dtype=self._dtype)
+            self._read.clear()
+
     def _totals(self, rows: int) -> tuple[Tensor, Tensor]:
         """The sums and bad steps with those of the last rows noted."""
+        self._note_what_was_read()
         noted = self.noted[:rows].to(self.sums.dtype)
         bad = (~noted.isfinite()).cumsum(0) + self.bad_steps > 0
         return self.sums + noted.sum(0), self.bad_steps + bad.sum(0)
@@ -197,6 +215,7 @@ class Tally:
         self._rows = list(self.noted)  # views, which pickling has made tensors of their own
 
     def state_dict(self) -> dict[str, object]:
+        self._note_what_was_read()
         held = {name: getattr(self, name).clone() for name in ("sums", "bad_steps", "noted")}
         return {**held, "steps": self.steps, "heard": self.heard}
 
@@ -209,6 +228,7 @@ class Tally:
         assert isinstance(state["heard"], int)
         self.steps = state["steps"]
         self.heard = state["heard"]
+        self._read.clear()
 
 
 def _differ(marks: NDArray[np.float64]) -> bool:

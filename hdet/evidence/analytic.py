@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.controllers import Controller, Regularize
+from hdet.controllers import Controller, Estimate, Regularize
 from hdet.errors import ConfigError
 from hdet.evidence.parts.directional import Block, Direction, Directional, DirectionalCollector
 from hdet.evidence.parts.preconditioner import decoupled, preconditioner
@@ -100,6 +100,10 @@ def _by_kind(pulls: Sequence[Pull | None], weights: Sequence[Tensor]) -> tuple[l
     return through_gradient, direct
 
 
+MOST_NOTED = 64
+"""Steps whose pulls are added up at once: one step's alone take several times as long, between two of training."""
+
+
 class AnalyticCollector(DirectionalCollector):
     """Sums what decay multiplied the weights by over the window."""
 
@@ -108,6 +112,10 @@ class AnalyticCollector(DirectionalCollector):
         self.stride = spec.stride
         scene.follow(spec.stride)
         self.bindings = [_decay(knob) for knob in knobs]
+        self._groups = [(own.optimizer, index) for own in self.bindings for index in own.indices]
+        # A schedule that may read what changes is asked at once.
+        self._can_wait = all(knob.schedule.foreknown for knob in knobs)
+        self._noted: list[tuple[int, list[float | Tensor]]] = []  # a step, and the rates of the groups
         self.pulls = self._none()
 
     def _none(self) -> list[list[float | Tensor]]:
@@ -115,13 +123,27 @@ class AnalyticCollector(DirectionalCollector):
 
     def open(self, window: Window) -> None:
         self.pulls = self._none()
+        self._noted.clear()
 
     def after_update(self, window: Window, step: int) -> None:
-        for knob, pulls, binding in zip(self.knobs, self.pulls, self.bindings, strict=True):
-            base = knob.base(step)
-            for place, (index, ratio) in enumerate(zip(binding.indices, binding.ratios, strict=True)):
-                # A rate that is a tensor stays on its device.
-                pulls[place] = pulls[place] + base * ratio * binding.optimizer.param_groups[index]["lr"]
+        rates = [optimizer.param_groups[index]["lr"] for optimizer, index in self._groups]
+        self._noted.append((step, rates))
+        # A rate that is a tensor is written over, and stays on its device.
+        if not self._can_wait or len(self._noted) == MOST_NOTED or any(isinstance(rate, Tensor) for rate in rates):
+            self._add_up()
+
+    def _add_up(self) -> None:
+        for step, rates in self._noted:
+            rate = iter(rates)
+            for knob, pulls, binding in zip(self.knobs, self.pulls, self.bindings, strict=True):
+                base = knob.base(step)
+                for place, ratio in enumerate(binding.ratios):
+                    pulls[place] = pulls[place] + base * ratio * next(rate)
+        self._noted.clear()
+
+    def close(self, harvest: Harvest) -> dict[str, Estimate]:
+        self._add_up()
+        return super().close(harvest)
 
     def centre(self, harvest: Harvest) -> list[Tensor]:
         return self.scene.averaged(harvest.valid, self.stride)
@@ -164,9 +186,11 @@ class AnalyticCollector(DirectionalCollector):
         return math.sqrt(of_weights), math.sqrt(of_direction)
 
     def state_dict(self) -> dict[str, Any]:
+        self._add_up()
         return {"pulls": [[float(pull) for pull in pulls] for pulls in self.pulls]}
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
+        self._noted.clear()
         if window is not None:
             self.pulls = [list(pulls) for pulls in state["pulls"]]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,6 +28,14 @@ class Overwritten(NamedTuple):
     expected: float
 
 
+class Holding(NamedTuple):
+    """An object that a mapping or list holds. As long as it is that very object, nobody has put another there."""
+
+    owner: Any
+    key: Hashable
+    value: object
+
+
 class Binding(Protocol):
     """One knob's place in one replica. `targets` names the scalars it writes, to refuse two knobs on one.
 
@@ -43,6 +51,17 @@ class Binding(Protocol):
     def write(self, value: float) -> None: ...
 
     def overwritten(self, value: float) -> Overwritten | None: ...
+
+
+@runtime_checkable
+class Watchable(Protocol):
+    """A binding for which it is enough to look whether objects are still where it put them.
+
+    `held` tells which, after `write`; `None` where that does not tell whether something was overwritten. That the
+    optimizer still has the same groups is looked after by the engine (`hdet.engine.loop_checks`).
+    """
+
+    def held(self) -> list[Holding] | None: ...
 
 
 def fit(value: float, bounds: Bounds, dtype: torch.dtype) -> float:
@@ -189,6 +208,16 @@ class GroupBinding:
                 return found
         return None
 
+    def held(self) -> list[Holding] | None:
+        found = []
+        for index in self.indices:
+            group = self.optimizer.param_groups[index]
+            entry = group[self.key] if self.item is None else group[self.key][self.item]
+            if isinstance(entry, Tensor):  # which is changed in place
+                return None
+            found.append(Holding(group, self.key, group[self.key]))
+        return found
+
 
 def _written(entry: float | Tensor, value: float, bounds: Bounds) -> float | Tensor:
     if isinstance(entry, Tensor):
@@ -259,6 +288,16 @@ class ModelBinding:
                     return found
         return None
 
+    def held(self) -> list[Holding] | None:
+        found = []
+        for cell in self.cells:
+            if isinstance(cell, Attribute) and not isinstance(getattr(cell.module, cell.name), Tensor):
+                own = vars(cell.module)
+                if cell.name not in own:
+                    return None
+                found.append(Holding(own, cell.name, own[cell.name]))
+        return found
+
 
 def _held(cell: KnobTensor | Attribute) -> float:
     if isinstance(cell, KnobTensor):
@@ -293,3 +332,6 @@ class FunctionBinding:
 
     def overwritten(self, value: float) -> None:
         """Not asked: a getter of the user's own may cost anything."""
+
+    def held(self) -> list[Holding]:
+        return []

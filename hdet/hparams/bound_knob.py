@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hdet.controllers import Context, Estimate
 from hdet.controllers.state import from_plain, to_plain
 from hdet.errors import CheckpointError, ConfigError, StepError
-from hdet.hparams.binding import Binding, GroupBinding
+from hdet.hparams.binding import Binding, GroupBinding, Holding, Watchable
 from hdet.hparams.knob import Knob
 from hdet.hparams.learned import Learned
 from hdet.hparams.schedule import Constant, sampled
@@ -36,6 +36,8 @@ class BoundKnob:
         levels: [N] offsets of this window, summing to zero; zeros where the knob does not diverge.
         centre: offset of the levels' mean from the base (one-sided spreads).
         reasons: why the controller made its last move (`Controller.judge`).
+        stays_until: before this step `put_in_force` has nothing to do, as long as `held` is still there.
+        held: what has to be where it was put for that.
     """
 
     def __init__(self, spec: Knob, bindings: Sequence[Binding], n: int) -> None:
@@ -56,6 +58,8 @@ class BoundKnob:
         self._planned: list[list[float]] = []  # values of the models of this process, by step
         self._planned_at = (0, 0.0)  # the first of these steps, and the shift that they were worked out for
         self._coming = 1  # steps to plan next
+        self.stays_until: float = 0
+        self.held: list[Holding] = []
         self._still = np.zeros(n)
         self._still.setflags(write=False)
         self.spread(self._still, 0.0)
@@ -169,6 +173,7 @@ class BoundKnob:
         if last != value:
             self.bindings[host].write(value)
             self._written[host] = value
+            self.stays_until = 0
 
     def put_in_force(self, step: int, places: Sequence[int]) -> None:
         """Write the values of a step into this process's models, of which each is that of the replica at its place.
@@ -184,6 +189,28 @@ class BoundKnob:
             # As a rule nothing changes from step to step, and nothing is called to find that out but this.
             if value != written[host] or self.bindings[host].overwritten(value) is not None:
                 self.write(host, value)
+        self._settle(step)
+
+    def _settle(self, step: int) -> None:
+        """Know for how long the values in force stay the same, and what would be another object otherwise."""
+        first, rows = self._planned_at[0], self._planned
+        following = step - first + 1
+        while following < len(rows) and rows[following] == rows[step - first]:
+            following += 1
+        is_constant = isinstance(self.schedule, Constant) and self.schedule.foreknown
+        self.stays_until = math.inf if is_constant else first + following
+        if self.stays_until == step + 1:
+            return
+        self.held = [Holding(vars(self), "shift", self.shift)]
+        for binding in self.bindings:
+            found = binding.held() if isinstance(binding, Watchable) else None
+            if found is None:
+                self.stays_until = 0
+                return
+            self.held += found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "stays_until": 0, "held": []}  # a copy holds objects of its own
 
     def _plan(self, step: int, places: Sequence[int]) -> int:
         """Work out the values from a step on, of the more steps the longer nothing has changed. Returns the step."""
@@ -217,6 +244,7 @@ class BoundKnob:
         self._placed = (-1, 0.0, 0.0, 1.0)
         self._valued = None
         self._planned, self._coming = [], 1
+        self.stays_until = 0
 
     def judge(self, estimate: Estimate, run: Context) -> float:
         """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units.
@@ -282,6 +310,7 @@ class BoundKnob:
         self._written = [None] * len(self.bindings)
         self._placed = (-1, 0.0, 0.0, 1.0)
         self._planned, self._coming = [], 1
+        self.stays_until = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Shift, controller state and a base that was read, as plain numbers; levels follow from seed and window."""

@@ -164,6 +164,7 @@ class HeldOneCycle(OneCycle):
     """
 
     kind: ClassVar[str] = "held_one_cycle"
+    foreknown: ClassVar[bool] = True
 
     held_from: int = Field(ge=0)
 
@@ -215,6 +216,8 @@ class Cosine(WarmedUp):
     [0.5, 1.0, 1.0, 0.5, 0.038]
     """
 
+    foreknown: ClassVar[bool] = True
+
     def _remaining(self, t: int, rise: int) -> float:
         return (1.0 + math.cos(math.pi * (t - rise) / (self.total_steps - rise))) / 2.0
 
@@ -230,6 +233,7 @@ class LinearDecay(WarmedUp):
     """
 
     kind: ClassVar[str] = "linear"
+    foreknown: ClassVar[bool] = True
 
     def _remaining(self, t: int, rise: int) -> float:
         return (self.total_steps - t) / (self.total_steps - rise)
@@ -247,6 +251,8 @@ class WSD(WarmedUp):
     >>> [WSD(1.0, total_steps=10, warmup=0.2, decay=0.4)(t) for t in (0, 1, 5, 6, 8, 9)]
     [0.5, 1.0, 1.0, 1.0, 0.5, 0.25]
     """
+
+    foreknown: ClassVar[bool] = True
 
     warmup: float = Field(default=0.1, ge=0, le=1)
     decay: float = Field(default=0.2, ge=0, le=1)

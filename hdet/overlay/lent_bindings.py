@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.errors import StepError
-from hdet.hparams.binding import Binding, GroupBinding, fit
+from hdet.hparams.binding import Binding, GroupBinding, Holding, fit
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Space
@@ -51,6 +51,9 @@ class LentGroups(GroupBinding):
 
     def overwritten(self, value: float) -> None:
         """Nothing is: between steps the user's own value is there, and theirs to write."""
+
+    def held(self) -> list[Holding]:
+        return []
 
     def put_in(self) -> None:
         """Put the value last written in force."""
@@ -131,6 +134,9 @@ class LentScalar:
 
     def overwritten(self, value: float) -> None:
         """Not asked here: `put_in` does, since between passes the user's own value is there."""
+
+    def held(self) -> list[Holding]:
+        return []
 
     def put_in(self) -> None:
         """Put the value last written in force.

@@ -58,7 +58,7 @@ def read(home: str, name: str, rate: float | torch.Tensor) -> list[int]:
     )
     counts = []
     for step in range(2 * WINDOW):
-        # Step counts and rates that lie on the host are read there; test_engine_waits has those that do not.
+        # Step counts, rates and a loss that lie on the host are read there; test_engine_waits has those that do not.
         there = [state["step"] for state in optimizer.state.values() if "step" in state]
         there += [group["lr"] for group in optimizer.param_groups if isinstance(group["lr"], torch.Tensor)]
         with Reads(besides=there) as reads:
@@ -71,9 +71,9 @@ def read(home: str, name: str, rate: float | torch.Tensor) -> list[int]:
             engine.share_gradients()
         optimizer.step()
         optimizer.zero_grad()
-        with reads:
+        with Reads(besides=[*there, *losses]) as after:
             engine.step(losses)
-        counts.append(len(reads.seen))
+        counts.append(len(reads.seen) + len(after.seen))
     return counts
 
 

@@ -188,7 +188,7 @@ def test_no_step_but_a_windows_last_takes_a_number_from_a_tensor(lr: Any) -> Non
 @pytest.mark.filterwarnings("ignore:the first training loss")
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["default", "fused"])
 def test_attached_the_recipe_takes_no_number_before_a_windows_last_step(options: Any) -> None:
-    """Step counts on the host, as torch keeps them there, are no wait; nothing else is read."""
+    """Step counts on the host, as torch keeps them there, and a model's only loss there: nothing else is read."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
     probe = hdet.Probe(lambda m, x: m(x).square().mean(), [torch.ones(4, 4), torch.zeros(4, 4)])
@@ -196,8 +196,9 @@ def test_attached_the_recipe_takes_no_number_before_a_windows_last_step(options:
     counts = []
     for _ in range(18):
         model.train()
-        search.loss(model(torch.ones(4, 4)).square().mean()).backward()
-        own = [state["step"] for state in optimizer.state.values()]
+        loss = search.loss(model(torch.ones(4, 4)).square().mean())
+        loss.backward()
+        own = [loss, *(state["step"] for state in optimizer.state.values())]
         with Reads(besides=own) as reads:
             optimizer.step()
         counts.append(len(reads.seen))

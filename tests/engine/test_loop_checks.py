@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 import hdet
 from hdet import Engine
+from hdet.controllers import Hold
 from hdet.errors import StepError
+from hdet.spreads import TwoLevel
 
 
 def engine_of(problem: Any, home: Any = hdet.replicate) -> Engine:
@@ -31,6 +34,44 @@ def test_parameters_that_join_an_optimizer_in_mid_run_are_refused(
     else:
         optimizer.param_groups[0]["params"].append(more)
     with pytest.raises(StepError, match=r"other parameter groups in step 3 .* instead of \[4\].*requires_grad_"):
+        train(engine, 4)
+
+
+@pytest.mark.parametrize("way", ["of the optimizer", "of the model"])
+def test_what_a_loop_writes_over_constant_values_is_noticed_in_any_step(problem: Any, train: Any, way: str) -> None:
+    """Values that stay as they are, are not written again; after a state was loaded, or in a copy, neither."""
+
+    def overwrite(engine: Engine, value: Any) -> None:
+        model, optimizer = engine.hosts[0]
+        if way == "of the model":
+            model[2].p = value[0]
+        else:
+            optimizer.param_groups[0]["betas"] = value
+
+    model = problem.model(torch.nn.Dropout(0.1))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.1, 0.95))
+    still: dict[str, Any] = {"spread": TwoLevel(0.0), "controller": Hold()}
+    knobs: list[Any] = [hdet.Beta1(**still), hdet.Beta2(**still), hdet.Dropout(**still)]
+    home = hdet.micro_batches(model, optimizer, n=1)
+    engine = Engine(home, knobs, window=200, signal=problem.probe())
+    train(engine, 70)
+    optimizer.load_state_dict(optimizer.state_dict())
+    overwrite(engine, (float("0.1"), float("0.95")))  # the same number in another object
+    train(engine, 73)
+    for own in (copy.deepcopy(engine), engine):
+        overwrite(own, (0.3, 0.95))
+        with pytest.raises(StepError, match=r"hdet put 0\.1 into .*, and something else has made it 0\.3"):
+            train(own, 74)
+
+
+def test_a_group_that_is_gone_is_noticed(problem: Any, train: Any) -> None:
+    model = problem.model()
+    optimizer = torch.optim.SGD([{"params": [own]} for own in model.parameters()], lr=0.1)
+    knob = hdet.LearningRate(spread=TwoLevel(0.0), controller=Hold())
+    engine = Engine(hdet.micro_batches(model, optimizer, n=1), [knob], window=5)
+    train(engine, 3)
+    del optimizer.param_groups[-1]
+    with pytest.raises(StepError, match="other parameter groups in step 3"):
         train(engine, 4)
 
 

@@ -97,6 +97,36 @@ def test_a_loss_that_is_changed_later_was_noted_as_it_was(tally: Tally) -> None:
     assert tally.rows()[:, 0].tolist() == [1.0] * 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_loss_that_is_read_at_once_counts_as_one_that_is_copied(problem: Any, dtype: torch.dtype) -> None:
+    """One loss on the CPU is read, in whatever order with losses that are told otherwise, and saved at any step."""
+
+    def made() -> Tally:
+        model = problem.model()
+        return Tally(hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=1))
+
+    drawn = torch.randn(2 * CHUNK + 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64).exp().to(dtype)
+    drawn[-5] = math.inf
+    read, copied, resumed = made(), made(), made()
+    for step, loss in enumerate(drawn.unbind()):
+        others: list[Any] = [[loss.item()], loss, None]
+        read.add([loss] if step % 7 else others[step % 3])
+        copied.add(loss.reshape(1) if step % 7 else others[step % 3])
+        if step == CHUNK + 3:
+            resumed.load_state_dict(read.state_dict())
+        elif step > CHUNK + 3:
+            resumed.add([loss] if step % 7 else others[step % 3])
+        assert torch.equal(read.rows(), copied.rows()) or step % 5
+    assert torch.equal(read.rows(), copied.rows())
+    assert torch.equal(resumed.rows(), copied.rows())
+    assert read.rows()[0, 1] == 5
+    read.reset()
+    read.add([drawn[0]])
+    assert read.rows()[0, 0] == drawn[0].float()
+    with pytest.raises(StepError, match=r"has shape \(3,\); a loss is a scalar"):
+        read.add([drawn[:3]])
+
+
 def test_reset_forgets_all(tally: Tally) -> None:
     tally.add([math.nan] * 3)
     tally.reset()

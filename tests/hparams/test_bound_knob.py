@@ -18,7 +18,7 @@ from hdet.controllers.state import NoState
 from hdet.engine.defaults import complete
 from hdet.errors import CheckpointError, ConfigError
 from hdet.hparams.bound_knob import BoundKnob
-from hdet.schedules import Cosine, FromCallable, LinearDecay, OneCycle, Replay, Schedule
+from hdet.schedules import WSD, Cosine, FromCallable, LinearDecay, OneCycle, Replay, Schedule
 from hdet.spaces import Arcsine, Linear, Log, Logit, Relative
 from hdet.spreads import OneSided, Symmetric, TwoLevel
 
@@ -288,3 +288,23 @@ def test_a_schedule_of_ones_own_is_asked_in_each_step(problem: Any, train: Any, 
     del asked[:]
     train(engine, 10)
     assert max(asked) == 10
+
+
+@pytest.mark.parametrize("schedule", [WSD(0.1, total_steps=300), Replay(tuple([0.1] * 90 + [0.2, 0.2, 0.1] * 60)), 0.1])
+def test_values_that_stay_for_a_while_are_in_force_at_each_step(schedule: Any, problem: Any, train: Any) -> None:
+    """Whatever else writes them and puts them back, and where the shift is another from some step on."""
+    model = problem.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    knob = hdet.LearningRate(schedule=schedule, controller=Wish())
+    engine = hdet.Engine(hdet.replicate(model, optimizer, n=2), [knob], window=120, total_steps=300)
+    bound = engine.knobs[0]
+    for step in range(1, 240):
+        train(engine, step)
+        held = [own.param_groups[0]["lr"] for own in engine.optimizers]
+        assert held == bound.values(step, [0, 1])
+        if step % 50 == 0:
+            with engine.at_base():
+                assert [own.param_groups[0]["lr"] for own in engine.optimizers] == [bound.base(step)] * 2
+        if step == 75:
+            bound.shift = 0.5
+            engine.cycle.apply()
