@@ -26,7 +26,7 @@ from hdet.controllers import Hold
 from hdet.errors import ConfigError, StepError
 from hdet.merges import Mean
 from hdet.replicas import tensors
-from hdet.replicas.distributed import fully_sharded
+from hdet.replicas.distributed import fully_sharded, optimizer_mean
 from hdet.replicas.distributed.exchange import Exchange, fold
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.distributed.layout import Group, of_group
@@ -90,6 +90,7 @@ def exchanged() -> Found:
         statistics=statistics(),
         frozen=frozen(),
         failed=failed(),
+        counters=counters(),
         groups=numbers_in_groups(),
         unused=unused(),
     )
@@ -299,6 +300,24 @@ def failed() -> Found:
             "weights": weights(engine)[0],
             "state": all(bool(value.isfinite().all()) for held in state.values() for value in held.values()),
         }
+    return found
+
+
+def counters() -> Found:
+    """Step counts after a mean over ranks of which the first is left out: alike everywhere, or one rank's another."""
+    rank = dist.get_rank()
+    found: Found = {}
+    for case in ("alike", "apart"):
+        exchange = Exchange(of_group(None), torch.device("cpu"), False)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        if case == "apart" and rank == 1:
+            optimizer.state[model.bias]["step"].fill_(7.0)
+        with patch.object(exchange, "broadcast", wraps=exchange.broadcast) as sent:
+            optimizer_mean.average(exchange, [optimizer], [0.0, 1.0, 1.0, 1.0])
+        found[case] = [float(state["step"]) for state in optimizer.state.values()], sent.call_count
     return found
 
 
@@ -535,6 +554,11 @@ def test_a_failed_rank_is_left_out_and_restarts_from_the_merge(ranks: list[Found
         assert result["history"] == ranks[0]["failed"][policy]["history"]
         assert all(map(torch.equal, result["weights"], ranks[0]["failed"][policy]["weights"]))
         assert result["state"]
+
+
+def test_counters_are_sent_only_where_they_differ(ranks: list[Found]) -> None:
+    for found in ranks:
+        assert found["counters"] == {"alike": ([1.0, 1.0], 0), "apart": ([1.0, 7.0], 1)}
 
 
 @pytest.mark.parametrize("copies", [1, 2])

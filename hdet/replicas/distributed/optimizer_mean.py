@@ -17,7 +17,8 @@ from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.held_optimizer import kept_in_groups
 from hdet.replicas.optimizer_states import mean_number
-from hdet.replicas.tensors import local, parameters
+from hdet.replicas.tensors import SMALL, joined, local, parameters
+from hdet.replicas.tensors import alike as like_tensors
 
 Entry = tuple[int, int, str]
 """Group, place of the parameter in it, and key of the state."""
@@ -43,14 +44,18 @@ def average(exchange: Exchange, optimizers: Sequence[Optimizer], weights: Sequen
     lead = sound[0] if sound else optimizers[0]
     sums = [float(sum(weights[i * each : (i + 1) * each])) for i in range(exchange.layout.places)]
     own = structure(lead)
-    alike = all(structure(optimizer) == own for optimizer in sound)
-    if _agree_on(exchange, optimizers, own if alike else {**own, (exchange.layout.place, -1, ""): ((), "")}, weights):
+    alike = all(structure(optimizer) == own for optimizer in sound if optimizer is not lead)
+    averaged = [entry for entry, told in own.items() if _has_mean(*told)]
+    counters = [_tensor(lead, entry) for entry, told in own.items() if not _has_mean(*told)]
+    told = own if alike else {**own, (exchange.layout.place, -1, ""): ((), "")}
+    same_tensors, same_counters = _agree_on(exchange, optimizers, told, counters, weights)
+    if same_tensors:
         for optimizer, weight in zip(optimizers, mine, strict=True):
             if not weight:
                 _keep_only(optimizer, own)
-        averaged = dict.fromkeys(entry for entry in own if _has_mean(_tensor(lead, entry)))
         exchange.mean_([[_slot(optimizer, e, *own[e]) for e in averaged] for optimizer in optimizers], weights)
-        exchange.broadcast([_tensor(lead, entry) for entry in own if entry not in averaged], _first(sums))
+        if not same_counters:
+            exchange.broadcast(counters, _first(sums))
     else:
         if len(sound) > 1:
             optimizer_states.average(sound, [lead], [weight for weight in mine if weight])
@@ -70,7 +75,7 @@ def _average_what_some_have(exchange: Exchange, optimizer: Optimizer, own: Struc
             _drop(optimizer, entry)
             continue
         tensor = _slot(optimizer, entry, shape, dtype)
-        if _has_mean(tensor):
+        if _has_mean(shape, dtype):
             exchange.reduce([tensor], [tensor], sharing, mean=True)
         else:
             exchange.broadcast([tensor], _first(sharing))
@@ -152,21 +157,33 @@ def structure(optimizer: Optimizer) -> Structure:
     return found
 
 
-def _agree_on(exchange: Exchange, optimizers: Sequence[Optimizer], own: Structure, weights: Sequence[float]) -> bool:
-    """Average the groups' numbers, and tell whether all peers hold the same tensors; one small collective."""
+def _agree_on(
+    exchange: Exchange,
+    optimizers: Sequence[Optimizer],
+    own: Structure,
+    counters: list[Tensor],
+    weights: Sequence[float],
+) -> tuple[bool, bool]:
+    """Average the groups' numbers, and tell whether all peers hold the same tensors, and counters of the same values.
+
+    One small collective. Of counters of more than a few numbers nothing is told.
+    """
     numbers = [_numbers(optimizer) for optimizer in optimizers]
     flat = torch.tensor([list(found.values()) for found in numbers], dtype=torch.float64).flatten()
-    table = exchange.gather(torch.cat([_code(own).view(torch.float64), flat])).cpu()
+    few = sum(map(Tensor.numel, counters)) <= SMALL
+    codes = torch.cat([_code(own), _code_of_values(counters if few else [])])
+    table = exchange.gather(torch.cat([codes.view(torch.float64), flat])).cpu()
     rows = table[[int(rank) for rank in exchange.layout.table[:, exchange.layout.part]]]
     taking = [weight for weight in weights if weight]
-    sound = rows[:, 1:].reshape(len(weights), -1)[torch.tensor(weights) != 0].tolist()
+    sound = rows[:, 2:].reshape(len(weights), -1)[torch.tensor(weights) != 0].tolist()
     for (index, key), values in zip(numbers[0], zip(*sound, strict=True), strict=True):
         apart = any(value != values[0] for value in values)
         for optimizer in optimizers:
             optimizer.param_groups[index][key] = mean_number(values, taking) if apart else values[0]
     # Ranks that hold other parts of the model hold other tensors; each compares with its own peers.
-    codes = rows[torch.tensor(exchange.present), 0].contiguous().view(torch.int64)
-    return bool((codes == codes[0]).all())
+    codes = rows[torch.tensor(exchange.present), :2].contiguous().view(torch.int64)
+    same_tensors, same_values = (codes == codes[0]).all(dim=0).tolist()
+    return same_tensors, few and same_values
 
 
 def _union(exchange: Exchange, own: Structure) -> list[tuple[Entry, tuple[tuple[int, ...], str], list[bool]]]:
@@ -190,7 +207,17 @@ def _set_numbers(optimizer: Optimizer, numbers: dict[tuple[int, str], float]) ->
 
 def _code(own: Structure) -> Tensor:
     """[1] int64: a digest of what tensors there are."""
-    digest = hashlib.blake2b(repr(list(own.items())).encode(), digest_size=8).digest()
+    return _digest(repr(list(own.items())).encode())
+
+
+def _code_of_values(few: list[Tensor]) -> Tensor:
+    """[1] int64: a digest of what some small tensors hold."""
+    parts = [joined(own).cpu().view(torch.uint8) for own in like_tensors(few)] if few else []
+    return _digest(b"".join(part.numpy().tobytes() for part in parts))
+
+
+def _digest(data: bytes) -> Tensor:
+    digest = hashlib.blake2b(data, digest_size=8).digest()
     return torch.tensor([int.from_bytes(digest, "big", signed=True)], dtype=torch.int64)
 
 
@@ -228,8 +255,9 @@ def _drop(optimizer: Optimizer, entry: Entry) -> None:
         optimizer.state.pop(parameter, None)
 
 
-def _has_mean(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dim() > 0
+def _has_mean(shape: tuple[int, ...], named: str) -> bool:
+    dtype: torch.dtype = getattr(torch, named)
+    return dtype.is_floating_point and len(shape) > 0
 
 
 def _first(weights: Sequence[float]) -> int:
