@@ -180,8 +180,6 @@ class WarmedUp(Schedule):
     is spent at it, and with floor 0 every value is positive.
     """
 
-    foreknown: ClassVar[bool] = True
-
     peak: float = Field(ge=0, kw_only=False)
     total_steps: int = Field(gt=0, kw_only=False)
     warmup: float = Field(default=0.3, ge=0, le=1)
