@@ -2,6 +2,8 @@
 
     python benchmarks/rules.py                                        # six tasks, six starts, 2 seeds
     python benchmarks/rules.py --tasks teacher --starts "lr x1" --seeds 5
+    python benchmarks/rules.py --together "weight_decay: leap" "weight_decay: needs_gap"
+                                                                      # without both
     python benchmarks/rules.py --report --csv rules.csv               # of the runs there are
 
 A part that neither asked for a move nor held one back in a run of the recipe cannot have changed it, so that run is
@@ -28,7 +30,7 @@ from search_parts.cell import Cell
 from search_parts.contenders.recommended import Recommended
 from search_parts.found import all_contenders, all_tasks
 from search_parts.sweep import judged
-from search_parts.task import DECAYS, LEARNING_RATES, Setting, Task
+from search_parts.task import ALL_OFF, DECAYS, LEARNING_RATES, NINE, Setting, Task
 from torch import nn
 from torch.optim import Optimizer
 
@@ -38,10 +40,11 @@ from hdet.recipes.recommended import choose
 
 ROOT = Path(__file__).parents[1]
 TASKS = ("teacher", "ratings", "tabular", "digits_conv", "denoise", "text_small")
-STARTS = {start.name: start for start in LEARNING_RATES + DECAYS}
+STARTS = {start.name: start for start in LEARNING_RATES + DECAYS + ALL_OFF + NINE}
 CHOSEN = ("lr x0.1", "lr x1", "lr x10", "lr x30", "decay x0.1", "decay x10")
 TABLES: dict[str, Ruled] = {"learning_rate": Calibrate(), "weight_decay": Regularize()}
 PARTS = [f"{knob}: {part.kind}" for knob, table in TABLES.items() for part in table.parts]
+AND = " and "
 TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarted": hdet.Rewind(overshoot=None)}
 """What the guard does, and the guard that does not: without one there is no new start either."""
 
@@ -49,20 +52,25 @@ Row = tuple[str, str, str, int, float, bool]
 
 
 class Without(Recommended):
-    """The recipe with one part left out, and as many steps as the recipe has."""
+    """The recipe with some parts left out, and as many steps as the recipe has."""
 
     def __init__(self, left_out: str) -> None:
-        self.left_out = left_out
-        if left_out in TURNS:
-            self.guard = TURNS[left_out]
+        self.left_out = left_out.split(AND)
+        for turn in TURNS:
+            if turn in self.left_out:
+                self.guard = TURNS[turn]
 
     def affordable_steps(self, task: Task, setting: Setting) -> int:
         return Recommended().affordable_steps(task, setting)
 
     def knobs(self, model: nn.Module, optimizer: Optimizer, steps: int) -> Sequence[hdet.Knob]:
-        owner, part = self.left_out.split(": ")
+        tables = {}
+        for owner, table in TABLES.items():
+            own = [part.removeprefix(f"{owner}: ") for part in self.left_out if part.startswith(owner)]
+            if own:
+                tables[owner] = table.without(*own)
         knobs = [choice.knob for choice in choose(model, optimizer, steps) if choice.knob is not None]
-        return [knob.replace(controller=TABLES[owner].without(part)) for knob in knobs if knob.label == owner]
+        return [knob.replace(controller=tables[knob.label]) for knob in knobs if knob.label in tables]
 
 
 def main() -> int:
@@ -70,6 +78,7 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", choices=sorted(BEST), default=list(TASKS))
     parser.add_argument("--starts", nargs="+", choices=sorted(STARTS), default=list(CHOSEN))
     parser.add_argument("--parts", nargs="+", choices=[*PARTS, *TURNS], default=[*PARTS, *TURNS])
+    parser.add_argument("--together", nargs="+", choices=[*PARTS, *TURNS], help="instead, all of these at once")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "rules", help="folder of the runs' files")
@@ -77,8 +86,9 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="run nothing")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
+    parts = [AND.join(given.together)] if given.together else given.parts
     tasks = {name: all_tasks()[name] for name in given.tasks}
-    contenders = {"hdet": all_contenders()["hdet"], **{part: Without(part) for part in given.parts}}
+    contenders = {"hdet": all_contenders()["hdet"], **{part: Without(part) for part in parts}}
     plain = [
         Cell(name, "hdet", STARTS[start].setting(BEST[name]), task.steps, seed)
         for seed in range(given.seeds)
@@ -88,11 +98,11 @@ def main() -> int:
     errors = []
     if not given.report:
         errors += runner.run(plain, tasks, contenders, given.out, jobs=given.jobs, label="the recipe")
-        wanted = [one for cell in plain for one in changed(cell, given.parts, given.out)]
+        wanted = [one for cell in plain for one in changed(cell, parts, given.out)]
         errors += runner.run(wanted, tasks, contenders, given.out, jobs=given.jobs, label="without a part")
     named = {(name, start.setting(BEST[name])): start.name for name in tasks for start in STARTS.values()}
-    rows = [row for cell in plain for row in finished(cell, named, tasks[cell.task], given.parts, given.out)]
-    show(rows, given.parts, given.tasks)
+    rows = [row for cell in plain for row in finished(cell, named, tasks[cell.task], parts, given.out)]
+    show(rows, parts, given.tasks)
     if given.csv is not None:
         with given.csv.open("w", newline="") as file:
             writer = csv.writer(file)
@@ -108,7 +118,7 @@ def changed(cell: Cell, parts: Sequence[str], folder: Path) -> Iterator[Cell]:
     result = cells.load(folder, cell)
     if result is not None:
         for part in parts:
-            if part in result.details["spoke"]:
+            if set(part.split(AND)) & set(result.details["spoke"]):
                 yield Cell(cell.task, part, cell.setting, cell.steps, cell.seed)
 
 
@@ -131,7 +141,8 @@ def finished(
 def show(rows: Sequence[Row], parts: Sequence[str], tasks: Sequence[str]) -> None:
     """By part: runs it had a say in, what the recipe loses without it, with a standard error, and the same by task."""
     plain = {(task, start, seed): loss for task, start, part, seed, loss, _ in rows if not part}
-    print("left out".ljust(30) + "had a say".rjust(10) + "all".rjust(20) + "".join(task.rjust(13) for task in tasks))
+    width = max(30, *(len(part) + 2 for part in parts))
+    print("left out".ljust(width) + "had a say".rjust(10) + "all".rjust(20) + "".join(task.rjust(13) for task in tasks))
     for part in parts:
         lost: defaultdict[str, list[float]] = defaultdict(list)
         for task, start, left_out, seed, loss, _ in rows:
@@ -142,7 +153,7 @@ def show(rows: Sequence[Row], parts: Sequence[str], tasks: Sequence[str]) -> Non
             continue
         said = sum(spoke for *_, left_out, _, _, spoke in rows if left_out == part)
         error = np.std(every, ddof=1) / np.sqrt(len(every)) if len(every) > 1 else np.nan
-        line = part.ljust(30) + f"{said}/{len(every)}".rjust(10) + f"{np.mean(every):+.4f} +- {error:.4f}".rjust(20)
+        line = part.ljust(width) + f"{said}/{len(every)}".rjust(10) + f"{np.mean(every):+.4f} +- {error:.4f}".rjust(20)
         print(line + "".join((f"{np.mean(lost[task]):+.4f}" if lost[task] else "-").rjust(13) for task in tasks))
 
 
