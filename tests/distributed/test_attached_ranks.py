@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import attached
+import attached_cases as attached
 import pytest
 from launch import launch
 
