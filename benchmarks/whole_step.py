@@ -1,6 +1,6 @@
 """Whole steps under DistributedDataParallel with hdet over without, on one model in one run, 2 ranks over gloo.
 
-    python benchmarks/whole_step.py [--minutes 10] [--evidence apart|update] [--quick]
+    python benchmarks/whole_step.py [--minutes 10] [--evidence apart|update] [--merge average|keep] [--quick]
 
 A GPT of a million parameters by AdamW. Steps come in threes, in random order: with hdet's calls, without, and without
 again. Time is CPU time of both ranks' processes: waiting for another process on a shared machine does not count. What
@@ -21,6 +21,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import torch
@@ -63,7 +64,12 @@ class TimedProbe:
 
 
 def engine_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, evidence: str, probe: TimedProbe, held_out: list[Tensor]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    evidence: str,
+    merge: Literal["average", "keep"],
+    probe: TimedProbe,
+    held_out: list[Tensor],
 ) -> hdet.Engine:
     """Rate and decay, from replicas that come apart, or read off the updates of ranks that stay alike."""
     knobs: list[Knob] = [hdet.LearningRate(), hdet.WeightDecay()]
@@ -74,10 +80,11 @@ def engine_of(
             hdet.WeightDecay(evidence=hdet.evidence.Analytic(stride=STRIDE)),
         ]
         signal = hdet.Probe(probe, held_out)
-    return hdet.Engine(hdet.distribute(model, optimizer), knobs, window=WINDOW, signal=signal)
+    mean = hdet.merges.Mean(merge)
+    return hdet.Engine(hdet.distribute(model, optimizer), knobs, window=WINDOW, signal=signal, merge=mean)
 
 
-def measure(minutes: float, evidence: str) -> None:
+def measure(minutes: float, evidence: str, merge: Literal["average", "keep"]) -> None:
     torch.manual_seed(0)
     network = GPT(
         width=WIDTH, depth=DEPTH, heads=4, context=CONTEXT, dropout=0.0, generator=torch.Generator().manual_seed(0)
@@ -87,7 +94,7 @@ def measure(minutes: float, evidence: str) -> None:
     drawn = torch.Generator().manual_seed(dist.get_rank())
     batches = [torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=drawn) for _ in range(4)]
     probe = TimedProbe()
-    engine = engine_of(model, optimizer, evidence, probe, batches[:2])
+    engine = engine_of(model, optimizer, evidence, merge, probe, batches[:2])
     tokens = batches[2]
     clock = time.thread_time
     # CPU seconds of the last step: entering the replica, leaving it, and after the update; and as many empty intervals.
@@ -226,9 +233,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--evidence", choices=("apart", "update"), default="apart")
+    parser.add_argument("--merge", choices=("average", "keep"), default="average", help="of the optimizer's state")
     parser.add_argument("--quick", action="store_true", help="half a minute")
     given = parser.parse_args()
-    on_ranks(measure, 2, 0.5 if given.quick else given.minutes, given.evidence)
+    on_ranks(measure, 2, 0.5 if given.quick else given.minutes, given.evidence, given.merge)
 
 
 if __name__ == "__main__":

@@ -292,10 +292,10 @@ class Engine:
         """Every model at its window-averaged weights inside the block, and every knob at its base: for evaluation.
 
         These are the averages that evidence keeps (`Line`, `Analytic`, a probe with `at="average"`); no second copy is
-        held. They are of the window under way, or, before its first step, of the window before. Where there is none
-        (the run has just begun, was taken up or went back) the weights are as they are. With a Schedule-Free optimizer
-        they are its own average. Buffers are not averaged. Where replicas come apart it is the mean over those that are
-        finite, and a collective.
+        held. They are of the window under way, or, before its first step that is averaged (`stride`), of the window
+        before. Where there is none (the run has just begun, was taken up or went back) the weights are as they are.
+        With a Schedule-Free optimizer they are its own average. Buffers are not averaged. Where replicas come apart it
+        is the mean over those that are finite, and a collective.
 
         Raises:
             ConfigError: nothing here averages weights.

@@ -57,11 +57,12 @@ class Binding(Protocol):
 class Watchable(Protocol):
     """A binding for which it is enough to look whether objects are still where it put them.
 
-    `held` tells which, after `write`; `None` where that does not tell whether something was overwritten. That the
-    optimizer still has the same groups is looked after by the engine (`hdet.engine.loop_checks`).
+    `holdings` tells which, after `write`; `None` where that does not tell whether something was overwritten. That the
+    optimizer still has the same groups is looked after by the engine (`hdet.engine.loop_checks`). A subclass that looks
+    at more in `overwritten` gives `holdings` of its own too.
     """
 
-    def held(self) -> list[Holding] | None: ...
+    def holdings(self) -> list[Holding] | None: ...
 
 
 def fit(value: float, bounds: Bounds, dtype: torch.dtype) -> float:
@@ -208,12 +209,13 @@ class GroupBinding:
                 return found
         return None
 
-    def held(self) -> list[Holding] | None:
+    def holdings(self) -> list[Holding] | None:
         found = []
         for index in self.indices:
             group = self.optimizer.param_groups[index]
             entry = group[self.key] if self.item is None else group[self.key][self.item]
-            if isinstance(entry, Tensor):  # which is changed in place
+            in_place = isinstance(entry, Tensor) or (self.item is not None and not isinstance(group[self.key], tuple))
+            if in_place:  # the same object may hold another value
                 return None
             found.append(Holding(group, self.key, group[self.key]))
         return found
@@ -288,7 +290,7 @@ class ModelBinding:
                     return found
         return None
 
-    def held(self) -> list[Holding] | None:
+    def holdings(self) -> list[Holding] | None:
         found = []
         for cell in self.cells:
             if isinstance(cell, Attribute) and not isinstance(getattr(cell.module, cell.name), Tensor):
@@ -333,5 +335,5 @@ class FunctionBinding:
     def overwritten(self, value: float) -> None:
         """Not asked: a getter of the user's own may cost anything."""
 
-    def held(self) -> list[Holding]:
+    def holdings(self) -> list[Holding]:
         return []

@@ -203,7 +203,7 @@ class BoundKnob:
             return
         self.held = [Holding(vars(self), "shift", self.shift)]
         for binding in self.bindings:
-            found = binding.held() if isinstance(binding, Watchable) else None
+            found = binding.holdings() if isinstance(binding, Watchable) else None
             if found is None:
                 self.stays_until = 0
                 return

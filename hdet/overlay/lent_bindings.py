@@ -52,7 +52,7 @@ class LentGroups(GroupBinding):
     def overwritten(self, value: float) -> None:
         """Nothing is: between steps the user's own value is there, and theirs to write."""
 
-    def held(self) -> list[Holding]:
+    def holdings(self) -> list[Holding]:
         return []
 
     def put_in(self) -> None:
@@ -135,7 +135,7 @@ class LentScalar:
     def overwritten(self, value: float) -> None:
         """Not asked here: `put_in` does, since between passes the user's own value is there."""
 
-    def held(self) -> list[Holding]:
+    def holdings(self) -> list[Holding]:
         return []
 
     def put_in(self) -> None:

@@ -225,6 +225,6 @@ class Averages:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what is still followed."""
         for (host, stride), mean in self.means.items():
-            saved = state.get(f"{host}/{stride or 'auto'}")
+            saved = state.get(f"{host}/{stride or 'auto'}", state.get(f"{host}/{mean.stride}"))
             if saved is not None:
                 mean.load_state_dict(saved)

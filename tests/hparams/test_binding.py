@@ -179,3 +179,11 @@ def test_a_tensor_that_groups_share_is_read_by_nobody_until_somebody_writes_it()
     found = binding.overwritten(0.2)
     assert found is not None
     assert (found.found, found.expected) == (pytest.approx(0.3), pytest.approx(0.2))
+
+
+@pytest.mark.parametrize(("betas", "told"), [((0.9, 0.99), True), ([0.9, 0.99], False)])
+def test_a_list_that_can_be_changed_in_place_is_not_told_by_its_identity(betas: Any, told: bool) -> None:
+    own = optimizer()
+    for group in own.param_groups:
+        group["betas"] = betas
+    assert (binding(own, key="betas", item=1, ratios=(1.0, 1.0)).holdings() is not None) is told

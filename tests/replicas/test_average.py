@@ -180,6 +180,25 @@ def test_what_is_followed_stays_the_same_from_window_to_window(problem: Any) -> 
     assert moving.values()[0].data_ptr() == model[0].weight.data_ptr()
 
 
+def test_a_mean_that_was_saved_by_its_stride_is_taken_up_where_the_window_gives_the_same(
+    problem: Any, train: Any
+) -> None:
+    """As states are that were saved when the default was a stride of 1."""
+
+    def run(stride: int | None) -> hdet.Engine:
+        model = problem.model()
+        probe = hdet.Probe(problem.probe().loss, problem.probe().batches, at="average", stride=stride)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        home = hdet.replicate(model, optimizer, n=2)
+        return hdet.Engine(home, [hdet.LearningRate()], window=10, total_steps=20, signal=probe)
+
+    before, after = run(1), run(None)
+    train(before, 5)
+    after.load_state_dict(before.state_dict())
+    means = after.cycle.averages.means
+    assert [mean.count for mean in means.values()] == [5, 5]
+
+
 def test_on_the_host_it_is_the_same_mean() -> None:
     """`meta` stands for a device that is not the tensors' own: what is held there has no values."""
     weight = torch.zeros(3, dtype=torch.bfloat16)

@@ -15,6 +15,9 @@ from search_parts.contender import Contender, Outcome, begin, step_replicas
 from search_parts.meter import Meter
 from search_parts.task import Problem, Setting, Task, split
 
+TURN_OF = {"restored": "rewound"}
+"""Where all replicas became non-finite the anchor comes back, and a guard has every controller retreat."""
+
 
 class Recommended(Contender):
     """`hdet.recommended` with its defaults, told the length of the run and given the task's probe.
@@ -127,7 +130,7 @@ def _spoke(history: Iterable[WindowRecord]) -> Iterator[str]:
     """Every rule that asked for a move, every veto that held one back, and every turn of the guard."""
     for record in history:
         yield from (f"{knob}: {part}" for knob, parts in record.reasons.items() for part in parts.values())
-        yield from (f"guard: {fault['kind']}" for fault in record.faults)
+        yield from (f"guard: {TURN_OF.get(fault['kind'], fault['kind'])}" for fault in record.faults)
 
 
 def _first(batch: object) -> Tensor:
