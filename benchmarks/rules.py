@@ -100,7 +100,7 @@ def main() -> int:
         errors += runner.run(plain, tasks, contenders, given.out, jobs=given.jobs, label="the recipe")
         wanted = [one for cell in plain for one in changed(cell, parts, given.out)]
         errors += runner.run(wanted, tasks, contenders, given.out, jobs=given.jobs, label="without a part")
-    named = {(name, start.setting(BEST[name])): start.name for name in tasks for start in STARTS.values()}
+    named = {(name, STARTS[start].setting(BEST[name])): start for name in tasks for start in given.starts}
     rows = [row for cell in plain for row in finished(cell, named, tasks[cell.task], parts, given.out)]
     show(rows, parts, given.tasks)
     if given.csv is not None:
