@@ -6,12 +6,17 @@ import math
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from search_parts.interval import Interval
 from search_parts.outcome import Findings
 from search_parts.task import Start, Task
+
+TWENTY = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
+COLOURS = [*TWENTY[::2], *TWENTY[1::2]]
+"""The ten colours that plots have anyhow, then paler ones of them."""
 
 
 def draw_task(findings: Findings, task: Task, path: Path) -> None:
@@ -68,7 +73,7 @@ def _panel(
             [place + shift for place in places],
             [value.mean for value in values],
             yerr=[0.0 if math.isnan(value.half) else value.half for value in values],
-            color=f"C{number % 10}",
+            color=COLOURS[number % len(COLOURS)],
             linestyle="-" if joined else "none",
             linewidth=2.0 if name == "hdet" else 1.0,
             marker="o",
