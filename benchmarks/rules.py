@@ -80,10 +80,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=[*PARTS, *TURNS], default=[*PARTS, *TURNS])
     parser.add_argument("--together", nargs="+", choices=[*PARTS, *TURNS], help="instead, all of these at once")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "rules", help="folder of the runs' files")
-    parser.add_argument("--csv", type=Path, help="where to write every run's test loss")
-    parser.add_argument("--report", action="store_true", help="run nothing")
+    runner.add_options(parser, ROOT / "runs" / "rules")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
     parts = [AND.join(given.together)] if given.together else given.parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 import traceback
@@ -16,6 +17,18 @@ from search_parts.contender import Contender
 from search_parts.task import Task
 
 Attempt = tuple[Cell, Result | None, str]
+
+
+def add_options(parser: argparse.ArgumentParser, out: Path) -> None:
+    """The options of a benchmark that runs cells and tells of them.
+
+    Args:
+        out: where the runs' files lie by default.
+    """
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--out", type=Path, default=out, help="folder of the runs' files")
+    parser.add_argument("--csv", type=Path, help="where to write every run's test loss")
+    parser.add_argument("--report", action="store_true", help="run nothing")
 
 
 def run(
