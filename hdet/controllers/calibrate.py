@@ -7,7 +7,7 @@ from pydantic import Field
 from hdet.controllers.part import Rule, Veto
 from hdet.controllers.ruled import Ruled
 from hdet.controllers.rules import LookAhead, Lower, Raise, Return, Stall, WarmUp
-from hdet.controllers.vetoes import AboveGiven, Cap
+from hdet.controllers.vetoes import AboveGiven
 from hdet.spec import register
 
 
@@ -29,7 +29,7 @@ class Calibrate(Ruled):
     | `Return` | goes back up to the schedule as given, if only looking ahead has lowered it |
 
     `AboveGiven` asks for more proof the further a raise goes above the schedule as given, and for less proof in a short
-    run. `Cap` never lets the base above what the warm-up has shown, or above what had worked before a rewind.
+    run.
 
     Args:
         rules, vetoes: see above; a number of theirs can be given here, and every part that has it takes it.
@@ -48,6 +48,6 @@ class Calibrate(Ruled):
     """
 
     rules: tuple[Rule, ...] = (LookAhead(), Lower(), Stall(), WarmUp(), Raise(), Return())
-    vetoes: tuple[Veto, ...] = (AboveGiven(), Cap())
+    vetoes: tuple[Veto, ...] = (AboveGiven(),)
     until: float = Field(default=0.85, gt=0, le=1)
     retreat_factor: float = Field(default=3.0, ge=1, le=100)

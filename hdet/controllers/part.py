@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from typing import Any, ClassVar
 
@@ -35,13 +34,8 @@ class Part(Spec):
         """The state after a rule asked for `wish` and the vetoes left `move` of it."""
         return state
 
-    def retreat(self, state: Any, context: Context, worked_shift: float | None) -> Any:
-        """The state after the run went back to an earlier point; by default the first one.
-
-        Args:
-            worked_shift: the shift at which the coming value would be that of the earlier point; None where one of
-                the two values is 0.
-        """
+    def retreat(self, state: Any, context: Context) -> Any:
+        """The state after the run went back to an earlier point; by default the first one."""
         return self.start()
 
     def restart(self, state: Any, context: Context) -> Any:
@@ -76,7 +70,3 @@ class Veto(Part, family="veto"):
     def allow(self, move: float, state: Any, estimate: Estimate, context: Context) -> float:
         """What is left of a move: between 0 and the move itself."""
         return move
-
-    def highest(self, state: Any) -> float:
-        """The largest shift that it allows. A base above it is brought down to it at once."""
-        return math.inf

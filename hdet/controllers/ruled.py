@@ -27,8 +27,7 @@ class RuledState:
 class Ruled(Controller):
     """Ask rules in their order for a move; the first that answers is followed, as far as all vetoes allow.
 
-    Vetoes shrink the move one after another. Then the base is brought down to the lowest of their highest shifts
-    (`Veto.highest`), if it would end above it. Values are compared by their ratio, so the knob is in `Log` space.
+    Vetoes shrink the move one after another. Values are compared by their ratio, so the knob is in `Log` space.
 
     After a rewind (`hdet.Rewind`) the base goes on `retreat_factor` times below the value that had worked, or where it
     is, if that is lower. After a new start it goes on `retreat_factor` times below its present value.
@@ -170,22 +169,15 @@ class Ruled(Controller):
             allowed = veto.allow(move, seen[veto.kind], estimate, context)
             if allowed != move:
                 move, held_by = allowed, veto.kind
-        for veto in self.vetoes:
-            room = veto.highest(seen[veto.kind]) - context.shift
-            if room < move:
-                move, held_by = room, veto.kind
         return move, held_by
 
     def retreat(self, state: RuledState, context: Context, worked: float) -> tuple[float, RuledState]:
         """Go on `retreat_factor` times below the value that worked."""
-        shift = None
-        if worked > 0.0 and context.schedule_next > 0.0:
-            shift = math.log(worked) - math.log(context.schedule_next)  # their ratio may overflow
-        parts = {part.kind: part.retreat(state.parts[part.kind], context, shift) for part in self.parts}
-        if shift is None:
+        parts = {part.kind: part.retreat(state.parts[part.kind], context) for part in self.parts}
+        if worked <= 0.0 or context.schedule_next <= 0.0:
             return 0.0, RuledState(parts)
-        top = min([shift, *(veto.highest(parts[veto.kind]) for veto in self.vetoes)])
-        return min(0.0, top - math.log(self.retreat_factor) - context.shift), RuledState(parts)
+        shift = math.log(worked) - math.log(context.schedule_next)  # their ratio may overflow
+        return min(0.0, shift - math.log(self.retreat_factor) - context.shift), RuledState(parts)
 
     def restart(self, state: RuledState, context: Context) -> tuple[float, RuledState]:
         """Come to the present value from `retreat_factor` times below: fresh weights want a warm-up."""

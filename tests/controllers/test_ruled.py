@@ -9,7 +9,7 @@ import pytest
 
 from hdet.controllers import Calibrate, Context, Controller, Estimate, Regularize, Ruled
 from hdet.controllers.rules import Lower, Raise, Return, SlopeSum
-from hdet.controllers.vetoes import AgreesNow, Cap, DoesHarm, KeepsGap, NeedsGap, WithinSpan
+from hdet.controllers.vetoes import DoesHarm, KeepsGap, NeedsGap, WithinSpan
 from hdet.errors import CheckpointError, ConfigError
 
 MORE = Estimate(slope=-0.3, curvature=1.0, stderr=0.1, averaged=Estimate.nothing())
@@ -41,16 +41,6 @@ def test_it_is_told_which_veto_held_a_move_back() -> None:
     # The last to take something away, whichever stands first.
     for vetoes in ((WithinSpan(), NeedsGap()), (NeedsGap(), WithinSpan())):
         assert told(Ruled(rules=(rule,), vetoes=vetoes), sure) == (0.0, {"rule": "slope_sum", "veto": "needs_gap"})
-
-
-def test_a_base_above_a_vetos_highest_shift_is_brought_down_to_it() -> None:
-    capped = Ruled(rules=(Lower(), Raise()), vetoes=(Cap(),))
-    _, state = capped.retreat(capped.start(), Context(), worked=math.exp(-2.0))
-    for estimate, rule in ((MORE, "raise"), (LESS, "lower"), (replace(MORE, slope=0.0), None)):
-        judged = capped.judge(state, estimate, BELOW)
-        assert judged.move == pytest.approx(-1.0)
-        wanted = {"veto": "cap"} if rule is None else {"rule": rule, "veto": "cap"}
-        assert judged.reasons == wanted
 
 
 def test_estimates_ahead_of_the_base_are_for_rules_that_look_ahead() -> None:
@@ -109,7 +99,6 @@ def test_a_veto_that_was_told_nothing_forbids(veto: object, move: float) -> None
     estimate = Estimate(slope=-math.copysign(0.3, move), stderr=0.1)
     assert veto.allow(move, veto.start(), estimate, Context()) == 0.0  # type: ignore[attr-defined]
     assert veto.allow(-move, veto.start(), estimate, Context()) == -move  # type: ignore[attr-defined]
-    assert AgreesNow().allow(move, AgreesNow().start(), estimate, Context()) == move
 
 
 def test_a_state_of_other_rules_is_refused() -> None:

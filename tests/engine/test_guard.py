@@ -212,7 +212,7 @@ def test_controllers_that_remember_begin_anew() -> None:
     wreck(engine)
     train(engine, 24, report=lambda step, own: own + 10.0)
     assert engine.knobs[1].state == gated.start()
-    assert engine.knobs[0].state.parts["cap"].cap < math.inf
+    assert engine.knobs[0].state == engine.knobs[0].controller.start()
 
 
 @pytest.mark.parametrize("guard", [None, Rewind()])
@@ -230,7 +230,6 @@ def test_where_all_replicas_became_non_finite_the_rate_retreats_too(guard: Guard
     worked = record.bases["learning_rate"]
     assert worked > before
     assert engine.bases["learning_rate"] == pytest.approx(worked / 3)
-    assert knob.state.parts["cap"].cap == pytest.approx(math.log(worked / knob.schedule(24)))
 
 
 # -- first steps that were far too large ----------------------------------------------------------

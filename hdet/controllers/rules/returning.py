@@ -50,7 +50,7 @@ class Return(Rule):
     def moved(self, state: ReturnState, wish: float, move: float, estimate: Estimate, context: Context) -> ReturnState:
         return ReturnState(state.lowered or (move < 0 and estimate.offset <= 0))
 
-    def retreat(self, state: ReturnState, context: Context, worked_shift: float | None) -> ReturnState:
+    def retreat(self, state: ReturnState, context: Context) -> ReturnState:
         return ReturnState(lowered=True)
 
     def restart(self, state: ReturnState, context: Context) -> ReturnState:

@@ -83,7 +83,7 @@ class Stall(Rule):
             return replace(state, lowered=state.lowered + 1)
         return StallState(lowest=state.lowest, since=context.step)
 
-    def retreat(self, state: StallState, context: Context, worked_shift: float | None) -> StallState:
+    def retreat(self, state: StallState, context: Context) -> StallState:
         return StallState(lowest=state.lowest, since=context.step)
 
     def restart(self, state: StallState, context: Context) -> StallState:

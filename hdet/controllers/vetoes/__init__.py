@@ -2,16 +2,13 @@
 
 | for | vetoes |
 |---|---|
-| a learning rate | `AboveGiven`, `Cap` |
-| a weight decay, judged by its formula | `AgreesNow`, `NeedsGap`, `KeepsGap`, `NotEarly`, `WithinSpan`, `DoesHarm` |
+| a learning rate | `AboveGiven` |
+| a weight decay, judged by its formula | `NeedsGap`, `KeepsGap`, `WithinSpan`, `DoesHarm` |
 """
 
 from hdet.controllers.vetoes.above_given import AboveGiven
-from hdet.controllers.vetoes.agrees_now import AgreesNow
-from hdet.controllers.vetoes.cap import Cap
 from hdet.controllers.vetoes.does_harm import DoesHarm
 from hdet.controllers.vetoes.gap import GapState, KeepsGap, NeedsGap
-from hdet.controllers.vetoes.not_early import NotEarly
 from hdet.controllers.vetoes.within_span import WithinSpan
 
-__all__ = ["AboveGiven", "AgreesNow", "Cap", "DoesHarm", "GapState", "KeepsGap", "NeedsGap", "NotEarly", "WithinSpan"]
+__all__ = ["AboveGiven", "DoesHarm", "GapState", "KeepsGap", "NeedsGap", "WithinSpan"]

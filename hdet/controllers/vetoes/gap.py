@@ -50,7 +50,7 @@ class _Gap(Veto):
         other_scale = state.other_scale if state.begun else gap > OTHER_SCALE
         return GapState(state.mean + (gap - state.mean) / weight, weight, True, other_scale)
 
-    def retreat(self, state: GapState, context: Context, worked_shift: float | None) -> GapState:
+    def retreat(self, state: GapState, context: Context) -> GapState:
         return replace(self.start(), begun=state.begun, other_scale=state.other_scale)
 
     @staticmethod

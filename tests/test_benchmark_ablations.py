@@ -1,0 +1,79 @@
+"""The two ablations of the recipe: one part at a time (`rules.py`), and all in one design (`screen.py`)."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import rules
+import screen
+from search_parts import cell as cells
+from search_parts.cell import Cell, Result
+from search_parts.found import all_tasks
+
+FACTORS = ["learning_rate: stall", "weight_decay: slope_sum gate=9", "guard: overshoot=None"]
+
+
+def result(test: float, spoke: list[str]) -> Result:
+    return Result(test, forward=1, backward=1, cost=1.0, seconds=0.1, code="", details={"spoke": spoke})
+
+
+@pytest.mark.parametrize("factors", range(1, 33))
+def test_no_factor_is_mixed_with_another_nor_with_two_others(factors: int) -> None:
+    changed = screen.design(factors)
+    signs = np.where(changed, 1, -1)
+    assert not changed[0].any(), "the first row is the recipe"
+    assert len({tuple(row) for row in changed}) > factors
+    np.testing.assert_array_equal(signs.T @ signs, len(signs) * np.eye(factors))
+    for one, other in combinations(range(factors), 2):
+        assert not (signs[:, one] * signs[:, other] @ signs).any()
+
+
+def test_a_factor_changes_what_it_names_and_nothing_else() -> None:
+    changed = screen.Changed(FACTORS)
+    rate, decay = changed.tables["learning_rate"], changed.tables["weight_decay"]
+    assert rate == rules.TABLES["learning_rate"].without("stall")
+    assert [rule.gate for rule in decay.rules if rule.kind == "slope_sum"] == [9.0]  # type: ignore[attr-defined]
+    assert decay.without("slope_sum") == rules.TABLES["weight_decay"].without("slope_sum")
+    assert changed.guard is not None
+    assert changed.guard.overshoot is None
+    assert screen.Changed([]).tables == rules.TABLES
+    with pytest.raises(SystemExit, match="no rule or veto 'slope_sums'"):
+        screen.Changed(["weight_decay: slope_sums gate=9"])
+
+
+def test_an_effect_is_the_difference_of_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first factor costs 0.1, the second gains 0.02, the third does nothing; losses were made up."""
+    table = tmp_path / "screen.csv"
+    options = ["--tasks", "tabular", "--starts", "lr x1", "--seeds", "3", "4", "--csv", str(table), "--report"]
+    monkeypatch.setattr(sys, "argv", ["screen.py", "--factors", *FACTORS, *options, "--out", str(tmp_path)])
+    task, setting = all_tasks()["tabular"], rules.STARTS["lr x1"].setting(screen.BEST["tabular"])
+    for row in screen.design(3):
+        name = screen.Changed([one for one, own in zip(FACTORS, row, strict=True) if own]).key
+        for seed in (3, 4):
+            loss = 0.3 + 0.1 * row[0] - 0.02 * row[1] + 0.01 * seed
+            cells.save(tmp_path, Cell("tabular", name, setting, task.steps, seed), result(loss, []))
+    assert screen.main() == 0
+    said = {line[: line.index("  ")]: line.split()[-5:] for line in capsys.readouterr().out.splitlines()[2:]}
+    np.testing.assert_allclose([float(said[factor][0]) for factor in FACTORS], [0.1, -0.02, 0.0], atol=1e-4)
+    rows = list(csv.DictReader(table.open()))
+    assert len(rows) == 2 * len(screen.design(3))
+    assert rows[0]["test_loss"] == "0.33"
+
+
+def test_only_runs_that_a_part_had_a_say_in_are_made_again(tmp_path: Path) -> None:
+    cell = Cell("tabular", "hdet", screen.BEST["tabular"], 800, 0)
+    cells.save(tmp_path, cell, result(0.2, ["learning_rate: stall"]))
+    again = [one.contender for one in rules.changed(cell, ["learning_rate: stall", "learning_rate: lower"], tmp_path)]
+    assert again == ["learning_rate: stall"]
+    together = rules.AND.join(["learning_rate: lower", "learning_rate: stall"])
+    assert [one.contender for one in rules.changed(cell, [together], tmp_path)] == [together]
