@@ -124,6 +124,15 @@ def test_it_goes_no_further_up_than_twice_what_was_measured() -> None:
     assert move(rule(min_effect=10.0), slope(-1e-9, span=0.02)) == pytest.approx(0.04), "nor does a leap"
 
 
+def test_weights_that_have_learnt_nothing_are_not_leapt_over() -> None:
+    """A step up is taken at any time, a leap from 30 % of the run on; without a known end at any time."""
+    regularize, weak = rule(early_until=0.3, gate=1.0, min_effect=1e-2), slope(-1e-4, t=5.0, span=9.0)
+    step = move(regularize, weak, step=29, total_steps=100)
+    assert step == pytest.approx(0.1)
+    assert move(regularize, weak, step=30, total_steps=100) > 2 * step
+    assert move(regularize, weak, step=29, total_steps=None) > 2 * step
+
+
 def test_a_raise_takes_less_proof_than_a_lowering() -> None:
     """More vetoes watch over it; and what calls for less decay now may call for more in the end."""
     regularize = rule(gate=1.0, lower_gate=2.0)
