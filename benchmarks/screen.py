@@ -10,7 +10,8 @@ changed in half of them, and its effect is mixed with that of no other factor, a
 judged by all runs, whatever the others do, where `rules.py` leaves out one part at a time. The first row is the recipe.
 
 The effect is the mean loss with the change minus that without, in each block of a task, a start and a seed: below 0 the
-change pays. One JSON file a run lies under --out; a run that has its file is not made again.
+change pays. A block that lacks a run is left out. One JSON file a run lies under --out; a run that has its file is not
+made again.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class Changed(Recommended):
             part = what.split()[0]
             given = [one.partition("=") for one in what.split() if "=" in one]
             numbers = {name: ast.literal_eval(value) for name, _, value in given}
+            if owner not in (*self.tables, "guard") or (owner == "guard" and not numbers):
+                raise SystemExit(f"{factor!r} is no change; parts are {PARTS}, a change of the guard is {GUARD[0]!r}")
             if owner == "guard":
                 self.guard = self.guard.replace(**numbers) if self.guard is not None else None
             elif numbers:
@@ -142,16 +145,21 @@ def main() -> int:
 
 
 def show(factors: Sequence[str], changed: NDArray[np.bool_], losses: Mapping[Block, NDArray[np.float64]]) -> None:
-    """By factor the mean effect with a standard error over the blocks, and the same by start and by task."""
-    print(f"{len(losses)} blocks of {len(changed)} runs")
-    groups = [*dict.fromkeys(start for _, start, _ in losses), *dict.fromkeys(task for task, *_ in losses)]
+    """By factor the mean effect, and the same by start and by task.
+
+    The standard error is over the tasks' means, since a task's blocks are alike; of fewer than three tasks over blocks.
+    """
+    print(f"{len(losses)} whole blocks of {len(changed)} runs")
+    tasks = list(dict.fromkeys(task for task, *_ in losses))
+    groups = [*dict.fromkeys(start for _, start, _ in losses), *tasks]
     width = max(len(factor) for factor in factors) + 2
     print("change".ljust(width) + "all".rjust(18) + "".join(name.rjust(13) for name in groups))
     for factor, column in zip(factors, changed.T, strict=True):
         effect = {block: float(own[column].mean() - own[~column].mean()) for block, own in losses.items()}
-        every = list(effect.values())
-        if not every:
+        if not effect:
             continue
+        by_task = [np.mean([own for block, own in effect.items() if block[0] == task]) for task in tasks]
+        every = by_task if len(tasks) > 2 else list(effect.values())
         error = np.std(every, ddof=1) / np.sqrt(len(every)) if len(every) > 1 else np.nan
         line = factor.ljust(width) + f"{np.mean(every):+.4f} +- {error:.4f}".rjust(18)
         for name in groups:

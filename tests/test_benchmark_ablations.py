@@ -47,6 +47,9 @@ def test_a_factor_changes_what_it_names_and_nothing_else() -> None:
     assert screen.Changed([]).tables == rules.TABLES
     with pytest.raises(SystemExit, match="no rule or veto 'slope_sums'"):
         screen.Changed(["weight_decay: slope_sums gate=9"])
+    for unknown in ("guard: rewound", "rate: stall"):
+        with pytest.raises(SystemExit, match="is no change"):
+            screen.Changed([unknown])
 
 
 def test_an_effect_is_the_difference_of_means(

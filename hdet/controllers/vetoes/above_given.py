@@ -35,8 +35,8 @@ class AboveGiven(Veto):
     1. The shift counts from the schedule: a knob's `initial_shift` is part of it.
 
     In a warm-up the schedule itself raises the rate: with it at the share s of its peak every window calls for up to
-    log(1 / s) more, and gets that without a move. So below the share `warm_up_until` a raise above the schedule as
-    given takes `t < -warm_up_significance` at least. Estimates taken ahead of the base know where the schedule heads.
+    log(1 / s) more, and gets that without a move. So below the share `warm_up_until` a raise from above the schedule
+    as given takes `t < -warm_up_significance` at least. Estimates taken ahead of the base know where it heads.
 
     A window's slope in log space is about what its steps have gained. If the steps that are left would gain less than
     `min_gain` of the loss in this way, the run leads nowhere, and no more is asked for than the rule that raises asks
