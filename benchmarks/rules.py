@@ -51,26 +51,35 @@ TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarte
 Row = tuple[str, str, str, int, float, bool]
 
 
-class Without(Recommended):
-    """The recipe with some parts left out, and as many steps as the recipe has."""
+class Altered(Recommended):
+    """The recipe with other tables of rules and vetoes, and as many steps as the recipe has.
 
-    def __init__(self, left_out: str) -> None:
-        self.left_out = left_out.split(AND)
-        for turn in TURNS:
-            if turn in self.left_out:
-                self.guard = TURNS[turn]
+    Attributes:
+        tables: by knob.
+    """
+
+    def __init__(self) -> None:
+        self.tables = dict(TABLES)
 
     def affordable_steps(self, task: Task, setting: Setting) -> int:
         return Recommended().affordable_steps(task, setting)
 
     def knobs(self, model: nn.Module, optimizer: Optimizer, steps: int) -> Sequence[hdet.Knob]:
-        tables = {}
-        for owner, table in TABLES.items():
-            own = [part.removeprefix(f"{owner}: ") for part in self.left_out if part.startswith(owner)]
-            if own:
-                tables[owner] = table.without(*own)
         knobs = [choice.knob for choice in choose(model, optimizer, steps) if choice.knob is not None]
-        return [knob.replace(controller=tables[knob.label]) for knob in knobs if knob.label in tables]
+        return [knob.replace(controller=self.tables[knob.label]) for knob in knobs if knob.label in self.tables]
+
+
+class Without(Altered):
+    """The recipe with some parts left out."""
+
+    def __init__(self, left_out: str) -> None:
+        super().__init__()
+        for part in left_out.split(AND):
+            if part in TURNS:
+                self.guard = TURNS[part]
+            else:
+                owner, _, kind = part.partition(": ")
+                self.tables[owner] = self.tables[owner].without(kind)
 
 
 def main() -> int:

@@ -29,21 +29,15 @@ from typing import Any
 import numpy as np
 from held import BEST
 from numpy.typing import NDArray
-from rules import PARTS, STARTS, TABLES
+from rules import PARTS, STARTS, Altered
 from search_parts import cell as cells
 from search_parts import runner
 from search_parts.cell import Cell
-from search_parts.contenders.recommended import Recommended
 from search_parts.found import all_tasks
 from search_parts.sweep import judged
-from search_parts.task import Setting, Task
-from torch import nn
-from torch.optim import Optimizer
 
-import hdet
 from hdet.app.study.cells import content_key
 from hdet.controllers import Ruled
-from hdet.recipes.recommended import choose
 
 ROOT = Path(__file__).parents[1]
 TASKS = ("tabular", "teacher", "ratings", "digits_conv", "denoise")
@@ -54,16 +48,16 @@ GUARD = ("guard: significance=100", "guard: overshoot=None")
 Block = tuple[str, str, int]
 
 
-class Changed(Recommended):
-    """The recipe with some factors changed, and as many steps as the recipe has.
+class Changed(Altered):
+    """The recipe with some factors changed.
 
     Attributes:
         key: a name of what is changed, in whatever design.
     """
 
     def __init__(self, factors: Sequence[str]) -> None:
+        super().__init__()
         self.key = content_key(sorted(factors))
-        self.tables = dict(TABLES)
         for factor in factors:
             owner, _, what = factor.partition(": ")
             part = what.split()[0]
@@ -77,13 +71,6 @@ class Changed(Recommended):
                 self.tables[owner] = _with(self.tables[owner], part, numbers)
             else:
                 self.tables[owner] = self.tables[owner].without(part)
-
-    def affordable_steps(self, task: Task, setting: Setting) -> int:
-        return Recommended().affordable_steps(task, setting)
-
-    def knobs(self, model: nn.Module, optimizer: Optimizer, steps: int) -> Sequence[hdet.Knob]:
-        knobs = [choice.knob for choice in choose(model, optimizer, steps) if choice.knob is not None]
-        return [knob.replace(controller=self.tables[knob.label]) for knob in knobs if knob.label in self.tables]
 
 
 def _with(table: Ruled, part: str, numbers: Mapping[str, Any]) -> Ruled:
