@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 INTEGRATED := $(VENV)/.integrated
 EXTRAS := .venv-extras
 EXTRA_INSTALLED := $(EXTRAS)/.installed
-EXTRA_TESTS := test_deepspeed test_transformers_deepspeed test_ray_example test_ray_pbt test_torchft test_torchft_exchange test_loggers
+EXTRA_TESTS := test_deepspeed test_transformers_deepspeed test_ray_asha test_ray_example test_ray_pbt test_torchft test_torchft_exchange test_loggers
 
 # Everything here is too small to gain much from a second thread, and threads that wait for each other on a
 # busy machine are slower by far.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import optuna
 
-from search_parts.optuna_search import RUNGS, OptunaSearch
+from search_parts.optuna_search import OptunaSearch
+from search_parts.stopped_early import RUNGS
 
 
 def sampler(seed: int) -> optuna.samplers.BaseSampler:
