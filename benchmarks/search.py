@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tasks = chosen(all_tasks(), given.tasks or (list(earlier.best) if earlier else None), "task")
     if given.quick:
         tasks = {name: task.quickened() for name, task in tasks.items()}
-    seeds = given.seeds or (QUICK_SEEDS if given.quick else SEEDS)
+    count = given.seeds or (QUICK_SEEDS if given.quick else SEEDS)
     out = given.out or ROOT / "runs" / ("search-quick" if given.quick else "search")
     docs = given.docs or (out / "report" if given.quick else ROOT / "docs" / "results" / "search")
     return benchmark(
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         all_contenders()[FIXED],
         out=out,
         docs=docs,
-        seeds=seeds,
+        seeds=range(given.first_seed, given.first_seed + count),
         sweep_seeds=QUICK_SWEEP_SEEDS if given.quick else SWEEP_SEEDS,
         jobs=given.jobs,
         options=all_options() if given.hindsight else {},
@@ -78,7 +78,7 @@ def benchmark(
     *,
     out: Path,
     docs: Path,
-    seeds: int,
+    seeds: range,
     sweep_seeds: int,
     jobs: int = 1,
     options: Mapping[str, Option] | None = None,
@@ -91,6 +91,7 @@ def benchmark(
     Args:
         fixed: the contender that is swept.
         out: where the cells' files are. docs: where the report goes.
+        seeds: of the contenders' runs. sweep_seeds: how many the sweep has, from 0 on.
         options: by contender, one of its own that is tried by several values, the best of which is told in hindsight.
         earlier: a report whose best settings stand for a sweep, and whose other contenders are shown beside these.
         only_report: run nothing. dry: only say how many cells there are.
@@ -101,7 +102,7 @@ def benchmark(
     known = {name: best for name, best in earlier.best.items() if name in tasks} if earlier else {}
     swept = {name: sweep.cells(task, fixed, sweep_seeds) for name, task in tasks.items() if name not in known}
     if dry:
-        _count(tasks, contenders, swept, seeds)
+        _count(tasks, contenders, swept, len(seeds))
         return 0
     errors: list[str] = []
     if not only_report:
@@ -111,22 +112,20 @@ def benchmark(
     ready = {name: task for name, task in tasks.items() if name in best}
     places = {
         (name, start.name, contender.name, seed): Cell.of(task, contender, start.setting(best[name].setting), seed)
-        for seed in range(seeds)  # outermost, so that a stopped run has all cases with the first seeds
+        for seed in seeds  # outermost, so that a stopped run has all cases with the first seeds
         for name, task in ready.items()
         for start in task.starts
         for contender in contenders.values()
     }
     oracle = {
-        (name, seed): Cell.of(task, fixed, best[name].setting, seed)
-        for name, task in ready.items()
-        for seed in range(seeds)
+        (name, seed): Cell.of(task, fixed, best[name].setting, seed) for name, task in ready.items() for seed in seeds
     }
     if not only_report:
         everything = [*oracle.values(), *places.values()]
         errors += runner.run(everything, tasks, everyone, out, jobs=jobs, label="contenders")
     if ready:
-        findings = in_hindsight(_findings(ready, contenders, best, places, oracle, seeds, out), options)
-        path = report.write(_beside(findings, earlier) if earlier else findings, docs, _command())
+        findings = in_hindsight(_findings(ready, contenders, best, places, oracle, len(seeds), out), options)
+        path = report.write(_beside(findings, earlier, seeds) if earlier else findings, docs, _command())
         print(f"report: {path}")
     for error in errors:
         print(f"broke: {error}", file=sys.stderr)
@@ -168,13 +167,21 @@ def _findings(
     return Findings(tasks, contenders, best, runs, best_runs, seeds)
 
 
-def _beside(findings: Findings, earlier: Earlier) -> Findings:
-    """The same, and what an earlier report has of these tasks by contenders that did not run here."""
+def _beside(findings: Findings, earlier: Earlier, seeds: range) -> Findings:
+    """The same, and what an earlier report has of these tasks and seeds by contenders that did not run here."""
     named = all_contenders()
+    known = {
+        place: own
+        for place, runs in earlier.runs.items()
+        if (own := {seed: run for seed, run in runs.items() if seed in seeds})
+    }
     others = [
         name
         for name in earlier.contenders
-        if name in named and name not in findings.contenders and not named[name].uses_library
+        if name in named
+        and name not in findings.contenders
+        and not named[name].uses_library
+        and any(place[2] == name for place in known)
     ]
     return replace(
         findings,
@@ -182,11 +189,7 @@ def _beside(findings: Findings, earlier: Earlier) -> Findings:
         runs={
             **findings.runs,
             **{
-                (task.name, start.name, name): {
-                    seed: run
-                    for seed, run in earlier.runs.get((task.name, start.name, name), {}).items()
-                    if seed < findings.seeds
-                }
+                (task.name, start.name, name): known.get((task.name, start.name, name), {})
                 for name in others
                 for task in findings.tasks.values()
                 for start in task.starts
@@ -223,6 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tasks", nargs="+", metavar="NAME", help=f"of {', '.join(all_tasks())}")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help=f"of {', '.join(all_contenders())}")
     parser.add_argument("--seeds", type=int, help=f"seeds of a case (default {SEEDS})")
+    parser.add_argument("--first-seed", type=int, default=0, help="seeds from here on")
     parser.add_argument("--out", type=Path, help="folder of the runs' files (default runs/search)")
     parser.add_argument("--docs", type=Path, help="folder of the report (default docs/results/search)")
     parser.add_argument("--beside", type=Path, help="folder of an earlier report, whose sweeps and rivals are taken")

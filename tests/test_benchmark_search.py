@@ -137,7 +137,7 @@ def bench(tmp_path: Path) -> Callable[..., int]:
             Counting(),
             out=options.pop("out", tmp_path / "out"),
             docs=tmp_path / "docs",
-            seeds=options.pop("seeds", 2),
+            seeds=range(*options.pop("seeds", (2,))),
             sweep_seeds=1,
             **options,
         )
@@ -239,7 +239,7 @@ def test_a_finished_cell_is_never_run_again(bench: Callable[..., int], tmp_path:
     next((tmp_path / "out" / "line" / "other").glob("*.json")).unlink()
     assert bench() == 0
     assert (Counting.runs, Other.runs) == (12, 7)
-    assert bench(seeds=3) == 0
+    assert bench(seeds=(3,)) == 0
     assert (Counting.runs, Other.runs) == (15, 10)
 
 
@@ -419,6 +419,11 @@ def test_beside_an_earlier_report_only_what_is_new_is_run(bench: Callable[..., i
     assert [name for name, one in EVERYONE.items() if one.uses_library][:2] == ["hdet", "find"], (
         "are never taken from it"
     )
+    assert bench(Other(), out=tmp_path / "newer", earlier=earlier, seeds=(1, 4)) == 0
+    rows = [row.split(",") for row in (tmp_path / "docs" / "cells.csv").read_text().splitlines()[1:]]
+    assert {(row[2], row[3]) for row in rows} == {("cosine", "1"), *(("other", str(seed)) for seed in (1, 2, 3))}
+    assert bench(Other(), out=tmp_path / "newest", earlier=earlier, seeds=(2, 4)) == 0
+    assert "from an earlier report" not in (tmp_path / "docs" / "report.md").read_text()
     with pytest.raises(ConfigError, match="--quick shortens every run"):
         search.main(["--quick", "--beside", str(tmp_path / "earlier")])
     with pytest.raises(ConfigError, match=r"has no cells\.csv; give the folder of a report"):
@@ -440,7 +445,7 @@ def test_processes_give_the_same_numbers(tmp_path: Path) -> None:
     tables = []
     for jobs in (1, 2):
         out = tmp_path / str(jobs)
-        options: dict[str, Any] = {"seeds": 2, "sweep_seeds": 1, "jobs": jobs}
+        options: dict[str, Any] = {"seeds": range(2), "sweep_seeds": 1, "jobs": jobs}
         code = search.benchmark({"ratings": task}, {"cosine": cosine}, cosine, out=out, docs=out / "docs", **options)
         assert code == 0
         rows = (out / "docs" / "cells.csv").read_text().splitlines()
