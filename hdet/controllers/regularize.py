@@ -7,7 +7,7 @@ from pydantic import Field
 from hdet.controllers.part import Rule, Veto
 from hdet.controllers.ruled import Ruled
 from hdet.controllers.rules import Leap, Restore, SlopeSum
-from hdet.controllers.vetoes import DoesHarm, KeepsGap, NeedsGap, WithinSpan
+from hdet.controllers.vetoes import AgreesNow, DoesHarm, KeepsGap, NeedsGap, NotEarly, WithinSpan
 from hdet.spec import register
 
 
@@ -28,8 +28,10 @@ class Regularize(Ruled):
 
     | veto | forbids |
     |---|---|
+    | `AgreesNow` | a move that the closed window's own slope opposes |
     | `NeedsGap` | to raise, unless held-out and training loss differ |
     | `KeepsGap` | to lower, while the model overfits |
+    | `NotEarly` | to raise, before weights have learnt something |
     | `WithinSpan` | to raise beyond what was measured |
     | `DoesHarm` | to lower what is too weak to do harm |
 
@@ -51,5 +53,5 @@ class Regularize(Ruled):
     """
 
     rules: tuple[Rule, ...] = (Leap(), SlopeSum(), Restore())
-    vetoes: tuple[Veto, ...] = (NeedsGap(), KeepsGap(), WithinSpan(), DoesHarm())
+    vetoes: tuple[Veto, ...] = (AgreesNow(), NeedsGap(), KeepsGap(), NotEarly(), WithinSpan(), DoesHarm())
     until: float = Field(default=0.85, gt=0, le=1)

@@ -33,7 +33,7 @@ CONTROLLERS = [
     Adam(),
     Gated(),
     Gated(0.06, gate=0, saturation=2, memory=0.7),
-    Regularize(rate=0.6, memory=0.6),
+    Regularize(rate=0.6, memory=0.6, raise_after=0.0),
     HeavyBall(),
     Paper(1e-3),
     Newton(),

@@ -42,6 +42,7 @@ CONTROLLERS: dict[str, Controller] = {
         memory=0.95,
         window_steps=None,
         max_scale=2.0,
+        raise_after=0.0,
         until=1.0,
         max_gap=0.1,
         min_gap=0.1,

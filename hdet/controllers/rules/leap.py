@@ -18,8 +18,7 @@ class Leap(SlopeSum):
 
     A slope in log space grows with the value. So a knob whose |slope| is a share of `min_effect` times the level
     (`Estimate.level`) is raised by the factor that is missing, and by `max_scale` rates at the most. It speaks only
-    where that is further than `SlopeSum` would go, and not before the share `early_until` of the run: weights that have
-    learnt nothing yet shrink at no cost, and a leap would keep them from learning.
+    where that is further than `SlopeSum` would go.
 
     Args:
         gate: |tau| that a leap takes; higher than that of a step.
@@ -30,8 +29,6 @@ class Leap(SlopeSum):
     min_effect: float = Field(default=1e-2, ge=0)
 
     def propose(self, state: SlopeSumState, estimate: Estimate, context: Context) -> float | None:
-        if self.is_early(context):
-            return None
         move = super().propose(state, estimate, context)
         share = estimate.relative_slope / self.min_effect if self.min_effect > 0 else 1.0
         if move is None or move <= 0 or share >= 1:

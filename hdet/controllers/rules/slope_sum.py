@@ -118,10 +118,6 @@ class SlopeSum(SummedSlopes):
     raise_saturation: float = Field(default=2.0, gt=0, le=100)
     max_scale: float = Field(default=4.0, gt=0, le=100)
 
-    def is_early(self, context: Context) -> bool:
-        """Whether less than the share `early_until` of the run is over; a run without a known end has no share."""
-        return context.total_steps is not None and context.step < self.early_until * context.total_steps
-
     def propose(self, state: SlopeSumState, estimate: Estimate, context: Context) -> float | None:
         if context.base <= 0.0:
             return None
@@ -129,7 +125,7 @@ class SlopeSum(SummedSlopes):
         if state.tau <= 0.0:
             return gated_move(state.tau, self.rate, self.gate, self.raise_saturation, scale) or None
         gate, boost = self.lower_gate, 1.0
-        if self.is_early(context):
+        if context.total_steps is not None and context.step < self.early_until * context.total_steps:
             cost = state.total * context.base / state.fall if state.fall > 0.0 else 0.0
             boost = min(max(cost / self.costly, 1.0), self.max_boost)
             gate = gate if boost > 1.0 else max(gate, self.early_gate)

@@ -3,12 +3,14 @@
 | for | vetoes |
 |---|---|
 | a learning rate | `AboveGiven` |
-| a weight decay, judged by its formula | `NeedsGap`, `KeepsGap`, `WithinSpan`, `DoesHarm` |
+| a weight decay, judged by its formula | `AgreesNow`, `NeedsGap`, `KeepsGap`, `NotEarly`, `WithinSpan`, `DoesHarm` |
 """
 
 from hdet.controllers.vetoes.above_given import AboveGiven
+from hdet.controllers.vetoes.agrees_now import AgreesNow
 from hdet.controllers.vetoes.does_harm import DoesHarm
 from hdet.controllers.vetoes.gap import GapState, KeepsGap, NeedsGap
+from hdet.controllers.vetoes.not_early import NotEarly
 from hdet.controllers.vetoes.within_span import WithinSpan
 
-__all__ = ["AboveGiven", "DoesHarm", "GapState", "KeepsGap", "NeedsGap", "WithinSpan"]
+__all__ = ["AboveGiven", "AgreesNow", "DoesHarm", "GapState", "KeepsGap", "NeedsGap", "NotEarly", "WithinSpan"]
