@@ -53,6 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.quick:
         tasks = {name: task.quickened() for name, task in tasks.items()}
     count = given.seeds or (QUICK_SEEDS if given.quick else SEEDS)
+    seeds = range(given.first_seed, given.first_seed + count)
+    if given.first_seed < 0 or seeds.stop > sweep.FIRST_SEED:
+        raise ConfigError(
+            f"seeds from {seeds.start} to {seeds.stop - 1}; those from {sweep.FIRST_SEED} on are the sweep's"
+        )
     out = given.out or ROOT / "runs" / ("search-quick" if given.quick else "search")
     docs = given.docs or (out / "report" if given.quick else ROOT / "docs" / "results" / "search")
     return benchmark(
@@ -61,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         all_contenders()[FIXED],
         out=out,
         docs=docs,
-        seeds=range(given.first_seed, given.first_seed + count),
+        seeds=seeds,
         sweep_seeds=QUICK_SWEEP_SEEDS if given.quick else SWEEP_SEEDS,
         jobs=given.jobs,
         options=all_options() if given.hindsight else {},
@@ -91,7 +96,7 @@ def benchmark(
     Args:
         fixed: the contender that is swept.
         out: where the cells' files are. docs: where the report goes.
-        seeds: of the contenders' runs. sweep_seeds: how many the sweep has, from 0 on.
+        seeds: of the contenders' runs. sweep_seeds: how many the sweep has, which are others.
         options: by contender, one of its own that is tried by several values, the best of which is told in hindsight.
         earlier: a report whose best settings stand for a sweep, and whose other contenders are shown beside these.
         only_report: run nothing. dry: only say how many cells there are.
@@ -170,26 +175,27 @@ def _findings(
 def _beside(findings: Findings, earlier: Earlier, seeds: range) -> Findings:
     """The same, and what an earlier report has of these tasks and seeds by contenders that did not run here."""
     named = all_contenders()
-    known = {
-        place: own
-        for place, runs in earlier.runs.items()
-        if (own := {seed: run for seed, run in runs.items() if seed in seeds})
-    }
     others = [
         name
         for name in earlier.contenders
-        if name in named
-        and name not in findings.contenders
-        and not named[name].uses_library
-        and any(place[2] == name for place in known)
+        if name in named and name not in findings.contenders and not named[name].uses_library
     ]
+    there = {seed for runs in earlier.runs.values() for seed in runs}
+    if others and not there.issuperset(seeds):
+        missing = ", ".join(str(seed) for seed in seeds if seed not in there)
+        print(f"{earlier.folder} has no runs with seeds {missing}: its rivals are left out", file=sys.stderr)
+        others = []
     return replace(
         findings,
         contenders={**findings.contenders, **{name: named[name] for name in others}},
         runs={
             **findings.runs,
             **{
-                (task.name, start.name, name): known.get((task.name, start.name, name), {})
+                (task.name, start.name, name): {
+                    seed: run
+                    for seed, run in earlier.runs.get((task.name, start.name, name), {}).items()
+                    if seed in seeds
+                }
                 for name in others
                 for task in findings.tasks.values()
                 for start in task.starts

@@ -403,7 +403,9 @@ def test_the_best_value_of_an_option_is_told_in_hindsight(bench: Callable[..., i
     assert "Incomplete" not in text
 
 
-def test_beside_an_earlier_report_only_what_is_new_is_run(bench: Callable[..., int], tmp_path: Path) -> None:
+def test_beside_an_earlier_report_only_what_is_new_is_run(
+    bench: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench() == 0
     before = (tmp_path / "docs" / "cells.csv").read_text().splitlines()
     Counting.runs = Other.runs = 0
@@ -419,15 +421,29 @@ def test_beside_an_earlier_report_only_what_is_new_is_run(bench: Callable[..., i
     assert [name for name, one in EVERYONE.items() if one.uses_library][:2] == ["hdet", "find"], (
         "are never taken from it"
     )
-    assert bench(Other(), out=tmp_path / "newer", earlier=earlier, seeds=(1, 4)) == 0
+    assert bench(Other(), out=tmp_path / "newer", earlier=earlier, seeds=(1, 2)) == 0
     rows = [row.split(",") for row in (tmp_path / "docs" / "cells.csv").read_text().splitlines()[1:]]
-    assert {(row[2], row[3]) for row in rows} == {("cosine", "1"), *(("other", str(seed)) for seed in (1, 2, 3))}
-    assert bench(Other(), out=tmp_path / "newest", earlier=earlier, seeds=(2, 4)) == 0
-    assert "from an earlier report" not in (tmp_path / "docs" / "report.md").read_text()
+    assert {(row[2], row[3]) for row in rows} == {("cosine", "1"), ("other", "1")}
+    capsys.readouterr()
+    assert bench(Other(), out=tmp_path / "newest", earlier=earlier, seeds=(1, 4)) == 0
+    assert "has no runs with seeds 2, 3: its rivals are left out" in capsys.readouterr().err
+    rows = [row.split(",") for row in (tmp_path / "docs" / "cells.csv").read_text().splitlines()[1:]]
+    assert {(row[2], row[3]) for row in rows} == {("other", str(seed)) for seed in (1, 2, 3)}
     with pytest.raises(ConfigError, match="--quick shortens every run"):
         search.main(["--quick", "--beside", str(tmp_path / "earlier")])
     with pytest.raises(ConfigError, match=r"has no cells\.csv; give the folder of a report"):
         Earlier.read(tmp_path / "nothing")
+
+
+def test_the_first_seed_is_told_and_never_one_of_the_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[range] = []
+    monkeypatch.setattr(search, "benchmark", lambda *args, seeds, **options: asked.append(seeds) or 0)
+    assert search.main(["--first-seed", "20", "--seeds", "3"]) == 0
+    assert search.main(["--quick"]) == 0
+    assert asked == [range(20, 23), range(search.QUICK_SEEDS)]
+    for first in ("-1", str(sweep.FIRST_SEED - 2)):
+        with pytest.raises(ConfigError, match="are the sweep's"):
+            search.main(["--first-seed", first, "--seeds", "3"])
 
 
 def test_the_regret_of_the_oracle_from_its_own_start_is_zero(bench: Callable[..., int], tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
-from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, TrialScheduler
 
 from search_parts.stopped_early import RUNGS
@@ -22,7 +21,7 @@ class RayHalving:
 
     def draw(self) -> Setting:
         self.trials += 1
-        self.trial = SimpleNamespace(trial_id=str(self.trials), status=Trial.RUNNING)
+        self.trial = SimpleNamespace(trial_id=str(self.trials))
         self.scheduler.on_trial_add(None, self.trial)
         return next(self.settings)
 

@@ -44,6 +44,12 @@ def write(findings: Findings, folder: Path, command: str) -> Path:
     return path
 
 
+def _which(findings: Findings) -> str:
+    """From which seed to which there are runs."""
+    there = {seed for runs in findings.runs.values() for seed in runs}
+    return f" ({min(there)} to {max(there)})" if len(there) > 1 else ""
+
+
 def _head(findings: Findings, command: str) -> list[str]:
     cases = findings.cases()
     there = sum(len(findings.runs[(*case, name)]) for case in cases for name in findings.contenders)
@@ -51,7 +57,8 @@ def _head(findings: Findings, command: str) -> list[str]:
     lines = [
         "# One run's compute, badly set hyperparameters",
         "",
-        f"Made by `{command}`. Test loss, {findings.seeds} seeds, 95 % confidence intervals (Student's t).",
+        f"Made by `{command}`. Test loss, {findings.seeds} seeds{_which(findings)}, 95 % confidence intervals "
+        "(Student's t).",
         "",
         DEFINITION,
         "",

@@ -129,6 +129,7 @@ def test_weights_that_have_learnt_nothing_say_nothing_of_more() -> None:
     assert move(regularize, slope(-1.0), step=29, total_steps=100) == 0.0
     assert move(regularize, slope(-1.0), step=30, total_steps=100) == pytest.approx(0.1)
     assert move(regularize, slope(1.0), step=29, total_steps=100) == pytest.approx(-0.1)
+    assert move(regularize, slope(-1.0), step=29, total_steps=None) == pytest.approx(0.1)
 
 
 def test_a_raise_takes_less_proof_than_a_lowering() -> None:

@@ -29,6 +29,21 @@ def test_ray_stops_what_is_not_among_the_best_quarter() -> None:
     assert stopped == [False, True, False, True, False]
 
 
+def test_ray_judges_after_one_and_four_of_five_parts() -> None:
+    from search_parts.ray_halving import RayHalving
+    from search_parts.task import Setting
+
+    search = RayHalving([Setting(0.1, 0.0, 0.0)] * 2)
+    told = []
+    for losses in ((1.0, 1.0, 1.0, 1.0), (0.9, 9.0, 9.0, 2.0)):
+        search.draw()
+        for rung, loss in enumerate(losses, start=1):
+            search.report(rung, loss)
+            told.append(search.stops())
+        search.ended(losses[-1], complete=not told[-1])
+    assert told == [False] * 7 + [True]
+
+
 def test_a_run_spends_its_budget_on_trials_most_of_which_are_stopped() -> None:
     from search_parts.found import all_contenders, all_tasks
     from search_parts.meter import Meter

@@ -20,7 +20,7 @@ class RayASHA(StoppedEarly):
             from search_parts.ray_halving import RayHalving
         except ImportError:
             raise MissingExtraError("ray", "ray") from None
-        return RayHalving(draw(task, given, seed, SHARE * RUNGS))  # all of them stopped at the first rung
+        return RayHalving(draw(task, given, seed, 2 * SHARE * RUNGS))  # half of it pays for all, each stopped at once
 
 
 CONTENDER = RayASHA()
