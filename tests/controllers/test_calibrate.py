@@ -198,24 +198,6 @@ def test_what_was_set_says_nothing_once_windows_have_overcome_it() -> None:
     assert always.step(always.start(), proof, at[-1])[0] == 0.0
 
 
-def test_a_warm_up_that_raises_the_rate_itself_is_given_time_to() -> None:
-    """From above the schedule as given, below 0.6 of its peak, a raise takes |t| > 4; looking ahead knows the rest."""
-
-    def moved(t: float, **context: object) -> float:
-        at = Context(**{"schedule_now": 0.5, "shift": 0.1, "warming": True, "total_steps": 100, **context})
-        return move(bracket(t, 0, n_last=0.2), at)
-
-    assert moved(-3.9) == 0.0
-    assert moved(-4.1) == pytest.approx(0.2)
-    assert moved(-3.9, schedule_now=0.61) == pytest.approx(0.2)
-    assert moved(-3.9, warming=False) == pytest.approx(0.2)
-    assert moved(-3.9, shift=-0.1) == moved(-3.9, shift=0.0) == pytest.approx(0.2), "from there as ever"
-    early = Context(schedule_now=0.1, shift=0.1, warming=True, total_steps=100)
-    assert move(ahead(-3.9, n_last=0.2), early) == pytest.approx(0.2)
-    always = Calibrate(warm_up_significance=0.0)
-    assert always.step(always.start(), bracket(-3.9, 0, n_last=0.2), replace(early, schedule_now=0.5))[0] > 0
-
-
 def test_by_default_the_ceiling_is_far_above() -> None:
     def step(shift: float) -> float:
         return move(ahead(-30), Context(schedule_now=0.1, shift=shift, warming=True))

@@ -34,10 +34,6 @@ class AboveGiven(Veto):
     few windows to prove it in: s = min(1, total_steps / full_from) reduces what is asked for; without a known end it is
     1. The shift counts from the schedule: a knob's `initial_shift` is part of it.
 
-    In a warm-up the schedule itself raises the rate: with it at the share s of its peak every window calls for up to
-    log(1 / s) more, and gets that without a move. So below the share `warm_up_until` a raise from above the schedule
-    as given takes `t < -warm_up_significance` at least. Estimates taken ahead of the base know where it heads.
-
     A window's slope in log space is about what its steps have gained. If the steps that are left would gain less than
     `min_gain` of the loss in this way, the run leads nowhere, and no more is asked for than the rule that raises asks
     for itself. The same holds from a shift of `max_distance` on: what was set says nothing of how much further to go.
@@ -47,8 +43,6 @@ class AboveGiven(Veto):
         doubled_at: shift at which twice as much is asked for in a long run; by default a factor of 3.
         full_from: steps of a run from which the proof is asked for in full; 0 asks for it in every run.
         max_distance: shift from which no more is asked for than by the rule that raises; by default a factor of 10.
-        warm_up_significance: |t| that is asked for above the schedule as given early in a warm-up, if it is more.
-        warm_up_until: share of the schedule's peak from which it is not.
         min_gain: share of the loss that the rest of the run has to promise. 0 asks for the proof in any case, and so
             does a run without a known end.
 
@@ -62,8 +56,6 @@ class AboveGiven(Veto):
     doubled_at: float = Field(default=math.log(3.0), gt=0)
     full_from: int = Field(default=2000, ge=0)
     max_distance: float = Field(default=math.log(10.0), gt=0, le=100)
-    warm_up_significance: float = Field(default=4.0, ge=0, le=100)
-    warm_up_until: float = Field(default=0.6, ge=0, le=1)
     min_gain: float = Field(default=0.25, ge=0, le=1)
 
     def start(self) -> AboveGivenState:
@@ -83,8 +75,6 @@ class AboveGiven(Veto):
         steps = math.inf if context.total_steps is None else context.total_steps
         share = steps / self.full_from if steps < self.full_from else 1.0
         asked = self.significance * (1.0 + share**2 * context.shift / self.doubled_at)
-        if context.warming and context.fraction < self.warm_up_until and estimate.offset <= 0:
-            asked = max(asked, self.warm_up_significance)
         return move if min(estimate.t, scatter_t(state.sums)) < -asked else 0.0
 
     def _leads_nowhere(self, estimate: Estimate, context: Context) -> bool:
