@@ -40,6 +40,7 @@ BEST = {
     "text_momentum": Setting(0.32, 1e-4, 0.0),
     "gpt_400k": Setting(0.008, 0.1, 0.0),
     "gpt_3m": Setting(0.002, 0.1, 0.0),
+    "gpt_10m": Setting(0.001, 0.1, 0.0),  # of two rates that were tried
 }
 RATE, DECAY, DROPOUT = hdet.LearningRate, hdet.WeightDecay, hdet.Dropout
 
