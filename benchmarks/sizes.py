@@ -1,4 +1,4 @@
-"""Does the recipe hold with size? Byte GPTs of 0.06, 0.4 and 2.7 million parameters (and 10), from three learning rates.
+"""Does the recipe hold with size? Byte GPTs of 0.06 to 2.7 million parameters (gpt_10m by --tasks), from three rates.
 
     python benchmarks/sizes.py                                            # one seed; 2.7 million take most of the time
     python benchmarks/sizes.py --tasks tabular teacher ratings --seeds 5  # the same starts on other tasks
