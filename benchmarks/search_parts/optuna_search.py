@@ -28,18 +28,18 @@ class OptunaSearch(StoppedEarly):
         self.name, self.title = name, title  # type: ignore[misc]
         self.sampler, self.pruner = sampler, pruner
 
-    def search(self, task: Task, given: Setting, seed: int) -> Study:
+    def search(self, task: Task, given: Setting, seed: int) -> Trials:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         study = optuna.create_study(
             study_name=f"{task.name} {seed}",  # by whose hash Hyperband shares trials out
             sampler=self.sampler(seed),
             pruner=self.pruner(),
         )
-        return Study(study, task, given)
+        return Trials(study, task, given)
 
 
-class Study:
-    """A study, asked for one trial at a time."""
+class Trials:
+    """Of a study, which is asked for one at a time."""
 
     def __init__(self, study: optuna.Study, task: Task, given: Setting) -> None:
         self.study, self.task, self.given = study, task, given
