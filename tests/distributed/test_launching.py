@@ -103,6 +103,26 @@ def test_an_error_of_the_leaders_own_is_no_lost_rank() -> None:
         dist.destroy_process_group()
 
 
+TAKER = """#!{python}
+import errno, os, socket, sys
+if os.environ["RANK"] == "0":
+    try:
+        socket.socket().bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+    except OSError as error:
+        sys.exit(0 if error.errno == errno.EADDRINUSE else 3)
+    sys.exit(4)
+"""
+
+
+def test_nobody_can_take_the_port_before_the_ranks_meet_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are programs that try to."""
+    program = tmp_path / "program"
+    program.write_text(TAKER.format(python=sys.executable))
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert launching.launch(2, []) == 0
+
+
 def test_told_to_end_it_ends_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks are programs that sleep."""
     program = tmp_path / "program"
