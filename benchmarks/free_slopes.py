@@ -4,16 +4,19 @@
     python benchmarks/free_slopes.py --tasks text_small ratings --seeds 3 --csv free_slopes.csv
 
 `Line` reads dL/dlog(lr) = <grad L(theta_T), U>, with U the window's update, off probe batches at two points. The first
-steps of the next window work gradients out anyway, on batches that U has not seen: <g, U> of these is the same slope of
-the training loss, for a product a step. Here both are read off plain training (straight line, 30 % warm-up, windows as
-the recipe's), and compared with a large probe of 16 other batches:
+steps of the next window work gradients out anyway: <g, U> of these is a slope of the training loss, for a product a
+step. It is the same slope if the examples are new, the model is one thing in training and evaluation, and the loss
+bends little between the probe's points; later steps are at other weights.
 
-    probe       the task's probe batch, two points, as `Line`
+Here both are read off plain training (straight line, 30 % warm-up, windows as the recipe's), and compared with a large
+probe of 16 other batches:
+
+    probe       the task's probe batch, two points, as `Line` without its preview
     steps 1, 3  the mean of <g, U> over the next one and three steps
 
 One line a task and start: the correlation with the large probe over windows and seeds, the mean difference to it
 (bias) and its standard deviation, in units of the large probe's standard deviation; and the share of windows with the
-same sign. Nothing of hdet moves anything.
+same sign. No knob is moved.
 """
 
 from __future__ import annotations
@@ -61,19 +64,19 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=0.5, help="share of the run that is made")
     parser.add_argument("--csv", type=Path, help="where to write every reading")
     given = parser.parse_args()
-    found: defaultdict[tuple[str, float], list[tuple[int, Reading]]] = defaultdict(list)
+    by_start: defaultdict[tuple[str, float], list[tuple[int, Reading]]] = defaultdict(list)
     title = "".join(f"{name:>30}" for name in ("probe", "step 1", f"steps 1 to {READ}"))
     print(f"{'':24}{title}\n{'task':14}{'start':>6}{'':4}" + "    corr.   bias    sd   sign" * 3)
     for name in given.tasks:
         for start in STARTS:
             for seed in range(given.seeds):
-                found[name, start] += [(seed, one) for one in readings(all_tasks()[name], start, seed, given.until)]
-            show(name, start, [one for _, one in found[name, start]])
+                by_start[name, start] += [(seed, one) for one in readings(all_tasks()[name], start, seed, given.until)]
+            show(name, start, [one for _, one in by_start[name, start]])
     if given.csv is not None:
         with given.csv.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["task", "start", "seed", "stop", "large_probe", "probe", *range(1, READ + 1)])
-            for (name, start), told in found.items():
+            for (name, start), told in by_start.items():
                 for seed, one in told:
                     slopes = (one.large, one.probe, *one.steps)
                     writer.writerow([name, start, seed, one.stop, *(f"{slope:.6g}" for slope in slopes)])
@@ -141,6 +144,9 @@ def probed(
 
 
 def show(name: str, start: float, told: list[Reading]) -> None:
+    if len(told) < 2:
+        print(f"{name:14}{start:5g}x{len(told):4}  too few windows", flush=True)
+        return
     large = np.array([one.large for one in told])
     line = f"{name:14}{start:5g}x{len(told):4}"
     for slopes in (

@@ -48,7 +48,7 @@ def process_group(backend: str | None = None, timeout: float = 600.0) -> Iterato
         own = torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
         backend = "cpu:gloo,cuda:nccl" if own else "gloo"
     limit = timedelta(seconds=timeout)
-    # torchrun's agent holds the store itself where it says so, else rank 0 does.
+    # torchrun's agent, or `hdet run --processes`, holds the store itself where it says so; else rank 0 does.
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
