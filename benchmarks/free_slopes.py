@@ -26,22 +26,25 @@ import csv
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from held import BEST
+from search_parts.contender import update
 from search_parts.found import all_tasks
 from search_parts.task import Problem, Task
 from torch import Tensor, nn
 
+from hdet.evidence import Line
+from hdet.recipes.recommended import WARMUP
 from hdet.replicas.tensors import clones
 from hdet.schedules import LinearDecay
 from hdet.windows import GrowingWindow
 
-WIDTH = 0.3
-"""How far the probe's two points lie from the window's end, in log rate: `Line`'s."""
+WIDTH = Line().width
+"""How far the probe's two points lie from the window's end, in log rate."""
 LARGE = 16
 READ = 3
 STARTS = (0.1, 1.0, 10.0)
@@ -54,7 +57,7 @@ class Reading:
     stop: int
     large: float
     probe: float
-    steps: tuple[float, ...]
+    steps: tuple[float, ...] = ()
 
 
 def main() -> None:
@@ -89,33 +92,31 @@ def readings(task: Task, start: float, seed: int, until: float) -> Iterator[Read
     model = problem.model()
     torch.manual_seed(seed)
     optimizer = task.optimizer(problem.groups(model), best)
-    schedule = LinearDecay(peak=best.lr * start, total_steps=task.steps, warmup=0.3)
+    schedule = LinearDecay(peak=best.lr * start, total_steps=task.steps, warmup=WARMUP)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    first, update, windows = clones(parameters), None, GrowingWindow()
-    closed, closes, window = 0, windows.length(0), 0
-    by_probe: tuple[float, float] = (math.nan, math.nan)
-    slopes: list[float] = []
+    first, windows = clones(parameters), GrowingWindow()
+    moved: list[Tensor] = []
+    closes, window = windows.length(0), 0
+    reading: Reading | None = None
     for step in range(round(until * task.steps)):
         for group in optimizer.param_groups:
             group["lr"] = schedule(step)
-        optimizer.zero_grad()
         loss = problem.loss(model, problem.batch(step))
         if not math.isfinite(loss.item()):
             return
         loss.backward()
-        if update is not None and len(slopes) < READ:
-            pairs = zip(parameters, update, strict=True)
-            slopes.append(sum(float((own.grad * along).sum()) for own, along in pairs if own.grad is not None))
-            if len(slopes) == READ:
-                yield Reading(closed, *by_probe, tuple(slopes))
-        if task.clip is not None:
-            nn.utils.clip_grad_norm_(parameters, task.clip)
-        optimizer.step()
+        if reading is not None and len(reading.steps) < READ:
+            pairs = zip(parameters, moved, strict=True)
+            slope = sum(float((own.grad * along).sum()) for own, along in pairs if own.grad is not None)
+            reading = replace(reading, steps=(*reading.steps, slope))
+            if len(reading.steps) == READ:
+                yield reading
+        update(task, optimizer)
         if step + 1 == closes:
-            update = [own.detach() - before for own, before in zip(parameters, first, strict=True)]
+            moved = [own.detach() - before for own, before in zip(parameters, first, strict=True)]
             fresh = range(window, window + LARGE + 1)
-            one, *many = [probed(problem, model, parameters, first, update, index) for index in fresh]
-            closed, by_probe, slopes = closes, (float(np.mean(many)), one), []
+            one, *many = [probed(problem, model, parameters, first, moved, index) for index in fresh]
+            reading = Reading(closes, float(np.mean(many)), one)
             first, window = clones(parameters), fresh.stop
             closes += windows.length(closes)
 
@@ -126,7 +127,7 @@ def probed(
     model: nn.Module,
     parameters: list[nn.Parameter],
     first: list[Tensor],
-    update: list[Tensor],
+    moved: list[Tensor],
     index: int,
 ) -> float:
     """The slope by one probe batch; the weights are left as they were."""
@@ -134,7 +135,7 @@ def probed(
     model.eval()
     losses = []
     for x in (-WIDTH, WIDTH):
-        for own, before, along in zip(parameters, first, update, strict=True):
+        for own, before, along in zip(parameters, first, moved, strict=True):
             own.copy_(before + math.exp(x) * along)
         losses.append(float(problem.example_losses(model, problem.probe(index)).mean()))
     for own, end in zip(parameters, last, strict=True):
