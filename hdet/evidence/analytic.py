@@ -30,14 +30,14 @@ from hdet.spec import register
 class Analytic(Directional):
     """The probe along D = d theta / d log(decay), which weight decay's own formula gives; nothing diverges.
 
-    Over a window, decay lambda has pulled the weights by D = -sum_t lr_t lambda_t theta_t (decoupled), or by
-    -sum_t P_t lambda_t theta_t through the preconditioner P (L2). Read at window-averaged weights, where the
-    noise of single steps does not count, and with their mean standing for theta_t: it is already there for
-    `Line`. L(theta + x D) at a few x then gives the slope.
+    With a little more decay lambda a step moves the weights further by lr_t lambda_t theta_t (decoupled), or by
+    P_t lambda_t theta_t through the preconditioner P (L2); and what it moved decays in the steps that follow. With the
+    mean of the window's weights for every theta_t this comes to D = -(1 - exp(-pull)) theta, where the pull is the sum
+    of lr_t lambda_t or P_t lambda_t. It is read at this mean, where the noise of single steps does not count, and which
+    is already there for `Line`. L(theta + x D) at a few x then gives the slope.
 
-    D says what decay did, and nothing of how gradients answered. Where decay is strong or windows are long, weights
-    decay many times over, and D would point past the origin; so x is kept so small that |x D| stays within
-    `reach` of the weights it moves.
+    D says what decay did, and nothing of how gradients answered. x is kept so small that |x D| stays within `reach` of
+    the weights it moves.
 
     Args:
         width: how far the points reach, in coordinate units, if `reach` allows.
@@ -79,7 +79,11 @@ class Pull:
         """What it did to one parameter, or to some elements, where it acts through the gradient: through P."""
         scale = preconditioner(self.optimizer, self.group, parameter, elements=elements)
         lr = float(self.group["lr"])
-        return weights * scale * (-self.total / lr) if scale is not None and lr > 0.0 else None
+        if scale is None or lr <= 0.0:
+            return None
+        # P is negative where an optimizer maximises, which turns gradients around and leaves decay as it is.
+        pull = scale * ((-self.total if self.group.get("maximize") else self.total) / lr)
+        return weights * (torch.expm1(-pull) if isinstance(pull, Tensor) else math.expm1(-pull))
 
 
 Direct = dict[tuple[float, torch.dtype, torch.device], list[int]]
@@ -173,7 +177,7 @@ class AnalyticCollector(DirectionalCollector):
                     found.append(Block([place], centre[place].reshape(-1), way.reshape(-1)))
             for (total, *_), places in direct.items():
                 joined = tensors.joined([centre[place] for place in places])
-                found.append(Block(places, joined, joined * -total))
+                found.append(Block(places, joined, joined * math.expm1(-total)))
             return found
 
         return of

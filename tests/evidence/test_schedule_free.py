@@ -92,7 +92,7 @@ def test_the_line_is_what_another_rate_in_this_window_would_have_evaluated(make:
 
 
 def test_the_pull_of_decay_is_read_at_the_weights_it_evaluates() -> None:
-    """Along -lr decay x, with nothing taken off or put on for beta."""
+    """Along -(1 - exp(-lr decay T)) x, with nothing taken off or put on for beta."""
     decay, seen = 0.1, []
 
     def loss(model: Any, batch: float) -> Tensor:
@@ -110,10 +110,10 @@ def test_the_pull_of_decay_is_read_at_the_weights_it_evaluates() -> None:
             own = step(model, optimizer)
         engine.step(own)
     optimizer.eval()
-    x, pull = model.w.detach(), T * RATE * decay
+    x, moved = model.w.detach(), math.expm1(-T * RATE * decay)
     below, above = seen[0], seen[2]
     assert torch.allclose((below + above) / 2, x, atol=1e-6)
-    assert torch.allclose((above - below) / 2, -pull * x, atol=1e-6)
+    assert torch.allclose((above - below) / 2, moved * x, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES.keys())
