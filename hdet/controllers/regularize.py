@@ -31,7 +31,7 @@ class Regularize(Ruled):
     | `AgreesNow` | a move that the closed window's own slope opposes |
     | `NeedsGap` | to raise, unless held-out and training loss differ |
     | `KeepsGap` | to lower, while the model overfits |
-    | `NotEarly` | to raise, before weights have learnt something |
+    | `NotEarly` | to raise above the schedule as given, before weights have learnt something |
     | `WithinSpan` | to raise beyond what was measured |
     | `DoesHarm` | to lower what is too weak to do harm |
 

@@ -132,6 +132,14 @@ def test_weights_that_have_learnt_nothing_say_nothing_of_more() -> None:
     assert move(regularize, slope(-1.0), step=29, total_steps=None) == pytest.approx(0.1)
 
 
+def test_what_was_lowered_early_may_come_back() -> None:
+    """From 7.5 % of the run on, and before 30 % no further than to what was set."""
+    regularize = rule(raise_after=0.3, back_after=0.075)
+    for shift, step, moved in ((-0.5, 74, 0.0), (-0.5, 75, 0.1), (-0.03, 299, 0.03), (0.0, 299, 0.0), (0.2, 299, 0.0)):
+        went = move(regularize, slope(-1.0), step=step, total_steps=1000, shift=shift)
+        assert went == pytest.approx(moved), (shift, step)
+
+
 def test_a_raise_takes_less_proof_than_a_lowering() -> None:
     """More vetoes watch over it; and what calls for less decay now may call for more in the end."""
     regularize = rule(gate=1.0, lower_gate=2.0)

@@ -14,14 +14,23 @@ from hdet.spec import register
 
 @register
 class NotEarly(Veto):
-    """Raise nothing before the share `raise_after` of the run. A run without a known end has no share.
+    """Before the share `raise_after` of the run, raise nothing above the schedule as given (a shift of 0).
 
-    >>> NotEarly().allow(0.1, NotEarly().start(), Estimate(slope=-0.1), Context(step=29, total_steps=100))
-    0.0
+    What was lowered may come back from the share `back_after` on. A run without a known end has no share.
+
+    >>> veto, calls_for_more = NotEarly(), Estimate(slope=-0.1)
+    >>> shifts = {"as given": 0.0, "lowered": -0.04}
+    >>> early = {name: Context(step=29, total_steps=100, shift=shift) for name, shift in shifts.items()}
+    >>> {name: veto.allow(0.1, veto.start(), calls_for_more, context) for name, context in early.items()}
+    {'as given': 0.0, 'lowered': 0.04}
     """
 
     raise_after: float = Field(default=0.3, ge=0, le=1)
+    back_after: float = Field(default=0.075, ge=0, le=1)
 
     def allow(self, move: float, state: Any, estimate: Estimate, context: Context) -> float:
-        early = context.total_steps is not None and context.step < self.raise_after * context.total_steps
-        return 0.0 if move > 0 and early else move
+        if move <= 0 or context.total_steps is None or context.step >= self.raise_after * context.total_steps:
+            return move
+        if context.step < self.back_after * context.total_steps:
+            return 0.0
+        return min(move, max(0.0, -context.shift))
