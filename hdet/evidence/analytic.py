@@ -36,8 +36,8 @@ class Analytic(Directional):
     of lr_t lambda_t or P_t lambda_t. It is read at this mean, where the noise of single steps does not count, and which
     is already there for `Line`. L(theta + x D) at a few x then gives the slope.
 
-    D says what decay did, and nothing of how gradients answered. x is kept so small that |x D| stays within `reach` of
-    the weights it moves.
+    D says what decay did, and nothing of how gradients answered. The loss bends, so x is kept so small that |x D| stays
+    within `reach` of the weights it moves.
 
     Args:
         width: how far the points reach, in coordinate units, if `reach` allows.
@@ -77,12 +77,11 @@ class Pull:
         self, parameter: nn.Parameter, weights: Tensor, elements: slice | None = None
     ) -> Tensor | None:
         """What it did to one parameter, or to some elements, where it acts through the gradient: through P."""
-        scale = preconditioner(self.optimizer, self.group, parameter, elements=elements)
-        lr = float(self.group["lr"])
-        if scale is None or lr <= 0.0:
+        scale = preconditioner(self.optimizer, self.group, parameter, rate=1.0, elements=elements)
+        if scale is None:
             return None
         # P is negative where an optimizer maximises, which turns gradients around and leaves decay as it is.
-        pull = scale * ((-self.total if self.group.get("maximize") else self.total) / lr)
+        pull = scale * (-self.total if self.group.get("maximize") else self.total)
         return weights * (torch.expm1(-pull) if isinstance(pull, Tensor) else math.expm1(-pull))
 
 

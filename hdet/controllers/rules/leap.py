@@ -16,9 +16,9 @@ from hdet.spec import register
 class Leap(SlopeSum):
     """Where `SlopeSum` raises a knob too weak to have an effect, raise it at once to where it would have one.
 
-    A slope in log space grows with the value. So a knob whose |slope| is a share of `min_effect` times the level
-    (`Estimate.level`) is raised by the factor that is missing, and by `max_scale` rates at the most. It speaks only
-    where that is further than `SlopeSum` would go.
+    A slope in log space grows with the value, as long as weights decay less than once in a window. So a knob whose
+    |slope| is a share of `min_effect` times the level (`Estimate.level`) is raised by the factor that is missing, and
+    by `max_scale` rates at the most. It speaks only where that is further than `SlopeSum` would go.
 
     Args:
         gate: |tau| that a leap takes; higher than that of a step.

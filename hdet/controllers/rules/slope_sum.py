@@ -77,6 +77,8 @@ class SummedSlopes(Rule):
 class SlopeSum(SummedSlopes):
     """Move against the sum of slopes once it passes a gate, as `Gated` does.
 
+    A slope in log space grows with the value, at the most in proportion to it.
+
         S <- memory S + slope / value,   tau = S / stderr(S)
         move = -rate clip(tau / saturation, -1, 1)  if |tau| > gate
 

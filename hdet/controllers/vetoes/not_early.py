@@ -16,7 +16,12 @@ from hdet.spec import register
 class NotEarly(Veto):
     """Before the share `raise_after` of the run, raise nothing above the schedule as given (a shift of 0).
 
-    What was lowered may come back from the share `back_after` on. A run without a known end has no share.
+    A run without a known end has no share.
+
+    Args:
+        raise_after: share of the run from which it forbids nothing.
+        back_after: share from which a base that was lowered may come back as far as to the schedule as given; 1 holds
+            it until `raise_after`.
 
     >>> veto, calls_for_more = NotEarly(), Estimate(slope=-0.1)
     >>> shifts = {"as given": 0.0, "lowered": -0.04}

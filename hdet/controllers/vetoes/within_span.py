@@ -16,8 +16,8 @@ from hdet.spec import register
 class WithinSpan(Veto):
     """Raise by no more than `max_extrapolation` times the range that was measured (`Estimate.span`).
 
-    Where weights decay many times over within a window, only a small change of the decay was measured. Without a span
-    nothing is raised.
+    Where decay moves weights by more than the evidence's `reach` in a window, only a smaller change of it was measured.
+    Without a span nothing is raised.
 
     >>> veto = WithinSpan()
     >>> veto.allow(0.3, veto.start(), Estimate(slope=-0.1, span=0.1), Context())
