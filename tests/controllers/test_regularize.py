@@ -140,6 +140,13 @@ def test_what_was_lowered_early_may_come_back() -> None:
         assert went == pytest.approx(moved), (shift, step)
 
 
+def test_what_no_slope_calls_for_does_not_come_back_early() -> None:
+    regularize, quiet = Regularize(), Estimate(slope=0.0, stderr=0.1, level=1.0, span=1.0)
+    for step, moved in ((299, 0.0), (300, 0.25)):
+        went = move(regularize, quiet, step=step, total_steps=1000, shift=-0.5)
+        assert went == moved, step
+
+
 def test_a_raise_takes_less_proof_than_a_lowering() -> None:
     """More vetoes watch over it; and what calls for less decay now may call for more in the end."""
     regularize = rule(gate=1.0, lower_gate=2.0)

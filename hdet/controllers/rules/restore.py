@@ -22,6 +22,7 @@ class Restore(SummedSlopes):
         silent_below: tau from which the sum still calls for less; the base is held there.
         max_distance: distance below the schedule as given, in coordinates, from which nothing brings it back.
         return_step: largest move, in coordinates.
+        restore_after: share of the run from which it speaks; a run without a known end has no share.
         memory: share of the sum that is kept over `window_steps` steps.
         window_steps: steps of a window that `memory` is meant for.
 
@@ -34,8 +35,11 @@ class Restore(SummedSlopes):
     silent_below: float = Field(default=1.0, ge=-100, le=100)
     max_distance: float = Field(default=1.0, gt=0, le=100)
     return_step: float = Field(default=0.25, gt=0, le=10)
+    restore_after: float = Field(default=0.3, ge=0, le=1)
 
     def propose(self, state: SlopeSumState, estimate: Estimate, context: Context) -> float | None:
+        if context.total_steps is not None and context.step < self.restore_after * context.total_steps:
+            return None
         step = min(self.return_step, max(0.0, -context.shift))
         near = context.base > 0.0 and -context.shift <= self.max_distance
         return step if step > 0.0 and near and state.tau <= self.silent_below else None
