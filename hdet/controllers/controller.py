@@ -54,6 +54,10 @@ class Context:
         """schedule_now / peak, the share of the peak that the schedule stands at; 1 without a peak."""
         return self.schedule_now / self.peak if self.peak > 0 else 1.0
 
+    def before(self, share: float) -> bool:
+        """Whether less than this share of the run is done; never where its end is not known."""
+        return self.total_steps is not None and self.step < share * self.total_steps
+
 
 @dataclass(frozen=True)
 class Judgement:

@@ -158,6 +158,7 @@ def test_through_adams_preconditioner_each_weight_decays_by_a_pull_of_its_own(
     optimizer = Adam([weights], lr=RATE, betas=(0.0, 0.0), eps=1e-12, weight_decay=DECAY, maximize=maximize)
     weights.grad = torch.tensor([0.1, 1.0, 10.0])
     optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.0  # of the window's last step; `total` has the rates of all
     root = optimizer.state[weights]["exp_avg_sq"].sqrt()
     total = 3.0
     moved = Pull(optimizer, optimizer.param_groups[0], total, is_direct=False).through_gradient(

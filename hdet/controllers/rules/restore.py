@@ -38,7 +38,7 @@ class Restore(SummedSlopes):
     restore_after: float = Field(default=0.3, ge=0, le=1)
 
     def propose(self, state: SlopeSumState, estimate: Estimate, context: Context) -> float | None:
-        if context.total_steps is not None and context.step < self.restore_after * context.total_steps:
+        if context.before(self.restore_after):
             return None
         step = min(self.return_step, max(0.0, -context.shift))
         near = context.base > 0.0 and -context.shift <= self.max_distance

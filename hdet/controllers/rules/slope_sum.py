@@ -127,7 +127,7 @@ class SlopeSum(SummedSlopes):
         if state.tau <= 0.0:
             return gated_move(state.tau, self.rate, self.gate, self.raise_saturation, scale) or None
         gate, boost = self.lower_gate, 1.0
-        if context.total_steps is not None and context.step < self.early_until * context.total_steps:
+        if context.before(self.early_until):
             cost = state.total * context.base / state.fall if state.fall > 0.0 else 0.0
             boost = min(max(cost / self.costly, 1.0), self.max_boost)
             gate = gate if boost > 1.0 else max(gate, self.early_gate)

@@ -34,8 +34,8 @@ class NotEarly(Veto):
     back_after: float = Field(default=0.075, ge=0, le=1)
 
     def allow(self, move: float, state: Any, estimate: Estimate, context: Context) -> float:
-        if move <= 0 or context.total_steps is None or context.step >= self.raise_after * context.total_steps:
+        if move <= 0 or not context.before(self.raise_after):
             return move
-        if context.step < self.back_after * context.total_steps:
+        if context.before(self.back_after):
             return 0.0
         return min(move, max(0.0, -context.shift))
