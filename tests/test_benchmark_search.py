@@ -31,7 +31,7 @@ from search_parts.meter import Meter
 from search_parts.option import Option
 from search_parts.range_test import STEPS, valley
 from search_parts.tables import Earlier
-from search_parts.task import Grid, Problem, Setting, Start, Task, split
+from search_parts.task import Grid, Problem, Setting, Start, StartAt, Task, split
 
 Batch = tuple[Tensor, Tensor]
 
@@ -306,11 +306,12 @@ def test_the_best_setting_has_the_least_mean_and_says_when_it_lies_at_the_edge()
     assert best.runs == 12
 
 
-def test_starts_are_factors_on_the_best() -> None:
+def test_starts_are_factors_on_the_best_or_are_said_outright() -> None:
     best = Setting(0.1, 1e-3, 0.2)
     assert Start("", 10, 0.1, 0.1).setting(best) == Setting(1.0, 1e-4, pytest.approx(0.02))
     assert Start("", dropout=10).setting(best).dropout == 0.8
     assert Start("").setting(replace(best, dropout=0.85)).dropout == 0.85
+    assert StartAt(name="", at=Setting(1e-4, 0.1)).setting(best) == Setting(1e-4, 0.1)
 
 
 # -- ranks
@@ -503,7 +504,8 @@ def test_unknown_names_are_refused() -> None:
 
 def test_a_start_that_is_another_by_another_name_is_one_case(bench: Callable[..., int], tmp_path: Path) -> None:
     """Ten times a dropout of 0 is the right start: it does not count twice in ranks."""
-    starts = (Start("lr x1"), Start("dropout x10", dropout=10), Start("lr x3", lr=3))
+    said = StartAt(name="said", at=Setting(3e-2, 1e-4))  # that of "lr x3"
+    starts = (Start("lr x1"), Start("dropout x10", dropout=10), Start("lr x3", lr=3), said)
     assert bench(task=replace(TASK, starts=starts, grid=Grid((1e-2,), (1e-4,), (0.0,)))) == 0
     text = (tmp_path / "docs" / "report.md").read_text()
     assert "mean rank over 2 cases" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,19 @@ class Start:
             best.decay * self.decay,
             min(max(MOST_DROPOUT, best.dropout), best.dropout * self.dropout),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartAt(Start):
+    """A starting point that is the same whatever the best fixed setting is, so it is no factor on it."""
+
+    at: Setting
+    lr: float = math.nan
+    decay: float = math.nan
+    dropout: float = math.nan
+
+    def setting(self, best: Setting) -> Setting:
+        return self.at
 
 
 LEARNING_RATES = tuple(Start(f"lr x{factor:g}", lr=factor) for factor in (0.01, 0.1, 0.3, 1, 3, 10, 30))
