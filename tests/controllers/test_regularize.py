@@ -134,10 +134,17 @@ def test_weights_that_have_learnt_nothing_say_nothing_of_more() -> None:
 
 def test_what_was_lowered_early_may_come_back() -> None:
     """From 7.5 % of the run on, and before 30 % no further than to what was set."""
-    regularize = rule(raise_after=0.3, back_after=0.075)
+    regularize = rule(raise_after=0.3, back_after=0.075, back_steps=0)
     for shift, step, moved in ((-0.5, 74, 0.0), (-0.5, 75, 0.1), (-0.03, 299, 0.03), (0.0, 299, 0.0), (0.2, 299, 0.0)):
         went = move(regularize, slope(-1.0), step=step, total_steps=1000, shift=shift)
         assert went == pytest.approx(moved), (shift, step)
+
+
+def test_what_was_lowered_early_comes_back_in_long_runs_alone() -> None:
+    regularize = rule(raise_after=0.3, back_after=0.075, back_steps=1000)
+    for step, total, moved in ((999, 10_000, 0.0), (1000, 10_000, 0.1), (500, 2000, 0.0), (600, 2000, 0.1)):
+        went = move(regularize, slope(-1.0), step=step, total_steps=total, shift=-0.5)
+        assert went == pytest.approx(moved), (step, total)
 
 
 def test_what_no_slope_calls_for_does_not_come_back_early() -> None:
