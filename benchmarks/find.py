@@ -14,7 +14,6 @@ under --out; a run that has its file is not made again. --csv writes every run's
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import sys
 import warnings
@@ -97,16 +96,8 @@ def main() -> int:
                 results[task.name, start, cell.contender, cell.seed] = result
     show(results, tasks, contenders, given.seeds)
     show_intervals(results)
-    if given.csv is not None:
-        with given.csv.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["task", "start", "contender", "seed", "test_loss", "lr"])
-            for key, result in results.items():
-                rate = result.details.get("lr")
-                writer.writerow([*key, f"{result.test:.6g}", "" if rate is None else f"{rate:.4g}"])
-    for error in errors:
-        print(f"broke: {error}", file=sys.stderr)
-    return 1 if errors else 0
+    told = [(*key, result.test, result.details.get("lr", "")) for key, result in results.items()]
+    return runner.finish(errors, given.csv, ["task", "start", "contender", "seed", "test_loss", "lr"], told)
 
 
 def planned(task: Task, contenders: Mapping[str, Contender], seeds: int) -> Iterator[tuple[Cell, str]]:

@@ -13,7 +13,6 @@ file is not made again.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import warnings
 from collections import defaultdict
@@ -73,13 +72,14 @@ def main() -> int:
                     runs.append(finished(tasks[name], length, cell, start, result))
     regrets = against_the_oracle(runs)
     show(runs, regrets)
-    if given.csv is not None:
-        write(given.csv, runs)
     if given.figure is not None:
         draw(given.figure, regrets)
-    for error in errors:
-        print(f"broke: {error}", file=sys.stderr)
-    return 1 if errors else 0
+    told = [
+        (run.task, run.steps, run.contender, run.start.name, run.seed, run.loss, f"{run.probes:.4f}") for run in runs
+    ]
+    return runner.finish(
+        errors, given.csv, ["task", "steps", "contender", "start", "seed", "test_loss", "probes"], told
+    )
 
 
 def planned(task: Task, seeds: int) -> Iterator[tuple[Cell, Start]]:
@@ -132,16 +132,6 @@ def show(runs: Sequence[Run], regrets: Sequence[tuple[Run, float]]) -> None:
             line += (f"{np.mean(found):+.3f} ({max(found):+.3f})" if found else "-").rjust(18)
         probes = [run.probes for run, _ in own if run.contender == "hdet"]
         print(line + (f"{np.mean(probes):.1%}" if probes else "-").rjust(9))
-
-
-def write(path: Path, runs: Sequence[Run]) -> None:
-    """One line a run."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["task", "steps", "contender", "start", "seed", "test_loss", "probes"])
-        for run in runs:
-            row = [run.task, run.steps, run.contender, run.start.name, run.seed, f"{run.loss:.6g}", f"{run.probes:.4f}"]
-            writer.writerow(row)
 
 
 def draw(path: Path, regrets: Sequence[tuple[Run, float]]) -> None:

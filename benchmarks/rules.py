@@ -15,7 +15,6 @@ is not made again.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import warnings
 from collections import defaultdict
@@ -109,14 +108,8 @@ def main() -> int:
     named = {(name, STARTS[start].setting(BEST[name])): start for name in tasks for start in given.starts}
     rows = [row for cell in plain for row in finished(cell, named, tasks[cell.task], parts, given.out)]
     show(rows, parts, given.tasks)
-    if given.csv is not None:
-        with given.csv.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["task", "start", "without", "seed", "test_loss", "spoke"])
-            writer.writerows((*row[:4], f"{row[4]:.6g}", int(row[5])) for row in rows)
-    for error in errors:
-        print(f"broke: {error}", file=sys.stderr)
-    return 1 if errors else 0
+    told = [(*row[:5], int(row[5])) for row in rows]
+    return runner.finish(errors, given.csv, ["task", "start", "without", "seed", "test_loss", "spoke"], told)
 
 
 def changed(cell: Cell, parts: Sequence[str], folder: Path) -> Iterator[Cell]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import csv
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -124,11 +123,10 @@ def main() -> int:
         if all(results):
             losses[block] = np.array([judged(tasks[block[0]], one.test) for one in results if one is not None])
     show(given.factors, changed, losses)
-    if given.csv is not None:
-        write(given.csv, given.factors, changed, losses)
-    for error in errors:
-        print(f"broke: {error}", file=sys.stderr)
-    return 1 if errors else 0
+    told = [
+        (*block, *map(int, row), loss) for block, own in losses.items() for row, loss in zip(changed, own, strict=True)
+    ]
+    return runner.finish(errors, given.csv, ["task", "start", "seed", *given.factors, "test_loss"], told)
 
 
 def show(factors: Sequence[str], changed: NDArray[np.bool_], losses: Mapping[Block, NDArray[np.float64]]) -> None:
@@ -152,18 +150,6 @@ def show(factors: Sequence[str], changed: NDArray[np.bool_], losses: Mapping[Blo
         for name in groups:
             line += f"{np.mean([own for block, own in effect.items() if name in block]):+.4f}".rjust(13)
         print(line)
-
-
-def write(
-    path: Path, factors: Sequence[str], changed: NDArray[np.bool_], losses: Mapping[Block, NDArray[np.float64]]
-) -> None:
-    """One line a run: the block, which factors were changed (a 1 each), and the test loss."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["task", "start", "seed", *factors, "test_loss"])
-        for block, own in losses.items():
-            for row, loss in zip(changed, own, strict=True):
-                writer.writerow([*block, *map(int, row), f"{loss:.6g}"])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ a run that has its file is not made again. --csv writes every run's loss.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import warnings
 from collections.abc import Iterator
@@ -45,14 +44,7 @@ def main() -> int:
     errors = [] if given.report else runner.run(wanted, tasks, contenders, given.out, jobs=given.jobs, label="sizes")
     rows = [row for name in given.tasks for row in finished(tasks[name], given.seeds, given.out)]
     show(rows, given.tasks)
-    if given.csv is not None:
-        with given.csv.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["task", "start", "contender", "seed", "test_loss"])
-            writer.writerows((*row[:4], f"{row[4]:.6g}") for row in rows)
-    for error in errors:
-        print(f"broke: {error}", file=sys.stderr)
-    return 1 if errors else 0
+    return runner.finish(errors, given.csv, ["task", "start", "contender", "seed", "test_loss"], rows)
 
 
 def planned(task: Task, seeds: int) -> Iterator[tuple[Cell, str, str]]:

@@ -1,9 +1,10 @@
-"""The two ablations of the recipe: one part at a time (`rules.py`), and all in one design (`screen.py`)."""
+"""The ablations of the recipe: one part at a time (`rules.py`), all in one design (`screen.py`), and `schedules.py`."""
 
 from __future__ import annotations
 
 import csv
 import sys
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -13,10 +14,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import rules
+import schedules
 import screen
 from search_parts import cell as cells
 from search_parts.cell import Cell, Result
 from search_parts.found import all_tasks
+from search_parts.task import Setting
+
+import hdet
 
 FACTORS = ["learning_rate: stall", "weight_decay: slope_sum gate=9", "guard: overshoot=None"]
 
@@ -80,3 +85,14 @@ def test_only_runs_that_a_part_had_a_say_in_are_made_again(tmp_path: Path) -> No
     assert again == ["learning_rate: stall"]
     together = rules.AND.join(["learning_rate: lower", "learning_rate: stall"])
     assert [one.contender for one in rules.changed(cell, [together], tmp_path)] == [together]
+
+
+@pytest.mark.parametrize("shape", schedules.SHAPES)
+def test_the_recipe_follows_the_schedule_it_is_given(shape: str) -> None:
+    task, contender = replace(all_tasks()["clusters"], steps=60), schedules.Along(shape)
+    problem = task.problem(0, 0.0)
+    model = problem.model()
+    probe = hdet.Probe(problem.loss, [problem.probe(0)])
+    engine = contender.engine(task, Setting(lr=0.01, decay=0.1), problem, model, probe, 60, 0)
+    (rate,) = (knob for knob in engine.knobs if isinstance(knob.spec, hdet.LearningRate))
+    assert rate.schedule == schedules.SHAPES[shape](0.01, 60)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hdet.app.study.pool import several
@@ -29,6 +30,18 @@ def add_options(parser: argparse.ArgumentParser, out: Path) -> None:
     parser.add_argument("--out", type=Path, default=out, help="folder of the runs' files")
     parser.add_argument("--csv", type=Path, help="where to write every run's test loss")
     parser.add_argument("--report", action="store_true", help="run nothing")
+
+
+def finish(errors: Sequence[str], path: Path | None, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> int:
+    """Write a row a run, if somewhere, and say which cells broke; returns the exit code."""
+    if path is not None:
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows([f"{value:.6g}" if isinstance(value, float) else value for value in row] for row in rows)
+    for error in errors:
+        print(f"broke: {error}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 def run(

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 import hdet
 from hdet.history import WindowRecord
+from hdet.schedules import Schedule
 from search_parts.contender import Contender, Outcome, begin, step_replicas
 from search_parts.meter import Meter
 from search_parts.task import Problem, Setting, Task, split
@@ -67,7 +68,7 @@ class Recommended(Contender):
         steps: int,
         seed: int,
     ) -> hdet.Engine:
-        """The recipe. A variant of it is a file with a subclass that overrides this, or `knobs`."""
+        """The recipe. A variant of it is a file with a subclass that overrides this, `knobs` or `schedule`."""
         optimizer = task.optimizer(problem.groups(model), setting)
         return hdet.recommended(
             model,
@@ -77,9 +78,14 @@ class Recommended(Contender):
             micro_batches=task.micro_batches,
             seed=seed,
             quiet=True,
+            schedule=self.schedule(setting.lr, steps),
             knobs=self.knobs(model, optimizer, steps),
             guard=self.guard,
         )
+
+    def schedule(self, peak: float, steps: int) -> Schedule | None:
+        """Of the learning rate; None for the recipe's own."""
+        return None
 
     def knobs(self, model: nn.Module, optimizer: Optimizer, steps: int) -> Sequence[hdet.Knob]:
         """What a variant declares otherwise than the recipe; the recipe itself nothing."""
