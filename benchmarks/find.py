@@ -66,10 +66,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=sorted(BEST), default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "find", help="folder of the runs' files")
-    parser.add_argument("--csv", type=Path, help="where to write every run's test loss")
-    parser.add_argument("--report", action="store_true", help="run nothing")
+    runner.add_options(parser, ROOT / "runs" / "find")
     parser.add_argument(
         "--regularisers", action="store_true", help="instead: decay and dropout in runs of 1/50, 1/10, 1"
     )
@@ -96,7 +93,10 @@ def main() -> int:
                 results[task.name, start, cell.contender, cell.seed] = result
     show(results, tasks, contenders, given.seeds)
     show_intervals(results)
-    told = [(*key, result.test, result.details.get("lr", "")) for key, result in results.items()]
+    told = [
+        (*key, result.test, None if (rate := result.details.get("lr")) is None else f"{rate:.4g}")
+        for key, result in results.items()
+    ]
     return runner.finish(errors, given.csv, ["task", "start", "contender", "seed", "test_loss", "lr"], told)
 
 

@@ -72,14 +72,15 @@ def main() -> int:
                     runs.append(finished(tasks[name], length, cell, start, result))
     regrets = against_the_oracle(runs)
     show(runs, regrets)
-    if given.figure is not None:
-        draw(given.figure, regrets)
     told = [
         (run.task, run.steps, run.contender, run.start.name, run.seed, run.loss, f"{run.probes:.4f}") for run in runs
     ]
-    return runner.finish(
+    code = runner.finish(
         errors, given.csv, ["task", "steps", "contender", "start", "seed", "test_loss", "probes"], told
     )
+    if given.figure is not None:
+        draw(given.figure, regrets)
+    return code
 
 
 def planned(task: Task, seeds: int) -> Iterator[tuple[Cell, Start]]:

@@ -17,6 +17,7 @@ import rules
 import schedules
 import screen
 from search_parts import cell as cells
+from search_parts import runner
 from search_parts.cell import Cell, Result
 from search_parts.found import all_tasks
 from search_parts.task import Setting
@@ -76,6 +77,18 @@ def test_an_effect_is_the_difference_of_means(
     rows = list(csv.DictReader(table.open()))
     assert len(rows) == 2 * len(screen.design(3))
     assert rows[0]["test_loss"] == "0.33"
+
+
+def test_a_table_of_runs_and_the_cells_that_broke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "runs.csv"
+    columns = ["task", "seed", "test_loss", "lr"]
+    assert (
+        runner.finish([], table, columns, [("tabular", 3, 0.123456789, None), ("teacher", 4, float("nan"), "1e-4")])
+        == 0
+    )
+    assert table.read_text().split() == ["task,seed,test_loss,lr", "tabular,3,0.123457,", "teacher,4,nan,1e-4"]
+    assert runner.finish(["tabular: no disk"], None, columns, []) == 1
+    assert "broke: tabular: no disk" in capsys.readouterr().err
 
 
 def test_only_runs_that_a_part_had_a_say_in_are_made_again(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import pickle
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from search_parts.meter import Meter
 from search_parts.option import Option
 from search_parts.range_test import STEPS, valley
 from search_parts.tables import Earlier
-from search_parts.task import Grid, Problem, Setting, Start, StartAt, Task, split
+from search_parts.task import Grid, Problem, Setting, Start, Task, split
 
 Batch = tuple[Tensor, Tensor]
 
@@ -311,7 +312,7 @@ def test_starts_are_factors_on_the_best_or_are_said_outright() -> None:
     assert Start("", 10, 0.1, 0.1).setting(best) == Setting(1.0, 1e-4, pytest.approx(0.02))
     assert Start("", dropout=10).setting(best).dropout == 0.8
     assert Start("").setting(replace(best, dropout=0.85)).dropout == 0.85
-    assert StartAt(name="", at=Setting(1e-4, 0.1)).setting(best) == Setting(1e-4, 0.1)
+    assert Start("", at=Setting(1e-4, 0.1)).setting(best) == Setting(1e-4, 0.1)
 
 
 # -- ranks
@@ -493,6 +494,7 @@ def test_every_task_builds_and_keeps_its_promises() -> None:
         ignorance = math.log(256) if isinstance(task, finetuning.FineTuningTask) else task.ignorance
         assert float(torch.cat(losses).mean()) < 1.2 * ignorance, task.name
         assert "lr x1" in {start.name for start in task.starts}
+        assert pickle.loads(pickle.dumps(task)) == task, task.name
         same = problem.model().state_dict()
         assert all(torch.equal(value, same[name]) for name, value in model.state_dict().items()), task.name
 
@@ -504,7 +506,7 @@ def test_unknown_names_are_refused() -> None:
 
 def test_a_start_that_is_another_by_another_name_is_one_case(bench: Callable[..., int], tmp_path: Path) -> None:
     """Ten times a dropout of 0 is the right start: it does not count twice in ranks."""
-    said = StartAt(name="said", at=Setting(3e-2, 1e-4))  # that of "lr x3"
+    said = Start("said", at=Setting(3e-2, 1e-4))  # that of "lr x3"
     starts = (Start("lr x1"), Start("dropout x10", dropout=10), Start("lr x3", lr=3), said)
     assert bench(task=replace(TASK, starts=starts, grid=Grid((1e-2,), (1e-4,), (0.0,)))) == 0
     text = (tmp_path / "docs" / "report.md").read_text()

@@ -21,7 +21,7 @@ COLOURS = [*TWENTY[::2], *TWENTY[1::2]]
 
 def draw_task(findings: Findings, task: Task, path: Path) -> None:
     """Left by the learning rate's factor, right the other starting points; the oracle is the dashed line."""
-    by_rate = [start for start in task.starts if start.decay == start.dropout == 1]
+    by_rate = [start for start in task.starts if start.at is None and start.decay == start.dropout == 1]
     others = [start for start in task.starts if start not in by_rate]
     count = 2 if others else 1
     figure = Figure(figsize=(6 * count, 4.5), layout="constrained")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,12 +26,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Start:
-    """A starting point: factors on the best fixed setting of the sweep. Dropout stops at 0.8."""
+    """A starting point: factors on the best fixed setting of the sweep, or a setting. Dropout stops at 0.8.
+
+    Attributes:
+        at: in place of the factors, a setting that is the same whatever the best one is.
+    """
 
     name: str
     lr: float = 1.0
     decay: float = 1.0
     dropout: float = 1.0
+    at: Setting | None = None
 
     def setting(self, best: Setting) -> Setting:
         """The setting a run begins with.
@@ -40,24 +44,11 @@ class Start:
         >>> Start("dropout x10", dropout=10).setting(Setting(0.1, 1e-3, 0.2))
         Setting(lr=0.1, decay=0.001, dropout=0.8)
         """
-        return Setting(
+        return self.at or Setting(
             best.lr * self.lr,
             best.decay * self.decay,
             min(max(MOST_DROPOUT, best.dropout), best.dropout * self.dropout),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartAt(Start):
-    """A starting point that is the same whatever the best fixed setting is, so it is no factor on it."""
-
-    at: Setting
-    lr: float = math.nan
-    decay: float = math.nan
-    dropout: float = math.nan
-
-    def setting(self, best: Setting) -> Setting:
-        return self.at
 
 
 LEARNING_RATES = tuple(Start(f"lr x{factor:g}", lr=factor) for factor in (0.01, 0.1, 0.3, 1, 3, 10, 30))
@@ -145,7 +136,7 @@ class Task(ABC):
         family: of optimizers; contenders that bring their own stay in it where they can.
         ignorance: the test loss of a model that learnt nothing; a run that ends above it has failed.
         grid: what is swept for the best fixed setting.
-        starts: where runs begin, relative to it.
+        starts: where runs begin, most of them relative to it.
         micro_batches: parts a batch is cut into by contenders that compare such parts.
         sub_batches: parts of a probe batch, whose scatter gives standard errors.
         clip: of the gradient's norm.

@@ -1,4 +1,7 @@
-"""Noisy points about ten centres, most of them seen once, by AdamW: the README's example, and its start."""
+"""Noisy points about ten centres, most of them seen once, by AdamW: after the README's example, and from its start.
+
+Unlike there, biases do not decay, beta2 is 0.95, each probe is a fresh batch, and there are four micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch.nn import functional as F
 
 from hdet.nn import Dropout
 from search_parts.examples import DrawnProblem, DrawnTask
-from search_parts.task import ALL_OFF, DECAYS, LEARNING_RATES, Grid, Setting, StartAt, doubling
+from search_parts.task import ALL_OFF, DECAYS, LEARNING_RATES, Grid, Setting, Start, doubling
 
 INPUTS, HIDDEN, CLASSES = 20, 32, 10
 NOISE = 2.0  # standard deviation; that of the centres is 1
@@ -63,7 +66,7 @@ TASK = DrawnTask(
     family="adamw",
     ignorance=math.log(CLASSES),
     grid=Grid(doubling(0.001, 8), (0.001, 0.01, 0.1, 1.0), (0.0, 0.1, 0.3)),
-    starts=(*LEARNING_RATES, *DECAYS, *ALL_OFF, StartAt(name="readme", at=Setting(1e-4, 0.1, 0.3))),
+    starts=(*LEARNING_RATES, *DECAYS, *ALL_OFF, Start("readme", at=Setting(1e-4, 0.1, 0.3))),
     micro_batches=4,
     shorter=2,
     development=True,

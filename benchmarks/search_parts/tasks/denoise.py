@@ -95,4 +95,5 @@ TASK = DenoisingTask(
     starts=LEARNING_RATES + DECAYS + DROPOUTS + ALL_OFF,
     micro_batches=4,
     shorter=4,
+    development=True,
 )

@@ -16,13 +16,14 @@ from hdet.spec import register
 class NotEarly(Veto):
     """Before the share `raise_after` of the run, raise nothing above the schedule as given (a shift of 0).
 
-    A run without a known end has no share.
+    In a run without a known end it forbids nothing.
 
     Args:
         raise_after: share of the run from which it forbids nothing.
         back_after: share from which a base that was lowered may come back as far as to the schedule as given; 1 holds
             it until `raise_after`.
-        back_steps: steps before which it does not come back either, so that short runs wait for `raise_after`.
+        back_steps: steps before which it does not come back either, so that runs shorter than
+            `back_steps / raise_after` wait for `raise_after`.
 
     >>> veto, calls_for_more = NotEarly(), Estimate(slope=-0.1)
     >>> shifts = {"as given": 0.0, "lowered": -0.04}
