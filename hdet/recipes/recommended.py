@@ -123,7 +123,8 @@ def _rate(groups: Groups, name: str | None, course: Schedule, stride: int | None
     if groups is not None and peak == 0.0:
         return Choice(subject, None, "is 0, which no factor moves")
     # Only a warm-up that is looked ahead of can be entered from below: nothing else makes up for it in time.
-    cautious = course(0) < Line().preview * peak
+    seen_ahead = Line().preview * peak
+    cautious = course(0) < seen_ahead
     shift = -math.log(CAUTION) if cautious else 0.0
     # Where the peak is not known, nothing can be looked ahead at.
     line = Line(stride=stride) if course.total_steps is not None else Line(stride=stride, preview=0.0)
@@ -131,6 +132,8 @@ def _rate(groups: Groups, name: str | None, course: Schedule, stride: int | None
     label = f"learning_rate[{name}]" if name and groups is not None else None
     knob = LearningRate(name=label, groups=groups, schedule=course, initial_shift=shift, evidence=evidence)
     heads = f"heads for a peak of {peak:g}" if course.total_steps is not None else "follows what the optimizer is given"
+    if course.total_steps is not None and _second_window(course, course.total_steps) >= seen_ahead:
+        heads += ", whose warm-up is too short to look ahead twice, which can do harm (docs/attach.md)"
     return Choice(
         subject,
         complete(knob, None, diverge=False),
@@ -139,6 +142,12 @@ def _rate(groups: Groups, name: str | None, course: Schedule, stride: int | None
         + "; read off the window's own update, raised on what the last weights prove, lowered on what averaged "
         "weights prove" + ("; and among the groups by two gradients of the probe" if pooled else ""),
     )
+
+
+def _second_window(course: Schedule, total_steps: int) -> float:
+    """The rate in the middle of the recipe's second window."""
+    steps, last = GrowingWindow().minimum, total_steps - 1
+    return (course(min(steps, last)) + course(min(2 * steps - 1, last))) / 2
 
 
 def _decay(optimizer: Optimizer, stride: int | None) -> Choice:

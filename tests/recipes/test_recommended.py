@@ -234,6 +234,15 @@ def test_without_a_warm_up_it_does_not_speak_of_caution(capsys: pytest.CaptureFi
     assert "times below" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("warmup", "short"), [(0, True), (61, True), (63, False), (300, False)])
+def test_it_says_that_a_warm_up_is_too_short_to_look_ahead_twice(warmup: float, short: bool) -> None:
+    """A rise over 62 steps is at a quarter of its peak in the middle of the steps 11 to 20."""
+    schedule = Cosine(0.02, 1000, warmup=warmup / 1000)
+    model = network()
+    said = describe(choose(model, adamw(model), 1000, schedule))
+    assert ("too short to look ahead twice" in said) is short
+
+
 # -- the engine it makes --------------------------------------------------------------------------
 
 
