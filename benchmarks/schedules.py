@@ -27,13 +27,12 @@ from search_parts.fixed import Fixed
 from search_parts.found import all_contenders, all_tasks
 from search_parts.outcome import FIXED
 from search_parts.sweep import judged
-from search_parts.task import SIZES, Setting, Start, Task
+from search_parts.task import RIGHT, SIZES, Setting, Task
 
 from hdet.schedules import WSD, Cosine, LinearDecay, OneCycle, Schedule
 
 ROOT = Path(__file__).parents[1]
 TASKS = ("teacher", "ratings", "tabular", "digits_conv", "denoise", "clusters", "text_small", "text_recurrent")
-RIGHT = Start("lr x1")
 SHAPES: dict[str, Callable[[float, int], Schedule]] = {
     "line, warm-up of 30 %": lambda peak, steps: LinearDecay(peak, total_steps=steps, warmup=0.3),
     "OneCycle, warm-up of 30 %": lambda peak, steps: OneCycle(peak, total_steps=steps),
@@ -47,7 +46,7 @@ Row = tuple[str, str, str, int, float]
 
 
 class Along(Recommended):
-    """The recipe along a schedule."""
+    """The recipe along a schedule, in as many steps as along its own: probes hardly depend on it."""
 
     def __init__(self, shape: str) -> None:
         self.shape = shape

@@ -24,11 +24,10 @@ from search_parts import runner
 from search_parts.cell import Cell
 from search_parts.found import all_contenders, all_tasks
 from search_parts.sweep import judged
-from search_parts.task import SIZES, Start, Task
+from search_parts.task import RIGHT, SIZES, Task
 
 ROOT = Path(__file__).parents[1]
 GPTS = ("text_small", "gpt_400k", "gpt_3m")
-RIGHT = Start("lr x1")
 Row = tuple[str, str, str, int, float]
 
 

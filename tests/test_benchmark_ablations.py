@@ -82,10 +82,8 @@ def test_an_effect_is_the_difference_of_means(
 def test_a_table_of_runs_and_the_cells_that_broke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "runs.csv"
     columns = ["task", "seed", "test_loss", "lr"]
-    assert (
-        runner.finish([], table, columns, [("tabular", 3, 0.123456789, None), ("teacher", 4, float("nan"), "1e-4")])
-        == 0
-    )
+    rows = [("tabular", 3, 0.123456789, None), ("teacher", 4, float("nan"), "1e-4")]
+    assert runner.finish([], table, columns, rows) == 0
     assert table.read_text().split() == ["task,seed,test_loss,lr", "tabular,3,0.123457,", "teacher,4,nan,1e-4"]
     assert runner.finish(["tabular: no disk"], None, columns, []) == 1
     assert "broke: tabular: no disk" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Runs the cells that have no file yet, in processes, and says how far it is."""
+"""Runs the cells that have no file yet, in processes; a benchmark of cells has its options and its end here, too."""
 
 from __future__ import annotations
 

@@ -52,6 +52,7 @@ class Start:
 
 
 LEARNING_RATES = tuple(Start(f"lr x{factor:g}", lr=factor) for factor in (0.01, 0.1, 0.3, 1, 3, 10, 30))
+RIGHT = Start("lr x1")
 SIZES = tuple(start for start in LEARNING_RATES if start.lr in (0.1, 1, 10))
 DECAYS = tuple(Start(f"decay x{factor:g}", decay=factor) for factor in (0.1, 10))
 DROPOUTS = tuple(Start(f"dropout x{factor:g}", dropout=factor) for factor in (0.1, 10))
