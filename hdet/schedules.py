@@ -7,9 +7,21 @@ from hdet.hparams.schedule import (
     FromCallable,
     HeldOneCycle,
     LinearDecay,
+    LinearWarmup,
     OneCycle,
     Replay,
     Schedule,
 )
 
-__all__ = ["WSD", "Constant", "Cosine", "FromCallable", "HeldOneCycle", "LinearDecay", "OneCycle", "Replay", "Schedule"]
+__all__ = [
+    "WSD",
+    "Constant",
+    "Cosine",
+    "FromCallable",
+    "HeldOneCycle",
+    "LinearDecay",
+    "LinearWarmup",
+    "OneCycle",
+    "Replay",
+    "Schedule",
+]

@@ -99,11 +99,14 @@ def test_only_runs_that_a_part_had_a_say_in_are_made_again(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("shape", schedules.SHAPES)
-def test_the_recipe_follows_the_schedule_it_is_given(shape: str) -> None:
-    task, contender = replace(all_tasks()["clusters"], steps=60), schedules.Along(shape)
+@pytest.mark.parametrize(("warmup_steps", "expected"), [(None, 18), (0, 0)])
+def test_the_recipe_follows_the_schedule_it_is_given(shape: str, warmup_steps: int | None, expected: int) -> None:
+    task, contender = replace(all_tasks()["clusters"], steps=60), schedules.Along(shape, warmup_steps)
     problem = task.problem(0, 0.0)
     model = problem.model()
     probe = hdet.Probe(problem.loss, [problem.probe(0)])
     engine = contender.engine(task, Setting(lr=0.01, decay=0.1), problem, model, probe, 60, 0)
     (rate,) = (knob for knob in engine.knobs if isinstance(knob.spec, hdet.LearningRate))
-    assert rate.schedule == schedules.SHAPES[shape](0.01, 60)
+    given = schedules.SHAPES[shape](0.01, 60)
+    assert rate.schedule == given.with_warmup(expected)
+    assert (rate.schedule == given) is (shape not in schedules.SHORT or warmup_steps == 0)

@@ -37,7 +37,7 @@ from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import ActsOn
 from hdet.hparams.schedule import HeldOneCycle
 from hdet.merges import Exploit, Mean, Merge, Merger, Outer
-from hdet.schedules import WSD, Constant, Cosine, FromCallable, OneCycle, Replay, Schedule
+from hdet.schedules import WSD, Constant, Cosine, FromCallable, LinearWarmup, OneCycle, Replay, Schedule
 from hdet.spaces import Linear, Log, Logit, Space
 from hdet.spec import Spec
 from hdet.spreads import OneSided, Spread, TwoLevel
@@ -79,6 +79,7 @@ EXAMPLES: dict[type[Spec], list[Spec]] = {
     Cosine: [Cosine(1.0, total_steps=50)],
     schedule.LinearDecay: [schedule.LinearDecay(1.0, total_steps=50)],
     WSD: [WSD(1.0, total_steps=50)],
+    LinearWarmup: [LinearWarmup(Cosine(1.0, total_steps=50, warmup=0.1), 20)],
     Replay: [Replay((0.1, 0.3, 0.2))],
     FromCallable: [FromCallable("math:sqrt"), FromCallable("math:exp", total_steps=9)],
     hdet.windows.FixedWindow: [hdet.windows.FixedWindow(7)],

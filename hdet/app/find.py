@@ -10,7 +10,6 @@ import typer
 from hdet.app.run.config import RunConfig
 from hdet.errors import ConfigError
 from hdet.hparams import LearningRate, Schedule
-from hdet.hparams.schedule import sampled
 from hdet.replicas.parallel import world
 from hdet.replicas.perturb import perturb
 from hdet.signals import Probe
@@ -43,7 +42,7 @@ def find(
     model = workload.model()
     perturb(model, 0.0, replica=0, checkpoint=declared.start_path)
     schedule = _schedule(declared)
-    peak = declared.optimizer.lr if schedule is None else max(sampled(schedule))
+    peak = declared.optimizer.lr if schedule is None else schedule.highest()
     optimizer = declared.optimizer.replace(lr=peak).build(workload.groups(model))
     size = declared.replicas
     estimate = rate_from_trials(

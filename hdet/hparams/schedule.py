@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -51,6 +51,15 @@ class Schedule(Spec, family="schedule"):
         Raises:
             ConfigError: t is negative.
         """
+
+    def highest(self) -> float:
+        """The largest value, as `sampled` sees it: the scale that a knob was set to."""
+        return max(sampled(self))
+
+    def with_warmup(self, steps: int) -> Schedule:
+        """This schedule, or `LinearWarmup` of it where it comes to its peak in less than `steps` steps."""
+        warmed = LinearWarmup(self, steps)
+        return warmed if warmed.is_needed else self
 
 
 def sampled(schedule: Schedule) -> list[float]:
@@ -264,6 +273,54 @@ class WSD(WarmedUp):
     def _remaining(self, t: int, rise: int) -> float:
         left, fall = self.total_steps - t, round(self.decay * self.total_steps)
         return left / fall if left < fall else 1.0
+
+
+@register
+class LinearWarmup(Schedule):
+    """Another schedule, with a linear warm-up of at least `steps` steps. One that has it already stays as it is;
+    one that comes to its peak earlier is held below a straight line: for t < steps
+
+        value(t) = min(schedule(t), peak (t + 1) / steps).
+
+    The peak is the largest value of the whole schedule; of one without an end, of its first `steps` steps.
+
+    >>> [LinearWarmup(Cosine(1.0, total_steps=10, warmup=0.0), 4)(t) for t in (0, 1, 2, 5)]
+    [0.25, 0.5, 0.75, 0.5]
+    >>> LinearWarmup(Cosine(1.0, total_steps=10, warmup=0.5), 4)(0)
+    0.2
+    """
+
+    schedule: Schedule = Field(kw_only=False)
+    steps: int = Field(ge=0, kw_only=False)
+
+    @property
+    def total_steps(self) -> int | None:
+        return self.schedule.total_steps
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the schedule comes to its peak in less than `steps` steps."""
+        return self._peak[1] < self.steps - 1
+
+    def highest(self) -> float:
+        """The schedule's own, which may have begun to fall before the warm-up is over."""
+        return self._peak[0]
+
+    def __call__(self, t: int) -> float:
+        value = self.schedule(t)
+        return value if t >= self.steps else held_below(value, t, self.steps, *self._peak)
+
+    @cached_property
+    def _peak(self) -> tuple[float, int]:
+        """The largest value, and the first of the warm-up's steps that has it (or one after them)."""
+        early = [self.schedule(t) for t in range(min(self.steps, self.total_steps or self.steps))]
+        peak = max([*sampled(self.schedule), *early])
+        return peak, early.index(peak) if peak in early else self.steps
+
+
+def held_below(value: float, t: int, steps: int, peak: float, reached: int) -> float:
+    """A schedule's value at a step t < steps, held below the line to its peak if that is reached before `steps`."""
+    return min(value, peak * (t + 1) / steps) if reached < steps - 1 else value
 
 
 @register

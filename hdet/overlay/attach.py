@@ -54,6 +54,7 @@ def attach(
     averages: Literal["device", "host"] = "device",
     stride: int | None = None,
     noise_scale: bool = False,
+    warmup_steps: int | None = None,
     history: str | os.PathLike[str] | History | None = None,
     seed: int = 0,
     quiet: bool = False,
@@ -93,6 +94,9 @@ def attach(
         stride: of averaged weights, take every stride-th step's; by default as many as leave at least 128 in a window.
         noise_scale: read the gradient noise scale off the micro-batches of each step, where they are at least 2, in one
             process (`search.noise_scale`, and each window's record).
+        warmup_steps: in how many steps at least the recipe's learning rates come to their peak: a schedule or scheduler
+            that warms up for fewer is held below a straight line, since a rate that is too high is seen while it
+            rises. By default 30 % of the run's steps, at most 300; 0 leaves the schedule as it is.
         history: a path for one JSON line a window; `hdet.History(path)` for a run that may go on with an old file.
         seed: of the designs.
         quiet: do not print what was chosen.
@@ -144,6 +148,7 @@ def attach(
             knobs=knobs,
             exclude=exclude,
             stride=stride,
+            warmup_steps=warmup_steps,
         )
         explored = [_relative(choice.knob, found, optimizer, model, course_of) for choice in choices if choice.knob]
         found.driven = found.driven and any(isinstance(knob, LearningRate) for knob in explored)

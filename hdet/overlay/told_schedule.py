@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 
 from hdet.errors import ConfigError
 from hdet.hparams import Schedule
+from hdet.hparams.schedule import held_below
 from hdet.replicas.parallel import world
 
 Row = Sequence[float]
@@ -30,6 +31,7 @@ class Course:
             nothing is foreseen.
         steps_between: optimizer steps between two steps of the scheduler.
         steps_each: scheduler steps made then.
+        peaks: of each group, the highest foreseen value and the first step that has it.
         warms_up: whether values that have just risen are taken to go on rising, as a rate's in a warm-up. Of a
             probability, as Adam's betas are, they are not: it could leave its domain.
     """
@@ -46,6 +48,7 @@ class Course:
         self.forecast = [list(row) for row in forecast]
         self.steps_between = steps_between
         self.steps_each = steps_each
+        self.peaks = self._peaks()
         self.warms_up = warms_up
         self._last = 0  # the last step told
         self._position = 0
@@ -79,6 +82,11 @@ class Course:
         """The values after that many steps of the scheduler; the last of them once it has ended."""
         return self.forecast[min(max(position, 0), len(self.forecast) - 1)]
 
+    def _peaks(self) -> list[tuple[float, int]]:
+        columns = zip(*self.forecast, strict=True)
+        tops = [(max(column), column.index(max(column))) for column in columns]
+        return [(top, position * self.steps_between // self.steps_each) for top, position in tops]
+
     def tell(self, step: int, values: Row, position: int = 0) -> None:
         """The values at a step are these, and the scheduler has made `position` steps."""
         self.told[step] = list(values)
@@ -104,20 +112,23 @@ class Course:
         self.told = {int(step): list(values) for step, values in state["told"].items()}
         self._last = max(self.told)
         self.forecast = state["forecast"].tolist()
+        self.peaks = self._peaks()
         self._position, self._moved_at = int(state["position"]), int(state["moved_at"])
 
 
 class Told(Schedule):
-    """One parameter group's part of a course."""
+    """One parameter group's part of a course, where it is foreseen with a warm-up of at least `warmup_steps`."""
 
     kind = "told"
     _course: Course = PrivateAttr()
     _group: int = PrivateAttr()
     _total_steps: int | None = PrivateAttr()
+    _warmup_steps: int = PrivateAttr()
 
-    def __init__(self, course: Course, group: int, total_steps: int | None) -> None:
+    def __init__(self, course: Course, group: int, total_steps: int | None, warmup_steps: int = 0) -> None:
         super().__init__()
         self._course, self._group, self._total_steps = course, group, total_steps
+        self._warmup_steps = warmup_steps if course.forecast else 0
 
     @property
     def course(self) -> Course:
@@ -134,9 +145,19 @@ class Told(Schedule):
         """How far the course is foreseen; None where it is not."""
         return self._total_steps
 
+    def highest(self) -> float:
+        """What the scheduler will have written at most, as far as it is foreseen."""
+        return self._course.peaks[self._group][0] if self._course.forecast else super().highest()
+
+    def with_warmup(self, steps: int) -> Told:
+        """Each step asks whether it is needed: a run that goes on has its peak from the checkpoint."""
+        return Told(self._course, self._group, self._total_steps, steps)
+
     def __call__(self, t: int) -> float:
         """The value at step t."""
-        return self._course.at(t)[self._group]
+        value = self._course.at(t)[self._group]
+        steps = self._warmup_steps
+        return value if t >= steps else held_below(value, t, steps, *self._course.peaks[self._group])
 
 
 class Follower:

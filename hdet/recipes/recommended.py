@@ -20,7 +20,7 @@ from hdet.history import History
 from hdet.hparams import Dropout, Knob, LabelSmoothing, LearningRate, Schedule, WeightDecay
 from hdet.hparams.binding import given
 from hdet.hparams.forward import ModuleKnob
-from hdet.hparams.schedule import LinearDecay, sampled
+from hdet.hparams.schedule import LinearDecay
 from hdet.hparams.update import Groups
 from hdet.recipes import dropouts
 from hdet.replicas import Replicas, in_process
@@ -29,6 +29,7 @@ from hdet.signals import Objective, Probe
 from hdet.windows import GrowingWindow, Windows
 
 WARMUP = 0.3
+MOST_WARMUP_STEPS = 300
 CAUTION = 4.0
 MOST = 0.5
 BY_GRADIENTS = "micro-batches run at two levels, fresh signs every step; their gradients are compared along the probe's"
@@ -63,6 +64,7 @@ def choose(
     knobs: Sequence[Knob] = (),
     exclude: Sequence[str] = (),
     stride: int | None = None,
+    warmup_steps: int | None = None,
 ) -> list[Choice]:
     """What the recipe explores on this model and optimizer, and why; nothing is changed.
 
@@ -77,14 +79,19 @@ def choose(
         knobs: in place of the recipe's knob of the same name, or beside them.
         exclude: names of knobs of the recipe that are left out.
         stride: of averaged weights, take every stride-th step's; by default as many as leave at least 128 in a window.
+        warmup_steps: in how many steps at least the recipe's learning rates come to their peak; by default 30 % of the
+            run's, at most 300. 0 leaves schedules as they are.
 
     Raises:
-        ConfigError: `exclude` names a knob that the recipe does not have, or one that `knobs` declares.
+        ConfigError: `exclude` names a knob that the recipe does not have, or one that `knobs` declares; a warm-up that
+            is longer than the schedule.
     """
     rates = rates if rates is not None else {None: schedule or own_schedule(optimizer, total_steps)}
     pooled = len(rates) > 1
     names = rate_names or {}
-    choices = [_rate(groups, names.get(groups), course, stride, pooled) for groups, course in rates.items()]
+    choices = [
+        _rate(groups, names.get(groups), course, warmup_steps, stride, pooled) for groups, course in rates.items()
+    ]
     choices.append(_decay(optimizer, stride))
     sharded = refusals.sharded(model)
     choices += _dropouts(model, optimizer, sharded, objective)
@@ -117,8 +124,11 @@ def own_schedule(optimizer: Optimizer, total_steps: int | None, group: int | Non
     return LinearDecay(peak=peak, total_steps=total_steps, warmup=WARMUP)
 
 
-def _rate(groups: Groups, name: str | None, course: Schedule, stride: int | None, pooled: bool) -> Choice:
-    peak = max(sampled(course))
+def _rate(
+    groups: Groups, name: str | None, given: Schedule, warmup_steps: int | None, stride: int | None, pooled: bool
+) -> Choice:
+    course = _warmed_up(given, warmup_steps)
+    peak = course.highest()
     subject = "learning rate" if groups is None else f"learning rate of group {name or groups}"
     if groups is not None and peak == 0.0:
         return Choice(subject, None, "is 0, which no factor moves")
@@ -132,6 +142,8 @@ def _rate(groups: Groups, name: str | None, course: Schedule, stride: int | None
     label = f"learning_rate[{name}]" if name and groups is not None else None
     knob = LearningRate(name=label, groups=groups, schedule=course, initial_shift=shift, evidence=evidence)
     heads = f"heads for a peak of {peak:g}" if course.total_steps is not None else "follows what the optimizer is given"
+    if course(0) != given(0):
+        heads += f", warms up for {_warmup_length(given, warmup_steps)} steps, where its schedule does for fewer"
     if course.total_steps is not None and _second_window(course, course.total_steps) >= seen_ahead:
         heads += ", whose warm-up is too short to look ahead twice, which can do harm (docs/attach.md)"
     return Choice(
@@ -142,6 +154,22 @@ def _rate(groups: Groups, name: str | None, course: Schedule, stride: int | None
         + "; read off the window's own update, raised on what the last weights prove, lowered on what averaged "
         "weights prove" + ("; and among the groups by two gradients of the probe" if pooled else ""),
     )
+
+
+def _warmed_up(course: Schedule, warmup_steps: int | None) -> Schedule:
+    """A schedule whose peak is known, with a warm-up that is long enough to look ahead in."""
+    steps = _warmup_length(course, warmup_steps)
+    return course.with_warmup(steps) if steps else course
+
+
+def _warmup_length(course: Schedule, wanted: int | None) -> int:
+    """How many steps of warm-up a schedule is to have at least; 0 where nobody knows its peak."""
+    total = course.total_steps
+    if wanted is not None and (wanted < 0 or (total is not None and wanted >= total)):
+        raise ConfigError(f"warmup_steps={wanted} lies outside 0 and the {total} steps of the learning rate's schedule")
+    if total is None:
+        return 0
+    return wanted if wanted is not None else min(round(WARMUP * total), MOST_WARMUP_STEPS)
 
 
 def _second_window(course: Schedule, total_steps: int) -> float:
@@ -291,6 +319,7 @@ def recommended(
     averages: Literal["device", "host"] = "device",
     stride: int | None = None,
     noise_scale: bool = False,
+    warmup_steps: int | None = None,
 ) -> Engine:
     """An engine with the recipe we stand behind: nothing diverges, no replicas are made, one run is paid for.
 
@@ -325,6 +354,9 @@ def recommended(
         anchor, averages: where the window's first weights, and its averaged weights, are kept.
         stride: of averaged weights, take every stride-th step's; by default as many as leave at least 128 in a window.
         noise_scale: read the gradient noise scale off the micro-batches (`engine.noise_scale`).
+        warmup_steps: in how many steps at least the learning rate comes to its peak: a schedule that warms up for fewer
+            is held below a straight line (`hdet.schedules.LinearWarmup`), since a rate that is too high is seen while
+            it rises. By default 30 % of the run's steps, at most 300; 0 leaves the schedule as it is.
 
     Raises:
         ConfigError: the declaration cannot be.
@@ -339,7 +371,17 @@ def recommended(
     """
     if not isinstance(probe, Probe):
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
-    choices = choose(model, optimizer, total_steps, schedule, objective, knobs=knobs, exclude=exclude, stride=stride)
+    choices = choose(
+        model,
+        optimizer,
+        total_steps,
+        schedule,
+        objective,
+        knobs=knobs,
+        exclude=exclude,
+        stride=stride,
+        warmup_steps=warmup_steps,
+    )
     if not quiet:
         print(describe(choices, guarded=guard is not None))
     return Engine(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hdet.errors import ConfigError, StepError
 from hdet.hparams import LearningRate, Schedule
 from hdet.hparams.binding import given
-from hdet.hparams.schedule import LinearDecay, sampled
+from hdet.hparams.schedule import LinearDecay
 from hdet.overlay.attach import searched
 from hdet.recipes.recommended import WARMUP
 from hdet.replicas.in_process import check_pair, twin
@@ -167,7 +167,7 @@ def _shape(schedule: Schedule | None, length: int) -> list[float]:
     """The schedule of a trial, as a share of its peak."""
     if schedule is None:
         schedule = LinearDecay(peak=1.0, total_steps=length, warmup=WARMUP)
-    peak = max(sampled(schedule))
+    peak = schedule.highest()
     if not peak > 0.0:
         raise ConfigError("the schedule is 0 at every step; give one with a peak above 0")
     total = schedule.total_steps or length

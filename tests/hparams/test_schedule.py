@@ -14,7 +14,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hdet.errors import ConfigError
-from hdet.hparams.schedule import WSD, Constant, Cosine, FromCallable, LinearDecay, OneCycle, Replay, Schedule
+from hdet.hparams.schedule import (
+    WSD,
+    Constant,
+    Cosine,
+    FromCallable,
+    LinearDecay,
+    LinearWarmup,
+    OneCycle,
+    Replay,
+    Schedule,
+)
 
 SCHEDULES: list[Schedule] = [
     Constant(0.3),
@@ -23,6 +33,7 @@ SCHEDULES: list[Schedule] = [
     Cosine(1e-3, 50),
     LinearDecay(1e-3, 50, floor=1e-5),
     WSD(1e-3, 50),
+    LinearWarmup(Cosine(1e-3, 50, warmup=0.1), 20),
     Replay((0.1, 0.2, 0.05)),
     FromCallable("math:sqrt", total_steps=9),
 ]
@@ -115,6 +126,36 @@ def test_wsd_at_small_numbers() -> None:
     assert [WSD(4.0, total_steps=4, warmup=0.0, decay=0.0)(t) for t in range(4)] == [4.0] * 4
 
 
+@pytest.mark.parametrize(
+    ("schedule", "needed"),
+    [
+        (Cosine(0.5, 100, warmup=0.0), True),
+        (LinearDecay(0.5, 100, warmup=0.29), True),
+        (LinearDecay(0.5, 100, warmup=0.3), False),
+        (OneCycle(0.5, 100, pct_start=0.3), False),
+        (WSD(0.5, 100, warmup=0.1), True),
+        (Replay(tuple(0.1 + step / 1000 for step in range(100))), False),
+        (Replay((0.1,) * 10 + (0.5,) * 90), True),
+    ],
+)
+def test_a_warm_up_that_is_too_short_is_held_below_a_line(schedule: Schedule, needed: bool) -> None:
+    warmed = LinearWarmup(schedule, 30)
+    line = [schedule.highest() * (t + 1) / 30 for t in range(30)]
+    own = [schedule(t) for t in range(100)]
+    expected = [min(value, bound) for value, bound in zip(own[:30], line, strict=True)] + own[30:]
+    assert [warmed(t) for t in range(100)] == (expected if needed else own)
+    assert schedule.with_warmup(30) == (warmed if needed else schedule)
+    assert warmed.highest() == schedule.highest()
+
+
+def test_a_warm_up_reaches_the_peak_of_a_long_schedule_that_is_sampled() -> None:
+    """Of 100,000 steps every fiftieth is sampled; the peak lies between two of them."""
+    values = [0.1] * 100_000
+    values[149] = 0.5
+    assert LinearWarmup(Replay(tuple(values)), 300).highest() == 0.5
+    assert LinearWarmup(Replay(tuple(values)), 300)(149) == pytest.approx(0.25)
+
+
 def test_replay_gives_what_was_recorded() -> None:
     schedule = Replay((0.1, 0.2, 0.05))
     assert [schedule(t) for t in range(4)] == [0.1, 0.2, 0.05, 0.05]
@@ -189,6 +230,7 @@ def test_a_call_is_cheap(schedule: Schedule) -> None:
         (Replay, {"values": ()}, "values"),
         (Replay, {"values": (1.0, math.nan)}, "values"),
         (Constant, {"value": math.inf}, "value"),
+        (LinearWarmup, {"schedule": Constant(0.1), "steps": -1}, "steps"),
     ],
 )
 def test_errors_name_the_field(kind: type[Schedule], fields: dict[str, Any], message: str) -> None:

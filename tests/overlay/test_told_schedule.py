@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, Sequ
 import hdet
 from hdet.errors import ConfigError, StepError
 from hdet.overlay.rates import Rates
+from hdet.recipes.recommended import CAUTION
 
 
 class Trainer:
@@ -45,12 +47,13 @@ class Counting:
         return min(1.0, self.calls / 1000)
 
 
-def attached(make: Callable[[torch.optim.Optimizer], Any], per_epoch: int | None = None) -> hdet.Search:
+def attached(make: Callable[[torch.optim.Optimizer], Any], per_epoch: int | None = None, **options: Any) -> hdet.Search:
     """Four steps; `per_epoch` of them, where given, are one of the scheduler."""
     model = network()
     optimizer = adamw(model)
     scheduler = make(optimizer)
-    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, scheduler=scheduler, quiet=True, window=5)
+    options = {"warmup_steps": 0, "quiet": True, "window": 5, **options}
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, scheduler=scheduler, **options)
     for step in range(4):
         search.loss(loss_of(model, batch(step))).backward()
         optimizer.step()
@@ -106,3 +109,87 @@ def test_a_rate_that_rises_is_taken_to_go_on_and_a_probability_is_not() -> None:
         course.told = {0: [values[0]], 1: [values[1]]}
         course.tell(1, [values[1]])
         assert course.at(2) == [2.0 if entry[0] == "lr" else 0.95]
+
+
+@pytest.mark.parametrize("warm_up", [3, 8, 12, 20])
+def test_a_scheduler_that_warms_up_for_too_few_steps_is_held_below_a_line(warm_up: int) -> None:
+    """It reaches its peak at step `warm_up`; the recipe wants 12 steps, 30 % of the run's."""
+
+    def share(step: int) -> float:
+        return min(step / warm_up, 1.0 - step / 100)
+
+    schedule = attached(lambda optimizer: LambdaLR(optimizer, share), warmup_steps=None).engine.knobs[0].schedule
+    reached = max(range(STEPS), key=share)
+    peak = share(reached)
+    for step in range(4, STEPS):
+        line = peak * (step + 1) / 12 if reached < 11 and step < 12 else 1.0
+        assert schedule(step) == pytest.approx(3e-3 * min(share(step), line)), step
+    assert schedule.highest() == pytest.approx(3e-3 * peak)
+
+
+def test_a_warm_up_of_hdets_moves_all_groups_and_leaves_what_the_scheduler_wrote() -> None:
+    model = network()
+    optimizer = adamw(model)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0 - step / 100)
+    search = hdet.attach(
+        model, optimizer, probe=probe(), total_steps=STEPS, scheduler=scheduler, window=STEPS, quiet=True
+    )
+    in_force: list[list[float]] = []
+    optimizer.register_step_pre_hook(lambda *_: in_force.append([group["lr"] for group in optimizer.param_groups]))
+    for step in range(20):
+        train(model, optimizer, scheduler, search, step, step + 1)
+        left = 1.0 - (step + 1) / 100
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([3e-3 * left, 1e-3 * left])
+    shares = [min(1.0 - step / 100, (step + 1) / 12 if step < 12 else 1.0) / CAUTION for step in range(20)]
+    assert in_force == [pytest.approx([3e-3 * share, 1e-3 * share]) for share in shares]
+
+
+@pytest.mark.parametrize("stopped_at", [5, 25])
+@pytest.mark.parametrize("warm_up", [3, 16])
+def test_a_run_whose_scheduler_is_restored_first_goes_on_as_if_it_had_not_stopped(
+    stopped_at: int, warm_up: int
+) -> None:
+    """What is foreseen then is the schedule's rest, whose peak and warm-up are others."""
+
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer, LambdaLR]:
+        model = network()
+        optimizer = adamw(model)
+        return model, optimizer, LambdaLR(optimizer, lambda step: min((step + 1) / warm_up, 1.0 - step / 100))
+
+    def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: LambdaLR) -> hdet.Search:
+        return hdet.attach(
+            model, optimizer, probe=probe(), total_steps=STEPS, scheduler=scheduler, window=5, quiet=True
+        )
+
+    whole = made()
+    search = attach(*whole)
+    train(*whole, search, 0, stopped_at)
+    saved = copy.deepcopy([*(part.state_dict() for part in whole), search.state_dict()])
+    random = torch.get_rng_state()
+    train(*whole, search, stopped_at, STEPS)
+    again = made()
+    for part, state in zip(again, saved[:3], strict=True):
+        part.load_state_dict(state)
+    resumed = attach(*again)
+    resumed.load_state_dict(saved[3])
+    torch.set_rng_state(random)
+    train(*again, resumed, stopped_at, STEPS)
+    assert resumed.engine.learned == search.engine.learned
+    assert resumed.engine.learned["learning_rate"].start == search.engine.knobs[0].schedule.highest()
+    for ours, theirs in zip(again[0].parameters(), whole[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def train(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LambdaLR,
+    search: hdet.Search,
+    start: int,
+    stop: int,
+) -> None:
+    for step in range(start, stop):
+        search.loss(loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()

@@ -16,7 +16,7 @@ from hdet import Engine, Probe
 from hdet.controllers import Calibrate, Gated, Regularize
 from hdet.errors import ConfigError
 from hdet.recipes.recommended import CAUTION, choose, describe
-from hdet.schedules import Constant, Cosine, Replay, Schedule
+from hdet.schedules import Constant, Cosine, LinearDecay, LinearWarmup, OneCycle, Replay, Schedule
 
 STEPS = 100
 
@@ -186,12 +186,49 @@ def test_groups_at_rate_0_stay_there_and_the_others_are_explored() -> None:
 
 @pytest.mark.parametrize("schedule", [Constant(0.02), Cosine(0.02, STEPS, warmup=0.0), Replay([0.02] * STEPS)])
 def test_without_a_warm_up_it_begins_where_it_was_told(schedule: Schedule) -> None:
+    """The first has no end that is known; the others are asked to stay as they are."""
     model = network()
-    knob = chosen(model, adamw(model), schedule=schedule)["learning rate"]
+    kept = {} if isinstance(schedule, Constant) else {"warmup_steps": 0}
+    knob = chosen(model, adamw(model), schedule=schedule, **kept)["learning rate"]
     assert knob.initial_shift == 0.0
     assert knob.schedule == schedule
-    engine = hdet.recommended(model, adamw(model), total_steps=STEPS, probe=probe(), schedule=schedule, quiet=True)
+    options = {"total_steps": STEPS, "probe": probe(), "schedule": schedule, "quiet": True, **kept}
+    engine = hdet.recommended(model, adamw(model), **options)
     assert engine.bases["learning_rate"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("total_steps", "wanted", "expected"), [(100, None, 30), (5000, None, 300), (100, 45, 45)])
+def test_a_schedule_without_a_warm_up_is_given_one(total_steps: int, wanted: int | None, expected: int) -> None:
+    model = network()
+    schedule = Cosine(0.02, total_steps, warmup=0.0)
+    choices = choose(model, adamw(model), total_steps, schedule, warmup_steps=wanted)
+    assert f"heads for a peak of 0.02, warms up for {expected} steps, where its schedule does" in describe(choices)
+    knob = choices[0].knob
+    assert knob is not None
+    assert knob.schedule == LinearWarmup(schedule, expected)
+    assert knob.initial_shift == pytest.approx(-math.log(CAUTION))
+    engine = hdet.recommended(
+        model, adamw(model), total_steps=total_steps, probe=probe(), schedule=schedule, warmup_steps=wanted, quiet=True
+    )
+    assert engine.learned["learning_rate"].start == 0.02
+    assert engine.bases["learning_rate"] == pytest.approx(0.02 / expected / CAUTION)
+
+
+@pytest.mark.parametrize("schedule", [None, OneCycle(0.02, STEPS), Cosine(0.02, STEPS, warmup=0.5)])
+def test_a_warm_up_that_is_long_enough_stays_as_it_is(schedule: Schedule | None) -> None:
+    model = network()
+    expected = schedule or LinearDecay(0.02, STEPS, warmup=0.3)
+    choices = choose(model, adamw(model, lr=0.02), STEPS, schedule)
+    assert choices[0].knob is not None
+    assert choices[0].knob.schedule == expected
+    assert "warms up for" not in describe(choices)
+
+
+@pytest.mark.parametrize("wanted", [-1, STEPS])
+def test_a_warm_up_that_cannot_be_is_refused(wanted: int) -> None:
+    model = network()
+    with pytest.raises(ConfigError, match=f"warmup_steps={wanted} lies outside 0 and the {STEPS} steps"):
+        choose(model, adamw(model), STEPS, warmup_steps=wanted)
 
 
 def test_a_warm_up_that_starts_above_what_is_looked_ahead_to_counts_as_none() -> None:
@@ -239,7 +276,7 @@ def test_it_says_that_a_warm_up_is_too_short_to_look_ahead_twice(warmup: float, 
     """A rise over 62 steps is at a quarter of its peak in the middle of the steps 11 to 20."""
     schedule = Cosine(0.02, 1000, warmup=warmup / 1000)
     model = network()
-    said = describe(choose(model, adamw(model), 1000, schedule))
+    said = describe(choose(model, adamw(model), 1000, schedule, warmup_steps=0))
     assert ("too short to look ahead twice" in said) is short
 
 

@@ -32,6 +32,7 @@ class Recommended(Contender):
     order = 1
     uses_library = True
     guard: hdet.Rewind | None = hdet.Rewind()
+    warmup_steps: int | None = None
 
     def prepare(self, task: Task, setting: Setting) -> None:
         self.affordable_steps(task, setting)
@@ -79,6 +80,7 @@ class Recommended(Contender):
             seed=seed,
             quiet=True,
             schedule=self.schedule(setting.lr, steps),
+            warmup_steps=self.warmup_steps,
             knobs=self.knobs(model, optimizer, steps),
             guard=self.guard,
         )
