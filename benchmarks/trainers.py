@@ -1,8 +1,8 @@
 """hdet inside the trainers people use: what it makes of a wrong learning rate, and what it costs beside their own step.
 
 The small GPT of the tests trains on the bytes of Python's standard library, by each trainer's own loop, under the same
-schedule of the user's (10 % warm-up, then a straight line to 0). Printed, for each trainer and rate: the loss on text
-that neither training nor the probe sees, in nats per byte, without hdet and with it.
+schedule of the user's (a warm-up of 10 %, or --warmup, then a straight line to 0). Printed, for each trainer and rate:
+the loss on text that neither training nor the probe sees, in nats per byte, without hdet and with it.
 
     python benchmarks/trainers.py --steps 800
 
@@ -25,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -76,8 +77,9 @@ def losses(options: argparse.Namespace) -> Iterator[str]:
     for trainer in options.trainers:
         for seed in range(options.seeds):
             rates = [options.rate * factor for factor in options.factors]
-            plain = {rate: Case(rate, options.steps, seed, explored=False) for rate in (options.rate, *rates)}
-            found = {rate: Case(rate, options.steps, seed) for rate in rates}
+            made = partial(Case, steps=options.steps, seed=seed, warmup=options.warmup)
+            plain = {rate: made(rate, explored=False) for rate in (options.rate, *rates)}
+            found = {rate: made(rate) for rate in rates}
             cases = [*plain.values(), *found.values()]
             lost = {case: loss for case, (loss, _) in zip(cases, runs(trainer, cases), strict=True)}
             well_set = lost[plain[options.rate]]
@@ -109,6 +111,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-2, help="the well-set one")
     parser.add_argument("--factors", type=float, nargs="+", default=[1 / 30, 1.0, 30.0])
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--warmup", type=float, default=0.1, help="a share of the steps")
     parser.add_argument("--trainers", nargs="+", choices=[*ALONE, *ON_TWO], default=list(ALONE))
     parser.add_argument("--overhead", action="store_true", help="time a step instead")
     parser.add_argument("--repeats", type=int, default=5)

@@ -17,7 +17,6 @@ from hdet.controllers import Hold
 from hdet.spreads import TwoLevel
 
 BATCH = 16
-WARMUP = 0.1
 HELD = (
     hdet.LearningRate(controller=Hold()),
     hdet.WeightDecay(controller=Hold()),
@@ -34,11 +33,12 @@ def task(seed: int) -> TextWorkload:
 
 @dataclass(frozen=True)
 class Case:
-    """One run: how it is set, and what hdet does in it."""
+    """One run: how it is set, and what hdet does in it. `warmup` is a share of the steps."""
 
     rate: float
     steps: int
     seed: int
+    warmup: float = 0.1
     explored: bool = True
     held: bool = False
 
@@ -49,8 +49,8 @@ class Case:
         return torch.optim.AdamW(task(self.seed).groups(model), lr=self.rate, weight_decay=0.1)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
-        warmup = int(WARMUP * self.steps)
-        return LambdaLR(optimizer, lambda t: min(t / warmup, max(0.0, (self.steps - t) / (self.steps - warmup))))
+        rise = int(self.warmup * self.steps)
+        return LambdaLR(optimizer, lambda t: t / rise if t < rise else max(0.0, (self.steps - t) / (self.steps - rise)))
 
     def probe(self) -> hdet.Probe:
         return hdet.Probe(lambda model, batch: model(batch)["loss"], task(self.seed).probe)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hdet
-from trainers_parts.case import WARMUP, Batches, Case, task
+from trainers_parts.case import Batches, Case, task
 
 RANKS = 2
 WINDOW = 10
@@ -194,7 +194,7 @@ def _torchft_replicas(rank: int, case: Case) -> Ended:
 
 
 def _by_replicas(manager: Any, rank: int, case: Case, model: nn.Module, optimizer: Optimizer) -> None:
-    schedule = hdet.schedules.LinearDecay(case.rate, total_steps=case.steps, warmup=WARMUP)
+    schedule = hdet.schedules.LinearDecay(case.rate, total_steps=case.steps, warmup=case.warmup)
     spread = hdet.spreads.TwoLevel(0.0 if case.held else 0.3)
     engine = hdet.Engine(
         hdet.torchft.distribute(manager, model, optimizer, group=rank, groups=RANKS),
