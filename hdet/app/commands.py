@@ -23,7 +23,7 @@ from hdet.app.run.launching import INTERRUPTED, launch, leads, led, ranks, resta
 from hdet.app.run.runner import Run
 from hdet.app.study.command import ablate
 from hdet.app.watch import watch
-from hdet.recipes.recommended import choose, describe
+from hdet.recipes.recommended import describe
 
 WIDE = 110
 
@@ -98,7 +98,7 @@ def _run(declared: RunConfig, folder: Path, *, compare: bool, force: bool, resum
         console.print(f"{split}: {fact}", markup=False, soft_wrap=True)
     if declared.knobs is None:
         training = prepared.training
-        choices = choose(training.model, training.engine.optimizers[0], declared.steps, declared.schedule)
+        choices = declared.choices(training.model, training.engine.optimizers[0])
         console.print(describe(choices), markup=False, soft_wrap=True)
     try:
         result = prepared(compare=compare, watcher=Display(console))

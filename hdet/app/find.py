@@ -42,7 +42,7 @@ def find(
     model = workload.model()
     perturb(model, 0.0, replica=0, checkpoint=declared.start_path)
     schedule = _schedule(declared)
-    peak = declared.optimizer.lr if schedule is None else schedule.highest()
+    peak = declared.optimizer.lr if schedule is None else schedule.nominal_peak()
     optimizer = declared.optimizer.replace(lr=peak).build(workload.groups(model))
     size = declared.replicas
     estimate = rate_from_trials(

@@ -66,7 +66,7 @@ class BoundKnob:
         self._written: list[float | None] = [None] * len(self.bindings)
         total = self.schedule.total_steps
         course = sampled(self.schedule)
-        self.peak = self.schedule.highest()
+        self.peak = self.schedule.nominal_peak()
         low, high = spec.bounds
         if min(course) < low or max(course) > high:
             outside = min(course) if min(course) < low else max(course)
@@ -332,8 +332,8 @@ class BoundKnob:
         self.shift = shift
         counted = state.get("counted")
         self._counted = shift if counted is None else float(counted)
-        # A scheduler may have been restored before its course was foreseen anew: then only its rest was seen.
-        self.peak = float(state["peak"])
+        if self.schedule.total_steps is None:
+            self.peak = float(state["peak"])
         if self.spec.schedule is None:
             # What was read this time may be an optimizer loaded in the middle of the run, already shifted.
             self.schedule = Constant(self.peak)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -20,6 +20,8 @@ from hdet.hparams.recorded import recorded_course, stretched
 from hdet.record import WindowRecord
 from hdet.spec import Spec, register
 
+NEAR_PEAK = 0.95
+MUCH_EARLIER = 0.8
 SAMPLES = 2000
 """Steps at which a schedule's smallest and largest values are looked for; at every step of a run of so many."""
 
@@ -52,12 +54,12 @@ class Schedule(Spec, family="schedule"):
             ConfigError: t is negative.
         """
 
-    def highest(self) -> float:
-        """The largest value, as `sampled` sees it: the scale that a knob was set to."""
+    def nominal_peak(self) -> float:
+        """The scale that a knob was set to: the largest value, as `sampled` sees it."""
         return max(sampled(self))
 
     def with_warmup(self, steps: int) -> Schedule:
-        """This schedule, or `LinearWarmup` of it where it comes to its peak in less than `steps` steps."""
+        """`LinearWarmup` of this schedule, or the schedule itself where it warms up for long enough."""
         warmed = LinearWarmup(self, steps)
         return warmed if warmed.is_needed else self
 
@@ -277,12 +279,15 @@ class WSD(WarmedUp):
 
 @register
 class LinearWarmup(Schedule):
-    """Another schedule, with a linear warm-up of at least `steps` steps. One that has it already stays as it is;
-    one that comes to its peak earlier is held below a straight line: for t < steps
+    """Another schedule, with a linear warm-up of at least `steps` steps.
+
+    A schedule that comes near its peak much earlier (to 95 % of it before 80 % of these steps) is held below a straight
+    line: for t < steps
 
         value(t) = min(schedule(t), peak (t + 1) / steps).
 
-    The peak is the largest value of the whole schedule; of one without an end, of its first `steps` steps.
+    Any other stays as it is. The peak is the largest value of the whole schedule; of one without an end, of its first
+    `steps` steps. Where the schedule falls before the line has risen, no step has that value.
 
     >>> [LinearWarmup(Cosine(1.0, total_steps=10, warmup=0.0), 4)(t) for t in (0, 1, 2, 5)]
     [0.25, 0.5, 0.75, 0.5]
@@ -294,33 +299,44 @@ class LinearWarmup(Schedule):
     steps: int = Field(ge=0, kw_only=False)
 
     @property
+    def foreknown(self) -> bool:  # type: ignore[override]
+        """Whether the schedule's are."""
+        return self.schedule.foreknown
+
+    @property
     def total_steps(self) -> int | None:
         return self.schedule.total_steps
 
     @property
     def is_needed(self) -> bool:
-        """Whether the schedule comes to its peak in less than `steps` steps."""
-        return self._peak[1] < self.steps - 1
+        """Whether the schedule comes near its peak too early."""
+        return self._line is not None
 
-    def highest(self) -> float:
-        """The schedule's own, which may have begun to fall before the warm-up is over."""
-        return self._peak[0]
+    def nominal_peak(self) -> float:
+        """The schedule's own."""
+        return self.schedule.nominal_peak()
 
     def __call__(self, t: int) -> float:
+        t = _held(t, self.total_steps)
         value = self.schedule(t)
-        return value if t >= self.steps else held_below(value, t, self.steps, *self._peak)
+        return value if t >= self.steps or self._line is None else min(value, self._line * (t + 1))
 
     @cached_property
-    def _peak(self) -> tuple[float, int]:
-        """The largest value, and the first of the warm-up's steps that has it (or one after them)."""
+    def _line(self) -> float | None:
+        """How far the line rises in a step."""
         early = [self.schedule(t) for t in range(min(self.steps, self.total_steps or self.steps))]
-        peak = max([*sampled(self.schedule), *early])
-        return peak, early.index(peak) if peak in early else self.steps
+        return rise(early, max([*sampled(self.schedule), *early]), self.steps)
 
 
-def held_below(value: float, t: int, steps: int, peak: float, reached: int) -> float:
-    """A schedule's value at a step t < steps, held below the line to its peak if that is reached before `steps`."""
-    return min(value, peak * (t + 1) / steps) if reached < steps - 1 else value
+def rise(early: Sequence[float], peak: float, steps: int) -> float | None:
+    """How far a linear warm-up of `steps` steps rises in one; None where the schedule needs none.
+
+    Args:
+        early: the schedule's values at its first steps, `steps` of them at most.
+        peak: its largest.
+    """
+    needed = any(value >= NEAR_PEAK * peak for value in early[: int(MUCH_EARLIER * steps)])
+    return peak / steps if needed else None
 
 
 @register

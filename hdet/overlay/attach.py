@@ -96,7 +96,9 @@ def attach(
             process (`search.noise_scale`, and each window's record).
         warmup_steps: in how many steps at least the recipe's learning rates come to their peak: a schedule or scheduler
             that warms up for fewer is held below a straight line, since a rate that is too high is seen while it
-            rises. By default 30 % of the run's steps, at most 300; 0 leaves the schedule as it is.
+            rises. By default 30 % of the run's steps, at most 300; 0, and a scheduler that has made steps already,
+            leave the schedule as it is. A search that goes on has that of its checkpoint. Groups that have one rate
+            together have the warm-up of the first.
         history: a path for one JSON line a window; `hdet.History(path)` for a run that may go on with an old file.
         seed: of the designs.
         quiet: do not print what was chosen.
@@ -124,6 +126,8 @@ def attach(
     tensors.reshard(model)  # a look at the model, as a trainer has before it trains, leaves it gathered
     _end_earlier(model, optimizer)
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
+    if warmup_steps is None and follower is not None and follower.first > 0:
+        warmup_steps = 0  # a training that is under way has had its warm-up
     with ExitStack() as undo:
         split = SplitGroups(model, optimizer, rates) if isinstance(rates, Mapping) else None
         if split is not None:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 
 from hdet.errors import ConfigError
 from hdet.hparams import Schedule
-from hdet.hparams.schedule import held_below
+from hdet.hparams.schedule import rise
 from hdet.replicas.parallel import world
 
 Row = Sequence[float]
@@ -31,7 +31,9 @@ class Course:
             nothing is foreseen.
         steps_between: optimizer steps between two steps of the scheduler.
         steps_each: scheduler steps made then.
-        peaks: of each group, the highest foreseen value and the first step that has it.
+        peaks: of each group, the highest foreseen value.
+        warmup_steps: of the warm-up that `Told.with_warmup` asks for. A run that goes on has it from its checkpoint.
+        lines: how far this warm-up rises in a step, by group; None where a group needs none.
         warms_up: whether values that have just risen are taken to go on rising, as a rate's in a warm-up. Of a
             probability, as Adam's betas are, they are not: it could leave its domain.
     """
@@ -45,10 +47,11 @@ class Course:
         warms_up: bool = True,
     ) -> None:
         self.told: dict[int, list[float]] = {0: list(first)}
-        self.forecast = [list(row) for row in forecast]
+        self._foresee(forecast)
+        self.warmup_steps = 0
+        self.lines: list[float | None] = []
         self.steps_between = steps_between
         self.steps_each = steps_each
-        self.peaks = self._peaks()
         self.warms_up = warms_up
         self._last = 0  # the last step told
         self._position = 0
@@ -82,10 +85,16 @@ class Course:
         """The values after that many steps of the scheduler; the last of them once it has ended."""
         return self.forecast[min(max(position, 0), len(self.forecast) - 1)]
 
-    def _peaks(self) -> list[tuple[float, int]]:
-        columns = zip(*self.forecast, strict=True)
-        tops = [(max(column), column.index(max(column))) for column in columns]
-        return [(top, position * self.steps_between // self.steps_each) for top, position in tops]
+    def warm_up(self, steps: int) -> None:
+        """The warm-up that `Told.with_warmup` asks for has so many steps."""
+        ticks = (step // self.steps_between * self.steps_each for step in range(steps))
+        early = zip(*(self.foreseen(tick) for tick in ticks), strict=True)
+        self.warmup_steps = steps
+        self.lines = [rise(column, peak, steps) for column, peak in zip(early, self.peaks, strict=False)]
+
+    def _foresee(self, forecast: Sequence[Row]) -> None:
+        self.forecast = [list(row) for row in forecast]
+        self.peaks = [max(column) for column in zip(*self.forecast, strict=True)]
 
     def tell(self, step: int, values: Row, position: int = 0) -> None:
         """The values at a step are these, and the scheduler has made `position` steps."""
@@ -105,30 +114,34 @@ class Course:
             "forecast": torch.tensor(self.forecast, dtype=torch.float64),
             "position": self._position,
             "moved_at": self._moved_at,
+            "warmup_steps": self.warmup_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.told = {int(step): list(values) for step, values in state["told"].items()}
         self._last = max(self.told)
-        self.forecast = state["forecast"].tolist()
-        self.peaks = self._peaks()
+        self._foresee(state["forecast"].tolist())
+        self.warm_up(int(state.get("warmup_steps", 0)))
         self._position, self._moved_at = int(state["position"]), int(state["moved_at"])
 
 
 class Told(Schedule):
-    """One parameter group's part of a course, where it is foreseen with a warm-up of at least `warmup_steps`."""
+    """One parameter group's part of a course.
+
+    Args:
+        warmed: held below a line for as many steps as the course says, where it comes near its peak too early.
+    """
 
     kind = "told"
     _course: Course = PrivateAttr()
     _group: int = PrivateAttr()
     _total_steps: int | None = PrivateAttr()
-    _warmup_steps: int = PrivateAttr()
+    _warmed: bool = PrivateAttr()
 
-    def __init__(self, course: Course, group: int, total_steps: int | None, warmup_steps: int = 0) -> None:
+    def __init__(self, course: Course, group: int, total_steps: int | None, warmed: bool = False) -> None:
         super().__init__()
-        self._course, self._group, self._total_steps = course, group, total_steps
-        self._warmup_steps = warmup_steps if course.forecast else 0
+        self._course, self._group, self._total_steps, self._warmed = course, group, total_steps, warmed
 
     @property
     def course(self) -> Course:
@@ -145,19 +158,22 @@ class Told(Schedule):
         """How far the course is foreseen; None where it is not."""
         return self._total_steps
 
-    def highest(self) -> float:
-        """What the scheduler will have written at most, as far as it is foreseen."""
-        return self._course.peaks[self._group][0] if self._course.forecast else super().highest()
+    def nominal_peak(self) -> float:
+        """The most that the scheduler will have written, as far as it is foreseen."""
+        return self._course.peaks[self._group] if self._course.forecast else super().nominal_peak()
 
     def with_warmup(self, steps: int) -> Told:
-        """Each step asks whether it is needed: a run that goes on has its peak from the checkpoint."""
-        return Told(self._course, self._group, self._total_steps, steps)
+        """Of all groups of the course that ask for one, this is the warm-up."""
+        self._course.warm_up(steps)
+        return Told(self._course, self._group, self._total_steps, warmed=True)
 
     def __call__(self, t: int) -> float:
         """The value at step t."""
         value = self._course.at(t)[self._group]
-        steps = self._warmup_steps
-        return value if t >= steps else held_below(value, t, steps, *self._course.peaks[self._group])
+        if not self._warmed or t >= self._course.warmup_steps:
+            return value
+        line = self._course.lines[self._group]
+        return value if line is None else min(value, line * (t + 1))
 
 
 class Follower:

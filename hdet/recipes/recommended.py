@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,15 +83,14 @@ def choose(
             run's, at most 300. 0 leaves schedules as they are.
 
     Raises:
-        ConfigError: `exclude` names a knob that the recipe does not have, or one that `knobs` declares; a warm-up that
-            is longer than the schedule.
+        ConfigError: `exclude` names a knob that the recipe does not have, or one that `knobs` declares; `warmup_steps`
+            is no number of steps within the run, or there is no schedule whose peak is known.
     """
     rates = rates if rates is not None else {None: schedule or own_schedule(optimizer, total_steps)}
     pooled = len(rates) > 1
     names = rate_names or {}
-    choices = [
-        _rate(groups, names.get(groups), course, warmup_steps, stride, pooled) for groups, course in rates.items()
-    ]
+    least = _warmup_steps(warmup_steps, total_steps, rates.values())
+    choices = [_rate(groups, names.get(groups), course, least, stride, pooled) for groups, course in rates.items()]
     choices.append(_decay(optimizer, stride))
     sharded = refusals.sharded(model)
     choices += _dropouts(model, optimizer, sharded, objective)
@@ -125,10 +124,12 @@ def own_schedule(optimizer: Optimizer, total_steps: int | None, group: int | Non
 
 
 def _rate(
-    groups: Groups, name: str | None, given: Schedule, warmup_steps: int | None, stride: int | None, pooled: bool
+    groups: Groups, name: str | None, course: Schedule, warmup_steps: int, stride: int | None, pooled: bool
 ) -> Choice:
-    course = _warmed_up(given, warmup_steps)
-    peak = course.highest()
+    as_given = course
+    if course.total_steps is not None:
+        course = course.with_warmup(warmup_steps)
+    peak = course.nominal_peak()
     subject = "learning rate" if groups is None else f"learning rate of group {name or groups}"
     if groups is not None and peak == 0.0:
         return Choice(subject, None, "is 0, which no factor moves")
@@ -142,10 +143,10 @@ def _rate(
     label = f"learning_rate[{name}]" if name and groups is not None else None
     knob = LearningRate(name=label, groups=groups, schedule=course, initial_shift=shift, evidence=evidence)
     heads = f"heads for a peak of {peak:g}" if course.total_steps is not None else "follows what the optimizer is given"
-    if course(0) != given(0):
-        heads += f", warms up for {_warmup_length(given, warmup_steps)} steps, where its schedule does for fewer"
+    if any(course(step) != as_given(step) for step in range(warmup_steps)):
+        heads += f" by a warm-up of {warmup_steps} steps, which its schedule has not"
     if course.total_steps is not None and _second_window(course, course.total_steps) >= seen_ahead:
-        heads += ", whose warm-up is too short to look ahead twice, which can do harm (docs/attach.md)"
+        heads += "; its warm-up is too short to look ahead twice, which can do harm (docs/attach.md)"
     return Choice(
         subject,
         complete(knob, None, diverge=False),
@@ -156,20 +157,23 @@ def _rate(
     )
 
 
-def _warmed_up(course: Schedule, warmup_steps: int | None) -> Schedule:
-    """A schedule whose peak is known, with a warm-up that is long enough to look ahead in."""
-    steps = _warmup_length(course, warmup_steps)
-    return course.with_warmup(steps) if steps else course
+def _warmup_steps(wanted: int | None, total_steps: int | None, courses: Iterable[Schedule]) -> int:
+    """The least number of steps in which learning rates are to come to their peaks.
 
-
-def _warmup_length(course: Schedule, wanted: int | None) -> int:
-    """How many steps of warm-up a schedule is to have at least; 0 where nobody knows its peak."""
-    total = course.total_steps
-    if wanted is not None and (wanted < 0 or (total is not None and wanted >= total)):
-        raise ConfigError(f"warmup_steps={wanted} lies outside 0 and the {total} steps of the learning rate's schedule")
-    if total is None:
-        return 0
-    return wanted if wanted is not None else min(round(WARMUP * total), MOST_WARMUP_STEPS)
+    Raises:
+        ConfigError: the number is none, or does not lie within the run, or no peak is known.
+    """
+    known = [course.total_steps for course in courses if course.total_steps is not None]
+    total = min([*known, *([total_steps] if total_steps is not None else [])], default=0)
+    if wanted is None:
+        return min(round(WARMUP * total), MOST_WARMUP_STEPS) if known else 0
+    if not isinstance(wanted, int) or isinstance(wanted, bool):
+        raise ConfigError(f"warmup_steps is a number of optimizer steps, got {wanted!r}")
+    if wanted and not known:
+        raise ConfigError("warmup_steps leads to the peak of a schedule, and of one without an end nobody knows it")
+    if not (wanted == 0 or 0 < wanted < total):
+        raise ConfigError(f"warmup_steps={wanted} lies outside 0 and the {total} steps of the run and its schedule")
+    return wanted
 
 
 def _second_window(course: Schedule, total_steps: int) -> float:
@@ -354,8 +358,8 @@ def recommended(
         anchor, averages: where the window's first weights, and its averaged weights, are kept.
         stride: of averaged weights, take every stride-th step's; by default as many as leave at least 128 in a window.
         noise_scale: read the gradient noise scale off the micro-batches (`engine.noise_scale`).
-        warmup_steps: in how many steps at least the learning rate comes to its peak: a schedule that warms up for fewer
-            is held below a straight line (`hdet.schedules.LinearWarmup`), since a rate that is too high is seen while
+        warmup_steps: in how many steps at least the learning rate comes to its peak: a schedule that warms up for much
+            fewer is held below a straight line (`hdet.schedules.LinearWarmup`), since a rate that is too high is seen while
             it rises. By default 30 % of the run's steps, at most 300; 0 leaves the schedule as it is.
 
     Raises:

@@ -167,7 +167,7 @@ def _shape(schedule: Schedule | None, length: int) -> list[float]:
     """The schedule of a trial, as a share of its peak."""
     if schedule is None:
         schedule = LinearDecay(peak=1.0, total_steps=length, warmup=WARMUP)
-    peak = schedule.highest()
+    peak = schedule.nominal_peak()
     if not peak > 0.0:
         raise ConfigError("the schedule is 0 at every step; give one with a peak above 0")
     total = schedule.total_steps or length

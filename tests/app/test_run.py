@@ -407,6 +407,13 @@ def test_plain_training_follows_a_knobs_own_schedule(tmp_path: Path) -> None:
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
 
 
+def test_plain_training_follows_the_schedule_that_hdet_would_warm_up() -> None:
+    short = {**DIGITS, "schedule": {"kind": "cosine", "warmup": 0.0}}
+    configs = (RunConfig.from_dict({**short, "knobs": knobs}) for knobs in ("recommended", []))
+    one, two = (train_plain(config, config.task.build(seed=0, batch_size=8), Watcher()) for config in configs)
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+
+
 def test_compare_trains_again_without_hdet_now_or_later(finished: Path, tmp_path: Path) -> None:
     phases: list[str] = []
 

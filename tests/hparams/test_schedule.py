@@ -34,6 +34,7 @@ SCHEDULES: list[Schedule] = [
     LinearDecay(1e-3, 50, floor=1e-5),
     WSD(1e-3, 50),
     LinearWarmup(Cosine(1e-3, 50, warmup=0.1), 20),
+    LinearWarmup(Cosine(1e-3, 50, warmup=0.1), 60),
     Replay((0.1, 0.2, 0.05)),
     FromCallable("math:sqrt", total_steps=9),
 ]
@@ -130,29 +131,39 @@ def test_wsd_at_small_numbers() -> None:
     ("schedule", "needed"),
     [
         (Cosine(0.5, 100, warmup=0.0), True),
-        (LinearDecay(0.5, 100, warmup=0.29), True),
+        (LinearDecay(0.5, 100, warmup=0.2), True),
         (LinearDecay(0.5, 100, warmup=0.3), False),
         (OneCycle(0.5, 100, pct_start=0.3), False),
         (WSD(0.5, 100, warmup=0.1), True),
         (Replay(tuple(0.1 + step / 1000 for step in range(100))), False),
         (Replay((0.1,) * 10 + (0.5,) * 90), True),
+        (Replay((0.5,) * 70 + (math.nextafter(0.5, 1.0),) * 30), True),
+        (Replay((0.49,) * 70 + (0.5,) * 30), True),
     ],
 )
 def test_a_warm_up_that_is_too_short_is_held_below_a_line(schedule: Schedule, needed: bool) -> None:
     warmed = LinearWarmup(schedule, 30)
-    line = [schedule.highest() * (t + 1) / 30 for t in range(30)]
+    line = [schedule.nominal_peak() / 30 * (t + 1) for t in range(30)]
     own = [schedule(t) for t in range(100)]
     expected = [min(value, bound) for value, bound in zip(own[:30], line, strict=True)] + own[30:]
     assert [warmed(t) for t in range(100)] == (expected if needed else own)
     assert schedule.with_warmup(30) == (warmed if needed else schedule)
-    assert warmed.highest() == schedule.highest()
+    assert schedule.with_warmup(0) == schedule
+    assert warmed.nominal_peak() == schedule.nominal_peak()
+    assert warmed.foreknown is schedule.foreknown
+
+
+def test_a_warm_up_of_a_schedule_without_an_end_leads_to_its_first_peak() -> None:
+    warmed = LinearWarmup(Constant(0.1), 4)
+    assert [warmed(t) for t in range(6)] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+    with pytest.raises(ConfigError, match="step 0; asked for step -1"):
+        warmed(-1)
 
 
 def test_a_warm_up_reaches_the_peak_of_a_long_schedule_that_is_sampled() -> None:
     """Of 100,000 steps every fiftieth is sampled; the peak lies between two of them."""
     values = [0.1] * 100_000
     values[149] = 0.5
-    assert LinearWarmup(Replay(tuple(values)), 300).highest() == 0.5
     assert LinearWarmup(Replay(tuple(values)), 300)(149) == pytest.approx(0.25)
 
 

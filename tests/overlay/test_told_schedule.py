@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from attach_parts import STEPS, adamw, batch, loss_of, network, probe
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, SequentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, LambdaLR, SequentialLR
 
 import hdet
 from hdet.errors import ConfigError, StepError
 from hdet.overlay.rates import Rates
+from hdet.overlay.told_schedule import Course, Told
 from hdet.recipes.recommended import CAUTION
 
 
@@ -112,19 +113,56 @@ def test_a_rate_that_rises_is_taken_to_go_on_and_a_probability_is_not() -> None:
 
 
 @pytest.mark.parametrize("warm_up", [3, 8, 12, 20])
-def test_a_scheduler_that_warms_up_for_too_few_steps_is_held_below_a_line(warm_up: int) -> None:
+def test_a_scheduler_that_warms_up_for_too_few_steps_is_held_below_a_line(
+    warm_up: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It reaches its peak at step `warm_up`; the recipe wants 12 steps, 30 % of the run's."""
 
     def share(step: int) -> float:
         return min(step / warm_up, 1.0 - step / 100)
 
-    schedule = attached(lambda optimizer: LambdaLR(optimizer, share), warmup_steps=None).engine.knobs[0].schedule
-    reached = max(range(STEPS), key=share)
-    peak = share(reached)
+    options = {"warmup_steps": None, "quiet": False}
+    schedule = attached(lambda optimizer: LambdaLR(optimizer, share), **options).engine.knobs[0].schedule
+    peak, needed = max(share(step) for step in range(STEPS)), warm_up <= 8
     for step in range(4, STEPS):
-        line = peak * (step + 1) / 12 if reached < 11 and step < 12 else 1.0
+        line = peak * (step + 1) / 12 if needed and step < 12 else 1.0
         assert schedule(step) == pytest.approx(3e-3 * min(share(step), line)), step
-    assert schedule.highest() == pytest.approx(3e-3 * peak)
+    assert schedule.nominal_peak() == pytest.approx(3e-3 * peak)
+    assert ("by a warm-up of 12 steps" in capsys.readouterr().out) is needed
+
+
+@pytest.mark.parametrize(("between", "each"), [(4, 1), (1, 2)])
+def test_a_warm_up_is_counted_in_optimizer_steps(between: int, each: int) -> None:
+    """As that of a scheduler stepped once in four, and of Accelerate's on two ranks. Steps 9 and 10 of 12 are late."""
+    for reached, needed in ((8, True), (12, False)):
+        shares = [min(1.0, step / reached) for step in range(0, STEPS, between) for _ in range(each)]
+        course = Course([shares[0]], [[share] for share in shares], between, each)
+        warmed = Told(course, 0, STEPS).with_warmup(12)
+        assert (warmed(reached) < 1.0) is needed
+        assert warmed(20) == 1.0
+
+
+def test_periodic_rates_that_drift_upwards_are_held() -> None:
+    """Torch's cosine works out each rate from the one before, so that each period's peak is a little higher."""
+    schedule = (
+        attached(lambda optimizer: CosineAnnealingLR(optimizer, T_max=5), warmup_steps=12).engine.knobs[0].schedule
+    )
+    assert schedule(10) == pytest.approx(3e-3 * 11 / 12)
+
+
+def test_a_training_that_is_under_way_is_not_warmed_up_again() -> None:
+    model = network()
+    optimizer = adamw(model)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0 - step / 100)
+    optimizer.step()
+    scheduler.step()
+    options = {"probe": probe(), "total_steps": STEPS, "scheduler": scheduler, "quiet": True}
+    search = hdet.attach(model, optimizer, **options)
+    knob = search.engine.knobs[0]
+    assert knob.schedule(0) == pytest.approx(0.99 * 3e-3)
+    assert knob.spec.initial_shift == 0.0
+    asked_for = hdet.attach(model, optimizer, warmup_steps=12, **options)
+    assert asked_for.engine.knobs[0].schedule(0) == pytest.approx(0.99 * 3e-3 / 12)
 
 
 def test_a_warm_up_of_hdets_moves_all_groups_and_leaves_what_the_scheduler_wrote() -> None:
@@ -144,40 +182,75 @@ def test_a_warm_up_of_hdets_moves_all_groups_and_leaves_what_the_scheduler_wrote
     assert in_force == [pytest.approx([3e-3 * share, 1e-3 * share]) for share in shares]
 
 
+@pytest.mark.parametrize("again_with", [None, 9])
 @pytest.mark.parametrize("stopped_at", [5, 25])
 @pytest.mark.parametrize("warm_up", [3, 16])
 def test_a_run_whose_scheduler_is_restored_first_goes_on_as_if_it_had_not_stopped(
-    stopped_at: int, warm_up: int
+    warm_up: int, stopped_at: int, again_with: int | None
 ) -> None:
-    """What is foreseen then is the schedule's rest, whose peak and warm-up are others."""
-
-    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer, LambdaLR]:
-        model = network()
-        optimizer = adamw(model)
-        return model, optimizer, LambdaLR(optimizer, lambda step: min((step + 1) / warm_up, 1.0 - step / 100))
-
-    def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: LambdaLR) -> hdet.Search:
-        return hdet.attach(
-            model, optimizer, probe=probe(), total_steps=STEPS, scheduler=scheduler, window=5, quiet=True
-        )
-
-    whole = made()
+    """What is foreseen then is the schedule's rest, whose peak is another; the warm-up is the checkpoint's."""
+    whole = begun(warm_up)
     search = attach(*whole)
     train(*whole, search, 0, stopped_at)
-    saved = copy.deepcopy([*(part.state_dict() for part in whole), search.state_dict()])
+    saved = saved_at(*whole, search)
     random = torch.get_rng_state()
     train(*whole, search, stopped_at, STEPS)
-    again = made()
-    for part, state in zip(again, saved[:3], strict=True):
-        part.load_state_dict(state)
-    resumed = attach(*again)
-    resumed.load_state_dict(saved[3])
+    again = begun(warm_up, saved)
+    resumed = attach(*again, warmup_steps=again_with)
+    resumed.load_state_dict(saved[-1])
     torch.set_rng_state(random)
     train(*again, resumed, stopped_at, STEPS)
     assert resumed.engine.learned == search.engine.learned
-    assert resumed.engine.learned["learning_rate"].start == search.engine.knobs[0].schedule.highest()
+    assert resumed.engine.learned["learning_rate"].start == search.engine.knobs[0].schedule.nominal_peak()
     for ours, theirs in zip(again[0].parameters(), whole[0].parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_search_of_a_version_that_saw_to_no_warm_up_goes_on_without() -> None:
+    whole = begun(3)
+    search = attach(*whole, warmup_steps=0)
+    train(*whole, search, 0, 5)
+    saved = saved_at(*whole, search)
+    (course,) = (course for course in courses_in(saved[-1]) if course["forecast"].numel())
+    del course["warmup_steps"]
+    again = begun(3)  # the scheduler is restored after the search
+    resumed = attach(*again)
+    assert resumed.engine.knobs[0].schedule(5) < 2e-3
+    resumed.load_state_dict(saved[-1])
+    for part, state in zip(again, saved[:-1], strict=True):
+        part.load_state_dict(state)
+    assert resumed.engine.knobs[0].schedule(5) == pytest.approx(0.95 * 3e-3)
+
+
+def courses_in(state: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(state, dict):
+        if "forecast" in state:
+            yield state
+        for value in state.values():
+            yield from courses_in(value)
+
+
+Made = tuple[torch.nn.Module, torch.optim.Optimizer, LambdaLR]
+
+
+def begun(warm_up: int, saved: Sequence[Any] = ()) -> Made:
+    model = network()
+    optimizer = adamw(model)
+    made = model, optimizer, LambdaLR(optimizer, lambda step: min((step + 1) / warm_up, 1.0 - step / 100))
+    for part, state in zip(made, saved, strict=False):
+        part.load_state_dict(state)
+    return made
+
+
+def attach(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: LambdaLR, **options: Any
+) -> hdet.Search:
+    options = {"probe": probe(), "total_steps": STEPS, "window": 5, "quiet": True, **options}
+    return hdet.attach(model, optimizer, scheduler=scheduler, **options)
+
+
+def saved_at(*parts: Any) -> list[Any]:
+    return copy.deepcopy([part.state_dict() for part in parts])
 
 
 def train(

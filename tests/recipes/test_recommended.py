@@ -202,7 +202,7 @@ def test_a_schedule_without_a_warm_up_is_given_one(total_steps: int, wanted: int
     model = network()
     schedule = Cosine(0.02, total_steps, warmup=0.0)
     choices = choose(model, adamw(model), total_steps, schedule, warmup_steps=wanted)
-    assert f"heads for a peak of 0.02, warms up for {expected} steps, where its schedule does" in describe(choices)
+    assert f"heads for a peak of 0.02 by a warm-up of {expected} steps, which its schedule has not" in describe(choices)
     knob = choices[0].knob
     assert knob is not None
     assert knob.schedule == LinearWarmup(schedule, expected)
@@ -221,14 +221,34 @@ def test_a_warm_up_that_is_long_enough_stays_as_it_is(schedule: Schedule | None)
     choices = choose(model, adamw(model, lr=0.02), STEPS, schedule)
     assert choices[0].knob is not None
     assert choices[0].knob.schedule == expected
-    assert "warms up for" not in describe(choices)
+    assert "by a warm-up" not in describe(choices)
 
 
-@pytest.mark.parametrize("wanted", [-1, STEPS])
-def test_a_warm_up_that_cannot_be_is_refused(wanted: int) -> None:
+def test_a_warm_up_is_of_the_run_where_the_schedule_is_longer() -> None:
     model = network()
-    with pytest.raises(ConfigError, match=f"warmup_steps={wanted} lies outside 0 and the {STEPS} steps"):
+    schedule = Cosine(0.02, 10_000, warmup=0.0)
+    assert chosen(model, adamw(model), schedule=schedule)["learning rate"].schedule == LinearWarmup(schedule, 30)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (-1, f"warmup_steps=-1 lies outside 0 and the {STEPS} steps"),
+        (STEPS, f"warmup_steps={STEPS} lies outside 0 and the {STEPS} steps"),
+        (0.3, "warmup_steps is a number of optimizer steps, got 0.3"),
+        (True, "warmup_steps is a number of optimizer steps, got True"),
+    ],
+)
+def test_a_warm_up_that_cannot_be_is_refused(wanted: Any, message: str) -> None:
+    model = network()
+    with pytest.raises(ConfigError, match=message):
         choose(model, adamw(model), STEPS, warmup_steps=wanted)
+
+
+def test_a_warm_up_to_a_peak_that_nobody_knows_is_refused() -> None:
+    model = network()
+    with pytest.raises(ConfigError, match="of one without an end nobody knows it"):
+        choose(model, adamw(model), STEPS, Constant(0.02), warmup_steps=20)
 
 
 def test_a_warm_up_that_starts_above_what_is_looked_ahead_to_counts_as_none() -> None:

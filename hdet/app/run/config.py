@@ -21,7 +21,7 @@ from hdet.evidence import Divergent, Evidence
 from hdet.hparams import Knob, LearningRate, Schedule
 from hdet.hparams.schedule import LinearDecay
 from hdet.merging import Mean, Merge
-from hdet.recipes.recommended import WARMUP, choose
+from hdet.recipes.recommended import WARMUP, Choice, choose
 from hdet.spec import Spec, lookup
 from hdet.windows import GrowingWindow, Windows
 
@@ -49,6 +49,7 @@ class RunConfig(Spec):
         merge: how the replicas become one.
         guard: goes back where training went wrong; `rewind` where the knobs are recommended ones.
         clip: the largest norm of a replica's gradient; `None` leaves gradients as they are.
+        warmup_steps: of the recommended learning rate, at least, as of `hdet.recommended`; 0 leaves the schedule alone.
         start: the path of a checkpoint, such as another run's `model.pt`, whose model the run sets out from.
             `{task}` and `{seed}` in it stand for the task's kind and the run's seed.
         noise: of a warm noisy start, relative to the weights' norms; see `hdet.perturb`.
@@ -77,6 +78,7 @@ class RunConfig(Spec):
     merge: Merge = Mean()
     guard: Guard | None = None
     clip: float | None = Field(default=None, gt=0.0)
+    warmup_steps: int | None = Field(default=None, ge=0)
     start: str | None = None
     noise: float = Field(default=0.0, ge=0.0, le=1.0)
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -119,6 +121,15 @@ class RunConfig(Spec):
         return device
 
     @model_validator(mode="after")
+    def _warms_up_the_recommended(self) -> RunConfig:
+        if self.warmup_steps is not None and self.knobs is not None:
+            raise ValueError(
+                "warmup_steps is of the recommended learning rate, and knobs are listed; give the run's schedule a "
+                "warm-up, or {kind: linear_warmup, steps: ..., schedule: ...}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _schedules_suffice(self) -> RunConfig:
         declared = [("schedule", self.schedule)]
         for index, knob in enumerate(self.knobs or ()):
@@ -150,10 +161,19 @@ class RunConfig(Spec):
         """The task's data and models, loaded."""
         return self.task.build(seed=self.seed, batch_size=self.batch_size, device=self.device)
 
-    def explored(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Knob]:
+    def choices(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, warmup_steps: int | None = None
+    ) -> list[Choice]:
+        """What the recipe explores, where no knobs are listed."""
+        steps = self.warmup_steps if warmup_steps is None else warmup_steps
+        return choose(model, optimizer, self.steps, self.schedule, warmup_steps=steps)
+
+    def explored(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, warmup_steps: int | None = None
+    ) -> list[Knob]:
         """The knobs, recommended ones chosen; learning rates without a schedule of their own given the run's."""
         if self.knobs is None:
-            choices = choose(model, optimizer, self.steps, self.schedule)
+            choices = self.choices(model, optimizer, warmup_steps)
             return [choice.knob for choice in choices if choice.knob is not None]
         return [
             knob.replace(schedule=self.schedule)
@@ -194,4 +214,6 @@ def _completed(schedule: str | Mapping[str, Any], run: Mapping[str, Any]) -> dic
     for name in PEAKS:
         if name in known:
             fields.setdefault(name, optimizer.lr)
+    if isinstance(fields.get("schedule"), (str, Mapping)):
+        fields["schedule"] = _completed(fields["schedule"], run)
     return fields

@@ -19,7 +19,7 @@ def train_plain(config: RunConfig, workload: Workload, watcher: Watcher) -> torc
     model = workload.model()
     perturb(model, 0.0, replica=0, checkpoint=config.start_path)
     optimizer = config.optimizer.build(workload.groups(model))
-    knobs = config.explored(model, optimizer)
+    knobs = config.explored(model, optimizer, warmup_steps=0)  # the schedule as it was declared
     groups = unexplored_groups(knobs, model, optimizer)
     of_model = [knob for knob in knobs if knob.acts_on != "merge"]
     scheduled = [(knob.bind(model, optimizer), knob.schedule) for knob in of_model if knob.schedule is not None]

@@ -18,7 +18,7 @@ from hdet.document import dump, parse
 from hdet.errors import ConfigError
 from hdet.hparams.schedule import LinearDecay
 from hdet.merges import Mean
-from hdet.schedules import Constant, Cosine, OneCycle
+from hdet.schedules import Constant, Cosine, LinearWarmup, OneCycle
 from hdet.spreads import OneSided
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.yaml"
@@ -87,6 +87,10 @@ def test_divergent_evidence_and_local_gradients_take_copies() -> None:
         ("one_cycle", OneCycle(0.02, total_steps=40)),
         ("constant", Constant(0.02)),
         (Cosine(1.0, total_steps=50), Cosine(1.0, total_steps=50)),
+        (
+            {"kind": "linear_warmup", "steps": 9, "schedule": "cosine"},
+            LinearWarmup(Cosine(0.02, total_steps=40), 9),
+        ),
         (None, None),
     ],
 )
@@ -116,6 +120,20 @@ def test_the_runs_schedule_moves_with_learning_rates_that_have_none() -> None:
     )
     schedules = [knob.schedule for knob in explored(config)]
     assert schedules == [config.schedule, own, None]
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(None, 12), (20, 20), (0, 0)])
+def test_the_recommended_rate_is_warmed_up(steps: int | None, expected: int) -> None:
+    own = {**SMALL, "knobs": None, "schedule": {"kind": "cosine", "warmup": 0.0}, "warmup_steps": steps}
+    config = RunConfig.from_dict(own)
+    (rate,) = (knob for knob in explored(config) if isinstance(knob, hdet.LearningRate))
+    assert config.schedule is not None
+    assert rate.schedule == config.schedule.with_warmup(expected)
+
+
+def test_a_warm_up_beside_listed_knobs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="warmup_steps is of the recommended learning rate, and knobs are listed"):
+        RunConfig.from_dict({**SMALL, "warmup_steps": 20})
 
 
 def test_overrides_and_seed_come_last(tmp_path: Path) -> None:
