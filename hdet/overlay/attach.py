@@ -95,7 +95,7 @@ def attach(
         noise_scale: read the gradient noise scale off the micro-batches of each step, where they are at least 2, in one
             process (`search.noise_scale`, and each window's record).
         warmup_steps: in how many steps at least the recipe's learning rates come to their peak: a schedule or scheduler
-            that warms up for fewer is held below a straight line, since a rate that is too high is seen while it
+            that warms up for much fewer is held below a straight line, since a rate that is too high is seen while it
             rises. By default 30 % of the run's steps, at most 300; 0, and a scheduler that has made steps already,
             leave the schedule as it is. A search that goes on has that of its checkpoint. Groups that have one rate
             together have the warm-up of the first.

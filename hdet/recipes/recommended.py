@@ -359,8 +359,8 @@ def recommended(
         stride: of averaged weights, take every stride-th step's; by default as many as leave at least 128 in a window.
         noise_scale: read the gradient noise scale off the micro-batches (`engine.noise_scale`).
         warmup_steps: in how many steps at least the learning rate comes to its peak: a schedule that warms up for much
-            fewer is held below a straight line (`hdet.schedules.LinearWarmup`), since a rate that is too high is seen while
-            it rises. By default 30 % of the run's steps, at most 300; 0 leaves the schedule as it is.
+            fewer is held below a straight line (`hdet.schedules.LinearWarmup`), since a rate that is too high is seen
+            while it rises. By default 30 % of the run's steps, at most 300; 0 leaves the schedule as it is.
 
     Raises:
         ConfigError: the declaration cannot be.
