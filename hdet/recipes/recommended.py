@@ -144,7 +144,7 @@ def _rate(
     knob = LearningRate(name=label, groups=groups, schedule=course, initial_shift=shift, evidence=evidence)
     heads = f"heads for a peak of {peak:g}" if course.total_steps is not None else "follows what the optimizer is given"
     if any(course(step) != as_given(step) for step in range(warmup_steps)):
-        heads += f" by a warm-up of {warmup_steps} steps, which its schedule has not"
+        heads += f" by a warm-up of {warmup_steps} steps, longer than its schedule's"
     if course.total_steps is not None and _second_window(course, course.total_steps) >= seen_ahead:
         heads += "; its warm-up is too short to look ahead twice, which can do harm (docs/attach.md)"
     return Choice(

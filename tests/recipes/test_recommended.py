@@ -202,7 +202,7 @@ def test_a_schedule_without_a_warm_up_is_given_one(total_steps: int, wanted: int
     model = network()
     schedule = Cosine(0.02, total_steps, warmup=0.0)
     choices = choose(model, adamw(model), total_steps, schedule, warmup_steps=wanted)
-    assert f"heads for a peak of 0.02 by a warm-up of {expected} steps, which its schedule has not" in describe(choices)
+    assert f"heads for a peak of 0.02 by a warm-up of {expected} steps, longer than its schedule's" in describe(choices)
     knob = choices[0].knob
     assert knob is not None
     assert knob.schedule == LinearWarmup(schedule, expected)
