@@ -305,8 +305,7 @@ def _leading(found: Rates, total_steps: int | None, groups: Groups) -> int:
     """The group that a factor of several is measured at: the first of them with a rate above 0 at some time."""
     peaks = found.read(RATE)
     if found.follower is not None and total_steps is not None:
-        course = found.course(RATE, total_steps)
-        peaks = [max(column) for column in zip(*course.forecast, strict=True)]
+        peaks = found.course(RATE, total_steps).peaks
     chosen = range(len(peaks)) if groups is None else (groups,) if isinstance(groups, int) else groups
     indices = [index for index in chosen if isinstance(index, int)]
     return next((index for index in indices if peaks[index] > 0.0), indices[0])
