@@ -5,8 +5,8 @@
 
 The recipe drives the learning rate along each, from a tenth of, at and ten times the best fixed rate. It lengthens a
 warm-up that is too short; "as given" does not (`warmup_steps=0`). Beside it is the same schedule without hdet, at that
-start. Regret is the test loss above that of the search benchmark's fixed cosine
-at the best rate, of the same seed. One JSON file a run lies under --out; a run that has its file is not made again.
+start. Regret is the test loss above that of the search benchmark's fixed cosine at the best rate, of the same seed.
+One JSON file a run lies under --out; a run that has its file is not made again.
 """
 
 from __future__ import annotations

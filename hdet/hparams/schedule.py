@@ -325,7 +325,7 @@ class LinearWarmup(Schedule):
     def _line(self) -> float | None:
         """How far the line rises in a step."""
         early = [self.schedule(t) for t in range(min(self.steps, self.total_steps or self.steps))]
-        return rise(early, max([*sampled(self.schedule), *early]), self.steps)
+        return rise(early, max([self.schedule.nominal_peak(), *early]), self.steps)
 
 
 def rise(early: Sequence[float], peak: float, steps: int) -> float | None:

@@ -163,7 +163,7 @@ class Told(Schedule):
         return self._course.peaks[self._group] if self._course.forecast else super().nominal_peak()
 
     def with_warmup(self, steps: int) -> Told:
-        """Of all groups of the course that ask for one, this is the warm-up."""
+        """The course takes note of it, whose state goes into a checkpoint: all of its groups that ask have the same."""
         self._course.warm_up(steps)
         return Told(self._course, self._group, self._total_steps, warmed=True)
 

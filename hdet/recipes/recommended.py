@@ -171,7 +171,7 @@ def _warmup_steps(wanted: int | None, total_steps: int | None, courses: Iterable
         raise ConfigError(f"warmup_steps is a number of optimizer steps, got {wanted!r}")
     if wanted and not known:
         raise ConfigError("warmup_steps leads to the peak of a schedule, and of one without an end nobody knows it")
-    if not (wanted == 0 or 0 < wanted < total):
+    if not 0 <= wanted < max(1, total):
         raise ConfigError(f"warmup_steps={wanted} lies outside 0 and the {total} steps of the run and its schedule")
     return wanted
 
