@@ -103,6 +103,11 @@ class Rates:
                     f"once an optimizer step, its T_0 in optimizer steps, or give hdet.attach schedule=None, which "
                     f"follows what it writes and never looks ahead"
                 )
+            if min(held) < 0.0:
+                raise StepError(
+                    f"{type(scheduler).__name__} has gone below 0 at step {step}: the learning rates are {held}; let "
+                    f"it end at 0, as by max(0.0, ...)"
+                )
             raise StepError(
                 f"the learning rates at step {step} are {held}, where {type(self.follower.scheduler).__name__} would "
                 f"have put {expected}: something else writes them too; give hdet.attach schedule=None, which follows "

@@ -239,7 +239,10 @@ class Follower:
                 scheduler.step()
             except ValueError:  # OneCycleLR refuses to go beyond its end
                 break
-            rows.append(read(shadow))
+            row = read(shadow)
+            if self.first and min(row) < 0.0:  # on a resume it is simulated beyond the end of the run
+                break
+            rows.append(row)
         self._refuse_counting(functions, first)
         return rows
 

@@ -188,7 +188,7 @@ def test_a_warm_up_of_hdets_moves_all_groups_and_leaves_what_the_scheduler_wrote
 def test_a_run_whose_scheduler_is_restored_first_goes_on_as_if_it_had_not_stopped(
     warm_up: int, stopped_at: int, again_with: int | None
 ) -> None:
-    """What is foreseen then is the schedule's rest, whose peak is another; the warm-up is the checkpoint's."""
+    """What is foreseen is its rest and, beyond the run's end, rates below 0; peak and warm-up are the checkpoint's."""
     whole = begun(warm_up)
     search = attach(*whole)
     train(*whole, search, 0, stopped_at)
@@ -219,7 +219,24 @@ def test_a_search_of_a_version_that_saw_to_no_warm_up_goes_on_without() -> None:
     resumed.load_state_dict(saved[-1])
     for part, state in zip(again, saved[:-1], strict=True):
         part.load_state_dict(state)
-    assert resumed.engine.knobs[0].schedule(5) == pytest.approx(0.95 * 3e-3)
+    assert resumed.engine.knobs[0].schedule(5) == pytest.approx((1.0 - 5 / STEPS) * 3e-3)
+
+
+def test_a_scheduler_that_goes_below_0_within_the_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"learning_rate: its schedule reaches -0.00138\d*, outside the bounds"):
+        attached(lambda made: LambdaLR(made, lambda step: 1.0 - 1.5 * step / STEPS), warmup_steps=0)
+
+
+def test_a_scheduler_under_way_that_comes_below_0_is_refused_there() -> None:
+    model = network()
+    optimizer = adamw(model)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0 - step / 6)
+    optimizer.step()
+    scheduler.step()
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, scheduler=scheduler, quiet=True)
+    train(model, optimizer, scheduler, search, 1, 6)
+    with pytest.raises(StepError, match=r"LambdaLR has gone below 0 at step 6: .*-0.0005"):
+        train(model, optimizer, scheduler, search, 6, 9)
 
 
 def courses_in(state: Any) -> Iterator[dict[str, Any]]:
@@ -236,7 +253,7 @@ Made = tuple[torch.nn.Module, torch.optim.Optimizer, LambdaLR]
 def begun(warm_up: int, saved: Sequence[Any] = ()) -> Made:
     model = network()
     optimizer = adamw(model)
-    made = model, optimizer, LambdaLR(optimizer, lambda step: min((step + 1) / warm_up, 1.0 - step / 100))
+    made = model, optimizer, LambdaLR(optimizer, lambda step: min((step + 1) / warm_up, 1.0 - step / STEPS))
     for part, state in zip(made, saved, strict=False):
         part.load_state_dict(state)
     return made
