@@ -29,7 +29,7 @@ class Regularize(Ruled):
     | veto | forbids |
     |---|---|
     | `AgreesNow` | a move that the closed window's own slope opposes |
-    | `NeedsGap` | to raise, unless held-out and training loss differ |
+    | `NeedsGap` | to raise above the schedule as given, unless the model overfits |
     | `KeepsGap` | to lower, while the model overfits |
     | `NotEarly` | to raise above the schedule as given, before weights have learnt something |
     | `WithinSpan` | to raise beyond what was measured |

@@ -290,9 +290,8 @@ class Cycle:
         else:
             self.restores += 1
             faults.append(recovery.restore(self.plan, self.anchor))
-            self._forget_averages()
             self._tell_of_copies(self.merger.restored())
-            self._forget_values()
+            self._forget_weights()
             if self.watch is not None:
                 moves = recovery.retreat(self.knobs, bases, self._context(window, None))
         noise = self.noise.read() if self.noise is not None else None
@@ -429,12 +428,16 @@ class Cycle:
         went_back = recovery.guarded(self.plan, self.watch, harvest, bases, ahead, context)
         if went_back is not None:
             self.met = went_back.alike
-            self._forget_averages()
             self.merger.forget()
-            self._forget_values()
-            for collector in self.collectors:
-                collector.forget()
+            self._forget_weights()
         return went_back
+
+    def _forget_weights(self) -> None:
+        """The weights are earlier ones again: nothing is kept of those since."""
+        self._forget_averages()
+        self._forget_values()
+        for collector in self.collectors:
+            collector.forget()
 
     def _refuse_to_go_on(self, closed: WindowLosses, bases: dict[str, float]) -> None:
         if self.restores > MAX_RESTORES:

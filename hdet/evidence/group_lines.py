@@ -21,7 +21,7 @@ from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Log, Relative, Space
 from hdet.replicas import gradients, tensors
-from hdet.signals.probe import flat
+from hdet.signals.probe import differentiable, flat
 from hdet.spec import register
 
 
@@ -200,7 +200,7 @@ class GroupSlopes:
         """What each of the probe's batches gives; asked for when the one before has been differentiated."""
         probe, model = self.scene.probe, self.scene.replicas.hosts[0][0]
         for batch in probe.draw(self.harvest.window.index):
-            yield flat(probe.loss(model, batch))
+            yield differentiable(flat(probe.loss(model, batch)))
 
     @torch.no_grad()
     def _add_product(self, row: Tensor, number: int, gradient: Tensor) -> None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.engine.engine import Engine
@@ -132,6 +132,7 @@ def attach(
         split = SplitGroups(model, optimizer, rates) if isinstance(rates, Mapping) else None
         if split is not None:
             undo.callback(split.undo)
+        undo.callback(_share_again, optimizer, _shared_rates(optimizer, rates, schedule))
         found = Rates(optimizer, follower, driven=follower is None and schedule is not None)
         length = total_steps if follower is not None else None
 
@@ -250,6 +251,29 @@ def _end_earlier(model: nn.Module, optimizer: Optimizer) -> None:
                 f"take the other's steps for the model's own; put all parameters into groups of one optimizer, or "
                 f"detach the other search first"
             )
+
+
+def _shared_rates(optimizer: Optimizer, rates: Any, schedule: Any) -> list[Any]:
+    """What each group holds as its rate, as the same tensor where several share it.
+
+    Raises:
+        ConfigError: the loop may write a tensor that groups share, and these are to have rates of their own.
+    """
+    held = [group["lr"] for group in optimizer.param_groups]
+    shared = len({id(rate) for rate in held}) < len([rate for rate in held if isinstance(rate, Tensor)])
+    if shared and rates != "together" and schedule is None:
+        raise ConfigError(
+            "parameter groups share one tensor as their learning rate, and under rates= each has a rate of its own; "
+            "give every group a tensor of its own, or let a torch scheduler (scheduler=) or hdet's schedule drive them"
+        )
+    return held
+
+
+def _share_again(optimizer: Optimizer, held: list[Any]) -> None:
+    """Groups that shared a tensor share it again."""
+    for group, rate in zip(optimizer.param_groups, held, strict=False):
+        if isinstance(rate, Tensor):
+            group["lr"] = rate
 
 
 def _follower(

@@ -17,7 +17,7 @@ from hdet.engine.engine import Engine
 from hdet.engine.tally import Losses
 from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.hparams import LearningRate
-from hdet.overlay.hooks import Hook
+from hdet.overlay.hooks import Hook, first_after_step
 from hdet.overlay.lent_bindings import Lending, put_back
 from hdet.overlay.rates import rates
 from hdet.overlay.told_schedule import Course, Told
@@ -184,7 +184,7 @@ class Exploration:
         self._hooks = []
         for _, optimizer in self.replicas.hosts:
             self._hooks.append(optimizer.register_step_pre_hook(Hook(self._before_step)))
-            self._hooks.append(optimizer.register_step_post_hook(Hook(self._after_step)))
+            self._hooks.append(first_after_step(optimizer, Hook(self._after_step)))
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._lending.take_out_update(optimizer)  # if the step before raised

@@ -1,4 +1,4 @@
-"""The four torch hooks by which a search rides on a training loop that knows nothing of it."""
+"""The torch hooks by which a search rides on a training loop that knows nothing of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hdet.errors import StepError
 from hdet.hparams.clipping import clipping_of
@@ -26,6 +27,7 @@ class Rider(Protocol):
     def forward_failed(self) -> None: ...
     def before_step(self) -> None: ...
     def after_step(self) -> None: ...
+    def before_saving(self) -> None: ...
 
 
 class Hook:
@@ -63,7 +65,7 @@ def _idle_hook() -> Callable[..., None]:
 
 
 class Hooks:
-    """Forward pre-hook and hook of the root module, step pre-hook and post-hook of the optimizer.
+    """Forward pre-hook and hook of the root module; step pre-hook and post-hook of the optimizer, and its saving.
 
     A forward pass counts where the root module trains and gradients are enabled. What autograd runs again in backward
     (activation checkpointing) does not, nor does evaluation, nor a call that the model makes of itself.
@@ -79,7 +81,8 @@ class Hooks:
             root.register_forward_pre_hook(Hook(self._before_forward), prepend=True),
             root.register_forward_hook(Hook(self._after_forward), always_call=True),
             optimizer.register_step_pre_hook(Hook(self._before_step)),
-            optimizer.register_step_post_hook(Hook(self._after_step)),
+            first_after_step(optimizer, Hook(self._after_step)),
+            optimizer.register_state_dict_pre_hook(Hook(self._before_saving)),
         ]
         if (clipping := clipping_of(optimizer)) is not None:
             clipping.come_last()
@@ -140,6 +143,9 @@ class Hooks:
     def _after_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
         self._rider.after_step()
 
+    def _before_saving(self, optimizer: Optimizer) -> None:
+        self._rider.before_saving()
+
     def _closed(self, closure: Closure) -> Closure:
         """The user's closure, and then what comes before a step: it runs forward and backward inside the step."""
 
@@ -158,6 +164,14 @@ class Hooks:
             return loss
 
         return closed
+
+
+def first_after_step(optimizer: Optimizer, act: Hook) -> RemovableHandle:
+    """A step post-hook before those that the optimizer has: one of them may step a scheduler."""
+    handle = optimizer.register_step_post_hook(act)
+    hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
+    hooks.move_to_end(handle.id, last=False)
+    return handle
 
 
 def _calls_itself(module: nn.Module) -> bool:

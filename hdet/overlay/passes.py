@@ -185,11 +185,26 @@ class Passes:
             return
         task = torch._C._current_graph_task_id()
         if heard.backward is None:
+            if heard.number and self._were_dropped():
+                self._drop_before(heard)
             heard.backward = task
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._after_backward, heard))
         elif heard.backward != task:
             # A second one adds to gradients that were looked at: what the step would teach is left out.
             self.whole = False
+
+    def _drop_before(self, heard: Pass) -> None:
+        """Gradients were dropped between a pass's forward and its backward: the passes before it lead to no step.
+
+        It becomes the first, and teaches nothing of its own: it ran forward as another one's replica.
+        """
+        for replica in self._engine.replicas[: self.entered]:
+            if replica is not heard.replica:
+                self._engine.cycle.miss(replica)
+        self.losses.keep_as_first(heard.number)
+        heard.number, self.begun, self.entered = 0, 1, int(heard.replica is not None)
+        self.whole, self.missed = False, True
+        self.dropped += 1
 
     def _after_backward(self, heard: Pass) -> None:
         if self._current is heard:

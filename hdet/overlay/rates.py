@@ -7,11 +7,14 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.errors import StepError
+from hdet.errors import ConfigError, StepError
 from hdet.overlay.told_schedule import Course, Follower
+from hdet.user_warning import warn
 
 Entry = tuple[str, int | None]
 RATE: Entry = ("lr", None)
+UNMOVED = 10
+"""Steps that a scheduler was to have made, after which it is said that it has made none."""
 
 
 class Rates:
@@ -65,6 +68,8 @@ class Rates:
         for entry, course in self.courses.items():
             foreseen = course.at(step)
             if entry == RATE and self.follower is not None and course.forecast:
+                if step not in course.told:
+                    self._notice_standing(self.follower, course, step)
                 course.tell(step, self._followed(course, step), self.follower.position)
             else:
                 course.tell(step, self.read(entry))
@@ -115,6 +120,16 @@ class Rates:
             )
         return held
 
+    def _notice_standing(self, follower: Follower, course: Course, step: int) -> None:
+        """Say it once where the scheduler has made no step, though it was to have made several."""
+        due = step == UNMOVED * follower.steps_between and course.foreseen(0) != course.foreseen(UNMOVED)
+        if due and not follower.position:
+            warn(
+                f"{type(follower.scheduler).__name__} has made no step in {step} optimizer steps, and hdet looks ahead "
+                f"as if it made one in every {follower.steps_between}: where the loop steps it once an epoch, give "
+                f"hdet.attach scheduler_every=, the optimizer steps of an epoch"
+            )
+
     def _refuse_moved(self) -> None:
         held = self.read(RATE)
         if held != self._first:
@@ -130,6 +145,11 @@ class Rates:
         if key not in group:
             return 0.0
         held = group[key] if item is None else group[key][item]
+        if held is None:
+            raise ConfigError(
+                f"parameter group {index} has {key}=None, so the optimizer works its own value out, which hdet cannot "
+                f"move; give it a number, as by Adafactor(lr=1e-3, relative_step=False), or attach to another optimizer"
+            )
         if isinstance(held, Tensor) and held.device.type != "cpu" and entry in self.courses:
             return self.courses[entry].latest[index]  # reading would wait for the device
         return float(held)

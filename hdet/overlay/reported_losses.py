@@ -49,6 +49,15 @@ class ReportedLosses:
         self._losses.pop(number, None)
         self._weights.pop(number, None)
 
+    def keep_as_first(self, number: int) -> None:
+        """Those of one pass alone are left, which has become the first of the step."""
+        losses, weights = self._losses, self._weights
+        self.clear()
+        if number in losses:
+            self._losses[0] = losses[number]
+        if number in weights:
+            self._weights[0] = weights[number]
+
     def clear(self) -> None:
         """The step is over."""
         self._losses, self._weights = {}, {}
@@ -92,7 +101,8 @@ class ReportedLosses:
             warn(
                 f"the first training loss is {reported:.4g} where the probe's loss at the same weights is "
                 f"{held_out:.4g}; rules that compare the two (weight decay, dropout at 0) are misled where they are on "
-                f"different scales: give search.loss(...) the mean over the micro-batch, of the same loss"
+                f"different scales: give search.loss(...) the mean over the micro-batch, of the same loss; "
+                f"and a probe's loss is the lower the better, unlike an accuracy"
             )
         divided_twice = math.isclose(multiplied * (1 if self.divided else passes), 1.0, rel_tol=0.02)
         if passes > 1 and min(left, abs(off)) < math.log(NEAR) and divided_twice:

@@ -113,6 +113,7 @@ class Riding:
         """A training pass begins, or goes on: several forwards to one backward are one pass."""
         if self._busy or self.passes.under_way:
             return
+        self.lending.take_out_update()  # if the step before raised
         self._follow()
         self.passes.begin()
         if self.passes.dropped == STEPLESS:
@@ -164,6 +165,11 @@ class Riding:
             self.passes.begin_step()
             self.passes.dropped = 0
         self._tell(record)
+
+    def before_saving(self) -> None:
+        """The optimizer's state is asked for: where a step raised, hdet's values are still in force."""
+        if self._stepping:
+            self.lending.take_out_update()
 
     # -- how a step is made -----------------------------------------------------------------------
 

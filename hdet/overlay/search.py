@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from hdet.engine import snapshot
 from hdet.engine.engine import Engine
 from hdet.engine.noise_scale import NoiseScale
-from hdet.errors import CheckpointError
+from hdet.errors import CheckpointError, StepError
 from hdet.history import History, WindowRecord
 from hdet.hparams.learned import Learned
 from hdet.overlay.hooks import Hooks, Output
@@ -90,7 +90,16 @@ class Search(AbstractContextManager["Search"]):
         """Say what the training loss of the pass under way is, and get it back: `search.loss(loss).backward()`.
 
         Only needed where the model does not return it. It is the mean over the micro-batch, on the probe's scale.
+
+        Raises:
+            StepError: it is no tensor of one number.
         """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise StepError(
+                f"search.loss takes the training loss, a tensor of one number, and returns it for backward; got {got}: "
+                f"give it the mean over the micro-batch, before .item()"
+            )
         self._riding.losses.note(self._riding.passes.number, loss)
         return loss
 

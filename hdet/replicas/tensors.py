@@ -55,9 +55,15 @@ def parameters(model: nn.Module) -> list[Tensor]:
 
 
 def can_move(walk: Walk, optimizer: Optimizer) -> list[tuple[nn.Parameter, bool]]:
-    """Each of a model's parameters, and whether training can change it: it is trained, or the optimizer holds it."""
+    """Each of a model's parameters, and whether training can change it: it is trained, or the optimizer holds it.
+
+    Integers, as of quantised weights, have no gradient whoever holds them.
+    """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return [(parameter, parameter.requires_grad or id(parameter) in held) for parameter in walk.every()]
+    return [
+        (own, own.requires_grad or (id(own) in held and (own.is_floating_point() or own.is_complex())))
+        for own in walk.every()
+    ]
 
 
 def moving_parameters(model: nn.Module, optimizer: Optimizer, walk: Walk | None = None) -> list[nn.Parameter]:
@@ -279,15 +285,25 @@ def substituted(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator
 
 
 @contextmanager
+def cast_anew() -> Iterator[None]:
+    """Autocast casts weights anew inside the block and after it: what it holds of an enclosing block is of others."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextmanager
 def evaluating(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
     """Eval mode inside the block; afterwards each submodule is as it was, however mixed they were.
 
-    The weights are those that the optimizer evaluates (`evaluated_weights`).
+    The weights are those that the optimizer evaluates (`evaluated_weights`), also where autocast is on.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with evaluated_weights(model, optimizer):
+        with evaluated_weights(model, optimizer), cast_anew():
             yield
     finally:
         reshard(model)  # else the next forward would take the weights gathered here

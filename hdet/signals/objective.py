@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hdet.errors import ConfigError, StepError
+from hdet.replicas.tensors import cast_anew
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Objective:
         Raises:
             StepError: it is no scalar.
         """
-        value = self.loss(model, batch)
+        with cast_anew():
+            value = self.loss(model, batch)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise StepError(f"the objective's loss must return one number, as the loop's own does; got {shape}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ class Probe:
     Args:
         loss: `loss(model, batch)`, the mean loss of one sub-batch as a 0-dim tensor, or several sub-batches' at
             once as a 1-dim tensor (one forward pass for all is the cheapest). It must be the loss you care
-            about: no label smoothing, no auxiliary terms.
+            about, differentiable and the lower the better: no accuracy, no label smoothing, no auxiliary terms.
         batches: batches that make up J >= 2 sub-batches of equal size, or a function from the window's number
             to them (fresh ones each window; it must return the same on every process). Data the model does not
             train on. Eight sub-batches do well; their scatter gives the standard errors.
@@ -42,6 +42,11 @@ class Probe:
     def __post_init__(self) -> None:
         if not callable(self.loss):
             raise ConfigError(f"loss must be callable as loss(model, batch), got {type(self.loss).__name__}")
+        if isinstance(self.batches, Iterator):
+            raise ConfigError(
+                f"a probe's batches are gone through in every window, and a {type(self.batches).__name__} only once; "
+                f"give a list of them, or a function from the window's number to them"
+            )
         if not callable(self.batches) and not len(self.batches):
             raise ConfigError("a probe needs batches; got none")
         if self.at not in ("last", "average"):
@@ -75,6 +80,20 @@ def checked(losses: Sequence[Tensor]) -> list[Tensor]:
             "the probe has 1 sub-batch and needs at least 2 to know its standard error; split its batch, say in 8"
         )
     return found
+
+
+def differentiable(loss: Tensor) -> Tensor:
+    """The same; it can be differentiated.
+
+    Raises:
+        StepError: it cannot.
+    """
+    if not loss.requires_grad:
+        raise StepError(
+            "the probe's loss has no gradient, which the evidence of a knob needs: give hdet.Probe a differentiable "
+            "loss, the lower the better, and no metric such as accuracy"
+        )
+    return loss
 
 
 def flat(value: Tensor) -> Tensor:

@@ -80,8 +80,15 @@ def test_a_model_that_fits_both_alike_is_not_held_back_more() -> None:
     regularize = rule(min_gap=0.05)
     assert move(regularize, slope(-1.0), loss=1.91) == 0.0
     assert move(regularize, slope(-1.0), loss=2.09) == 0.0
-    assert move(regularize, slope(-1.0), loss=2.11) == pytest.approx(0.1), "training loss is of another kind"
     assert move(regularize, slope(-1.0), loss=1.89) == pytest.approx(0.1)
+
+
+def test_a_training_loss_above_the_held_out_one_tells_of_no_overfitting() -> None:
+    """As under dropout: a decay that was lowered comes back, and goes no further than what was set."""
+    regularize = rule(min_gap=0.05)
+    assert move(regularize, slope(-1.0), loss=2.11) == 0.0
+    assert move(regularize, slope(-1.0), loss=2.11, shift=-0.04) == pytest.approx(0.04)
+    assert move(regularize, slope(-1.0), loss=2.11, shift=-0.4) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("way", [1.0, -1.0])

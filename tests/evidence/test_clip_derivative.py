@@ -142,6 +142,18 @@ def test_the_slope_is_that_of_training_again(name: str, warm: int, loss: Any) ->
     assert slope(records[-1]) == pytest.approx(want, rel=1e-4)
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("warm", [0, 2 * T])
+def test_a_decay_in_the_gradient_is_squared_by_adam_with_it(warm: int, maximize: bool) -> None:
+    """But for how this decay would have answered, which the recursion leaves out."""
+
+    def make(model: Vector) -> Optimizer:
+        return Adam(model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.3, maximize=maximize)
+
+    records = train(engine_of(make, windows=1 + warm // T), warm + T)
+    assert slope(records[-1]) == pytest.approx(difference(make, warm, noisy), rel=0.04)
+
+
 def test_slopes_are_in_the_knobs_own_coordinate() -> None:
     (by_log,) = train(engine_of(MAKES["momentum"]), T)
     (by_unit,) = train(engine_of(MAKES["momentum"], space=hdet.spaces.Linear(0.1), bounds=(0.1, 10.0)), T)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 import pytest
@@ -51,6 +52,19 @@ def test_steps_with_a_backward_outside_the_block_are_left_out(horizon: int, recw
     estimate = engine.history.windows[0].estimates["a"]
     assert estimate["slope"] == pytest.approx(24 * ONE_STEP * secant(), rel=1e-4)
     assert len(recwarn) == 1
+
+
+def test_nothing_is_remembered_of_weights_that_are_gone() -> None:
+    """Before they were NaN they may have blown up, and such gradients would outweigh all that follow."""
+    engine = make([knob(evidence=Contrast(horizon=20))], window=12, windows=4)
+    train(engine, 12)
+    assert engine.cycle.collectors[0].record.explored == 12
+    for step in range(13, 25):
+        with torch.no_grad():
+            next(engine.hosts[0][0].parameters()).fill_(math.nan)
+        train(engine, step)
+    assert [fault["kind"] for fault in engine.history.latest[-1].faults][-1] == "restored"
+    assert engine.cycle.collectors[0].record.explored == 0
 
 
 def test_a_backward_inside_it_is_not(recwarn: pytest.WarningsRecorder) -> None:

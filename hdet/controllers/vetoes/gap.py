@@ -60,14 +60,23 @@ class _Gap(Veto):
 
 @register
 class NeedsGap(_Gap):
-    """Raise only where held-out and training loss differ: a model that fits both alike needs no more restraint.
+    """Raise only where held-out loss is above training loss: a model that does not overfit needs no more restraint.
 
-    A training loss above the held-out one is of another kind (dropout, label smoothing, a penalty) and forbids nothing.
+    A training loss above the held-out one is of another kind (dropout, label smoothing, a penalty), or of a window in
+    which the loss fell fast. It tells of no overfitting, so a raise then ends at the schedule as given (a shift of 0).
     Both losses must be known, and on one scale: a held-out loss that is above the training loss by a quarter of itself
     in the first window shows one that was divided by the number of micro-batches.
 
     Args:
         min_gap: smallest |held-out loss - training loss|, as a share of the held-out loss.
+
+    >>> veto, raising = NeedsGap(), Estimate(slope=-0.1, stderr=0.01, level=1.0)
+    >>> for loss in (0.9, 1.0, 1.1):
+    ...     context = Context(loss=loss, shift=-0.1)
+    ...     print(veto.allow(0.5, veto.observe(veto.start(), raising, context), raising, context))
+    0.5
+    0.0
+    0.1
     """
 
     min_gap: float = Field(default=0.02, ge=0, le=1)
@@ -75,7 +84,9 @@ class NeedsGap(_Gap):
     def allow(self, move: float, state: GapState, estimate: Estimate, context: Context) -> float:
         if move <= 0:
             return move
-        return move if self._is_known(state, estimate, context) and abs(state.mean) >= self.min_gap else 0.0
+        if not self._is_known(state, estimate, context) or abs(state.mean) < self.min_gap:
+            return 0.0
+        return move if state.mean > 0 else min(move, max(0.0, -context.shift))
 
 
 @register

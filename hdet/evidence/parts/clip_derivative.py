@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from hdet.evidence.parts.preconditioner import without_waiting
+from hdet.evidence.parts.preconditioner import decoupled, without_waiting
 from hdet.evidence.parts.weight_derivative import LEAST_ROOT, Trace, Value
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.clipping import clipping_of
@@ -74,7 +74,11 @@ class ClipTrace(Trace):
         torch._foreach_add_(first, changes, alpha=1.0 - beta1)
         second = [self.second[n] for n in self._stepping]
         torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, gradients, changes, value=2.0 * sign * (1.0 - beta2))
+        squared = list(torch._foreach_mul(gradients, sign))
+        if not decoupled(self.optimizer, group):  # what is squared has the decay in it
+            weights = [tensors.wide(tensors.local(self.parameters[n].detach())) for n in self._stepping]
+            torch._foreach_add_(squared, weights, alpha=float(group["weight_decay"]))
+        torch._foreach_addcmul_(second, squared, changes, value=2.0 * (1.0 - beta2))
 
     def _follow_buffer(self, group: dict[str, Any], first: list[Tensor], changes: list[Tensor]) -> None:
         """SGD: buf' <- mu buf' + (1 - dampening) g', and the first buffer is the gradient itself."""

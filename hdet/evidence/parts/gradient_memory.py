@@ -284,9 +284,10 @@ class Traces(Memory):
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device, size: int, same_window: bool) -> None:
         self.forget()
-        # A process holds its own replicas' part of the sums; unless every one has its own back, all start anew.
+        # A process holds its own replicas' part of the sums; unless every one has its own back, all start anew. So they
+        # do where a checkpoint has left the tensors out: counts without their sums would pass for evidence.
         own = state["replicas"] == [replica.index for replica in self.replicas.local]
-        own = own and (state["traces"] is None or state["traces"].shape[-1] == size)
+        own = own and (state["explored"] == 0 if state["traces"] is None else state["traces"].shape[-1] == size)
         known = self.replicas.gather(torch.full((len(self.replicas.local), 1), float(own), device=device))
         if not (known == 1.0).all():
             return

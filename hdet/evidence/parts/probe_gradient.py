@@ -12,7 +12,7 @@ from torch.optim import SGD
 from hdet.evidence.parts.preconditioner import preconditioner
 from hdet.evidence.scene import Scene
 from hdet.replicas import gradients, tensors
-from hdet.signals.probe import checked, flat
+from hdet.signals.probe import checked, differentiable, flat
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def aim(scene: Scene, window: int, rate: float | None = None) -> Aim | None:
 
     def each() -> Iterator[Tensor]:
         for batch in scene.probe.draw(window):
-            loss = flat(scene.probe.loss(model, batch))
+            loss = differentiable(flat(scene.probe.loss(model, batch)))
             losses.append(loss.detach())
             yield loss.sum()
 

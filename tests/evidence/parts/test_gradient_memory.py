@@ -340,6 +340,18 @@ def test_traces_outlive_the_window() -> None:
     assert judged(whole) == judged(second)
 
 
+def test_without_its_sums_a_state_starts_anew() -> None:
+    """As from a checkpoint that leaves the tensors out: the counts alone would pass for evidence."""
+    first, second = traces(), traces()
+    feed(first, course(17), range(17))
+    state = {**first.state_dict(), "traces": None, "block": None, "weights": None}
+    second.load_state_dict(state, torch.device("cpu"), SIZE, same_window=False)
+    assert second.explored == 0
+    assert not second.blocks.any()
+    feed(second, course(4), range(4))
+    assert judged(second) == {}
+
+
 def test_another_number_of_replicas_starts_anew() -> None:
     first, second = traces(4), traces(2)
     feed(first, course(16), range(16))

@@ -1,0 +1,209 @@
+"""Loops that call forward, backward and step in an order or a place of their own, or fail in between."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from attach_parts import STEPS, adamw, batch, loss_of, network, probe
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+import hdet
+from hdet.errors import ConfigError, StepError
+
+
+def attached(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> hdet.Search:
+    return hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True, **options)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_step_inside_autocast_is_judged_by_the_weights_that_it_moves(within: bool) -> None:
+    """Autocast keeps the weights' low-precision copies to the end of its outermost block."""
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer, exclude=("dropout",))
+    for step in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = search.loss(loss_of(model, batch(step)))
+            if within:
+                loss.backward()
+                optimizer.step()
+        if not within:
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    slopes = [record.estimates["learning_rate"]["slope"] for record in search.history]
+    assert len(set(slopes)) > 4
+    assert search.shifts["learning_rate"].factor > 1.5
+
+
+@pytest.mark.parametrize("micro_batches", [None, 1])
+@pytest.mark.parametrize("cleared", ["between", "after"])
+def test_a_step_left_out_is_none_wherever_gradients_are_cleared(cleared: str, micro_batches: int | None) -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer, micro_batches=micro_batches)
+    iterations = left_out = 0
+    while not search.finished:
+        sound = iterations == 0 or iterations % 6 > 0
+        loss = loss_of(model, batch(iterations)) * (1.0 if sound else math.nan)
+        search.loss(loss)
+        if cleared == "between":
+            optimizer.zero_grad()
+        loss.backward()
+        if sound:
+            optimizer.step()
+        left_out += not sound
+        if cleared == "after":
+            optimizer.zero_grad()
+        iterations += 1
+    assert left_out >= 6
+    assert iterations == STEPS + left_out
+    assert len(search.engine.replicas) == 1
+    assert not [fault for record in search.history for fault in record.faults]
+    assert all(math.isfinite(record.loss) for record in search.history)
+
+
+def test_passes_before_gradients_are_cleared_are_no_micro_batches() -> None:
+    """A scaler that skips the first steps, where gradients are cleared between forward and backward."""
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer)
+    for iteration in range(8):
+        loss = search.loss(loss_of(model, batch(iteration)))
+        optimizer.zero_grad()
+        loss.backward()
+        if iteration > 2:
+            optimizer.step()
+    assert len(search.engine.replicas) == 1
+    assert search.engine.step_count == 5
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_scheduler_that_a_hook_steps_drives_the_rate(knows: bool) -> None:
+    model = network()
+    optimizer = adamw(model)
+    scheduler = ExponentialLR(optimizer, 0.9)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    search = attached(model, optimizer, **({"scheduler": scheduler} if knows else {"schedule": None}))
+    for step in range(10):
+        search.loss(loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(3e-3 * 0.9**10)
+
+
+@pytest.mark.parametrize("driven", [False, True])
+def test_a_step_that_raises_leaves_nothing_of_hdets_behind(driven: bool) -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer, **({} if driven else {"schedule": None}))
+    fails = False
+
+    def fail(*_: Any) -> None:
+        if fails:
+            raise MemoryError("while it steps")
+
+    optimizer.register_step_pre_hook(fail)
+    for step in range(10):
+        search.loss(loss_of(model, batch(step))).backward()
+        fails = step == 6
+        if fails:
+            with pytest.raises(MemoryError):
+                optimizer.step()
+            assert [group["lr"] for group in optimizer.state_dict()["param_groups"]] == [3e-3, 1e-3]
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert search.engine.step_count == 9
+    assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 1e-3]
+
+
+def test_a_rate_that_groups_share_is_shared_again() -> None:
+    model = network()
+    rate = torch.tensor(3e-3)
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[3].parameters())}]
+    optimizer = torch.optim.AdamW(groups, lr=rate)
+    with pytest.raises(ConfigError, match=r"parameter groups share one tensor as their learning rate"):
+        attached(model, optimizer, rates="groups", schedule=None)
+    with attached(model, optimizer, rates="groups") as search:
+        for step in range(STEPS):
+            search.loss(loss_of(model, batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(set(search.shifts)) > 2
+    assert all(group["lr"] is rate for group in optimizer.param_groups)
+    assert float(rate) == pytest.approx(3e-3)
+
+
+@pytest.mark.parametrize("every", [1, 8])
+def test_a_scheduler_that_is_stepped_more_rarely_than_told_is_noticed(every: int) -> None:
+    model = network()
+    optimizer = adamw(model)
+    scheduler = ExponentialLR(optimizer, 0.9)
+    search = attached(model, optimizer, scheduler=scheduler, scheduler_every=every)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(16):
+            search.loss(loss_of(model, batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 16 == 15 or (every == 8 and step % 8 == 7):
+                scheduler.step()
+    said = [str(one.message) for one in caught if "has made no step" in str(one.message)]
+    assert len(said) == (every == 1)
+
+
+@pytest.mark.parametrize("loss", [0.5, None, torch.ones(4)])
+def test_a_loss_that_is_none_is_refused(loss: Any) -> None:
+    model = network()
+    search = attached(model, adamw(model))
+    with pytest.raises(StepError, match=r"search.loss takes the training loss, a tensor of one number"):
+        search.loss(loss)
+
+
+def test_a_rate_that_the_optimizer_works_out_is_refused() -> None:
+    model = network()
+    optimizer = adamw(model)
+    optimizer.param_groups[1]["lr"] = None
+    with pytest.raises(ConfigError, match=r"parameter group 1 has lr=None"):
+        attached(model, optimizer)
+
+
+def test_a_metric_in_place_of_the_probes_loss_is_refused_where_its_gradient_is_needed() -> None:
+    model = network()
+    optimizer = adamw(model)
+
+    def accuracy(model: nn.Module, given: Any) -> torch.Tensor:
+        return (model(given[0]).argmax(dim=1) == given[1]).float().mean()
+
+    judged = hdet.Probe(accuracy, [batch(-1, part) for part in range(8)])
+    dropout = hdet.Dropout(evidence=hdet.evidence.Contrast())
+    search = hdet.attach(model, optimizer, probe=judged, total_steps=STEPS, knobs=[dropout], quiet=True)
+
+    def train() -> None:
+        for step in range(STEPS):
+            search.loss(loss_of(model, batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(StepError, match=r"the probe's loss has no gradient"):
+        train()
+
+
+def test_integers_that_the_optimizer_holds_are_left_alone() -> None:
+    model = network()
+    packed = nn.Parameter(torch.arange(6, dtype=torch.uint8), requires_grad=False)
+    model.register_parameter("packed", packed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    search = attached(model, optimizer)
+    for step in range(STEPS):
+        search.loss(loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert search.finished
+    assert packed.tolist() == [0, 1, 2, 3, 4, 5]
