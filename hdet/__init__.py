@@ -59,7 +59,7 @@ from hdet.replicas.perturb import perturb
 from hdet.signals import Objective, Probe
 from hdet.trials import find
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "AttentionTemperature",

@@ -65,7 +65,7 @@ def with_mean(states: Iterable[Mapping[str, Any]]) -> list[Tensor]:
         tensors.local(value.detach() if value.requires_grad else value)
         for state in states
         for value in state.values()
-        if isinstance(value, Tensor) and value.dim() and value.dtype in PLAIN and value.numel()
+        if isinstance(value, Tensor) and value.dim() and value.dtype in PLAIN and value.numel() and not value.is_sparse
     ]
 
 

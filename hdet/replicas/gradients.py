@@ -83,7 +83,7 @@ def _handed_over(loss: Tensor, own: Sequence[nn.Parameter], take: Take, retain: 
 
     def found(number: int, gradient: Tensor) -> Tensor | None:
         take(number, gradient.detach())
-        if type(gradient) is not Tensor:
+        if type(gradient) is not Tensor or gradient.layout != torch.strided:
             return None
         # What backward would keep to the end instead, in no memory.
         return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand_as(gradient)

@@ -19,6 +19,9 @@ Language models of billions of tokens have 0.32 (Bjorck et al. 2024, arXiv:2409.
 INTERVAL_FACTOR = 12.0
 """By how much short runs may mislead about a long one, either way: docs/find.md says how often more."""
 
+FEWEST_STEPS = 12
+"""Shorter trials were seen to find rates at which runs do not train."""
+
 ADVICE: dict[Verdict, str] = {
     "settled": "rates on both sides ended clearly worse",
     "flat": "a neighbouring rate ended about as well",
@@ -80,14 +83,21 @@ class RateEstimate:
     def _lowered(self) -> float:
         return math.pow(self.trial_steps / self.total_steps, LENGTH_EXPONENT)
 
+    @property
+    def _too_short(self) -> bool:
+        return self.trial_steps < FEWEST_STEPS
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and lists."""
         told = {"learning_rate": self.learning_rate, "low": self.low, "high": self.high, "verdict": self.verdict}
         return {**told, **asdict(self)}
 
     def to_yaml(self) -> str:
-        """The lines to put into a config of `hdet run`."""
-        return f"optimizer:\n  lr: {yaml_number(f'{self.learning_rate:.3g}')}"
+        """The lines to put into a config of `hdet run`; with a comment where the trials have not settled them."""
+        open_end = self._too_short or self.verdict not in ("settled", "flat")
+        why = f"trials of {self.trial_steps} steps" if self._too_short else self.verdict
+        comment = f"  # not settled: {why}" if open_end else ""
+        return f"optimizer:\n  lr: {yaml_number(f'{self.learning_rate:.3g}')}{comment}"
 
     def __str__(self) -> str:
         between = f"{_end(self.low)} and {_end(self.high)}"
@@ -96,6 +106,7 @@ class RateEstimate:
             f"{ADVICE[self.verdict]}",
             f"  {len(self.trials)} trials of {self.trial_steps} steps, for a run of {self.total_steps}; the best for "
             f"runs as short as that is {self.at_trial_length.rate:.3g}",
+            *([f"  trials this short mislead; give at least {FEWEST_STEPS} steps a trial"] * self._too_short),
             f"  {'rate':>10}  held-out loss at the end ({self.before.loss:.4f} at the beginning)",
         ]
         for trial in sorted(self.trials, key=lambda one: one.rate):

@@ -195,6 +195,35 @@ def test_a_metric_in_place_of_the_probes_loss_is_refused_where_its_gradient_is_n
         train()
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sparse_gradients_and_their_momentum_are_searched(momentum: float) -> None:
+    class Words(nn.Sequential):
+        """The sign of each input is a word."""
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            words: torch.Tensor = super().forward((inputs > 0).long()).mean(dim=1)
+            return words
+
+    model = Words(nn.Embedding(2, 8, sparse=True), nn.Dropout(0.2), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=momentum)
+    search = attached(model, optimizer)
+    for step in range(STEPS):
+        search.loss(loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert search.finished
+    assert search.shifts["learning_rate"].factor != 1.0
+
+
+def test_complex_parameters_are_refused_beside_dropout() -> None:
+    model = network()
+    model.register_parameter("turns", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with pytest.raises(ConfigError, match=r"the model has complex parameters, .* exclude="):
+        attached(model, optimizer)
+    attached(model, optimizer, exclude=("dropout",)).detach()
+
+
 def test_integers_that_the_optimizer_holds_are_left_alone() -> None:
     model = network()
     packed = nn.Parameter(torch.arange(6, dtype=torch.uint8), requires_grad=False)

@@ -4,6 +4,7 @@ import copy
 import math
 import random
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 import hdet
 from hdet.errors import ConfigError, DivergedError, StepError
 from hdet.replicas.random_numbers import seeded
-from hdet.trials import Trial
+from hdet.trials import RateEstimate, Trial
 from hdet.trials.bracket import Minimum
 
 CENTRES = torch.randn(10, 20, generator=torch.Generator().manual_seed(0))
@@ -265,3 +266,17 @@ def test_a_group_at_rate_0_stays_there() -> None:
     optimizer.param_groups[1]["lr"] = 0.0
     with pytest.raises(ConfigError, match="learning rate of 0"):
         hdet.find(model, optimizer, loss=loss, batches=TRAIN, probe=PROBE, total_steps=500)
+
+
+@pytest.mark.parametrize(
+    ("steps", "verdict", "comment"),
+    [
+        (2, "settled", "  # not settled: trials of 2 steps"),
+        (12, "still rising", "  # not settled: still rising"),
+        (12, "flat", ""),
+    ],
+)
+def test_what_is_to_be_pasted_says_what_it_is_worth(steps: int, verdict: Any, comment: str) -> None:
+    estimate = RateEstimate(0.1, steps, 32 * steps, Trial(0.0, (2.3, 2.4)), (), Minimum(0.4, 0.2, 0.8, verdict))
+    assert estimate.to_yaml() == f"optimizer:\n  lr: 0.2{comment}"
+    assert ("trials this short mislead; give at least 12 steps a trial" in str(estimate)) == (steps < 12)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 from torch.optim import Optimizer
 
+from hdet.errors import ConfigError
 from hdet.evidence.parts.sketch import Sketch
 from hdet.replicas import tensors
 
@@ -41,6 +42,9 @@ class GradientSketch:
 
     Attributes:
         sketch: the linear map.
+
+    Raises:
+        ConfigError: a parameter is complex.
     """
 
     def __init__(self, hosts: Sequence[tuple[nn.Module, Optimizer]], size: int) -> None:
@@ -51,6 +55,11 @@ class GradientSketch:
         self._flags = self._trained(0)
         groups = [group for group, _ in moved[0]]
         own = self.parameters[0]
+        if any(parameter.is_complex() for parameter in own):
+            raise ConfigError(
+                "the model has complex parameters, whose gradients Contrast cannot sketch; leave knobs of the forward "
+                'pass out, as by exclude=["dropout", "label_smoothing"]'
+            )
         counts = [tensors.local(parameter.detach()).numel() for parameter in own]
         positions = [0, *accumulate(counts)]
         self.sketch = Sketch(positions[-1], size, own[0].device if own else torch.device("cpu"))
