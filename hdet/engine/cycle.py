@@ -17,6 +17,7 @@ from hdet.engine.guard import Watch
 from hdet.engine.noise_scale import NoiseMeter, NoiseScale
 from hdet.engine.plan import Plan
 from hdet.engine.probe_size import ProbeSize
+from hdet.engine.same_probe import require_same_probe
 from hdet.engine.standstill import Standstill
 from hdet.engine.tally import Losses, Tally, WindowLosses
 from hdet.errors import ConfigError, DivergedError
@@ -29,6 +30,7 @@ from hdet.replicas.average import Averages
 from hdet.replicas.distributed.lost_rank import translated
 from hdet.replicas.held_optimizer import OF_GRADIENTS
 from hdet.replicas.moving import Moving
+from hdet.signals import Probe
 
 MAX_RESTORES = 3
 
@@ -79,6 +81,7 @@ class Cycle:
         self.noise = NoiseMeter(self.home, paired=plan.paired) if plan.noise_scale else None
         self.tally = Tally(self.home, stay_alike=not plan.apart)
         self.standstill = Standstill(scene)
+        self._probe_compared = False
         self._probe_size = ProbeSize(self.knobs, plan.signal, plan.gradients)
         self.home.begin(
             Terms(
@@ -263,6 +266,9 @@ class Cycle:
         if closed.apart:
             require_alike(self.home, closed.valid, self.anchor, self.step_count)
         self.standstill.look(window, trained=self._begun)
+        if not self._probe_compared and isinstance(self.plan.signal, Probe):
+            require_same_probe(self.home, self.plan.signal)
+            self._probe_compared = True
         record = recording.trained(window, self.knobs, self.collectors, closed)
         bases = record.bases
         estimates: dict[str, Estimate] = {}

@@ -128,9 +128,25 @@ def without_the_block(**options: Any) -> str:
     return ""
 
 
+def judged_by(batches: Any) -> str:
+    """What is said where the first window ends under this probe; "" where it is judged."""
+    model = network()
+    rate = hdet.LearningRate(evidence=hdet.evidence.Line())
+    signal = hdet.Probe(loss_of, batches)
+    engine = cases.engine_of(hdet.distribute(model, optimizer_of(model)), knobs=[rate], signal=signal)
+    try:
+        train(engine, cases.WINDOW)
+    except StepError as error:
+        return str(error)
+    return ""
+
+
 def four_ranks() -> Found:
     rank = dist.get_rank()
     found: Found = {}
+    found["one probe"] = judged_by([batch(-1, part) for part in range(4)])
+    found["other data"] = judged_by([batch(-1, part + rank) for part in range(4)])
+    found["fewer batches"] = judged_by([batch(-1, part) for part in range(4 if rank else 3)])
     found["betas"] = error_of(lambda: declared_with((0.9 if rank < 3 else 0.5, 0.999), 0.02))
     found["rates"] = error_of(lambda: declared_with((0.9, 0.999), 0.02 * (1 + rank)))  # the knob's, which it writes
     found["shared without"] = without_the_block()
@@ -168,6 +184,13 @@ def test_local_gradients_need_the_block_under_ddp_which_averages_them_elsewhere(
         assert found["shared without"] == ""
         assert "0 of 1 replicas ran inside `with replica:` in step 0" in found["local without"]
         assert "data parallelism averages in backward" in found["local without"]
+
+
+def test_probes_that_differ_between_ranks_are_refused(ranks: list[Found]) -> None:
+    for found in ranks:
+        assert found["one probe"] == ""
+        assert "the probe's batches differ between processes" in found["other data"]
+        assert "(3.0, " in found["fewer batches"]
 
 
 def test_a_layer_that_is_frozen_on_all_ranks_is_supported(ranks: list[Found]) -> None:
