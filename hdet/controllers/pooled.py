@@ -51,8 +51,9 @@ class Pooled(Controller):
     t is a Student t on J - 1 degrees of freedom, taken as the normal deviate that is as unlikely. What a move has
     answered counts as answered: Z_j <- Z_j + move C. What bounds or authority cut off a move is taken back from both.
 
-    After a rewind or a new start the common part goes where its rule says; the relative part stays, and what had added
-    up is forgotten.
+    After a new start the common part goes where its rule says, and the relative part stays. After a rewind each group
+    goes on from its own value at the best point, so a ratio that was learned since is lost. What had added up is
+    forgotten.
 
     Args:
         common: the rule of the common part.

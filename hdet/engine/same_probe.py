@@ -19,14 +19,14 @@ def require_same_probe(replicas: Replicas, probe: Probe) -> None:
     """Compare how many batches each process gave its probe, how many numbers are in them, and their sum. A collective.
 
     A window's points are shared out over the processes, so a difference between their data would pass for one between
-    points. Batches that a function gives are not drawn for this.
+    points. Only a list is looked at: batches that a function or a loader gives are not drawn for this.
 
     Raises:
         StepError: they differ.
     """
-    if callable(probe.batches) or len(replicas.local) == replicas.size:
+    if not isinstance(probe.batches, (list, tuple)) or len(replicas.local) == replicas.size:
         return
-    tensors = [leaf for leaf in tree_leaves(list(probe.batches)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(probe.batches) if isinstance(leaf, Tensor)]
     total = sum(float(tensor.detach().double().nan_to_num().sum()) for tensor in tensors if not tensor.is_complex())
     facts = [float(len(probe.batches)), float(sum(tensor.numel() for tensor in tensors)), total]
     device = next(iter(replicas.hosts[0][0].parameters())).device

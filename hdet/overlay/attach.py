@@ -260,8 +260,8 @@ def _shared_rates(optimizer: Optimizer, rates: Any, schedule: Any) -> list[Any]:
         ConfigError: the loop may write a tensor that groups share, and these are to have rates of their own.
     """
     held = [group["lr"] for group in optimizer.param_groups]
-    shared = len({id(rate) for rate in held}) < len([rate for rate in held if isinstance(rate, Tensor)])
-    if shared and rates != "together" and schedule is None:
+    ids = [id(rate) for rate in held if isinstance(rate, Tensor)]
+    if len(set(ids)) < len(ids) and rates != "together" and schedule is None:
         raise ConfigError(
             "parameter groups share one tensor as their learning rate, and under rates= each has a rate of its own; "
             "give every group a tensor of its own, or let a torch scheduler (scheduler=) or hdet's schedule drive them"
