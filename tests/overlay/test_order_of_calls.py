@@ -20,6 +20,28 @@ def attached(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any)
     return hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True, **options)
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, search: hdet.Search, steps: int) -> None:
+    for step in range(steps):
+        search.loss(loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_an_objective_inside_autocast_is_of_the_weights_as_they_are() -> None:
+    model = nn.Linear(4, 1)
+    objective = hdet.Objective(lambda model, x: model(x).square().mean(), [torch.ones(2, 4), torch.zeros(2, 4)])
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(torch.ones(2, 4))
+        model.weight.fill_(1.0)
+        model.bias.zero_()
+        assert float(objective.evaluate(model, torch.ones(2, 4))) == 16.0
+
+
+def test_batches_that_can_be_gone_through_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a probe's batches are gone through in every window, and a list_iterator"):
+        hdet.Probe(loss_of, iter([batch(0), batch(1)]))
+
+
 @pytest.mark.parametrize("within", [False, True])
 def test_a_step_inside_autocast_is_judged_by_the_weights_that_it_moves(within: bool) -> None:
     """Autocast keeps the weights' low-precision copies to the end of its outermost block."""
@@ -90,10 +112,7 @@ def test_a_scheduler_that_a_hook_steps_drives_the_rate(knows: bool) -> None:
     scheduler = ExponentialLR(optimizer, 0.9)
     optimizer.register_step_post_hook(lambda *_: scheduler.step())
     search = attached(model, optimizer, **({"scheduler": scheduler} if knows else {"schedule": None}))
-    for step in range(10):
-        search.loss(loss_of(model, batch(step))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, search, 10)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(3e-3 * 0.9**10)
 
 
@@ -131,10 +150,7 @@ def test_a_rate_that_groups_share_is_shared_again() -> None:
     with pytest.raises(ConfigError, match=r"parameter groups share one tensor as their learning rate"):
         attached(model, optimizer, rates="groups", schedule=None)
     with attached(model, optimizer, rates="groups") as search:
-        for step in range(STEPS):
-            search.loss(loss_of(model, batch(step))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, search, STEPS)
         assert len(set(search.shifts)) > 2
     assert all(group["lr"] is rate for group in optimizer.param_groups)
     assert float(rate) == pytest.approx(3e-3)
@@ -184,15 +200,8 @@ def test_a_metric_in_place_of_the_probes_loss_is_refused_where_its_gradient_is_n
     judged = hdet.Probe(accuracy, [batch(-1, part) for part in range(8)])
     dropout = hdet.Dropout(evidence=hdet.evidence.Contrast())
     search = hdet.attach(model, optimizer, probe=judged, total_steps=STEPS, knobs=[dropout], quiet=True)
-
-    def train() -> None:
-        for step in range(STEPS):
-            search.loss(loss_of(model, batch(step))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
     with pytest.raises(StepError, match=r"the probe's loss has no gradient"):
-        train()
+        train(model, optimizer, search, STEPS)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -207,10 +216,7 @@ def test_sparse_gradients_and_their_momentum_are_searched(momentum: float) -> No
     model = Words(nn.Embedding(2, 8, sparse=True), nn.Dropout(0.2), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=momentum)
     search = attached(model, optimizer)
-    for step in range(STEPS):
-        search.loss(loss_of(model, batch(step))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, search, STEPS)
     assert search.finished
     assert search.shifts["learning_rate"].factor != 1.0
 
@@ -230,9 +236,6 @@ def test_integers_that_the_optimizer_holds_are_left_alone() -> None:
     model.register_parameter("packed", packed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     search = attached(model, optimizer)
-    for step in range(STEPS):
-        search.loss(loss_of(model, batch(step))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, search, STEPS)
     assert search.finished
     assert packed.tolist() == [0, 1, 2, 3, 4, 5]
