@@ -215,7 +215,7 @@ def test_sparse_gradients_and_their_momentum_are_searched(momentum: float) -> No
 
     model = Words(nn.Embedding(2, 8, sparse=True), nn.Dropout(0.2), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=momentum)
-    search = attached(model, optimizer)
+    search = attached(model, optimizer, knobs=[hdet.Dropout(evidence=hdet.evidence.Contrast())])
     train(model, optimizer, search, STEPS)
     assert search.finished
     assert search.shifts["learning_rate"].factor != 1.0
