@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import re
 import runpy
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -188,6 +190,16 @@ def test_sharded_in_two_dimensions_it_goes_on_from_a_distributed_checkpoint(tmp_
     assert two[0] == one[0]
     assert_same(two[1], one[1])
     assert all(bool(weight.isfinite().all()) for weight in compiled[1])
+
+
+def test_a_task_of_ones_own_is_trained_by_the_command_from_its_folder(tmp_path: Path) -> None:
+    for name in ("own_task.py", "own_task.yaml"):
+        (tmp_path / name).write_bytes((EXAMPLES / name).read_bytes())
+    command = [sys.executable, "-m", "hdet", "run", "own_task.yaml", "--compare", "--set", "steps=200"]
+    subprocess.run([*command, "--set", "task.options.rows=500"], check=True, capture_output=True, timeout=120)
+    result = json.loads((tmp_path / "runs" / "own_task" / "result.json").read_text())
+    assert result["facts"]["train"] == "500 rows"
+    assert result["test_loss"] < result["plain"]["test_loss"]
 
 
 def test_every_run_in_yaml_is_valid() -> None:
