@@ -202,18 +202,18 @@ def _is_loss(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point() and value.requires_grad
 
 
-def differentiable(output: Any) -> Iterator[Tensor]:
+def requiring_grad(output: Any) -> Iterator[Tensor]:
     """The tensors in what a model returned through which backward can come."""
     if isinstance(output, Tensor):
         if output.requires_grad:
             yield output
     elif isinstance(output, (tuple, list)):
         for part in output:
-            yield from differentiable(part)
+            yield from requiring_grad(part)
     elif isinstance(output, dict):
         for part in output.values():
-            yield from differentiable(part)
+            yield from requiring_grad(part)
     elif hasattr(output, "__dict__"):
         for part in vars(output).values():
             if isinstance(part, Tensor):
-                yield from differentiable(part)
+                yield from requiring_grad(part)

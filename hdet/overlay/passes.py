@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hdet.engine.engine import Engine
 from hdet.errors import StepError
 from hdet.overlay.backward import accumulates, leaf_below
-from hdet.overlay.hooks import differentiable, loss_in
+from hdet.overlay.hooks import loss_in, requiring_grad
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.reported_losses import ReportedLosses
 from hdet.replicas import Replica, tensors
@@ -99,7 +99,7 @@ class Passes:
         loss = loss_in(output)
         if loss is not None:
             self.losses.note(current.number, loss)
-        for tensor in differentiable(output):
+        for tensor in requiring_grad(output):
             current.traced = True
             tensor.register_hook(partial(self._heard_backward, current, leaf_below(tensor)))
 

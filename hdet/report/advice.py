@@ -12,17 +12,22 @@ TRUSTED = ("clear", "partly clear")
 def advised(verdict: Verdict) -> tuple[float | None, str]:
     """The value to set next time, and why: the learned one where the evidence is clear, else the one that was set.
 
+    What windows asked for after the last move is said too, if it is clear: the learned value is not where that ends.
+
     >>> from hdet.report.verdict import Moves
     >>> up = Moves(3, 10, 30, 1.5, {"averaged weights": 6.0})
     >>> advised(Verdict("learning_rate", 1e-3, 4.5e-3, up, None, 1.0, 0.2, 5, 90, 100))
     (0.0045, 'learned; it was set to 0.001')
+    >>> advised(Verdict("learning_rate", 1e-3, 4.5e-3, up, None, 1.0, 3.0, 5, 90, 100))
+    (0.0045, 'learned; it was set to 0.001, and windows after the last move ask for less')
     """
     if verdict.start is None or verdict.end is None:
         return None, "not recorded in this history"
     if verdict.trust == "not moved":
         return verdict.start, "as it was set; nothing moved it"
     if verdict.trust in TRUSTED:
-        return verdict.end, f"learned; it was set to {verdict.start:.4g}"
+        still = f", and windows after the last move ask for {verdict.wanted}" if verdict.wanted else ""
+        return verdict.end, f"learned; it was set to {verdict.start:.4g}{still}"
     return verdict.start, f"as it was set; the move to {verdict.end:.4g} is {verdict.trust}"
 
 

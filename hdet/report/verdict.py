@@ -100,6 +100,11 @@ class Verdict:
         return "; ".join(said) if said else "nothing"
 
     @property
+    def wanted(self) -> str:
+        """`less` or `more` where the windows since the last move clearly ask for it, else empty."""
+        return "" if abs(self.asked) < CLEAR_T else "less" if self.asked > 0 else "more"
+
+    @property
     def outlook(self) -> str:
         """What is still asked for."""
         if self.measured_until is None:
@@ -107,10 +112,7 @@ class Verdict:
         since = "since it last moved" if self.up or self.down else "in the run"
         if not self.asked_windows:
             return f"not measured {since}"
-        if abs(self.asked) < CLEAR_T:
-            told = "nothing clear is asked for"
-        else:
-            told = f"{'less' if self.asked > 0 else 'more'} is still asked for"
+        told = f"{self.wanted} is still asked for" if self.wanted else "nothing clear is asked for"
         told = f"{told} (mean t = {self.asked:+.1f} in {self.asked_windows} window{'s' * (self.asked_windows > 1)})"
         return told if self.measured_until >= self.stop else f"{told}; not measured after step {self.measured_until}"
 
