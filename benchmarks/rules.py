@@ -88,6 +88,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=[*PARTS, *TURNS], default=[*PARTS, *TURNS])
     parser.add_argument("--together", nargs="+", choices=[*PARTS, *TURNS], help="instead, all of these at once")
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--first-seed", type=int, default=0, help="seeds from here on: below 5 the recipe was chosen")
     runner.add_options(parser, ROOT / "runs" / "rules")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
@@ -96,7 +97,7 @@ def main() -> int:
     contenders = {"hdet": all_contenders()["hdet"], **{part: Without(part) for part in parts}}
     plain = [
         Cell(name, "hdet", STARTS[start].setting(BEST[name]), task.steps, seed)
-        for seed in range(given.seeds)
+        for seed in range(given.first_seed, given.first_seed + given.seeds)
         for name, task in tasks.items()
         for start in given.starts
     ]
