@@ -279,7 +279,7 @@ class Cycle:
         if closed.valid.any():
             self.restores = 0
             harvest = Harvest(window, closed.losses, closed.valid)
-            with self._evaluated():
+            with self._evaluated(), self.home.lent_buffers(closed.valid.tolist()):
                 for collector in self.collectors:
                     estimates.update(collector.close(harvest))
             merged, of_merge = self._converge(closed, harvest)

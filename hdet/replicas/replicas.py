@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,6 +187,14 @@ class Replicas(ABC):
     @abstractmethod
     def mean_buffers(self, valid: Sequence[bool]) -> None:
         """The part of `mean` that concerns buffers; calling it twice does no more than once."""
+
+    @contextmanager
+    def lent_buffers(self, valid: Sequence[bool]) -> Iterator[None]:
+        """Where the training loop shares buffers itself: inside the block all models have their mean, after it their own.
+
+        Points that different ranks evaluate would differ by the ranks' batch statistics, too.
+        """
+        yield
 
     @abstractmethod
     def combine(self, weights: NDArray[np.float64]) -> list[Tensor]:

@@ -164,6 +164,55 @@ def learned(name: str, parts: int, quiet: bool) -> Found:
     return {"history": told(search), "weights": ends(model, optimizer), "replicas": search.engine.size}
 
 
+def normed(lent: bool) -> Found:
+    """BatchNorm follows each rank's own data; a loop may make the ranks' statistics their mean before a step."""
+    model = ddp(network(normed=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, foreach=False)
+    search = attach(model, optimizer, micro_batches=1, exclude=["dropout"])
+    rank = dist.get_rank()
+    for step in range(STEPS):
+        torch.manual_seed(100 * step + rank)
+        search.loss(loss_of(model, batch(step, 10 * rank))).backward()
+        for buffer in model.buffers() if lent else ():
+            dist.broadcast(buffer, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"history": told(search), "statistics": [buffer.clone() for buffer in model.buffers()]}
+
+
+class Remembering(nn.Module):
+    """Training reads what each rank keeps of its own data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(WIDTH, 4)
+        self.register_buffer("seen", torch.full((4,), float(dist.get_rank())))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.head(inputs) + 0.1 * self.seen
+        if self.training:
+            self.seen = 0.9 * self.seen + inputs.mean(dim=0)[:4]
+        return logits
+
+
+def own_buffers(parts: int) -> bool:
+    """Whether, with every knob held, the ranks' own buffers and the weights are those of the loop without hdet."""
+    ended = []
+    for explored in (False, True):
+        model = DistributedDataParallel(Remembering(), broadcast_buffers=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+        if explored:
+            attach(model, optimizer, schedule=None, knobs=HELD[:1], exclude=["weight_decay"])
+        for step in range(STEPS):
+            for part in range(parts):
+                loss_of(model, batch(step, 10 * dist.get_rank() + part)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ended.append([*model.parameters(), *model.buffers()])
+    return all(torch.equal(one, other) for one, other in zip(*ended, strict=True))
+
+
 def looked_at() -> int:
     """A model that ran in evaluation before, as a trainer's do, and so is gathered when it is attached to."""
     model = fsdp(network())

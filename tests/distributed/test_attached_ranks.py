@@ -7,6 +7,7 @@ from typing import Any
 
 import attached_cases as attached
 import pytest
+import torch
 from launch import launch
 
 
@@ -40,6 +41,19 @@ def test_all_ranks_learn_the_same(name: str, parts: int, quiet: bool, assert_sam
     assert_same(found[0]["weights"], found[1]["weights"])
     assert any(record["moves"]["learning_rate"] for record in found[0]["history"])
     assert found[0]["replicas"] == (4 if name == "ddp" else 1)
+
+
+def test_batch_statistics_of_the_ranks_do_not_pass_for_a_slope(assert_same: Any) -> None:
+    (own, other), (lent, _) = launch(attached.normed, 2, False), launch(attached.normed, 2, True)
+    told = [[record["estimates"]["learning_rate"]["slope"] for record in one["history"]] for one in (own, lent)]
+    assert told[0] == pytest.approx(told[1], rel=0.2)
+    assert min(sum(record["moves"]["learning_rate"] for record in one["history"]) for one in (own, lent)) > 1.0
+    assert any(not torch.equal(a, b) for a, b in zip(own["statistics"], other["statistics"], strict=True))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_buffers_that_are_each_ranks_own_stay_its_own(parts: int) -> None:
+    assert launch(attached.own_buffers, 2, parts) == [True, True]
 
 
 def test_rates_of_groups_are_judged_alike_on_all_ranks_and_on_shards(assert_same: Any) -> None:

@@ -33,6 +33,7 @@ def distribute(
     exact: bool = False,
     precision: torch.dtype | None = None,
     overlap: int = 0,
+    send: bool = True,
 ) -> Ranks:
     """The replicas of a distributed run, of which this rank holds one, a part of one, or several.
 
@@ -44,7 +45,7 @@ def distribute(
     | `fully_shard`ed over the shard dimension only, or tensor parallel | a row of the mesh | the engine |
 
     With local gradients nobody shares any (DDP runs under `no_sync`, and HSDP without its all-reduce). The model is
-    used as it is; all ranks set out from the weights of place 0, which are sent to the others.
+    used as it is; all ranks set out from the weights of place 0, which are sent to the others (`send`).
 
     Args:
         model: this rank's, wrapped or not. The optimizer is made from its parameters, after wrapping.
@@ -63,6 +64,8 @@ def distribute(
             theta_r <- theta_r + mean(theta at the window's end) - theta_r at the window's end. In these steps
             replicas are still as far apart as the window before had set them, which its successor's losses show.
             Takes two more copies of the parameters, and `merge=hdet.merges.Mean("keep")`. The last merge is waited for.
+        send: whether the other ranks are given the weights and buffers of place 0. `hdet.attach` leaves them as they
+            are: what wraps the model has made the weights alike, and buffers may be each rank's own.
 
     Raises:
         ConfigError: no process group, a partitioned optimizer (ZeRO), ranks that share one replica where each is to
@@ -113,7 +116,8 @@ def distribute(
     tensors.reshard(bare)
     with translated("sending the first replica's weights"):
         agree(exchange, _described(bare, optimizer, micro_batches or copies, f"{exact} {precision} {overlap}"))
-        exchange.broadcast([tensors.local(t.detach()) for t in (*bare.parameters(), *bare.buffers())], 0)
+        if send:
+            exchange.broadcast([tensors.local(t.detach()) for t in (*bare.parameters(), *bare.buffers())], 0)
     hosts = [(bare, optimizer), *(twin(bare, optimizer) for _ in range(copies - 1))]
     trained = [model, *(copied for copied, _ in hosts[1:])]
     return Ranks(hosts, trained, exchange, micro_batches or 0, reduces, precision, _travelling(overlap, layout))

@@ -281,6 +281,17 @@ class Ranks(Replicas):
             with translated("merging buffers"):
                 self._merge_buffers(weighting.shares(valid, None))
 
+    @contextmanager
+    def lent_buffers(self, valid: Sequence[bool]) -> Iterator[None]:
+        if not (self.left_to_loop and self.layout.places > 1):
+            yield
+            return
+        live = [tensors.local(buffer) for buffer in self.hosts[0][0].buffers()]
+        with tensors.substituted(live, live):
+            with translated("lending buffers"):
+                self._merge_buffers(weighting.shares(valid, None))
+            yield
+
     @torch.no_grad()
     def _merge(self, valid: list[bool], optimizer_state: str, weights: NDArray[np.float64] | None) -> None:
         shares = weighting.shares(valid, weights)
