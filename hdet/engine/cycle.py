@@ -120,8 +120,7 @@ class Cycle:
             # Not when the engine is made: a checkpoint that goes on from that history may be loaded in between.
             self.history.expect(self.window.index)
             self._begun = True
-            if self.watch is not None and self.step_count == 0:
-                self.watch.begin()
+            self.take_first_point()
             if not self.met:
                 self._open_apart()
             self.watches_entry = self._seats_share_models or any(_has(own, "enter") for own in self.collectors)
@@ -130,6 +129,18 @@ class Cycle:
                 knob.write(replica.host, knob.values(self.step_count, [replica.index])[0])
         for collector in self.collectors:
             collector.enter(replica, self.step_count)
+
+    def take_first_point(self) -> None:
+        """Before step 0: weights may have been loaded since the engine was made.
+
+        Replicas of their own set out from where they were alike, noise on each (`hdet.perturb`) aside.
+        """
+        if self.step_count:
+            return
+        if not self.home.diverge:
+            self.anchor.take(0, self._lent())
+        if self.watch is not None:
+            self.watch.begin()
 
     def exit(self, replica: Replica) -> None:
         """A replica has run backward; its gradient is not yet shared."""

@@ -79,7 +79,7 @@ class Watch:
             self.first.take(0)
 
     def begin(self) -> None:
-        """Take the first weights again before step 0: weights may have been loaded since the engine was made."""
+        """Take the first weights again, before step 0."""
         if self.first is not None:
             self.first.take(0)
 

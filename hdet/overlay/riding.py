@@ -24,6 +24,12 @@ Build = Callable[[int, Lending], Engine]
 Callback = Callable[[WindowRecord], object]
 ODD_STEPS = 5
 """Steps on end with another number of passes than was counted, after which this is said."""
+WENT_BACK = {
+    "restored": "a loss or a weight was not finite",
+    "rewound": "training stood still and the held-out loss got worse",
+    "restarted": "the first steps were far too large",
+}
+"""Why model and optimizer are those of an earlier step again, by the fault's kind."""
 STEPLESS = 100
 """Times on end that gradients were dropped without a step; a GradScaler's search for its scale is over long before."""
 
@@ -145,6 +151,8 @@ class Riding:
         self._refuse_unseen()
         if self.counting and self.engine.step_count == 0:
             self._count()
+        if self.passes.begun == 0:
+            self.engine.cycle.take_first_point()  # else the first pass has done so
         if not skipped(self.optimizer) and self._losses_can_be_judged():
             self._find_scale()
         self.lending.put_in_update()
@@ -248,7 +256,7 @@ class Riding:
         finally:
             self._busy = False
         table = engine.home.gather(torch.cat([rows, held_out.to(rows.device).expand(len(rows), 1)], dim=1))
-        self.losses.judge(float(table[:, 0].mean()), float(table[0, 1]), self.passes.begun)
+        self.losses.judge(float(table[:, 0].mean()), float(table[0, 1]), max(1, self.passes.begun))
 
     # -- what is said, and refused ----------------------------------------------------------------
 
@@ -288,6 +296,13 @@ class Riding:
                 "that lowers a learning rate there; return the loss from the model, or write "
                 "search.loss(loss).backward()"
             )
+        for fault in record.faults:
+            if fault["kind"] in WENT_BACK and self.engine.home.is_leader:
+                self.warn(
+                    f"at step {record.stop} hdet put the model and the optimizer back to step {fault['step']}: "
+                    f"{WENT_BACK[fault['kind']]}; what else follows training, such as an average of the weights, "
+                    f"stays as it is"
+                )
         for callback in self.callbacks:
             callback(record)
 

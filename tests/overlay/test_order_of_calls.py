@@ -27,6 +27,58 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, search: hdet.Searc
         optimizer.zero_grad()
 
 
+def other_weights() -> dict[str, torch.Tensor]:
+    numbers = torch.Generator().manual_seed(3)
+    return {name: torch.randn(value.shape, generator=numbers) for name, value in network().state_dict().items()}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train mode", "eval mode"])
+def test_weights_loaded_after_attach_are_those_the_run_sets_out_from(training: bool, assert_same: Any) -> None:
+    histories = []
+    for late in (False, True):
+        model = network()
+        if not late:
+            model.load_state_dict(other_weights())
+        optimizer = adamw(model)
+        search = attached(model, optimizer, exclude=("dropout",), micro_batches=1)
+        if late:
+            model.load_state_dict(other_weights())
+        torch.manual_seed(0)
+        train(model.train(training), optimizer, search, 10)
+        histories.append([record.estimates for record in search.history])
+    assert_same(histories[1], histories[0])
+
+
+def test_where_the_first_window_fails_weights_loaded_after_attach_come_back() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer, micro_batches=1)
+    model.load_state_dict(other_weights())
+    said = "at step 5 hdet put the model and the optimizer back to step 0: a loss or a weight was not finite"
+    with pytest.warns(UserWarning, match=said):
+        for step in range(5):
+            search.loss(loss_of(model, batch(step)) * (math.nan if step == 2 else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(value, other_weights()[name]) for name, value in model.state_dict().items())
+
+
+def test_losses_that_are_told_of_without_a_pass_that_is_seen() -> None:
+    """Layers called one by one; or eval mode, to hold what a pretrained BatchNorm knows."""
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer, exclude=("dropout",))
+    for step in range(STEPS):
+        inputs, labels = batch(step)
+        for layer in model:
+            inputs = layer(inputs)
+        search.loss(nn.functional.cross_entropy(inputs, labels)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert search.shifts["learning_rate"].factor > 1.5
+    assert search.history.windows[0].losses[0] == pytest.approx(1.1, abs=0.2)
+
+
 def test_an_objective_inside_autocast_is_of_the_weights_as_they_are() -> None:
     model = nn.Linear(4, 1)
     objective = hdet.Objective(lambda model, x: model(x).square().mean(), [torch.ones(2, 4), torch.zeros(2, 4)])
