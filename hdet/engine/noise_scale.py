@@ -122,7 +122,7 @@ class NoiseMeter:
         if not found:
             return torch.full((), math.nan, device=self._parameters[0].device)
         norms: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found)).float())
-        return norms
+        return self._home.unscaled(norms)
 
 
 def scale_of(squares: NDArray[np.float64], n: int) -> NoiseScale | None:

@@ -153,7 +153,7 @@ class ContrastCollector(Collector):
         gradient = self.given if self.handed_over else self._added(replica)
         self.given = None
         if gradient is not None:
-            self.record.add(replica, gradient, self.signs, self.half)
+            self.record.add(replica, self.scene.replicas.unscaled(gradient), self.signs, self.half)
             return
         self.record.reject(replica)
         if not self.deaf:

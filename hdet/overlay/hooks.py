@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -172,6 +173,17 @@ def first_after_step(optimizer: Optimizer, act: Hook) -> RemovableHandle:
     hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
     hooks.move_to_end(handle.id, last=False)
     return handle
+
+
+def scaler_of_step() -> GradScaler | None:
+    """The GradScaler that makes the optimizer's step which is under way, if one does."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is GradScaler.step.__code__:
+            scaler: GradScaler = frame.f_locals["self"]
+            return scaler
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def _calls_itself(module: nn.Module) -> bool:

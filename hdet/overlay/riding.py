@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from hdet.engine.engine import Engine
 from hdet.errors import StepError
 from hdet.history import WindowRecord
+from hdet.overlay.hooks import scaler_of_step
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.passes import Passes
 from hdet.overlay.rates import Rates
@@ -155,6 +156,9 @@ class Riding:
             self.engine.cycle.take_first_point()  # else the first pass has done so
         if not skipped(self.optimizer) and self._losses_can_be_judged():
             self._find_scale()
+        if self.engine.home.scaler is None and (scaler := scaler_of_step()) is not None:
+            self.engine.home.scaler = scaler
+            self.passes.miss()  # gradients of this step's passes were multiplied, which was not known
         self.lending.put_in_update()
         self._stepping = True
 

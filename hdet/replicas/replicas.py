@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
@@ -60,6 +61,7 @@ class Replicas(ABC):
         shares_on_call: whether gradients are alike only once `share_gradients` was called; else an engine leaves that
             out. True where nothing is said.
         left_to_loop: whether the training loop shares gradients and buffers itself.
+        scaler: the GradScaler by which the loop multiplies its losses, if one is known of.
     """
 
     size: int
@@ -68,6 +70,7 @@ class Replicas(ABC):
     diverge: bool
     shares_on_call: bool = True
     left_to_loop: bool = False
+    scaler: GradScaler | None = None
 
     def leave_to_loop(self) -> None:
         """Before `begin`: the training loop goes on sharing gradients and buffers itself, as it did without hdet.
@@ -190,11 +193,16 @@ class Replicas(ABC):
 
     @contextmanager
     def lent_buffers(self, valid: Sequence[bool]) -> Iterator[None]:
-        """Where the training loop shares buffers itself: inside the block all models have their mean, after it their own.
+        """Inside the block all models have the mean of the buffers, where the training loop shares buffers itself.
 
         Points that different ranks evaluate would differ by the ranks' batch statistics, too.
         """
         yield
+
+    def unscaled(self, gradient: Tensor) -> Tensor:
+        """What a pass's gradient, or a part of it, is without a GradScaler's factor."""
+        scale = None if self.scaler is None else self.scaler._get_scale_async()
+        return gradient if scale is None else gradient / scale.to(gradient.device)
 
     @abstractmethod
     def combine(self, weights: NDArray[np.float64]) -> list[Tensor]:

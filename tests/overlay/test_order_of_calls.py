@@ -63,6 +63,32 @@ def test_where_the_first_window_fails_weights_loaded_after_attach_come_back() ->
     assert all(torch.equal(value, other_weights()[name]) for name, value in model.state_dict().items())
 
 
+def scaled(scale: float, growth_interval: int) -> hdet.Search:
+    """Two micro-batches, whose losses are multiplied."""
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer, micro_batches=2, noise_scale=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth_interval)
+    torch.manual_seed(0)
+    for step in range(STEPS):
+        for part in range(2):
+            scaler.scale(search.loss(loss_of(model, batch(step, part)))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return search
+
+
+def test_evidence_is_free_of_the_scale_of_a_grad_scaler() -> None:
+    searches = [scaled(1.0, 1000), scaled(2.0**16, 1000), scaled(2.0**10, 3)]
+    told = [[record.estimates["dropout"]["slope"] for record in search.history] for search in searches]
+    assert any(told[0])
+    assert told[1] == pytest.approx(told[0], rel=1e-3)
+    assert told[2] == pytest.approx(told[0], rel=1e-3)
+    noise = [search.history.windows[-1].noise_scale["noise"] for search in searches]
+    assert noise == pytest.approx([noise[0]] * 3, rel=1e-3)
+
+
 def test_losses_that_are_told_of_without_a_pass_that_is_seen() -> None:
     """Layers called one by one; or eval mode, to hold what a pretrained BatchNorm knows."""
     model = network()
