@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, StepError
 from hdet.replicas import tensors
 from hdet.replicas.distributed import fully_sharded
+
+REENTRANT = (
+    "the probe's loss goes through torch.utils.checkpoint(..., use_reentrant=True), which hides parameters from "
+    "torch.autograd.grad, so that nothing can be learnt of them; give it use_reentrant=False, or no checkpointing in eval "
+    "mode"
+)
 
 Take = Callable[[int, Tensor], None]
 """Told a parameter's number among `tensors.trained`, and a gradient of it."""
@@ -81,7 +88,10 @@ def handed_over(model: nn.Module, losses: Tensor, begin: Callable[[], Take]) -> 
 def _handed_over(loss: Tensor, own: Sequence[nn.Parameter], take: Take, retain: bool = False) -> None:
     """Differentiate a loss; each gradient is given away when backward has found it, and not kept by backward."""
 
+    reached: set[int] = set()
+
     def found(number: int, gradient: Tensor) -> Tensor | None:
+        reached.add(number)
         take(number, gradient.detach())
         if type(gradient) is not Tensor or gradient.layout != torch.strided:
             return None
@@ -89,11 +99,31 @@ def _handed_over(loss: Tensor, own: Sequence[nn.Parameter], take: Take, retain: 
         return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand_as(gradient)
 
     handles = [parameter.register_hook(partial(found, number)) for number, parameter in enumerate(own)]
+    root = loss.grad_fn
     try:
         torch.autograd.grad(loss, own, allow_unused=True, retain_graph=retain)
+    except RuntimeError as error:
+        if "use_reentrant" in str(error):
+            raise StepError(REENTRANT) from error
+        raise
     finally:
         for handle in handles:
             handle.remove()
+    if len(reached) < len(own) and _is_reentrant(root):
+        raise StepError(REENTRANT)
+
+
+def _is_reentrant(root: Any) -> bool:
+    """Whether a graph has a part that reentrant activation checkpointing hides."""
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return True
+        following = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= following
+        waiting.extend(following)
+    return False
 
 
 def _part(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:

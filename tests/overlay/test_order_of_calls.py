@@ -11,6 +11,7 @@ import torch
 from attach_parts import STEPS, adamw, batch, loss_of, network, probe
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.checkpoint import checkpoint
 
 import hdet
 from hdet.errors import ConfigError, StepError
@@ -55,12 +56,40 @@ def test_where_the_first_window_fails_weights_loaded_after_attach_come_back() ->
     search = attached(model, optimizer, micro_batches=1)
     model.load_state_dict(other_weights())
     said = "at step 5 hdet put the model and the optimizer back to step 0: a loss or a weight was not finite"
+    train(model, optimizer, search, 4)
+    search.loss(loss_of(model, batch(4)) * math.nan).backward()
     with pytest.warns(UserWarning, match=said):
-        for step in range(5):
-            search.loss(loss_of(model, batch(step)) * (math.nan if step == 2 else 1.0)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
     assert all(torch.equal(value, other_weights()[name]) for name, value in model.state_dict().items())
+
+
+class Checkpointed(nn.Module):
+    """Its hidden layer runs again in backward."""
+
+    def __init__(self, reentrant: bool, frozen: bool) -> None:
+        super().__init__()
+        first, tanh, dropout, self.head = network()
+        self.first, self.hidden = first.requires_grad_(not frozen), nn.Sequential(tanh, dropout, nn.Linear(16, 16))
+        self.reentrant = reentrant
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs).requires_grad_()
+        logits: torch.Tensor = self.head(checkpoint(self.hidden, hidden, use_reentrant=self.reentrant))
+        return logits
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["adapters", "all"])
+def test_reentrant_checkpointing_of_what_the_probe_differentiates_is_refused(frozen: bool) -> None:
+    for reentrant in (False, True):
+        model = Checkpointed(reentrant, frozen)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        search = attached(model, optimizer, micro_batches=1)
+        if reentrant:
+            with pytest.raises(StepError, match="which hides parameters from torch.autograd.grad"):
+                train(model, optimizer, search, STEPS)
+        else:
+            train(model, optimizer, search, STEPS)
+            assert search.finished
 
 
 def scaled(scale: float, growth_interval: int) -> hdet.Search:
