@@ -16,8 +16,8 @@ from hdet.replicas.distributed import fully_sharded
 
 REENTRANT = (
     "the probe's loss goes through torch.utils.checkpoint(..., use_reentrant=True), which hides parameters from "
-    "torch.autograd.grad, so that nothing can be learnt of them; give it use_reentrant=False, or no checkpointing in eval "
-    "mode"
+    "torch.autograd.grad, so that nothing can be learnt of them; give it use_reentrant=False, or no checkpointing "
+    "in eval mode"
 )
 
 Take = Callable[[int, Tensor], None]

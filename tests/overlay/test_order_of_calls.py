@@ -84,7 +84,7 @@ def test_reentrant_checkpointing_of_what_the_probe_differentiates_is_refused(fro
     model = Checkpointed(False, frozen)
     assert all(gradient.any() for gradient in gradients.summed(model, [loss_of(model, batch(0))]))
     model = Checkpointed(True, frozen)
-    with pytest.raises(StepError, match="which hides parameters from torch.autograd.grad"):
+    with pytest.raises(StepError, match=r"which hides parameters from torch\.autograd\.grad"):
         gradients.summed(model, [loss_of(model, batch(0))])
 
 
