@@ -74,7 +74,7 @@ def state_dict(cycle: Cycle, leave_out: Collection[str] = ()) -> dict[str, Any]:
     }
 
 
-def load_state_dict(cycle: Cycle, state: dict[str, Any]) -> None:
+def load_state_dict(cycle: Cycle, state: dict[str, Any], going_back: Callable[[], None] = lambda: None) -> None:
     """Resume in mid-window where N, spreads and window are the same and all processes load one step's state, else from
     the converged point.
 
@@ -84,6 +84,9 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any]) -> None:
     A collective: all processes load, and where one of them cannot, all go back. They hear of each other after the
     checks, after knobs, models and optimizers, and at the end. Between the last two the window opens, and evidence may
     meet there.
+
+    Args:
+        going_back: called before the engine goes back, for what knobs are bound to.
 
     Raises:
         CheckpointError: another format, other knobs, or a model that does not fit; or another process cannot load its
@@ -98,6 +101,7 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any]) -> None:
         if all_agree(cycle, failure is None):
             cycle.history.truncate(_windows(state))
             return
+    going_back()
     back = _continuation(cycle, before, together=True)
     _load_point(cycle, before, back)
     _take_up(cycle, before, back)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.errors import ConfigError, StepError
+from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.overlay.told_schedule import Course, Follower
 from hdet.user_warning import warn
 
@@ -62,6 +63,12 @@ class Rates:
                 f"give the optimizer all parameters from the start and train some of them later: "
                 f"parameter.requires_grad_(False)"
             )
+        if step == 0 and self.follower is not None and self.follower.position > self.follower.steps_each:
+            raise StepError(
+                f"{type(self.follower.scheduler).__name__} has made {self.follower.position} steps since hdet.attach, "
+                f"and the search none: its state, of a run under way, was loaded in between, and the search's was not; "
+                f"load it before hdet.attach, so that the search begins there, or load the search's state too"
+            )
         if self.driven:
             self._refuse_moved()
         surprised = False
@@ -87,6 +94,19 @@ class Rates:
             "simulated_at": self.follower.first if self.follower is not None else 0,
             "found": list(self._first),
         }
+
+    def require_courses(self, state: Mapping[str, Any]) -> None:
+        """Whether a state tells of the entries that knobs here are relative to.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        own, told = {_named(entry) for entry in self.courses}, set(state["courses"])
+        if own != told:
+            raise CheckpointError(
+                f"the state is of a search that moves {sorted(told)} of the optimizer's groups, and this one moves "
+                f"{sorted(own)}; explore the same to resume"
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for entry, course in self.courses.items():

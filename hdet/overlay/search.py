@@ -202,18 +202,20 @@ class Search(AbstractContextManager["Search"]):
         try:
             riding.load_state_dict(state)
             with _groups_kept(self.optimizer):
-                riding.engine.load_state_dict(with_frozen(state["engine"], model))
+                whole = with_frozen(state["engine"], model)
+                snapshot.load_state_dict(riding.engine.cycle, whole, lambda: riding.load_state_dict(before))
             model.load_state_dict(state["written"], strict=False)
         except Exception:
             riding.load_state_dict(before)
             riding.counting = counting
             raise
-        self._notice_return(state["engine"]["open"])
+        self._notice_return(state["engine"]["open"], of_all_ranks="ranks" in state)
 
     def _problem(self, state: Mapping[str, Any]) -> CheckpointError | None:
         """Why a state cannot be loaded, as far as that shows beforehand."""
         try:
             _require_parts(state, self.model)
+            self._riding.rates.require_courses(state["rates"])
         except CheckpointError as error:
             return error
         if state["part"] == self._part:
@@ -224,12 +226,12 @@ class Search(AbstractContextManager["Search"]):
             f"search.all_ranks.load_state_dict(), and resume on as many ranks"
         )
 
-    def _notice_return(self, under_way: dict[str, Any] | None) -> None:
+    def _notice_return(self, under_way: dict[str, Any] | None, of_all_ranks: bool) -> None:
         """Say that the weights are those of the window's opening, where the window could not be taken up."""
         engine = self.engine
         if under_way is None or engine.step_count == under_way["step"]:
             return
-        if engine.home.size > len(engine.replicas):
+        if engine.home.size > len(engine.replicas) and not of_all_ranks:
             raise CheckpointError(
                 f"the search's state was taken at step {under_way['step']}, in mid-window, by one rank, and this run "
                 f"has several, each with a part of its own: save search.all_ranks.state_dict(), which all ranks call "

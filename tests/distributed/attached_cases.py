@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -313,6 +314,26 @@ def state_of_one_rank() -> str:
         search.engine.home.settle()  # as rank 0 does while it takes its state
     dist.broadcast_object_list(box)
     return _refusal(CheckpointError, lambda: search.load_state_dict(box[0]))
+
+
+def state_of_all_ranks() -> dict[str, Any]:
+    """Taken in mid-window, as rank 0 keeps it."""
+    model, optimizer, search = _attached()
+    for step in range(WINDOW + 2):
+        search.loss(loss_of(model, batch(step, dist.get_rank()))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return search.all_ranks.state_dict()
+
+
+def resumed_on_other_ranks(state: dict[str, Any]) -> int:
+    """The step at which a run on other ranks goes on, with a warning."""
+    *_, search = _attached()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        search.all_ranks.load_state_dict(state)
+    assert any("could not go on in the window" in str(warning.message) for warning in caught)
+    return search.engine.step_count
 
 
 def history_that_one_rank_cannot_write(folder: str) -> str:

@@ -100,6 +100,11 @@ def test_one_ranks_state_in_mid_window_is_refused_on_all() -> None:
     assert all("save search.all_ranks.state_dict()" in message for message in launch(attached.state_of_one_rank, 2))
 
 
+def test_all_ranks_state_in_mid_window_is_gone_on_with_by_other_ranks_from_its_opening() -> None:
+    state, _ = launch(attached.state_of_all_ranks, 2)
+    assert launch(attached.resumed_on_other_ranks, 3, state) == [attached.WINDOW] * 3
+
+
 @pytest.mark.parametrize("saved_at", [2 * attached.WINDOW, 2 * attached.WINDOW + 2], ids=["window's end", "mid-window"])
 def test_fully_sharded_the_state_of_all_ranks_is_gone_on_with(saved_at: int, assert_same: Any) -> None:
     for whole, resumed in launch(attached.sharded_and_resumed, 2, saved_at):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
 
 import hdet
-from hdet.errors import ConfigError, StepError
+from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.replicas import gradients
 
 
@@ -62,6 +63,43 @@ def test_where_the_first_window_fails_weights_loaded_after_attach_come_back() ->
     with pytest.warns(UserWarning, match=said):
         optimizer.step()
     assert all(torch.equal(value, other_weights()[name]) for name, value in model.state_dict().items())
+
+
+def test_a_plain_runs_scheduler_loaded_after_attach_is_refused() -> None:
+    model = network()
+    optimizer = adamw(model)
+    scheduler = ExponentialLR(optimizer, 0.99)
+    search = attached(model, optimizer, scheduler=scheduler)
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 20, "_step_count": 21})
+    with pytest.raises(StepError, match="its state, of a run under way, was loaded in between"):
+        train(model, optimizer, search, 1)
+
+
+def test_the_state_of_a_search_of_other_knobs_is_refused_by_name() -> None:
+    states = []
+    for knobs in ((), (hdet.Beta2(),)):
+        model = network()
+        search = attached(model, adamw(model), knobs=knobs)
+        states.append(search.state_dict())
+    with pytest.raises(CheckpointError, match="the state is of a search that moves"):
+        search.load_state_dict(states[0])
+
+
+def test_where_a_part_of_a_state_is_damaged_the_search_is_as_it_was(assert_same: Any) -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer)
+    train(model, optimizer, search, 13)
+    state, before = copy.deepcopy(search.state_dict()), search.state_dict()
+    train(model, optimizer, search, 4)
+    state["engine"]["collectors"][-1] = {}
+    later = copy.deepcopy(search.state_dict())
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        search.load_state_dict(state)
+    assert_same(search.state_dict()["rates"], later["rates"])
+    assert search.engine.step_count == 17
+    search.load_state_dict(before)
+    assert search.engine.step_count == 13
 
 
 class Checkpointed(nn.Module):
