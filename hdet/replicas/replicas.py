@@ -189,7 +189,10 @@ class Replicas(ABC):
 
     @abstractmethod
     def combine(self, weights: NDArray[np.float64]) -> list[Tensor]:
-        """sum_r weights[r] theta_r over all N replicas' parameters, in float32; weight 0 leaves one out, NaN or not."""
+        """sum_r weights[r] theta_r over all N replicas' parameters, in float32 at least.
+
+        Weight 0 leaves a replica out, NaN or not.
+        """
 
     @property
     def is_leader(self) -> bool:

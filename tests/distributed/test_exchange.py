@@ -93,6 +93,7 @@ def exchanged() -> Found:
         counters=counters(),
         groups=numbers_in_groups(),
         unused=unused(),
+        kinds=other_kinds(),
     )
     return found
 
@@ -412,6 +413,29 @@ def unused() -> Found:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
+class Kinds(nn.Module):
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.turns = nn.Parameter(torch.tensor([(first + 1) * (1.0 + 2.0j)]))
+        self.fine = nn.Parameter(torch.tensor([1.0 + first * 1e-12], dtype=torch.float64))
+
+
+def other_kinds() -> dict[str, list[torch.Tensor]]:
+    """Complex and double parameters, combined and merged."""
+    found = {}
+    for name, copies, options in (("one", 1, {}), ("two", 2, {}), ("narrow", 1, {"precision": torch.bfloat16})):
+        model = Kinds(0)
+        replicas = hdet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), copies=copies, **options)
+        engine = hdet.Engine(replicas, [], window=1, total_steps=2, gradients="local", merge=Mean("keep"))
+        engine.step([torch.tensor(0.0)] * copies)  # narrow from the second merge on
+        for replica, (host, _) in zip(replicas.local, replicas.hosts, strict=True):
+            host.load_state_dict(Kinds(replica.index).state_dict())
+        found[f"{name} combined"] = replicas.combine(np.full(replicas.size, 1.0 / replicas.size))
+        engine.step([torch.tensor(0.0)] * copies)
+        found[f"{name} merged"] = list(tensors.parameters(model))
+    return found
+
+
 @pytest.fixture(scope="module")
 def ranks() -> list[Found]:
     return launch(exchanged, 4)
@@ -591,6 +615,16 @@ def test_gradients_of_parameters_that_some_ranks_do_not_use(ranks: list[Found]) 
         assert torch.equal(found["unused"]["common"], torch.ones(2))
         assert torch.equal(found["unused"]["rare"], torch.full((2,), 2.0))
         assert found["unused"]["never"] is None
+
+
+@pytest.mark.parametrize(("name", "size"), [("one", 4), ("two", 8), ("narrow", 4)])
+def test_complex_and_double_parameters_stay_what_they_are(ranks: list[Found], name: str, size: int) -> None:
+    for found in ranks:
+        for done in ("combined", "merged"):
+            turns, fine = found["kinds"][f"{name} {done}"]
+            rough = 1e-2 if f"{name} {done}" == "narrow merged" else 1e-6
+            assert turns.item() == pytest.approx((size + 1) / 2 * (1.0 + 2.0j), rel=rough)
+            assert fine.item() == pytest.approx(1.0 + (size - 1) / 2 * 1e-12, abs=1e-14)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6).filter(any), st.integers(0, 2**31))

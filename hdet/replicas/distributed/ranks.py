@@ -396,17 +396,17 @@ class Ranks(Replicas):
             return tensors.parameters(self.hosts[0][0])
         by_place = weights.reshape(self.layout.places, self._each)
         if self._each == 1:
-            sources = [t.float() for t in tensors.parameters(self.hosts[0][0])]
+            sources = [tensors.wide(t) for t in tensors.parameters(self.hosts[0][0])]
             scales = by_place[:, 0].tolist()
         else:
             scales = [float((row != 0.0).any()) for row in by_place]
             sources = []
             for (model, _), weight in zip(self.hosts, own, strict=True):
                 if weight != 0.0:
-                    part = torch._foreach_mul([t.float() for t in tensors.parameters(model)], weight)
+                    part = torch._foreach_mul([tensors.wide(t) for t in tensors.parameters(model)], weight)
                     sources = list(torch._foreach_add(sources, part)) if sources else list(part)
             if not sources:
-                sources = [torch.zeros_like(t, dtype=torch.float32) for t in tensors.parameters(self.hosts[0][0])]
+                sources = [torch.zeros_like(tensors.wide(t)) for t in tensors.parameters(self.hosts[0][0])]
         targets = [torch.empty_like(t) for t in sources]
         with translated("combining replicas"):
             self.exchange.reduce(sources, targets, scales, mean=False)
