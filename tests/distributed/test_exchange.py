@@ -94,6 +94,7 @@ def exchanged() -> Found:
         groups=numbers_in_groups(),
         unused=unused(),
         kinds=other_kinds(),
+        partly=partly_used(8, copies=2),
     )
     return found
 
@@ -413,6 +414,56 @@ def unused() -> Found:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
+class Partly(nn.Module):
+    """Of which some replicas use a part only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.common, self.rare = nn.Linear(6, 1), nn.Linear(6, 1)
+
+    def forward(self, inputs: torch.Tensor, both: bool) -> torch.Tensor:
+        found: torch.Tensor = self.common(inputs)
+        return found + self.rare(inputs) if both else found
+
+
+USERS = (0, 2, 3, 6)
+"""Replicas that use all of the model in the first window."""
+
+
+def partly_used(size: int, copies: int = 0) -> list[dict[str, Any]]:
+    """By replica of this process, weights and state after two windows, where some had no state to average at first.
+
+    Args:
+        copies: on each rank; 0 for all replicas in one process.
+    """
+    model = Partly()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    home = (
+        hdet.distribute(model, optimizer, copies=copies, exact=True)
+        if copies
+        else hdet.replicate(model, optimizer, size)
+    )
+    engine = hdet.Engine(home, [], window=2, total_steps=4, gradients="local", merge=Mean("average"))
+    for step in range(4):
+        losses = []
+        for replica in engine.replicas:
+            with replica:
+                inputs, targets = batch(step, replica.index)
+                both = replica.index in USERS or step > 1
+                loss = (replica.model(inputs, both) - targets).square().mean()
+                loss.backward()
+            losses.append(loss)
+        for each in engine.optimizers:
+            each.step()
+            each.zero_grad()
+        engine.step(losses)
+    return [
+        {"weights": list(model.parameters()), "state": [optimizer.state[p] for p in model.parameters()]}
+        for model, optimizer in engine.hosts
+    ]
+
+
 class Kinds(nn.Module):
     def __init__(self, first: int) -> None:
         super().__init__()
@@ -615,6 +666,16 @@ def test_gradients_of_parameters_that_some_ranks_do_not_use(ranks: list[Found]) 
         assert torch.equal(found["unused"]["common"], torch.ones(2))
         assert torch.equal(found["unused"]["rare"], torch.full((2,), 2.0))
         assert found["unused"]["never"] is None
+
+
+def test_state_that_some_copies_have_is_averaged_as_in_one_process_bit_for_bit(ranks: list[Found]) -> None:
+    expected = partly_used(8)[0]
+    for found in ranks:
+        for host in found["partly"]:
+            assert all(map(torch.equal, host["weights"], expected["weights"]))
+            for own, want in zip(host["state"], expected["state"], strict=True):
+                assert own.keys() == want.keys()
+                assert all(torch.equal(own[key], want[key]) for key in want)
 
 
 @pytest.mark.parametrize(("name", "size"), [("one", 4), ("two", 8), ("narrow", 4)])

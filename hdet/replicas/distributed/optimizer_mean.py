@@ -57,28 +57,27 @@ def average(exchange: Exchange, optimizers: Sequence[Optimizer], weights: Sequen
         if not same_counters:
             exchange.broadcast(counters, _first(sums))
     else:
-        if len(sound) > 1:
-            optimizer_states.average(sound, [lead], [weight for weight in mine if weight])
-        _average_what_some_have(exchange, lead, structure(lead), sums)
-        for optimizer, weight in zip(optimizers, mine, strict=True):
-            if not weight:
-                _keep_only(optimizer, structure(lead))
+        _average_what_some_have(exchange, optimizers, weights)
     others = [optimizer for optimizer in optimizers if optimizer is not lead]
     if others:
         optimizer_states.average([lead], others)
 
 
-def _average_what_some_have(exchange: Exchange, optimizer: Optimizer, own: Structure, weights: Sequence[float]) -> None:
-    for entry, (shape, dtype), holders in _union(exchange, own):
+def _average_what_some_have(exchange: Exchange, optimizers: Sequence[Optimizer], weights: Sequence[float]) -> None:
+    for entry, (shape, dtype), holders in _union(exchange, optimizers):
         sharing = [weight if holds else 0.0 for weight, holds in zip(weights, holders, strict=True)]
         if not any(sharing):
-            _drop(optimizer, entry)
+            for optimizer in optimizers:
+                _drop(optimizer, entry)
             continue
-        tensor = _slot(optimizer, entry, shape, dtype)
+        slots = [_slot(optimizer, entry, shape, dtype) for optimizer in optimizers]
         if _has_mean(shape, dtype):
-            exchange.reduce([tensor], [tensor], sharing, mean=True)
+            exchange.mean_([[slot] for slot in slots], sharing)
         else:
-            exchange.broadcast([tensor], _first(sharing))
+            place, number = divmod(_first(sharing), len(slots))
+            exchange.broadcast([slots[number]], place)
+            for slot in slots:
+                slot.copy_(slots[number])
 
 
 def take_over(exchange: Exchange, optimizers: Sequence[Optimizer], valid: Sequence[bool]) -> None:
@@ -186,8 +185,12 @@ def _agree_on(
     return same_tensors, few and same_values
 
 
-def _union(exchange: Exchange, own: Structure) -> list[tuple[Entry, tuple[tuple[int, ...], str], list[bool]]]:
-    held: list[Structure] = [found or {} for found in exchange.gather_objects(own)]
+def _union(
+    exchange: Exchange, optimizers: Sequence[Optimizer]
+) -> list[tuple[Entry, tuple[tuple[int, ...], str], list[bool]]]:
+    """What tensors there are, and by replica, place by place, who holds each."""
+    gathered = exchange.gather_objects([structure(optimizer) for optimizer in optimizers])
+    held: list[Structure] = [own for found in gathered for own in found or [{}] * len(optimizers)]
     every: Structure = {}
     for found in held:
         every.update(found)
