@@ -24,7 +24,7 @@ from training import batch, batch_normed, knobs, network, optimizer_of, probe
 import hdet
 from hdet.controllers import Hold
 from hdet.errors import ConfigError, StepError
-from hdet.merges import Mean
+from hdet.merges import Exploit, Mean
 from hdet.replicas import tensors
 from hdet.replicas.distributed import fully_sharded, optimizer_mean
 from hdet.replicas.distributed.exchange import Exchange, fold
@@ -94,7 +94,7 @@ def exchanged() -> Found:
         groups=numbers_in_groups(),
         unused=unused(),
         kinds=other_kinds(),
-        partly=partly_used(8, copies=2),
+        partly={case: partly_used(*case) for case in PARTLY},
     )
     return found
 
@@ -427,31 +427,53 @@ class Partly(nn.Module):
         return found + self.rare(inputs) if both else found
 
 
-USERS = (0, 2, 3, 6)
-"""Replicas that use all of the model in the first window."""
+class PlainCount(torch.optim.Optimizer):
+    """Momentum with a count that is a number of Python's."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, mean=torch.zeros_like(p), of=["a", 1.5], none=None)
+                state["step"] += 1
+                state["mean"].lerp_(p.grad, 0.1)
+                p.sub_(state["mean"] / (1 - 0.9 ** state["step"]), alpha=self.param_groups[0]["lr"])
 
 
-def partly_used(size: int, copies: int = 0) -> list[dict[str, Any]]:
-    """By replica of this process, weights and state after two windows, where some had no state to average at first.
+USERS = ((0, 2, 3, 6), (0, 2, 6), (1, 2, 5), range(8))
+"""By step, the replicas that use all of the model."""
+
+PARTLY = [(kind, merge, n) for kind in ("tensors", "plain") for merge in ("average", "keep", "exploit") for n in (1, 2)]
+
+
+def partly_used(kind: str, merge: str, copies: int) -> list[dict[str, Any]]:
+    """By replica of this process, weights and state after two windows; in the first some had no state to merge.
 
     Args:
-        copies: on each rank; 0 for all replicas in one process.
+        copies: on each of 4 ranks; negative for all replicas in one process.
     """
     model = Partly()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01) if kind == "tensors" else PlainCount(model.parameters())
     home = (
         hdet.distribute(model, optimizer, copies=copies, exact=True)
-        if copies
-        else hdet.replicate(model, optimizer, size)
+        if copies > 0
+        else hdet.replicate(model, optimizer, n=-4 * copies)
     )
-    engine = hdet.Engine(home, [], window=2, total_steps=4, gradients="local", merge=Mean("average"))
+    how = Exploit("tournament") if merge == "exploit" else Mean(merge)
+    engine = hdet.Engine(home, [], window=2, total_steps=4, gradients="local", merge=how)
     for step in range(4):
         losses = []
         for replica in engine.replicas:
             with replica:
                 inputs, targets = batch(step, replica.index)
-                both = replica.index in USERS or step > 1
-                loss = (replica.model(inputs, both) - targets).square().mean()
+                loss = (replica.model(inputs, replica.index in USERS[step]) - targets).square().mean()
+                if merge == "keep" and replica.index in (1, 4):
+                    loss = loss * float("nan")
                 loss.backward()
             losses.append(loss)
         for each in engine.optimizers:
@@ -668,14 +690,17 @@ def test_gradients_of_parameters_that_some_ranks_do_not_use(ranks: list[Found]) 
         assert found["unused"]["never"] is None
 
 
-def test_state_that_some_copies_have_is_averaged_as_in_one_process_bit_for_bit(ranks: list[Found]) -> None:
-    expected = partly_used(8)[0]
-    for found in ranks:
-        for host in found["partly"]:
-            assert all(map(torch.equal, host["weights"], expected["weights"]))
-            for own, want in zip(host["state"], expected["state"], strict=True):
-                assert own.keys() == want.keys()
-                assert all(torch.equal(own[key], want[key]) for key in want)
+@pytest.mark.parametrize(("kind", "merge", "copies"), PARTLY)
+def test_state_that_some_replicas_have_is_merged_as_in_one_process_bit_for_bit(
+    ranks: list[Found], kind: str, merge: str, copies: int
+) -> None:
+    expected = partly_used(kind, merge, -copies)
+    hosts = [host for found in ranks for host in found["partly"][kind, merge, copies]]
+    for host, wanted in zip(hosts, expected, strict=True):
+        assert all(map(torch.equal, host["weights"], wanted["weights"]))
+        for own, want in zip(host["state"], wanted["state"], strict=True):
+            assert own.keys() >= {key for key in want if want[key] is not None}
+            assert all(torch.equal(v, want[k]) if torch.is_tensor(v) else v == want[k] for k, v in own.items())
 
 
 @pytest.mark.parametrize(("name", "size"), [("one", 4), ("two", 8), ("narrow", 4)])
