@@ -180,7 +180,8 @@ class Replicas(ABC):
     def copy(self, sources: Sequence[int]) -> None:
         """Overwrite replica r by replica sources[r]: parameters, buffers, optimizer state. Who is its own source stays.
 
-        All are taken as they were. Nothing else travels than what is copied.
+        All are taken as they were. Nothing else travels than what is copied, but that the ranks of a sharded replica
+        agree on its buffers.
         """
 
     @abstractmethod
