@@ -16,10 +16,11 @@ ROUNDING = 1e-6
 
 
 def require_same_probe(replicas: Replicas, probe: Probe) -> None:
-    """Compare how many batches each process gave its probe, how many numbers are in them, and their sum. A collective.
+    """Compare how many batches each process gave its probe, what numbers are in them, and in what order. A collective.
 
     A window's points are shared out over the processes, so a difference between their data would pass for one between
-    points. Only a list is looked at: batches that a function or a loader gives are not drawn for this.
+    points; so would another order, since points are compared by sub-batch. Only a list is looked at: batches that a
+    function or a loader gives are not drawn for this.
 
     Raises:
         StepError: they differ.
@@ -27,14 +28,28 @@ def require_same_probe(replicas: Replicas, probe: Probe) -> None:
     if not isinstance(probe.batches, (list, tuple)) or len(replicas.local) == replicas.size:
         return
     tensors = [leaf for leaf in tree_leaves(probe.batches) if isinstance(leaf, Tensor)]
-    total = sum(float(tensor.detach().double().nan_to_num().sum()) for tensor in tensors if not tensor.is_complex())
-    facts = [float(len(probe.batches)), float(sum(tensor.numel() for tensor in tensors)), total]
+    sums = [_sums(tensor, number) for number, tensor in enumerate(tensors) if not tensor.is_complex()]
+    plain, ordered = (sum(one[k] for one in sums) for k in range(2))
+    facts = [float(len(probe.batches)), float(sum(tensor.numel() for tensor in tensors)), plain, ordered]
     device = next(iter(replicas.hosts[0][0].parameters())).device
     table = replicas.gather(torch.tensor([facts], dtype=torch.float64, device=device).expand(len(replicas.local), -1))
     table = table[present(table)]
     if not np.allclose(table, table[0], rtol=ROUNDING):
         raise StepError(
-            f"the probe's batches differ between processes (how many, how many numbers, their sum: "
-            f"{[tuple(row) for row in table.tolist()]}), so that their difference would pass for one between rates; "
-            f"give each process the same held-out data, not its part as by a DistributedSampler"
+            f"the probe's batches differ between processes (how many, how many numbers, their sum, one that depends on "
+            f"their order: {[tuple(row) for row in table.tolist()]}), so that their difference would pass for one "
+            f"between rates; give each process the same held-out data in the same order, not its part as by a "
+            f"DistributedSampler, nor shuffled by itself"
         )
+
+
+def _sums(tensor: Tensor, number: int) -> tuple[float, float]:
+    """The sum of a tensor's numbers, and one in which each example of each tensor has a weight of its own."""
+    values = tensor.detach().double().nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0)  # as a mask's: a sum stays finite
+    if values.layout == torch.strided and values.dim():
+        values = values.reshape(len(values), -1).sum(dim=1) if values.numel() else values.new_zeros(1)
+    else:
+        values = values.sum().reshape(1)
+    generator = torch.Generator("cpu").manual_seed(number)
+    weights = torch.randn(len(values), dtype=values.dtype, generator=generator, device="cpu")
+    return float(values.sum()), float(values @ weights.to(values.device))

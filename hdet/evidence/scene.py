@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet.evidence.parts.unusable import Unusable
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.average import Averages
@@ -39,6 +40,7 @@ class Scene:
         objective: the training loss apart from the loop, for evidence that needs it (`Evidence.needs_objective`).
         outer: by host, the optimizer that the merge steps with: of no weights, its group holds the settings that knobs
             write. Empty where it has none.
+        unusable: what was noticed of losses that are not finite, whichever evidence measured them.
     """
 
     replicas: Replicas
@@ -52,6 +54,7 @@ class Scene:
     apart: bool
     objective: Objective | None = None
     outer: Sequence[Optimizer] = ()
+    unusable: Unusable = field(default_factory=Unusable)
 
     def opening(self) -> list[Tensor]:
         """The weights at the window's opening, where the anchor lies."""

@@ -265,8 +265,7 @@ def _between(opening: Sequence[Tensor], merged: Sequence[Tensor]) -> list[Tensor
 
 def _displacement(parameter: nn.Parameter) -> nn.Parameter:
     """None yet, of a parameter: sharded as it is, in float32 at least."""
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    return nn.Parameter(torch.zeros_like(parameter.detach(), dtype=wide))
+    return nn.Parameter(torch.zeros_like(parameter.detach(), dtype=tensors.wide_type(parameter.dtype)))
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:

@@ -253,8 +253,7 @@ def held_by_merge(merge: Merge, model: nn.Module, optimizer: Optimizer, *, explo
 def _displacements(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
     """Parameters on the meta device as an outer optimizer has them."""
     moving = [tensors.local(parameter.detach()) for parameter in tensors.moving_parameters(model, optimizer)]
-    wide = [torch.promote_types(value.dtype, torch.float32) for value in moving]
-    blank = [torch.empty_like(value, dtype=dtype, device="meta") for value, dtype in zip(moving, wide, strict=True)]
+    blank = [torch.empty_like(value, dtype=tensors.wide_type(value.dtype), device="meta") for value in moving]
     return [nn.Parameter(value) for value in blank]
 
 
@@ -280,7 +279,7 @@ class _Weights:
         moving = [tensors.local(parameter.detach()) for parameter in tensors.moving_parameters(model, optimizer)]
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = [parameter for parameter in tensors.trained(model) if id(parameter) in held]
-        wide = [t.numel() * torch.promote_types(t.dtype, torch.float32).itemsize for t in moving]
+        wide = [t.numel() * tensors.wide_type(t.dtype).itemsize for t in moving]
         return cls(
             size=sum(t.nbytes for t in moving),
             wide=sum(wide),

@@ -116,13 +116,15 @@ class RunningMean:
             else:
                 self._alone.append(number)
         held: dict[int, Tensor] = {
-            number: torch.zeros_like(current[number], dtype=_wide(current[number].dtype), device=self.device)
+            number: torch.zeros_like(
+                current[number], dtype=tensors.wide_type(current[number].dtype), device=self.device
+            )
             for number in self._alone
         }
         self._joined = []
         for (dtype, device), numbers in together.items():
             counts = [current[number].numel() for number in numbers]
-            mean = torch.zeros(sum(counts), dtype=_wide(dtype), device=self.device or device)
+            mean = torch.zeros(sum(counts), dtype=tensors.wide_type(dtype), device=self.device or device)
             self._joined.append((mean, numbers))
             for number, piece in zip(numbers, torch.split(mean, counts), strict=True):
                 held[number] = piece.view(current[number].shape)
@@ -167,10 +169,6 @@ def _average_(mean: Tensor, own: Tensor, weight: float) -> None:
     else:
         # Moved before it is widened: half precision is half the traffic.
         mean.lerp_(own.to(mean.device).to(mean.dtype), weight)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 class Averages:

@@ -98,7 +98,7 @@ class Copies(InProcess):
         for (model, _), weight in zip(self.hosts, weights.tolist(), strict=True):
             if weight == 0.0:
                 continue
-            part = torch._foreach_mul([t.float() for t in tensors.parameters(model)], weight)
+            part = torch._foreach_mul([tensors.wide(t) for t in tensors.parameters(model)], weight)
             total = list(torch._foreach_add(total, part)) if total else list(part)
         return total
 

@@ -184,7 +184,8 @@ class Replicas(ABC):
     def copy(self, sources: Sequence[int]) -> None:
         """Overwrite replica r by replica sources[r]: parameters, buffers, optimizer state. Who is its own source stays.
 
-        All are taken as they were. Nothing else travels than what is copied.
+        All are taken as they were. Nothing else travels than what is copied, but that the ranks of a sharded replica
+        agree on its buffers.
         """
 
     @abstractmethod
@@ -206,7 +207,10 @@ class Replicas(ABC):
 
     @abstractmethod
     def combine(self, weights: NDArray[np.float64]) -> list[Tensor]:
-        """sum_r weights[r] theta_r over all N replicas' parameters, in float32; weight 0 leaves one out, NaN or not."""
+        """sum_r weights[r] theta_r over all N replicas' parameters, in float32 at least.
+
+        Weight 0 leaves a replica out, NaN or not.
+        """
 
     @property
     def is_leader(self) -> bool:

@@ -268,9 +268,19 @@ def parted(whole: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     return [own if one.dim() == 1 else own.view(one.shape) for own, one in zip(pieces, like, strict=True)]
 
 
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """float32 at least; complex stays complex.
+
+    >>> wide_type(torch.bfloat16), wide_type(torch.complex64)
+    (torch.float32, torch.complex64)
+    """
+    # One byte, float8 or an integer, is asked apart: torch promotes no float8.
+    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
+
+
 def wide(tensor: Tensor) -> Tensor:
-    """In float32 at least."""
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+    """In float32 at least; complex stays complex."""
+    return tensor.to(wide_type(tensor.dtype))
 
 
 @contextmanager

@@ -272,10 +272,10 @@ def plain() -> str:
     return ""
 
 
-def _attached() -> tuple[nn.Module, torch.optim.Optimizer, hdet.Search]:
+def _attached(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, hdet.Search]:
     model = ddp(network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    search = attach(model, optimizer)
+    search = attach(model, optimizer, **options)
     return model, optimizer, search
 
 
@@ -300,6 +300,18 @@ def unlike(what: str) -> str:
         optimizer.step()
 
     return _refusal(StepError, step)
+
+
+def probe_that_one_rank_cannot_read() -> list[str]:
+    """The warnings of a run in which a probe's batch is damaged on the second rank."""
+    batches = [batch(-1, part) for part in range(8)]
+    if dist.get_rank() == 1:
+        batches[3][0][0, 0] = torch.nan
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, optimizer, search = _attached(probe=hdet.Probe(loss_of, lambda window: batches))
+        loop(model, optimizer, search, 1, False, False)
+    return [str(warning.message) for warning in caught]
 
 
 def state_of_one_rank() -> str:

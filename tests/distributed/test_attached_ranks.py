@@ -96,6 +96,13 @@ def test_ranks_that_differ_in_the_first_step_are_told_and_do_not_wait(what: str,
     assert all(said in message for message in launch(attached.unlike, 2, what))
 
 
+def test_a_probe_that_one_rank_cannot_read_is_told_on_all() -> None:
+    for told in launch(attached.probe_that_one_rank_cannot_read, 2):
+        (said,) = told
+        assert "not finite on sub-batches [3] of 8 at some of the weights" in said
+        assert "replicas [1] of 2 " in said
+
+
 def test_one_ranks_state_in_mid_window_is_refused_on_all() -> None:
     assert all("save search.all_ranks.state_dict()" in message for message in launch(attached.state_of_one_rank, 2))
 

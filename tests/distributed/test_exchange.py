@@ -24,7 +24,7 @@ from training import batch, batch_normed, knobs, network, optimizer_of, probe
 import hdet
 from hdet.controllers import Hold
 from hdet.errors import ConfigError, StepError
-from hdet.merges import Mean
+from hdet.merges import Exploit, Mean
 from hdet.replicas import tensors
 from hdet.replicas.distributed import fully_sharded, optimizer_mean
 from hdet.replicas.distributed.exchange import Exchange, fold
@@ -93,6 +93,8 @@ def exchanged() -> Found:
         counters=counters(),
         groups=numbers_in_groups(),
         unused=unused(),
+        kinds=other_kinds(),
+        partly={case: partly_used(*case) for case in PARTLY},
     )
     return found
 
@@ -412,6 +414,101 @@ def unused() -> Found:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
+class Partly(nn.Module):
+    """Of which some replicas use a part only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.common, self.rare = nn.Linear(6, 1), nn.Linear(6, 1)
+
+    def forward(self, inputs: torch.Tensor, both: bool) -> torch.Tensor:
+        found: torch.Tensor = self.common(inputs)
+        return found + self.rare(inputs) if both else found
+
+
+class PlainCount(torch.optim.Optimizer):
+    """Momentum with a count that is a number of Python's."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, mean=torch.zeros_like(p), of=["a", 1.5], none=None)
+                state["step"] += 1
+                state["mean"].lerp_(p.grad, 0.1)
+                p.sub_(state["mean"] / (1 - 0.9 ** state["step"]), alpha=self.param_groups[0]["lr"])
+
+
+USERS = ((0, 2, 3, 6), (0, 2, 6), (1, 2, 5), range(8))
+"""By step, the replicas that use all of the model."""
+
+PARTLY = [(kind, merge, n) for kind in ("tensors", "plain") for merge in ("average", "keep", "exploit") for n in (1, 2)]
+
+
+def partly_used(kind: str, merge: str, copies: int) -> list[dict[str, Any]]:
+    """By replica of this process, weights and state after two windows; in the first some had no state to merge.
+
+    Args:
+        copies: on each of 4 ranks; negative for all replicas in one process.
+    """
+    model = Partly()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01) if kind == "tensors" else PlainCount(model.parameters())
+    home = (
+        hdet.distribute(model, optimizer, copies=copies, exact=True)
+        if copies > 0
+        else hdet.replicate(model, optimizer, n=-4 * copies)
+    )
+    how = Exploit("tournament") if merge == "exploit" else Mean(merge)
+    engine = hdet.Engine(home, [], window=2, total_steps=4, gradients="local", merge=how)
+    for step in range(4):
+        losses = []
+        for replica in engine.replicas:
+            with replica:
+                inputs, targets = batch(step, replica.index)
+                loss = (replica.model(inputs, replica.index in USERS[step]) - targets).square().mean()
+                if merge == "keep" and replica.index in (1, 4):
+                    loss = loss * float("nan")
+                loss.backward()
+            losses.append(loss)
+        for each in engine.optimizers:
+            each.step()
+            each.zero_grad()
+        engine.step(losses)
+    return [
+        {"weights": list(model.parameters()), "state": [optimizer.state[p] for p in model.parameters()]}
+        for model, optimizer in engine.hosts
+    ]
+
+
+class Kinds(nn.Module):
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.turns = nn.Parameter(torch.tensor([(first + 1) * (1.0 + 2.0j)]))
+        self.fine = nn.Parameter(torch.tensor([1.0 + first * 1e-12], dtype=torch.float64))
+
+
+def other_kinds() -> dict[str, list[torch.Tensor]]:
+    """Complex and double parameters, combined and merged."""
+    found = {}
+    for name, copies, options in (("one", 1, {}), ("two", 2, {}), ("narrow", 1, {"precision": torch.bfloat16})):
+        model = Kinds(0)
+        replicas = hdet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), copies=copies, **options)
+        engine = hdet.Engine(replicas, [], window=1, total_steps=2, gradients="local", merge=Mean("keep"))
+        engine.step([torch.tensor(0.0)] * copies)  # narrow from the second merge on
+        for replica, (host, _) in zip(replicas.local, replicas.hosts, strict=True):
+            host.load_state_dict(Kinds(replica.index).state_dict())
+        found[f"{name} combined"] = replicas.combine(np.full(replicas.size, 1.0 / replicas.size))
+        engine.step([torch.tensor(0.0)] * copies)
+        found[f"{name} merged"] = list(tensors.parameters(model))
+    return found
+
+
 @pytest.fixture(scope="module")
 def ranks() -> list[Found]:
     return launch(exchanged, 4)
@@ -591,6 +688,29 @@ def test_gradients_of_parameters_that_some_ranks_do_not_use(ranks: list[Found]) 
         assert torch.equal(found["unused"]["common"], torch.ones(2))
         assert torch.equal(found["unused"]["rare"], torch.full((2,), 2.0))
         assert found["unused"]["never"] is None
+
+
+@pytest.mark.parametrize(("kind", "merge", "copies"), PARTLY)
+def test_state_that_some_replicas_have_is_merged_as_in_one_process_bit_for_bit(
+    ranks: list[Found], kind: str, merge: str, copies: int
+) -> None:
+    expected = partly_used(kind, merge, -copies)
+    hosts = [host for found in ranks for host in found["partly"][kind, merge, copies]]
+    for host, wanted in zip(hosts, expected, strict=True):
+        assert all(map(torch.equal, host["weights"], wanted["weights"]))
+        for own, want in zip(host["state"], wanted["state"], strict=True):
+            assert own.keys() >= {key for key in want if want[key] is not None}
+            assert all(torch.equal(v, want[k]) if torch.is_tensor(v) else v == want[k] for k, v in own.items())
+
+
+@pytest.mark.parametrize(("name", "size"), [("one", 4), ("two", 8), ("narrow", 4)])
+def test_complex_and_double_parameters_stay_what_they_are(ranks: list[Found], name: str, size: int) -> None:
+    for found in ranks:
+        for done in ("combined", "merged"):
+            turns, fine = found["kinds"][f"{name} {done}"]
+            rough = 1e-2 if f"{name} {done}" == "narrow merged" else 1e-6
+            assert turns.item() == pytest.approx((size + 1) / 2 * (1.0 + 2.0j), rel=rough)
+            assert fine.item() == pytest.approx(1.0 + (size - 1) / 2 * 1e-12, abs=1e-14)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6).filter(any), st.integers(0, 2**31))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ import cases
 import pytest
 import torch
 from launch import launch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, batch_normed, difference, knobs, loss_of, network, probe, train
@@ -69,6 +71,7 @@ def on_ranks(folder: str) -> Found:
         found[f"copies {rule}"] = cases.many_ranks(make=batch_normed, home={"copies": 2}, **population(rule))
         found[f"hsdp {rule}"] = over_shards(mesh, population(rule))
         found[f"failing {rule}"] = failing(fresh(population(rule), None))
+    found["statistics"] = statistics(mesh)
     members = population(SAVED)
     for home, own in (("", None), ("hsdp ", mesh)):
         found[f"{home}resumed"] = resumed(members, own)
@@ -88,8 +91,18 @@ def population(rule: Any) -> Found:
     return {"gradients": "local", "merge": Exploit(rule, share=0.5), "knobs": [knob], "window": 3}
 
 
-def fresh(options: Found, mesh: Any) -> hdet.Engine:
-    model = network()
+def statistics(mesh: Any) -> Found:
+    """Buffers of sharded members: as each rank has them, at the window's end of the same steps, at the run's."""
+    found: Found = {}
+    for name, window, steps in (("own", cases.STEPS, 3), ("merged", 3, 3), ("last", 3, cases.STEPS)):
+        engine = fresh({**population("truncation"), "window": window}, mesh, batch_normed)
+        train(engine, steps, **parts_of(mesh))
+        found[name] = cases.outcome(engine)["buffers"]
+    return found
+
+
+def fresh(options: Found, mesh: Any, make: Callable[[], nn.Module] = network) -> hdet.Engine:
+    model = make()
     if mesh is not None:
         model = cases.sharded_over(mesh)(model)
     home = {"mesh": mesh} if mesh is not None else {}
@@ -210,6 +223,16 @@ def test_a_population_of_sharded_members_is_one_in_one_process_bit_for_bit(ranks
     expected = cases.one_process(2, network, 2, **population(rule))
     assert all(rank[f"hsdp {rule}"]["history"] == found["history"] for rank in ranks)
     assert difference(found["weights"], expected["weights"]) == 0.0
+
+
+def test_members_of_a_sharded_population_have_their_ranks_mean_of_batch_statistics(ranks: list[Found]) -> None:
+    """After the first window one of the two goes on as a copy of the other."""
+    own = [rank["statistics"]["own"] for rank in ranks]
+    assert difference(own[0], own[1]) > 0.0
+    means = [[(a + b) / 2 for a, b in zip(own[first], own[first + 1], strict=True)] for first in (0, 2)]
+    for rank in ranks:
+        assert min(difference(rank["statistics"]["merged"], mean) for mean in means) < 1e-6
+        assert difference(rank["statistics"]["last"], ranks[0]["statistics"]["last"]) == 0.0
 
 
 @pytest.mark.parametrize("home", ["", "hsdp "])

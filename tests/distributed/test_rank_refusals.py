@@ -146,6 +146,7 @@ def four_ranks() -> Found:
     found: Found = {}
     found["one probe"] = judged_by([batch(-1, part) for part in range(4)])
     found["other data"] = judged_by([batch(-1, part + rank) for part in range(4)])
+    found["other order"] = judged_by([batch(-1, (part + rank) % 4) for part in range(4)])
     found["fewer batches"] = judged_by([batch(-1, part) for part in range(4 if rank else 3)])
     found["betas"] = error_of(lambda: declared_with((0.9 if rank < 3 else 0.5, 0.999), 0.02))
     found["rates"] = error_of(lambda: declared_with((0.9, 0.999), 0.02 * (1 + rank)))  # the knob's, which it writes
@@ -190,6 +191,7 @@ def test_probes_that_differ_between_ranks_are_refused(ranks: list[Found]) -> Non
     for found in ranks:
         assert found["one probe"] == ""
         assert "the probe's batches differ between processes" in found["other data"]
+        assert "in the same order" in found["other order"]
         assert "(3.0, " in found["fewer batches"]
 
 

@@ -167,6 +167,39 @@ def test_combine_of_half_precision_is_in_single(problem: Any) -> None:
     assert replicas.combine(np.full(3, 1 / 3))[0].dtype == torch.float32
 
 
+class Turns(nn.Module):
+    """Parameters of other kinds than float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = nn.Parameter(torch.tensor([1.0 + 2.0j, -3.0j]))
+        self.fine = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+
+
+def turned() -> Replicas:
+    model = Turns()
+    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
+    with torch.no_grad():
+        replicas.local[1].model.turns.mul_(3.0j)
+        replicas.local[1].model.fine.add_(2e-12)
+    return replicas
+
+
+@pytest.mark.parametrize("merge", [hdet.merges.Mean("keep"), hdet.merges.Outer(1.0, options={})])
+def test_complex_parameters_are_merged_whole(merge: hdet.merges.Merge) -> None:
+    replicas = turned()
+    engine = hdet.Engine(replicas, [], window=1, total_steps=1, gradients="local", merge=merge)
+    engine.step([torch.tensor(0.0)] * 2)
+    for replica in replicas.local:
+        assert replica.model.turns.tolist() == [-2.5 + 2.5j, 4.5 - 1.5j]
+
+
+def test_combine_keeps_complex_and_double_precision() -> None:
+    turns, fine = turned().combine(np.array([0.5, 0.5]))
+    assert turns.tolist() == [-2.5 + 2.5j, 4.5 - 1.5j]
+    assert fine.item() == pytest.approx(1.0 + 1e-12, abs=1e-15)
+
+
 def test_buffers_are_averaged_counters_and_masks_taken_over(problem: Any) -> None:
     replicas = copies(problem, 3, nn.BatchNorm1d(6))
     for replica in replicas.local:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hdet.evidence.scene import Harvest, Scene
 from hdet.replicas import tensors
-from hdet.user_warning import warn
 
 Write = Callable[[Sequence[Tensor]], None]
 """Writes the weights of a point over the tensors that it is given, those of `Scene.moving` in one model."""
@@ -71,7 +70,7 @@ def losses_at(
     )
     # Each point was evaluated by one replica and is zero in the other rows.
     losses: NDArray[np.float64] = replicas.gather(table).sum(axis=0).reshape(len(points), -1)
-    _notice_unusable(losses)
+    scene.unusable.look(window, losses, replicas.size)
     return losses
 
 
@@ -102,14 +101,3 @@ class _PutAside:
 def _put_back(aside: dict[int, _PutAside]) -> None:
     for own in aside.values():
         own.put_back()
-
-
-def _notice_unusable(losses: NDArray[np.float64]) -> None:
-    """Say which sub-batches are finite at no point: they tell nothing of a point, and all else is lost with them."""
-    unusable = np.flatnonzero(~np.isfinite(losses).any(axis=0)).tolist()
-    if unusable:
-        warn(
-            f"the probe's loss is not finite on sub-batches {unusable} of {losses.shape[1]}, at any weights that "
-            f"it was evaluated at, so that nothing is learnt from any: look at these batches (an empty mask, a label "
-            f"that is missing) and at the loss"
-        )

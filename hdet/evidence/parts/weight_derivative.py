@@ -46,9 +46,7 @@ class Trace(ABC):
         self.optimizer = binding.optimizer
         self.index = index
         self.parameters = list(parameters)
-        self.direction = [
-            torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)).detach() for p in parameters
-        ]
+        self.direction = [torch.zeros_like(p, dtype=tensors.wide_type(p.dtype)).detach() for p in parameters]
 
     @abstractmethod
     def open(self, first: Value) -> None:

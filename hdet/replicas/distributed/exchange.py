@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hdet.replicas.distributed.layout import Layout
-from hdet.replicas.tensors import copy_, mean_
+from hdet.replicas.tensors import copy_, mean_, wide_type
 
 CAPACITY = 2**22
 """Elements in a bucket: 16 MiB of float32. Two are kept, so that one is filled while the other travels."""
@@ -175,7 +175,7 @@ class Exchange:
         by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for source, target in zip(sources, targets, strict=True):
             if source.numel():
-                wide = source.dtype if narrow else torch.promote_types(source.dtype, torch.float32)
+                wide = source.dtype if narrow else wide_type(source.dtype)
                 by_dtype.setdefault(wide, []).append((source, target))
         for dtype, pairs in by_dtype.items():
             bucket = Bucket(dtype)
@@ -254,7 +254,7 @@ def fold(rows: Tensor, weights: Sequence[float], mean: bool) -> Tensor:
     >>> fold(torch.tensor([[1.0, 2.0], [float("nan"), 0.0], [3.0, 2.0]]), [1, 0, 1], mean=True)
     tensor([2., 2.])
     """
-    wide = torch.promote_types(rows.dtype, torch.float32)
+    wide = wide_type(rows.dtype)
     taking = [i for i, weight in enumerate(weights) if weight != 0.0]
     first = rows[taking[0]].to(wide)
     if not mean:

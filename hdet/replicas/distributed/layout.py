@@ -60,6 +60,11 @@ class Layout:
     def parts(self) -> int:
         return int(self.table.shape[1])
 
+    def group_of_place(self) -> dist.ProcessGroup:
+        """A new group of the ranks that hold this replica; these alone take part in making it."""
+        ranks = dist.get_process_group_ranks(self.everyone())
+        return _group_of([ranks[own] for own in self.table[self.place]])
+
 
 def of_group(group: dist.ProcessGroup | None) -> Layout:
     """Every rank of a group (by default of all ranks) holds replicas of its own."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import compress
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from hdet.replicas import optimizer_states
 from hdet.replicas.distributed.exchange import Exchange
@@ -26,13 +28,17 @@ Entry = tuple[int, int, str]
 Structure = dict[Entry, tuple[tuple[int, ...], str]]
 """Shape and dtype of every tensor there is."""
 
+Plain = dict[Entry, Any]
+"""Every number and text, and list or mapping of these, as an optimizer's `state["step"] = 0`; `None` too."""
+
 
 def average(exchange: Exchange, optimizers: Sequence[Optimizer], weights: Sequence[float]) -> None:
     """Give every optimizer of every rank the weighted mean of all replicas' states; 0 leaves a replica out.
 
-    Floating tensors are averaged; counters and integers are taken over from the first that takes part. Numbers which an
-    optimizer keeps as state in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are averaged too. A
-    parameter without a gradient in some replica has no state there and gets the mean of those that have one.
+    Floating tensors are averaged; counters, integers and Python's own numbers are taken over from the first that takes
+    part; lists of tensors and other objects stay each replica's own. Numbers which an optimizer keeps as state in its
+    parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are averaged too. A parameter without a gradient in
+    some replica has no state there and gets the mean of those that have one.
 
     Args:
         optimizers: of this rank's replicas.
@@ -43,42 +49,60 @@ def average(exchange: Exchange, optimizers: Sequence[Optimizer], weights: Sequen
     sound = list(compress(optimizers, mine))
     lead = sound[0] if sound else optimizers[0]
     sums = [float(sum(weights[i * each : (i + 1) * each])) for i in range(exchange.layout.places)]
-    own = structure(lead)
+    own, others = structure(lead), plain(lead)
     alike = all(structure(optimizer) == own for optimizer in sound if optimizer is not lead)
+    alike_others = all(plain(optimizer) == others for optimizer in sound if optimizer is not lead)
     averaged = [entry for entry, told in own.items() if _has_mean(*told)]
     counters = [_tensor(lead, entry) for entry, told in own.items() if not _has_mean(*told)]
-    told = own if alike else {**own, (exchange.layout.place, -1, ""): ((), "")}
-    same_tensors, same_counters = _agree_on(exchange, optimizers, told, counters, weights)
-    if same_tensors:
+    # Where replicas here differ, so does what is told from all other places'.
+    told = [found if same else (exchange.layout.place, found) for found, same in ((own, alike), (others, alike_others))]
+    same_tensors, same_others, same_counters = _agree_on(exchange, optimizers, told, counters, weights)
+    if not (same_others and alike_others):
+        _take_over_plain(exchange, optimizers, weights)
+    if same_tensors and alike:
         for optimizer, weight in zip(optimizers, mine, strict=True):
             if not weight:
-                _keep_only(optimizer, own)
+                _keep_only(optimizer, own.keys() | plain(lead).keys())  # what was taken over, too
         exchange.mean_([[_slot(optimizer, e, *own[e]) for e in averaged] for optimizer in optimizers], weights)
         if not same_counters:
             exchange.broadcast(counters, _first(sums))
     else:
-        if len(sound) > 1:
-            optimizer_states.average(sound, [lead], [weight for weight in mine if weight])
-        _average_what_some_have(exchange, lead, structure(lead), sums)
-        for optimizer, weight in zip(optimizers, mine, strict=True):
-            if not weight:
-                _keep_only(optimizer, structure(lead))
-    others = [optimizer for optimizer in optimizers if optimizer is not lead]
-    if others:
-        optimizer_states.average([lead], others)
+        _average_what_some_have(exchange, optimizers, weights)
+    rest = [optimizer for optimizer in optimizers if optimizer is not lead]
+    if rest:
+        optimizer_states.average([lead], rest)
 
 
-def _average_what_some_have(exchange: Exchange, optimizer: Optimizer, own: Structure, weights: Sequence[float]) -> None:
-    for entry, (shape, dtype), holders in _union(exchange, own):
+def _average_what_some_have(exchange: Exchange, optimizers: Sequence[Optimizer], weights: Sequence[float]) -> None:
+    for entry, (shape, dtype), holders in _union(exchange, optimizers):
         sharing = [weight if holds else 0.0 for weight, holds in zip(weights, holders, strict=True)]
         if not any(sharing):
-            _drop(optimizer, entry)
+            for optimizer in optimizers:
+                _drop(optimizer, entry)
             continue
-        tensor = _slot(optimizer, entry, shape, dtype)
+        slots = [_slot(optimizer, entry, shape, dtype) for optimizer in optimizers]
         if _has_mean(shape, dtype):
-            exchange.reduce([tensor], [tensor], sharing, mean=True)
+            exchange.mean_([[slot] for slot in slots], sharing)
         else:
-            exchange.broadcast([tensor], _first(sharing))
+            place, number = divmod(_first(sharing), len(slots))
+            exchange.broadcast([slots[number]], place)
+            for slot in slots:
+                slot.copy_(slots[number])
+
+
+def _take_over_plain(exchange: Exchange, optimizers: Sequence[Optimizer], weights: Sequence[float]) -> None:
+    """Give every optimizer the plain values of the first that takes part and has one."""
+    gathered = exchange.gather_objects([plain(optimizer) for optimizer in optimizers])
+    held: list[Plain] = [own for found in gathered for own in found or [{}] * len(optimizers)]
+    sound = list(compress(held, weights))
+    first: Plain = {}
+    for own in reversed(sound):
+        first.update({entry: value for entry, value in own.items() if value is not None})
+    for optimizer in optimizers:
+        for entry in plain(optimizer):
+            if not any(entry in own for own in sound):
+                _drop(optimizer, entry)
+        _set_plain(optimizer, first)
 
 
 def take_over(exchange: Exchange, optimizers: Sequence[Optimizer], valid: Sequence[bool]) -> None:
@@ -89,8 +113,8 @@ def take_over(exchange: Exchange, optimizers: Sequence[Optimizer], valid: Sequen
     layout, each = exchange.layout, len(optimizers)
     place, number = divmod(list(valid).index(True), each)
     source = optimizers[number] if layout.place == place else None
-    every, numbers = exchange.broadcast_object(
-        (structure(source), _numbers(source)) if source is not None else None, place
+    every, others, numbers = exchange.broadcast_object(
+        (structure(source), plain(source), _numbers(source)) if source is not None else None, place
     )
     sent = [
         _tensor(source, entry)
@@ -102,9 +126,10 @@ def take_over(exchange: Exchange, optimizers: Sequence[Optimizer], valid: Sequen
     for optimizer, ok in zip(optimizers, valid[layout.place * each :][:each], strict=True):
         if ok:
             continue
-        _keep_only(optimizer, every)
+        _keep_only(optimizer, every.keys() | others.keys())
         for entry, tensor in zip(every, sent, strict=True):
             _slot(optimizer, entry, *every[entry]).copy_(tensor)
+        _set_plain(optimizer, others)
         _set_numbers(optimizer, numbers)
 
 
@@ -113,7 +138,7 @@ def send(exchange: Exchange, host: tuple[nn.Module, Optimizer], place: int) -> N
     model, optimizer = host
     every = structure(optimizer)
     peer, group = exchange.layout.global_peers[place], exchange.layout.peers()
-    dist.send_object_list([(every, _numbers(optimizer))], peer, group=group, device=exchange.device)
+    dist.send_object_list([(every, plain(optimizer), _numbers(optimizer))], peer, group=group, device=exchange.device)
     for tensor in [*_of(model), *(_tensor(optimizer, entry) for entry in every)]:
         dist.send(tensor.to(exchange.device).contiguous(), peer, group=group)
 
@@ -125,12 +150,13 @@ def receive(exchange: Exchange, host: tuple[nn.Module, Optimizer], place: int) -
     peer, group = exchange.layout.global_peers[place], exchange.layout.peers()
     told: list[Any] = [None]
     dist.recv_object_list(told, peer, group=group, device=exchange.device)
-    every, numbers = told[0]
-    _keep_only(optimizer, every)
+    every, others, numbers = told[0]
+    _keep_only(optimizer, every.keys() | others.keys())
     for tensor in [*_of(model), *(_slot(optimizer, entry, *every[entry]) for entry in every)]:
         sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=exchange.device)
         dist.recv(sent, peer, group=group)
         tensor.copy_(sent)
+    _set_plain(optimizer, others)
     _set_numbers(optimizer, numbers)
 
 
@@ -139,55 +165,75 @@ def _of(model: nn.Module) -> list[Tensor]:
 
 
 def mark(optimizer: Optimizer, device: torch.device) -> Tensor:
-    """A fingerprint of an optimizer's tensors, and of the numbers in its groups."""
+    """A fingerprint of an optimizer's state, and of the numbers in its groups."""
     own = structure(optimizer)
     numbers = torch.tensor(list(_numbers(optimizer).values()), dtype=torch.float64)
-    return fingerprint([*(_tensor(optimizer, entry) for entry in own), numbers, _code(own)], device)
+    codes = [_code(own), _code(plain(optimizer))]
+    return fingerprint([*(_tensor(optimizer, entry) for entry in own), numbers, *codes], device)
 
 
 def structure(optimizer: Optimizer) -> Structure:
     """Every tensor of an optimizer's state, as this rank holds it."""
     found: Structure = {}
+    for entry, value in _entries(optimizer):
+        if isinstance(value, Tensor):
+            own = local(value)
+            found[entry] = (tuple(own.shape), str(own.dtype).removeprefix("torch."))
+    return found
+
+
+def plain(optimizer: Optimizer) -> Plain:
+    """What an optimizer's state holds as Python's own numbers and texts."""
+    return {
+        entry: value
+        for entry, value in _entries(optimizer)
+        if all(isinstance(leaf, (int, float, str, type(None))) for leaf in tree_leaves(value))
+    }
+
+
+def _entries(optimizer: Optimizer) -> Iterator[tuple[Entry, Any]]:
     for index, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    own = local(value)
-                    found[index, place, key] = (tuple(own.shape), str(own.dtype).removeprefix("torch."))
-    return found
+            state = optimizer.state.get(parameter, {})
+            for key in sorted(state, key=str):  # a state that was filled by a merge has another order
+                yield (index, place, key), state[key]
 
 
 def _agree_on(
     exchange: Exchange,
     optimizers: Sequence[Optimizer],
-    own: Structure,
+    told: Sequence[object],
     counters: list[Tensor],
     weights: Sequence[float],
-) -> tuple[bool, bool]:
-    """Average the groups' numbers, and tell whether all peers hold the same tensors, and counters of the same values.
+) -> list[bool]:
+    """Average the groups' numbers, and tell whether all peers told the same things, and hold the same counters.
 
     One small collective. Of counters of more than a few numbers nothing is told.
     """
     numbers = [_numbers(optimizer) for optimizer in optimizers]
     flat = torch.tensor([list(found.values()) for found in numbers], dtype=torch.float64).flatten()
     few = sum(map(Tensor.numel, counters)) <= SMALL
-    codes = torch.cat([_code(own), _code_of_values(counters if few else [])])
+    codes = torch.cat([*map(_code, told), _code_of_values(counters if few else [])])
     table = exchange.gather(torch.cat([codes.view(torch.float64), flat])).cpu()
     rows = table[[int(rank) for rank in exchange.layout.table[:, exchange.layout.part]]]
     taking = [weight for weight in weights if weight]
-    sound = rows[:, 2:].reshape(len(weights), -1)[torch.tensor(weights) != 0].tolist()
+    sound = rows[:, len(codes) :].reshape(len(weights), -1)[torch.tensor(weights) != 0].tolist()
     for (index, key), values in zip(numbers[0], zip(*sound, strict=True), strict=True):
         apart = any(value != values[0] for value in values)
         for optimizer in optimizers:
             optimizer.param_groups[index][key] = mean_number(values, taking) if apart else values[0]
     # Ranks that hold other parts of the model hold other tensors; each compares with its own peers.
-    codes = rows[torch.tensor(exchange.present), :2].contiguous().view(torch.int64)
-    same_tensors, same_values = (codes == codes[0]).all(dim=0).tolist()
-    return same_tensors, few and same_values
+    codes = rows[torch.tensor(exchange.present), : len(codes)].contiguous().view(torch.int64)
+    *same, same_values = (codes == codes[0]).all(dim=0).tolist()
+    return [*same, few and same_values]
 
 
-def _union(exchange: Exchange, own: Structure) -> list[tuple[Entry, tuple[tuple[int, ...], str], list[bool]]]:
-    held: list[Structure] = [found or {} for found in exchange.gather_objects(own)]
+def _union(
+    exchange: Exchange, optimizers: Sequence[Optimizer]
+) -> list[tuple[Entry, tuple[tuple[int, ...], str], list[bool]]]:
+    """What tensors there are, and by replica, place by place, who holds each."""
+    gathered = exchange.gather_objects([structure(optimizer) for optimizer in optimizers])
+    held: list[Structure] = [own for found in gathered for own in found or [{}] * len(optimizers)]
     every: Structure = {}
     for found in held:
         every.update(found)
@@ -200,14 +246,20 @@ def _numbers(optimizer: Optimizer) -> dict[tuple[int, str], float]:
     return {place: value for place, value in found.items() if isinstance(value, float)}
 
 
+def _set_plain(optimizer: Optimizer, values: Plain) -> None:
+    for (index, place, key), value in values.items():
+        parameter = optimizer.param_groups[index]["params"][place]
+        optimizer.state.setdefault(parameter, {})[key] = copy.deepcopy(value)
+
+
 def _set_numbers(optimizer: Optimizer, numbers: dict[tuple[int, str], float]) -> None:
     for (index, key), value in numbers.items():
         optimizer.param_groups[index][key] = value
 
 
-def _code(own: Structure) -> Tensor:
-    """[1] int64: a digest of what tensors there are."""
-    return _digest(repr(list(own.items())).encode())
+def _code(own: object) -> Tensor:
+    """[1] int64: a digest of plain values, such as what tensors there are."""
+    return _digest(repr(own).encode())
 
 
 def _code_of_values(few: list[Tensor]) -> Tensor:
@@ -239,9 +291,9 @@ def _slot(optimizer: Optimizer, entry: Entry, shape: tuple[int, ...], named: str
     return local(state[key])
 
 
-def _keep_only(optimizer: Optimizer, own: Structure) -> None:
-    """Drop the tensors that are not of this structure: a replica that failed may hold some that no other has."""
-    for entry in structure(optimizer):
+def _keep_only(optimizer: Optimizer, own: Container[Entry]) -> None:
+    """Drop tensors and plain values at other entries: a replica that failed may hold some that no other has."""
+    for entry in (*structure(optimizer), *plain(optimizer)):
         if entry not in own:
             _drop(optimizer, entry)
 

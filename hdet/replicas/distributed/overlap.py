@@ -35,7 +35,7 @@ class Flight:
         self._parts: list[tuple[list[int], Tensor, dist.Work]] = []  # by dtype: which parameters, joined
         self._mean: list[Tensor] | None = None
         self._merged: list[Tensor] | None = None
-        dtypes = [torch.promote_types(t.dtype, torch.float32) for t in own]
+        dtypes = [tensors.wide_type(t.dtype) for t in own]
         for dtype in dict.fromkeys(dtypes):
             numbers = [number for number, wide in enumerate(dtypes) if wide == dtype]
             flat = torch.cat([own[number].reshape(-1).to(dtype) for number in numbers])

@@ -79,7 +79,8 @@ class Ranks(Replicas):
         self._anchor: Anchor | None = None
         self._met = False
         self._plain = False
-        self._pooled: Exchange | None = None
+        self._pooled: Exchange | None = None  # over all ranks, where each has batch statistics of its own
+        self._within: Exchange | None = None  # over those of this replica, made for the first copy
         if fully_sharded.over(self.hosts[0][0], self.layout.parts):
             self._pooled = Exchange(of_group(self.layout.everyone()), exchange.device, exchange.exact)
         self._shares = True
@@ -267,6 +268,8 @@ class Ranks(Replicas):
         if not self.diverge:
             return
         with translated("copying replicas"):
+            if self._pooled is not None:
+                self._pool_within()
             for target, source in copies.ordered(sources):
                 (to, into), (of, out) = divmod(target, self._each), divmod(source, self._each)
                 if to == of == self.layout.place:
@@ -275,6 +278,14 @@ class Ranks(Replicas):
                     optimizer_mean.send(self.exchange, self.hosts[out], to)
                 elif to == self.layout.place:
                     optimizer_mean.receive(self.exchange, self.hosts[into], of)
+
+    def _pool_within(self) -> None:
+        """Give the ranks of this replica the mean of their buffers; no merge gives them that of all."""
+        if self._within is None:
+            own = of_group(self.layout.group_of_place())
+            self._within = Exchange(own, self.exchange.device, self.exchange.exact)
+        models = [model for model, _ in self.hosts]
+        buffer_mean.average(self._within, models, [1.0] * self.layout.parts, take_first=False)
 
     def mean_buffers(self, valid: Sequence[bool]) -> None:
         if (self.size > 1 or self._pooled is not None) and not self.left_to_loop:
@@ -407,17 +418,17 @@ class Ranks(Replicas):
             return tensors.parameters(self.hosts[0][0])
         by_place = weights.reshape(self.layout.places, self._each)
         if self._each == 1:
-            sources = [t.float() for t in tensors.parameters(self.hosts[0][0])]
+            sources = [tensors.wide(t) for t in tensors.parameters(self.hosts[0][0])]
             scales = by_place[:, 0].tolist()
         else:
             scales = [float((row != 0.0).any()) for row in by_place]
             sources = []
             for (model, _), weight in zip(self.hosts, own, strict=True):
                 if weight != 0.0:
-                    part = torch._foreach_mul([t.float() for t in tensors.parameters(model)], weight)
+                    part = torch._foreach_mul([tensors.wide(t) for t in tensors.parameters(model)], weight)
                     sources = list(torch._foreach_add(sources, part)) if sources else list(part)
             if not sources:
-                sources = [torch.zeros_like(t, dtype=torch.float32) for t in tensors.parameters(self.hosts[0][0])]
+                sources = [torch.zeros_like(tensors.wide(t)) for t in tensors.parameters(self.hosts[0][0])]
         targets = [torch.empty_like(t) for t in sources]
         with translated("combining replicas"):
             self.exchange.reduce(sources, targets, scales, mean=False)
