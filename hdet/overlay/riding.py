@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.engine.engine import Engine
@@ -71,6 +72,8 @@ class Riding:
 
     def take_seats(self, micro_batches: int) -> None:
         """Make an engine for that many micro-batches a step. No step may have been made."""
+        if hasattr(self, "engine"):
+            self.engine.home.observe_no_more()
         self.lending = Lending(lambda: self.engine.step_count if hasattr(self, "engine") else 0)
         self._busy = True
         try:
@@ -121,6 +124,7 @@ class Riding:
         if self._busy or self.passes.under_way:
             return
         self.lending.take_out_update()  # if the step before raised
+        self._refuse_join()
         self._follow()
         self.passes.begin()
         if self.passes.dropped == STEPLESS:
@@ -309,6 +313,14 @@ class Riding:
                 )
         for callback in self.callbacks:
             callback(record)
+
+    def _refuse_join(self) -> None:
+        if isinstance(self.model, DistributedDataParallel) and self.model._join_config.enable:
+            raise StepError(
+                "DistributedDataParallel.join() lets ranks make different numbers of steps, and hdet's ranks meet at "
+                "each window's end, where one would wait for ever; give all ranks as many batches, as "
+                "DistributedSampler does, and leave join() out"
+            )
 
     def _refuse_unseen(self) -> None:
         if self.passes.begun == 0 and self._explores_forward and not self.engine.finished:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -326,6 +327,23 @@ def state_of_one_rank() -> str:
         search.engine.home.settle()  # as rank 0 does while it takes its state
     dist.broadcast_object_list(box)
     return _refusal(CheckpointError, lambda: search.load_state_dict(box[0]))
+
+
+def joined() -> str:
+    """Ranks with different numbers of batches."""
+    model, _, search = _attached()
+    with Join([model]):  # type: ignore[list-item]
+        return _refusal(StepError, lambda: search.loss(loss_of(model, batch(0, 0))))
+
+
+def hooks_left() -> int:
+    """Of the parameters, after searches that counted the micro-batches of a step and were detached."""
+    model = ddp(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        with attach(model, optimizer) as search:
+            loop(model, optimizer, search, 2, quiet=False, alike=False, steps=range(3))
+    return sum(len(parameter._backward_hooks or {}) for parameter in model.parameters())
 
 
 def state_of_all_ranks() -> dict[str, Any]:

@@ -103,6 +103,15 @@ def test_a_probe_that_one_rank_cannot_read_is_told_on_all() -> None:
         assert "replicas [1] of 2 " in said
 
 
+def test_ranks_that_may_make_different_numbers_of_steps_are_refused() -> None:
+    said = "lets ranks make different numbers of steps"
+    assert all(said in message for message in launch(attached.joined, 2))
+
+
+def test_detached_no_hook_is_left_on_a_parameter() -> None:
+    assert launch(attached.hooks_left, 2) == [0, 0]
+
+
 def test_one_ranks_state_in_mid_window_is_refused_on_all() -> None:
     assert all("save search.all_ranks.state_dict()" in message for message in launch(attached.state_of_one_rank, 2))
 
