@@ -308,8 +308,8 @@ class Riding:
             if fault["kind"] in WENT_BACK and self.engine.home.is_leader:
                 self.warn(
                     f"at step {record.stop} hdet put the model and the optimizer back to step {fault['step']}: "
-                    f"{WENT_BACK[fault['kind']]}; what else follows training, such as an average of the weights, "
-                    f"stays as it is"
+                    f"{WENT_BACK[fault['kind']]}; what else follows training, such as an average of the weights or "
+                    f"another optimizer's state, stays as it is"
                 )
         for callback in self.callbacks:
             callback(record)
