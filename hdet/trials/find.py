@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hdet.hparams.binding import given
 from hdet.hparams.schedule import LinearDecay
 from hdet.overlay.attach import searched
 from hdet.recipes.recommended import WARMUP
+from hdet.replicas import tensors
 from hdet.replicas.in_process import check_pair, twin
 from hdet.replicas.parallel import require_alone
 from hdet.replicas.random_numbers import accelerators, seeded
@@ -68,7 +70,7 @@ def find(
 
     Args:
         model, optimizer: as the run will begin with. Memory for one copy of both is needed.
-        loss: `loss(model, batch)`, the training loss of one batch.
+        loss: `loss(model, batch)`, the training loss of one batch by the model that it is given.
         batches: training batches: a DataLoader, a list or another iterable that can be gone through again and again, or
             a function from 0, 1, 2, ... to them.
         probe: the held-out loss; of a probe with fresh batches for each window the first four windows' are used.
@@ -121,11 +123,12 @@ def find(
                     return Trial(rate, None)
             return Trial(rate, _judged(probe, copied, other))
 
-    with seeded(accelerators(model), f"hdet.find:{seed}"), generators_kept(batches):
-        before = Trial(0.0, _judged(probe, *twin(model, optimizer)))
-    done = [trial(start)]
-    while len(done) < trials:
-        done.append(trial(next_rate(done, before, RATE_FACTOR)))
+    with _left_alone(model):
+        with seeded(accelerators(model), f"hdet.find:{seed}"), generators_kept(batches):
+            before = Trial(0.0, _judged(probe, *twin(model, optimizer)))
+        done = [trial(start)]
+        while len(done) < trials:
+            done.append(trial(next_rate(done, before, RATE_FACTOR)))
     return RateEstimate(start, length, total_steps, before, tuple(done), minimum(done, before))
 
 
@@ -202,11 +205,31 @@ def _step(
     for _ in range(micro_batches):
         told = loss(model, next(batches))
         (told / micro_batches).backward()
+    if all(parameter.grad is None for parameter in model.parameters()):
+        raise ConfigError(
+            "loss(model, batch) must use the model that it is given, a copy that a trial trains; no parameter of it "
+            "has a gradient, as where loss calls a model from outside"
+        )
     if clip is not None:
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
     optimizer.step()
     optimizer.zero_grad()
     return told.detach()
+
+
+@contextmanager
+def _left_alone(model: nn.Module) -> Iterator[None]:
+    """Buffers and gradients are after the block as they were: a loss may call this model and not the copy."""
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    gradients, saved = [parameter.grad for parameter in parameters], tensors.clones(buffers)
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        tensors.copy_(buffers, saved)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def _judged(probe: Probe, model: nn.Module, optimizer: Optimizer) -> tuple[float, ...] | None:

@@ -237,6 +237,21 @@ def test_what_cannot_be_is_refused(given: dict[str, object], said: str) -> None:
         found(**given)
 
 
+def test_a_loss_of_another_model_is_refused() -> None:
+    """The model that it calls in place of the copy is left as it was, its gradients and BatchNorm's statistics too."""
+    model, optimizer = build()
+    loss(model, TRAIN[0]).backward()
+    gradients = [p.grad for p in model.parameters()]
+    kept = copy.deepcopy((model.state_dict(), [gradient.clone() for gradient in gradients]))
+    probe = hdet.Probe(lambda _, batch: loss(model, batch), PROBE.batches)
+    settings = {"batches": TRAIN, "probe": probe, "total_steps": 500}
+    with pytest.raises(ConfigError, match="must use the model that it is given, a copy that a trial trains"):
+        hdet.find(model, optimizer, loss=lambda _, batch: loss(model, batch), **settings)
+    assert all(torch.equal(value, kept[0][name]) for name, value in model.state_dict().items())
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    assert all(map(torch.equal, gradients, kept[1]))
+
+
 def test_no_batches_are_told() -> None:
     with pytest.raises(StepError, match="batches is empty"):
         found(batches=[])
