@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from hdet.errors import ConfigError, StepError
 from hdet.hparams import LearningRate, Schedule
 from hdet.hparams.binding import given
 from hdet.hparams.schedule import LinearDecay
-from hdet.overlay.attach import searched
+from hdet.overlay.attach import refuse_line_search, searched
 from hdet.recipes.recommended import WARMUP
 from hdet.replicas import tensors
 from hdet.replicas.in_process import check_pair, twin
@@ -138,6 +139,7 @@ def _require(model: nn.Module, optimizer: Optimizer, probe: Probe, batches: Batc
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    refuse_line_search(optimizer)
     check_pair(model, optimizer, 1)
     require_alone(model, "hdet.find")
     if searched(optimizer):
@@ -151,6 +153,19 @@ def _require(model: nn.Module, optimizer: Optimizer, probe: Probe, batches: Batc
         )
     if not (callable(batches) or isinstance(batches, Iterable)):
         raise ConfigError(f"batches is an iterable or a function from a number, got {type(batches).__name__}")
+    if callable(batches) and not _takes_number(batches):
+        raise ConfigError("batches, as a function, takes a number, 0, 1, 2, ..., and returns the batch of that number")
+
+
+def _takes_number(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with one number."""
+    try:
+        inspect.signature(function).bind(0)
+    except TypeError:
+        return False
+    except ValueError:  # nothing is known of what it takes, as of some that are written in C
+        return True
+    return True
 
 
 def _first_group(optimizer: Optimizer) -> int:
@@ -212,7 +227,15 @@ def _step(
         )
     if clip is not None:
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception as error:
+        if "closure" not in str(error):
+            raise
+        raise ConfigError(
+            f"{type(optimizer).__name__} steps with a closure only ({error}), and a trial has none; give hdet.find "
+            f"an optimizer that steps once a gradient, such as the one that it wraps"
+        ) from error
     optimizer.zero_grad()
     return told.detach()
 
