@@ -19,12 +19,12 @@ from hdet.hparams.schedule import LinearDecay
 from hdet.overlay.attach import refuse_line_search, searched
 from hdet.recipes.recommended import WARMUP
 from hdet.replicas import tensors
+from hdet.replicas.generators import generators_kept
 from hdet.replicas.in_process import check_pair, twin
 from hdet.replicas.parallel import require_alone
 from hdet.replicas.random_numbers import accelerators, seeded
 from hdet.signals import Probe
 from hdet.trials.bracket import Trial, minimum, next_rate
-from hdet.trials.generators import generators_kept
 from hdet.trials.rate_estimate import RateEstimate
 
 SHARE_OF_RUN = 0.1
