@@ -15,6 +15,7 @@ from hdet.errors import CheckpointError, ConfigError
 from hdet.evidence.scene import Harvest, Scene
 from hdet.merging.merge import Averager, Merge, OptimizerState
 from hdet.replicas import gradients, tensors
+from hdet.replicas.random_numbers import accelerators_in_use, seeded
 from hdet.replicas.replica import Replica
 from hdet.signals import Probe
 from hdet.spec import register
@@ -88,7 +89,8 @@ class ByGradient(Averager):
         """
         model, optimizer = self.scene.replicas.hosts[replica.host]
         around = replica.around() if replica.around is not None else nullcontext()
-        with around, tensors.evaluating(model, optimizer), torch.enable_grad():
+        numbers = seeded(accelerators_in_use(), f"hdet.grawa:{window}")
+        with around, tensors.evaluating(model, optimizer), numbers, torch.enable_grad():
             found = gradients.summed(model, (loss for loss in self._losses(model, window)))
         squares = torch.zeros(max(layers) + 1, dtype=torch.float64, device=found[0].device)
         layer_of = dict(zip(map(id, self.scene.moving.parameters[replica.host]), layers, strict=True))

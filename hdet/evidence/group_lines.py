@@ -191,7 +191,7 @@ class GroupSlopes:
         with (
             scene.at_base(),
             tensors.substituted(scene.moving.values(), weights),
-            tensors.evaluating(model, optimizer),
+            scene.probe.evaluated(model, self.harvest.window.index, optimizer),
             torch.enable_grad(),
         ):
             yield

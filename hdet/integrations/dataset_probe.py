@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-import numpy as np
-import torch
-
 from hdet.errors import ConfigError
-from hdet.replicas.random_numbers import seeded
-from hdet.trials.generators import generators_kept
+from hdet.replicas.generators import numbers_lent
 
 SUB_BATCHES = 8
 
@@ -52,12 +47,3 @@ class Sample:
             return [
                 self._collate(examples[start : start + self._size]) for start in range(0, len(examples), self._size)
             ]
-
-
-@contextmanager
-def numbers_lent(text: str, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """The global generators, of the CPU and of some devices, are seeded by a text inside the block only."""
-    with seeded(devices, text), generators_kept(()):
-        random.seed(text)
-        np.random.seed(random.getrandbits(32))
-        yield

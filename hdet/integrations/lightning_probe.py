@@ -12,14 +12,15 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
 from hdet.errors import ConfigError
-from hdet.integrations.dataset_probe import SUB_BATCHES, numbers_lent
+from hdet.integrations.dataset_probe import SUB_BATCHES
+from hdet.replicas.generators import numbers_lent
 from hdet.replicas.random_numbers import accelerators
 from hdet.signals import Probe
+from hdet.signals.probe import leading_sizes
 
 OF_A_METRIC = ("_update_count", "_computed", "_forward_cache", "_cache")
 """What a torchmetrics metric holds beside the states that it has declared."""
@@ -84,9 +85,7 @@ def _first(loader: Iterable[Any], seed: int, devices: Iterable[torch.device]) ->
         )
     with numbers_lent(f"hdet.probe:{seed}", devices):
         batches = list(islice(iter(loader), SUB_BATCHES))
-    sizes = [
-        next((leaf.shape[:1] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None) for batch in batches
-    ]
+    sizes = leading_sizes(batches)
     batches = [batch for batch, size in zip(batches, sizes, strict=True) if size == sizes[0]]
     if len(batches) < 2:
         raise ConfigError(

@@ -225,12 +225,21 @@ def _inner(optimizer: Any) -> Optimizer:
             f"{type(optimizer).__name__} steps another optimizer, its base_optimizer, which is where learning rate and "
             f"decay act: give that one to hdet.attach"
         )
+    refuse_line_search(optimizer)
+    return optimizer
+
+
+def refuse_line_search(optimizer: Optimizer) -> None:
+    """Go on with an optimizer that steps once a gradient.
+
+    Raises:
+        ConfigError: it looks at the loss many times in one step.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
             "L-BFGS looks at the loss many times in one step, along a line of its own, which no learning rate found in "
             "between would fit; hdet explores optimizers that step once a gradient, such as AdamW and SGD"
         )
-    return optimizer
 
 
 def _end_earlier(model: nn.Module, optimizer: Optimizer) -> None:

@@ -64,6 +64,15 @@ def accelerators(model: nn.Module) -> list[torch.device]:
     return sorted({p.device for p in model.parameters() if p.device.type != "cpu"}, key=str)
 
 
+def accelerators_in_use() -> list[torch.device]:
+    """The accelerators that this process has begun to use; nothing waits for them."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or kind.type == "mps":
+        return [] if kind is None else [kind]
+    generators = getattr(torch.get_device_module(kind), "default_generators", ())
+    return [torch.device(kind.type, number) for number in range(len(generators))]
+
+
 def _generator(device: torch.device) -> torch.Generator:
     """A device's default generator."""
     module = torch.get_device_module(device)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
 from hdet.replicas.walk import Walk, fully_sharded
+from hdet.replicas.written_buffers import buffers_kept
 
 SMALL = 2**13
 """Elements up to which tensors are joined: one alone costs an operator's call, which is more than its arithmetic."""
@@ -306,14 +307,14 @@ def cast_anew() -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
-    """Eval mode inside the block; afterwards each submodule is as it was, however mixed they were.
+    """Eval mode inside the block; afterwards each submodule is as it was, however mixed they were, buffers too.
 
     The weights are those that the optimizer evaluates (`evaluated_weights`), also where autocast is on.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with evaluated_weights(model, optimizer), cast_anew():
+        with buffers_kept(model), evaluated_weights(model, optimizer), cast_anew():
             yield
     finally:
         reshard(model)  # else the next forward would take the weights gathered here

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from hdet.errors import ConfigError, StepError
+from hdet.replicas.generators import numbers_lent
+from hdet.replicas.random_numbers import accelerators_in_use, seeded
 from hdet.replicas.tensors import evaluating
+from hdet.user_warning import warn
 
 
 @dataclass(frozen=True)
 class Probe:
     """Evaluates every replica on the same held-out batches at a window's end, in eval mode, without gradients.
 
+    What batches draw from the global generators of torch, Python and NumPy, and the model in evaluation from torch's,
+    follows from the window's number. These generators, and those that a DataLoader, its samplers and its data sets
+    hold, are left as they were, so that training draws what it would without a probe.
+
     Args:
         loss: `loss(model, batch)`, the mean loss of one sub-batch as a 0-dim tensor, or several sub-batches' at
             once as a 1-dim tensor (one forward pass for all is the cheapest). It must be the loss you care
             about, differentiable and the lower the better: no accuracy, no label smoothing, no auxiliary terms.
-        batches: batches that make up J >= 2 sub-batches of equal size, or a function from the window's number
-            to them (fresh ones each window; it must return the same on every process). Data the model does not
-            train on. Eight sub-batches do well; their scatter gives the standard errors.
+        batches: a list, or a DataLoader, of batches that make up J >= 2 sub-batches, or a function from the window's
+            number to them (fresh ones each window; it must return the same on every process). Data the model does not
+            train on. Eight sub-batches do well; their scatter gives the standard errors. They are of equal size, since
+            each counts alike: a last batch that is smaller than all others is warned of (`drop_last=True`).
         at: judge the `last` weights of a window or their `average` over it.
         stride: with `average`, take every stride-th step's weights; by default as many as leave at least 128 in the
             window.
@@ -35,9 +46,10 @@ class Probe:
     """
 
     loss: Callable[[Any, Any], Tensor]
-    batches: Sequence[Any] | Callable[[int], Iterable[Any]]
+    batches: Sequence[Any] | DataLoader[Any] | Callable[[int], Iterable[Any]]
     at: Literal["last", "average"] = "last"
     stride: int | None = None
+    _sizes: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not callable(self.loss):
@@ -55,8 +67,36 @@ class Probe:
             raise ConfigError(f"stride must be at least 1, got {self.stride}")
 
     def draw(self, window: int) -> list[Any]:
-        """The batches of a window."""
-        return list(self.batches(window) if callable(self.batches) else self.batches)
+        """The batches of a window, the same in every call."""
+        if isinstance(self.batches, (list, tuple)):  # which draw nothing
+            drawn = list(self.batches)
+        else:
+            # A function with a generator of its own goes on with it, to have others in the next window.
+            held = () if callable(self.batches) else self.batches
+            with numbers_lent(f"hdet.probe:{window}", accelerators_in_use(), held):
+                drawn = list(self.batches(window) if callable(self.batches) else self.batches)
+        if not self._sizes:
+            self._sizes.extend(leading_sizes(drawn))
+            self._notice_smaller()
+        return drawn
+
+    def _notice_smaller(self) -> None:
+        """Say where only the last batch is smaller; where all differ, sizes may mean something else (nodes)."""
+        if len(self._sizes) < 2 or None in self._sizes:
+            return
+        *others, last = self._sizes
+        if last < min(others) == max(others):
+            warn(
+                f"the probe's last batch is smaller than the others ({last} and {others[0]} along the first dimension)"
+                f", and each sub-batch counts alike, so that its examples weigh more; leave it out, as "
+                f"DataLoader(..., drop_last=True) does, or make batches of equal size"
+            )
+
+    @contextmanager
+    def evaluated(self, model: nn.Module, window: int, optimizer: Optimizer | None = None) -> Iterator[None]:
+        """The model evaluates inside the block, with the same random numbers in all blocks of a window."""
+        with evaluating(model, optimizer), seeded(accelerators_in_use(), f"hdet.probe.loss:{window}"):
+            yield
 
     @torch.no_grad()
     def measure(
@@ -67,9 +107,18 @@ class Probe:
         Raises:
             StepError: the loss is neither 0- nor 1-dimensional, or there are fewer than 2 sub-batches.
         """
-        with evaluating(model, optimizer):
-            losses = [self.loss(model, batch) for batch in (self.draw(window) if batches is None else batches)]
+        batches = self.draw(window) if batches is None else batches
+        with self.evaluated(model, window, optimizer):
+            losses = [self.loss(model, batch) for batch in batches]
         return torch.cat(checked(losses)).detach().double()
+
+
+def leading_sizes(batches: Sequence[Any]) -> list[int | None]:
+    """By batch the length of the first dimension of its first tensor with dimensions; None without one."""
+    return [
+        next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
+        for batch in batches
+    ]
 
 
 def checked(losses: Sequence[Tensor]) -> list[Tensor]:

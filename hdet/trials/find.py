@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,14 +16,15 @@ from hdet.errors import ConfigError, StepError
 from hdet.hparams import LearningRate, Schedule
 from hdet.hparams.binding import given
 from hdet.hparams.schedule import LinearDecay
-from hdet.overlay.attach import searched
+from hdet.overlay.attach import refuse_line_search, searched
 from hdet.recipes.recommended import WARMUP
+from hdet.replicas import tensors
+from hdet.replicas.generators import generators_kept
 from hdet.replicas.in_process import check_pair, twin
 from hdet.replicas.parallel import require_alone
 from hdet.replicas.random_numbers import accelerators, seeded
 from hdet.signals import Probe
 from hdet.trials.bracket import Trial, minimum, next_rate
-from hdet.trials.generators import generators_kept
 from hdet.trials.rate_estimate import RateEstimate
 
 SHARE_OF_RUN = 0.1
@@ -68,7 +71,7 @@ def find(
 
     Args:
         model, optimizer: as the run will begin with. Memory for one copy of both is needed.
-        loss: `loss(model, batch)`, the training loss of one batch.
+        loss: `loss(model, batch)`, the training loss of one batch by the model that it is given.
         batches: training batches: a DataLoader, a list or another iterable that can be gone through again and again, or
             a function from 0, 1, 2, ... to them.
         probe: the held-out loss; of a probe with fresh batches for each window the first four windows' are used.
@@ -121,11 +124,12 @@ def find(
                     return Trial(rate, None)
             return Trial(rate, _judged(probe, copied, other))
 
-    with seeded(accelerators(model), f"hdet.find:{seed}"), generators_kept(batches):
-        before = Trial(0.0, _judged(probe, *twin(model, optimizer)))
-    done = [trial(start)]
-    while len(done) < trials:
-        done.append(trial(next_rate(done, before, RATE_FACTOR)))
+    with _left_alone(model):
+        with seeded(accelerators(model), f"hdet.find:{seed}"), generators_kept(batches):
+            before = Trial(0.0, _judged(probe, *twin(model, optimizer)))
+        done = [trial(start)]
+        while len(done) < trials:
+            done.append(trial(next_rate(done, before, RATE_FACTOR)))
     return RateEstimate(start, length, total_steps, before, tuple(done), minimum(done, before))
 
 
@@ -135,6 +139,7 @@ def _require(model: nn.Module, optimizer: Optimizer, probe: Probe, batches: Batc
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    refuse_line_search(optimizer)
     check_pair(model, optimizer, 1)
     require_alone(model, "hdet.find")
     if searched(optimizer):
@@ -148,6 +153,19 @@ def _require(model: nn.Module, optimizer: Optimizer, probe: Probe, batches: Batc
         )
     if not (callable(batches) or isinstance(batches, Iterable)):
         raise ConfigError(f"batches is an iterable or a function from a number, got {type(batches).__name__}")
+    if callable(batches) and not _takes_number(batches):
+        raise ConfigError("batches, as a function, takes a number, 0, 1, 2, ..., and returns the batch of that number")
+
+
+def _takes_number(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with one number."""
+    try:
+        inspect.signature(function).bind(0)
+    except TypeError:
+        return False
+    except ValueError:  # nothing is known of what it takes, as of some that are written in C
+        return True
+    return True
 
 
 def _first_group(optimizer: Optimizer) -> int:
@@ -202,11 +220,39 @@ def _step(
     for _ in range(micro_batches):
         told = loss(model, next(batches))
         (told / micro_batches).backward()
+    if all(parameter.grad is None for parameter in model.parameters()):
+        raise ConfigError(
+            "loss(model, batch) must use the model that it is given, a copy that a trial trains; no parameter of it "
+            "has a gradient, as where loss calls a model from outside"
+        )
     if clip is not None:
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception as error:
+        if "closure" not in str(error):
+            raise
+        raise ConfigError(
+            f"{type(optimizer).__name__} steps with a closure only ({error}), and a trial has none; give hdet.find "
+            f"an optimizer that steps once a gradient, such as the one that it wraps"
+        ) from error
     optimizer.zero_grad()
     return told.detach()
+
+
+@contextmanager
+def _left_alone(model: nn.Module) -> Iterator[None]:
+    """Buffers and gradients are after the block as they were: a loss may call this model and not the copy."""
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    gradients, saved = [parameter.grad for parameter in parameters], tensors.clones(buffers)
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        tensors.copy_(buffers, saved)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def _judged(probe: Probe, model: nn.Module, optimizer: Optimizer) -> tuple[float, ...] | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import hdet
 from hdet.controllers import Hold
@@ -134,6 +135,20 @@ def siamese(model: nn.Module, optimizer: Any, search: Search) -> None:
         optimizer.zero_grad()
 
 
+def streaming(model: nn.Module, optimizer: Any, search: Search) -> None:
+    """A running mean in a buffer, which every forward pass moves, in evaluation too."""
+    first: Any = model[0]  # type: ignore[index]
+    first.register_buffer("mean", torch.zeros(16))
+
+    def centred(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        module.mean.lerp_(output.detach().mean(0), 0.1)
+        return output - module.mean
+
+    handle = first.register_forward_hook(centred)
+    plain(model, optimizer, search)
+    handle.remove()
+
+
 class Returning(nn.Module):
     """A model that returns its loss, as those of Hugging Face do."""
 
@@ -159,6 +174,7 @@ LOOPS: dict[str, Train] = {
     "averaged weights": averaged,
     "frozen part": frozen,
     "two forwards to a backward": siamese,
+    "state in evaluation": streaming,
 }
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "adamw": adamw,
@@ -182,13 +198,29 @@ def both(train: Train, build: Callable[[nn.Module], Any], **options: Any) -> tup
         if hasattr(optimizer, "train"):
             optimizer.train()
         if attached:
-            search = hdet.attach(
-                model, optimizer, probe=probe(), schedule=None, knobs=HELD, window=5, quiet=True, **options
-            )
+            given: dict[str, Any] = {"probe": probe(), "schedule": None, "knobs": HELD, "window": 5, **options}
+            search = hdet.attach(model, optimizer, quiet=True, **given)
         train(model, optimizer, search)
-        ends.append(copy.deepcopy([model.state_dict(), optimizer.state_dict()]))
+        ends.append(copy.deepcopy([model.state_dict(), optimizer.state_dict(), torch.get_rng_state()]))
     assert search is not None
     return ends, search
+
+
+@pytest.mark.parametrize("evidence", [hdet.evidence.Line(), hdet.evidence.GroupLines(), hdet.evidence.Contrast()])
+def test_a_probe_that_draws_leaves_the_trainings_numbers(evidence: hdet.evidence.Evidence, assert_same: Any) -> None:
+    """A shuffled loader, and a model that drops out in evaluation too. (`Contrast` explores, so weights differ.)"""
+    data = TensorDataset(*(torch.cat(parts) for parts in zip(*probe().batches, strict=True)))
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+
+    def loss(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(F.dropout(model(given[0]), 0.1, training=True), given[1])
+
+    explored = isinstance(evidence, hdet.evidence.Contrast)
+    own = hdet.Dropout if explored else hdet.LearningRate
+    knobs = [own(controller=Hold(), evidence=evidence), *(knob for knob in HELD if not isinstance(knob, own))]
+    ends, search = both(plain, adamw, probe=hdet.Probe(loss, loader), knobs=knobs)
+    assert len(search.history) == STEPS // 5
+    assert_same(*([end[-1] for end in ends] if explored else ends))
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import hdet
 from hdet import Engine, Probe
@@ -46,6 +50,50 @@ def test_one_forward_may_give_all_losses_at_once(problem: Any) -> None:
     y = torch.cat([problem.batch(-1, j)[1] for j in range(3)])
     whole = Probe(lambda m, b: (m(b[0]) - b[1]).square().reshape(3, -1).mean(dim=1), [(x, y)])
     torch.testing.assert_close(whole.measure(model, 0), problem.probe().measure(model, 0))
+
+
+def drawn(window: int) -> Any:
+    """Batches that take from every global generator."""
+    rows = [random.random(), np.random.rand(), float(torch.rand(()))]
+    return [(torch.rand(8, 4) + sum(rows), torch.ones(8, 1)) for _ in range(3)]
+
+
+GENERATOR = torch.Generator().manual_seed(1)
+DATA = TensorDataset(torch.randn(24, 4, generator=GENERATOR), torch.randn(24, 1, generator=GENERATOR))
+RANDOM = {
+    "function": drawn,
+    "loader": DataLoader(DATA, batch_size=8),
+    "shuffled": DataLoader(DATA, batch_size=8, shuffle=True),
+    "own generator": DataLoader(DATA, batch_size=8, shuffle=True, generator=GENERATOR),
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_what_it_draws_is_the_windows_and_the_trainings_numbers_are_left(kind: str, problem: Any) -> None:
+    def states() -> tuple[Any, ...]:
+        own = (torch.get_rng_state().tolist(), GENERATOR.get_state().tolist())
+        return *own, random.getstate(), str(np.random.get_state())
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return (F.dropout(model(batch[0]), 0.5, training=True) - batch[1]).square().mean()
+
+    model, probe, before = problem.model(), Probe(loss, RANDOM[kind]), states()
+    measured = probe.measure(model, 0)
+    assert states() == before
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    assert torch.equal(probe.measure(model, 0), measured)
+    assert not torch.equal(probe.measure(model, 1), measured)
+
+
+def test_a_smaller_last_batch_is_said_once(problem: Any) -> None:
+    sizes = {"last": (8, 8, 3), "graphs": (8, 5, 7), "larger": (8, 8, 9), "alike": (8, 8, 8)}
+    batches = {name: [(torch.ones(n, 4), torch.ones(n, 1)) for n in own] for name, own in sizes.items()}
+    for name in ("graphs", "larger", "alike"):
+        Probe(problem.loss, batches[name]).draw(0)
+    probe = Probe(problem.loss, batches["last"])
+    with pytest.warns(UserWarning, match=r"last batch is smaller than the others \(3 and 8 along .*drop_last=True"):
+        probe.draw(0)
+    probe.draw(1)
 
 
 @pytest.mark.parametrize(

@@ -229,12 +229,50 @@ def test_the_answer_in_words_yaml_and_a_picture() -> None:
         ({"probe": PROBE.loss}, "probe must be an hdet.Probe"),
         ({"batches": iter(TRAIN)}, "can be gone through once"),
         ({"batches": 3}, "batches is an iterable or a function"),
+        ({"batches": lambda: iter(TRAIN)}, "as a function, takes a number"),
         ({"schedule": hdet.schedules.Constant(0.0)}, "the schedule is 0 at every step"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         found(**given)
+
+
+def test_a_loss_of_another_model_is_refused() -> None:
+    """The model that it calls in place of the copy is left as it was, its gradients and BatchNorm's statistics too."""
+    model, optimizer = build()
+    loss(model, TRAIN[0]).backward()
+    gradients = [p.grad for p in model.parameters()]
+    kept = copy.deepcopy((model.state_dict(), [gradient.clone() for gradient in gradients]))
+    probe = hdet.Probe(lambda _, batch: loss(model, batch), PROBE.batches)
+    settings = {"batches": TRAIN, "probe": probe, "total_steps": 500}
+    with pytest.raises(ConfigError, match="must use the model that it is given, a copy that a trial trains"):
+        hdet.find(model, optimizer, loss=lambda _, batch: loss(model, batch), **settings)
+    assert all(torch.equal(value, kept[0][name]) for name, value in model.state_dict().items())
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    assert all(map(torch.equal, gradients, kept[1]))
+
+
+class Sharpness(torch.optim.SGD):
+    """An optimizer that looks at the loss again within its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise ValueError("sharpness needs a closure")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (torch.optim.LBFGS, "L-BFGS looks at the loss many times in one step"),
+        (Sharpness, r"Sharpness steps with a closure only \(sharpness needs a closure\)"),
+    ],
+)
+def test_an_optimizer_that_needs_a_closure_is_refused(kind: Any, said: str) -> None:
+    model = nn.Linear(20, 10)
+    with pytest.raises(ConfigError, match=said):
+        hdet.find(model, kind(model.parameters(), lr=0.1), loss=loss, batches=TRAIN, probe=PROBE, total_steps=500)
 
 
 def test_no_batches_are_told() -> None:

@@ -59,7 +59,7 @@ def aim(scene: Scene, window: int, rate: float | None = None) -> Aim | None:
             losses.append(loss.detach())
             yield loss.sum()
 
-    with scene.at_base(), tensors.evaluating(model, optimizer), torch.enable_grad():
+    with scene.at_base(), scene.probe.evaluated(model, window, optimizer), torch.enable_grad():
         sums = gradients.summed(model, each())
     known = torch.cat(checked(losses))
     own = tensors.trained(model)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+
+from hdet.replicas.random_numbers import seeded
 
 PARTS = ("sampler", "batch_sampler", "dataset")
 """Attributes of a loader, of its samplers and of its data set, that may hold generators in turn."""
@@ -37,6 +39,18 @@ def generators_kept(batches: object) -> Iterator[None]:
     finally:
         for restore in restores:
             restore()
+
+
+@contextmanager
+def numbers_lent(text: str, devices: Iterable[torch.device] = (), batches: object = ()) -> Iterator[None]:
+    """The global generators, of the CPU and of some devices, are seeded by a text inside the block only.
+
+    Those that the batches hold are after the block as they were before it.
+    """
+    with seeded(devices, text), generators_kept(batches):
+        random.seed(text)
+        np.random.seed(random.getrandbits(32))
+        yield
 
 
 def _held(batches: object) -> list[Any]:

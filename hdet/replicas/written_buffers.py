@@ -1,0 +1,87 @@
+"""What a model's evaluation writes into buffers, as of running statistics or a recurrent state, undone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+LARGE = 2**22
+"""Bytes of a buffer that is copied for one evaluation only if another one has written it."""
+
+PLAIN = (int, float, str, type(None), Tensor)
+"""Attributes that go with buffers, such as the length that a cache was made for."""
+
+_seen: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""By module that was evaluated, which of its buffers an evaluation has written."""
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Buffers that are written inside the block, or replaced, are after it the tensors that they were, of their values.
+
+    The first block copies all but large ones; later blocks those that an earlier one has written, which most models
+    have none of. Of a module whose buffers were written plain attributes are put back, too.
+    """
+    held = [_Held(module) for module in model.modules() if module._buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for own in held:
+                own.put_back()
+    for own in held:
+        _seen.setdefault(own.module, set()).update(own.written)
+
+
+class _Held:
+    """One module's buffers as they are."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.written: list[str] = []
+        self._buffers = dict(module._buffers)
+        self._attributes = dict(vars(module))
+        self._writes = {name: _writes(buffer) for name, buffer in self._buffers.items()}
+        seen = _seen.get(module)
+        self._values = {
+            name: _part(buffer).detach().clone()
+            for name, buffer in self._buffers.items()
+            if buffer is not None and (name in seen if seen is not None else _part(buffer).nbytes <= LARGE)
+        }
+
+    def put_back(self) -> None:
+        """What was written has its values again, and what was replaced its place; `written` says which."""
+        now = dict(self.module._buffers)
+        self.written = [
+            name
+            for name, buffer in self._buffers.items()
+            if now.get(name) is not buffer or _writes(buffer) != self._writes[name]
+        ]
+        if not self.written:
+            return
+        for name in self.written:
+            buffer = self._buffers[name]
+            if now.get(name) is not buffer:
+                self.module._buffers[name] = buffer
+            if name in self._values and buffer is not None:
+                part, value = _part(buffer), self._values[name]
+                if part.shape != value.shape:
+                    part.resize_(value.shape)
+                part.copy_(value)
+        vars(self.module).update({name: own for name, own in self._attributes.items() if isinstance(own, PLAIN)})
+
+
+def _part(buffer: Tensor) -> Tensor:
+    """This rank's part of a sharded one."""
+    return buffer if type(buffer) is Tensor else getattr(buffer, "_local_tensor", buffer)
+
+
+def _writes(buffer: Tensor | None) -> int:
+    """How often torch has seen it written, as a whole or in part."""
+    if buffer is None or buffer.is_inference():  # which cannot be written outside of inference mode
+        return 0
+    return buffer._version + _part(buffer)._version

@@ -1,0 +1,133 @@
+"""Buffers that a model's evaluation writes are after it what they were before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+from hdet.replicas import tensors, written_buffers
+
+
+class Stateful(nn.Module):
+    """It keeps a running mean in a buffer, and counts its passes in an attribute."""
+
+    def __init__(self, write: Callable[[Stateful, Tensor], object], state: Tensor | None) -> None:
+        super().__init__()
+        self.write = write
+        self.passes = 0
+        self.register_buffer("state", state)
+        self.register_buffer("mask", torch.ones(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.write(self, inputs.detach().mean(0))
+        self.passes += 1
+        return inputs - self.state
+
+
+def rebind(model: Stateful, mean: Tensor) -> None:
+    model.state = mean if model.state is None else model.state * 0.5 + mean
+
+
+def grow(model: Stateful, mean: Tensor) -> None:
+    model.state.resize_(mean.shape).copy_(mean)
+
+
+WRITES: dict[str, tuple[Callable[[Stateful, Tensor], object], Tensor | None]] = {
+    "in place": (lambda model, mean: model.state.lerp_(mean, 0.1), torch.zeros(3)),
+    "copied": (lambda model, mean: model.state.copy_(mean), torch.zeros(3)),
+    "by index": (lambda model, mean: model.state.index_fill_(0, torch.tensor([1]), 2.0), torch.zeros(3)),
+    "rebound": (rebind, torch.zeros(3)),
+    "first made": (rebind, None),
+    "resized": (grow, torch.zeros(0)),
+}
+
+
+def states(model: nn.Module) -> list[Any]:
+    return [
+        None if buffer is None else (id(buffer), buffer.tolist())
+        for module in model.modules()
+        for buffer in module._buffers.values()
+    ]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", WRITES)
+@torch.no_grad()
+def test_what_evaluation_writes_is_undone(name: str, compiled: bool) -> None:
+    """In the first evaluation and in later ones, and what the training writes in between stays."""
+    write, state = WRITES[name]
+    model = Stateful(write, None if state is None else state.clone())
+    called = torch.compile(model, backend="aot_eager") if compiled and name != "resized" else model
+    for step in range(3):
+        before, passes = states(model), model.passes
+        with tensors.evaluating(called if step < 2 else nn.Sequential(called)):
+            called(torch.randn(4, 3))
+            called(torch.randn(4, 3))
+            assert states(model) != before
+        assert (states(model), model.passes) == (before, passes)
+        called(torch.randn(4, 3))
+        assert (states(model) != before, model.passes) == (True, passes + 1)
+        if name == "by index":
+            model.state.zero_()
+
+
+def test_it_is_undone_after_an_error() -> None:
+    model = Stateful(*WRITES["in place"])
+    before = states(model)
+
+    def fail() -> None:
+        with tensors.evaluating(model):
+            model(torch.randn(4, 3))
+            raise ValueError
+
+    for _ in range(2):
+        with pytest.raises(ValueError):
+            fail()
+        assert states(model) == before
+
+
+def copied(model: nn.Module) -> set[str]:
+    """The buffers that the next evaluation copies."""
+    return {name for module in model.modules() if module._buffers for name in written_buffers._Held(module)._values}
+
+
+def test_only_what_was_written_is_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a BatchNorm, and a large buffer once it has been written."""
+    model = nn.Sequential(nn.BatchNorm1d(3), Stateful(*WRITES["in place"]))
+    assert copied(model) == {"running_mean", "running_var", "num_batches_tracked", "state", "mask"}
+    with tensors.evaluating(model):
+        model(torch.randn(4, 3))
+    assert copied(model) == {"state"}
+    monkeypatch.setattr(written_buffers, "LARGE", 8)
+    large = Stateful(*WRITES["in place"])
+    assert copied(large) == set()
+    with tensors.evaluating(large):
+        large(torch.randn(4, 3))
+    before = states(large)
+    with tensors.evaluating(large):
+        large(torch.randn(4, 3))
+    assert states(large) == before
+
+
+def test_a_sharded_buffer_is_put_back() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        state = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (1,)), [Shard(0)])
+        writes = (lambda model, mean: model.state.add_(1.0), lambda model, mean: model.state.to_local().add_(1.0))
+        for write in writes:
+            model = Stateful(write, state)
+            for _ in range(2):
+                with tensors.evaluating(model):
+                    model.write(model, torch.zeros(4))
+                    assert model.state.to_local().tolist() == [1.0, 2.0, 3.0, 4.0]
+                assert model.state is state
+                assert isinstance(state, DTensor)
+                assert state.to_local().tolist() == [0.0, 1.0, 2.0, 3.0]
+    finally:
+        dist.destroy_process_group()
