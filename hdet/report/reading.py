@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from hdet.record import WindowRecord
+from hdet.record import TURNS, WindowRecord
 
 CLEAR_T = 2.0
 """|t| from which a judgement counts as clear."""
@@ -17,8 +17,6 @@ RELATIVE = "its own group"
 ONLY = "its evidence"
 EARLIER = "earlier windows"
 GUARD = "the guard"
-TURNS = ("rewound", "restarted", "restored")
-"""Faults after which the run went on from an earlier point."""
 
 
 class Reading(NamedTuple):
