@@ -39,9 +39,11 @@ def value(step, total_steps=None):
 
 
 def scheduler(optimizer, total_steps=None):
-    """All groups of the optimizer take these values: LambdaLR multiplies them by 1.0."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] = 1.0
+    """The optimizer's first group takes these values; every other group keeps its ratio to the first."""
+    rates = [float(group["lr"]) or float(group.get("initial_lr", 0.0)) for group in optimizer.param_groups]
+    first = next((rate for rate in rates if rate), 0.0)
+    for group, rate in zip(optimizer.param_groups, rates):
+        group["lr"] = group["initial_lr"] = rate / first if first else 1.0
     return LambdaLR(optimizer, lambda step: value(step, total_steps))
 '''
 
