@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hdet.record import WindowRecord, knobs_of
-from hdet.report.reading import CLEAR_T, readings
+from hdet.report.reading import CLEAR_T, made_progress, readings
 from hdet.report.series import Move, move
 
 BELIEVABLE = 10.0
 SUPPORTED = 2 / 3
 WEAK = 1 / 3
 RETURNS = 0.5
+NO_PROGRESS = "the run learned nothing, its loss ended where it began"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Verdict:
         asked_windows: how many these are.
         measured_until: the step up to which there is evidence; None without any.
         stop: the step at which the history ends.
+        progress: whether the run's loss fell at all (`hdet.report.reading.made_progress`).
     """
 
     knob: str
@@ -74,6 +76,7 @@ class Verdict:
     asked_windows: int
     measured_until: int | None
     stop: int
+    progress: bool = True
 
     @property
     def factor(self) -> float | None:
@@ -82,10 +85,15 @@ class Verdict:
 
     @property
     def trust(self) -> str:
-        """Whether its moves deserve trust: `clear`, `partly clear`, `weak`, `to and fro` or `not moved`."""
+        """Whether its moves deserve trust: `clear`, `partly clear`, `weak`, `to and fro` or `not moved`.
+
+        `no progress` where it moved in a run that learned nothing: what helps a wrecked model helps no other.
+        """
         total = sum(course.move for course in (self.up, self.down) if course)
         if total == 0.0:
             return "not moved"
+        if not self.progress:
+            return "no progress"
         if self.support < WEAK:
             return "weak"
         both = min(self.up.move, self.down.move) if self.up and self.down else 0.0
@@ -123,10 +131,12 @@ class Verdict:
 
 def verdicts(history: Sequence[WindowRecord]) -> list[Verdict]:
     """One verdict a knob, in the order in which the run's windows name them."""
-    return [_verdict([record for record in history if knob in record.bases], knob) for knob in knobs_of(history)]
+    progress = made_progress(history)
+    by_knob = {knob: [record for record in history if knob in record.bases] for knob in knobs_of(history)}
+    return [_verdict(windows, knob, progress) for knob, windows in by_knob.items()]
 
 
-def _verdict(windows: list[WindowRecord], knob: str) -> Verdict:
+def _verdict(windows: list[WindowRecord], knob: str, progress: bool) -> Verdict:
     moved: list[Move] = []
     measured: WindowRecord | None = None
     since: list[float] = []
@@ -151,6 +161,7 @@ def _verdict(windows: list[WindowRecord], knob: str) -> Verdict:
         asked_windows=len(since),
         measured_until=measured.stop if measured else None,
         stop=windows[-1].stop,
+        progress=progress,
     )
 
 
