@@ -25,6 +25,8 @@ def advised(verdict: Verdict) -> tuple[float | None, str]:
         return None, "not recorded in this history"
     if verdict.trust == "not moved":
         return verdict.start, "as it was set; nothing moved it"
+    if verdict.trust == "by the guard":
+        return verdict.start, f"as it was set; {'; '.join(retreat.words for retreat in verdict.retreats)}"
     if verdict.trust in TRUSTED:
         still = f", and windows after the last move ask for {verdict.wanted}" if verdict.wanted else ""
         return verdict.end, f"learned; it was set to {verdict.start:.4g}{still}"

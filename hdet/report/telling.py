@@ -15,13 +15,22 @@ from hdet.report.reported import ReportedRun
 from hdet.report.verdict import NO_PROGRESS, verdicts
 
 MOST_ROWS = 200
-MARKS = {"clear": "●", "partly clear": "◑", "weak": "○", "to and fro": "↔", "not moved": "–", "no progress": "✕"}  # noqa: RUF001
+MARKS = {
+    "clear": "●",
+    "partly clear": "◑",
+    "weak": "○",
+    "to and fro": "↔",
+    "not moved": "–",  # noqa: RUF001
+    "by the guard": "⤺",
+    "no progress": "✕",
+}
 MEANINGS = {
     "clear": "at least two thirds of its movement rest on windows with |t| of 2 or more",
     "partly clear": "a third to two thirds of its movement rest on windows with |t| of 2 or more",
     "weak": "less than a third of its movement rests on windows with |t| of 2 or more",
     "to and fro": "it went up and down by like amounts",
     "not moved": "no window moved it",
+    "by the guard": "only the guard moved it, which speaks neither for nor against its evidence",
     "no progress": "it moved, but the loss of the last windows is not below that of the first",
 }
 

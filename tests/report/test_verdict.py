@@ -115,11 +115,29 @@ def test_a_move_without_evidence_of_its_own_rests_on_earlier_windows() -> None:
     assert told.trust == "weak"
 
 
-def test_a_move_that_the_guard_made_is_its_own() -> None:
-    told = verdict(record(0, -5.0, 1.0), record(1, -5.0, -1.1, faults=[{"kind": "rewound", "step": 10}]))
-    assert told.down is not None
-    assert told.down.evidence == {"the guard": 0.0}
-    assert told.support == 1.0
+def test_a_move_that_the_guard_made_counts_neither_for_nor_against() -> None:
+    """A bad batch made the guard lower a rate, which evidence then raised again."""
+    back = [{"kind": "non_finite", "replica": 0, "step": 5}, {"kind": "restored", "step": 10}]
+    told = verdict(
+        record(0, -5.0, 1.0), record(1, -5.0, -1.1, faults=back), record(2, -5.0, 1.0), record(3, 0.1), record(4, 0.1)
+    )
+    assert (told.down, told.support, told.trust) == (None, 1.0, "clear")
+    assert told.moved == (
+        "up in 2 windows, steps 10 to 30, by its evidence (|t| up to 5.0); the guard lowered it at step 20, after "
+        "every replica had become non-finite (restored)"
+    )
+    assert advised(told)[0] == told.end
+
+
+def test_where_the_guard_alone_moved_a_knob_its_value_is_not_recommended() -> None:
+    told = verdict(record(0), record(1, -0.1, -1.1, faults=[{"kind": "rewound", "step": 10}]))
+    assert (told.up, told.down, told.trust) == (None, None, "by the guard")
+    assert told.outlook == "not measured since it last moved"
+    assert advised(told) == (
+        1.0,
+        "as it was set; the guard lowered it at step 20, after training had gone wrong (rewound)",
+    )
+    assert TypeAdapter(Verdict).validate_python(json.loads(json.dumps(told.to_dict()))) == told
 
 
 def test_moves_that_cancel_are_called_to_and_fro() -> None:
