@@ -167,8 +167,12 @@ def test_every_family_is_listed_with_fields_and_defaults(capsys: pytest.CaptureF
         "  calibrate: ",
         "    max_lr: required",
         "    authority: 1.0",
+        '    rules: [{"kind": "look_ahead", "significance": 2.0',
     ):
         assert f"\n{line}" in f"\n{said}", line
+    for family in ("rule", "veto", "task", "estimator", "signal", "optimizer", "guard"):
+        assert call("knobs", family) == 0
+        assert capsys.readouterr().out in said
     assert call("knobs", "spaec") == 2
     assert "did you mean 'space'?" in capsys.readouterr().err
 
@@ -184,6 +188,8 @@ def test_ones_own_members_and_model_are_looked_at(
         "def build():\n"
         "    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1))\n"
         "    return model, torch.optim.AdamW(model.parameters(), lr=0.01)\n"
+        "def built(width):\n"
+        "    return build()\n"
         "def odd():\n"
         "    return 3\n"
     )
@@ -197,6 +203,7 @@ def test_ones_own_members_and_model_are_looked_at(
     assert "dropout" in said
     for argument, message in (
         ("looked_at:bild", "did you mean 'build'?"),
+        ("looked_at:built", "built is called without arguments: missing a required argument: 'width'"),
         ("looked_at:odd", "must return a model and its optimizer"),
         ("looked_at", "takes module:function"),
     ):
