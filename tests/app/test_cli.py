@@ -296,7 +296,7 @@ def test_without_a_terminal_there_are_twenty_lines_whatever_the_steps() -> None:
         assert lines[0].startswith(f"training: step {steps // 20}/{steps}  loss 2.5000  ")
         assert lines[0].endswith(" s left")
         assert "window 1  rate 0.125" in lines[-1]
-        assert [line for line in said if line not in lines] == ["window 0: kind non_finite"]
+        assert [line for line in said if line not in lines] == ["window 1: kind non_finite"]
 
 
 def test_the_closing_table_warns_of_a_run_that_learned_nothing(tmp_path: Path) -> None:

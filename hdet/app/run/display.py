@@ -75,7 +75,7 @@ class Display(Watcher):
     def window(self, record: WindowRecord, bases: dict[str, float]) -> None:
         self._bases = f"window {record.window + 1}  {listed(bases)}"
         for fault in record.faults:
-            self.console.print(f"window {record.window}: {listed(fault)}", soft_wrap=True, markup=False)
+            self.console.print(f"window {record.window + 1}: {listed(fault)}", soft_wrap=True, markup=False)
         if self._live is not None:
             self._live.update(self._rendered())
 
