@@ -272,6 +272,20 @@ def test_a_process_killed_outright_is_resumed(declared: Path) -> None:
     assert Enough.seen == [state["engine"]["window"]]
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_warning_is_one_line_without_a_path(declared: Path, debug: bool) -> None:
+    (declared / "warns.py").write_text(
+        "import warnings\nwarnings.warn('mind\\nthe gap')\nwarnings.warn('old', FutureWarning)\n"
+    )
+    command = [sys.executable, "-W", "default", "-m", "hdet", "knobs", "window", "--import", "warns"]
+    told = subprocess.run(
+        [*command, *(["--debug"] if debug else [])], capture_output=True, text=True, check=True
+    ).stderr
+    assert ("warning: mind the gap\n" in told) is not debug
+    assert ("UserWarning: mind" in told) is debug
+    assert "FutureWarning: old" in told
+
+
 # -- the display ------------------------------------------------------------------------------------
 
 
