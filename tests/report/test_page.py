@@ -248,6 +248,10 @@ def test_without_its_packages_the_extra_is_named(package: str, monkeypatch: pyte
         page(windows())
 
 
+def test_one_window_is_one() -> None:
+    assert "10 steps, 1 window " in Reader(page(windows(1))).text
+
+
 def test_a_run_that_learned_nothing_is_told_on_top() -> None:
     told = Reader(page(still("wrecked"))).words
     assert "the run learned nothing, its loss ended where it began 120 steps, 12 windows" in told
