@@ -49,8 +49,9 @@ def parse(text: str, *, name: str) -> Any:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
             twice = [key for index, key in enumerate(keys) if key in keys[:index]]
             if twice:
+                again = [key for key, _ in node.value][len(keys) - 1 - keys[::-1].index(twice[0])]
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {twice[0]!r} is there twice", node.start_mark
+                    None, None, f"the key {twice[0]!r} is there twice", again.start_mark
                 )
             return super().construct_mapping(node, deep=deep)
 
@@ -68,7 +69,8 @@ def parse(text: str, *, name: str) -> Any:
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a declaration") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date such as 2020-13-45 is a ValueError
-        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
+        said = " ".join(str(error).split()).replace('"<unicode string>", ', "")  # the file's name comes first
+        raise ConfigError(f"{name} is not valid YAML: {said}") from None
 
 
 def dump(spec: Spec) -> str:

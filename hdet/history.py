@@ -120,7 +120,7 @@ class History:
         knobs = ", ".join(knobs_of(self.latest))
         where = f" in {self.path}" if self.path is not None else ""
         steps = f" to step {self.latest[-1].stop}" if self.latest else ""
-        return f"<History of {len(self)} windows{steps}{where}: {knobs or 'no knobs'}>"
+        return f"<History of {len(self)} window{'s' * (len(self) != 1)}{steps}{where}: {knobs or 'no knobs'}>"
 
     def __iter__(self) -> Iterator[WindowRecord]:
         return iter(self.windows)

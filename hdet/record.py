@@ -18,6 +18,9 @@ from hdet.nested import flat, mapped
 MOST_REPLICAS = 64
 """Replicas that a record has values and losses of one by one; the others are in what it says of all."""
 
+TURNS = ("rewound", "restarted", "restored")
+"""Faults after which the run went on from an earlier point."""
+
 
 @dataclass(frozen=True)
 class WindowRecord:

@@ -425,3 +425,18 @@ def test_the_site_asks_no_other_server_for_anything() -> None:
     for name in NAMES:
         assert "```mermaid" not in (ROOT / name).read_text(encoding="utf-8"), f"{name}: draw it by make diagrams"
     assert "font: false" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def test_the_windows_of_runs_are_as_many_as_the_pages_say() -> None:
+    for page, pattern in (
+        ("README.md", r"a run of (600) steps has (\d+) windows, one of (10,000) has (\d+)"),
+        (
+            "docs/quickstart.md",
+            r"a run of (150) steps has (\d+), one of (1000) has (\d+) and one of (10,000) has (\d+)",
+        ),
+    ):
+        found = re.search(pattern, (ROOT / page).read_text(encoding="utf-8"))
+        assert found is not None
+        numbers = [int(number.replace(",", "")) for number in found.groups()]
+        for steps, windows in zip(numbers[::2], numbers[1::2], strict=True):
+            assert hdet.windows.GrowingWindow().count(0, steps) == windows, page

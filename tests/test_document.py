@@ -44,7 +44,7 @@ def test_a_declaration_survives_yaml(lr: float, decay: float, beta: float) -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\nb: 2\na: 3\n", "the key 'a' is there twice"),
+        ("a: 1\nb: 2\na: 3\n", r"run\.yaml is not valid YAML: the key 'a' is there twice in line 3, column 1: "),
         ("a: [1, 2\n", "not valid YAML"),
         ("- 1\n- 2\n", "expected a mapping of the run's fields, got list"),
         ("", "got NoneType"),

@@ -14,12 +14,12 @@ import typer
 from hdet.app.report import reported_run
 from hdet.errors import ConfigError, HdetError
 from hdet.files import replace
-from hdet.hparams.recorded import recorded_course
+from hdet.hparams.recorded import kept_steps, recorded_course
 from hdet.record import WindowRecord, knobs_of
 from hdet.report.advice import yaml_number
 from hdet.spec import meant
 
-LAMBDA = '''"""{knob} as {run} had it at each of its {count} steps."""
+LAMBDA = '''"""{knob} as {run} had it {when}."""
 
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -39,9 +39,11 @@ def value(step, total_steps=None):
 
 
 def scheduler(optimizer, total_steps=None):
-    """All groups of the optimizer take these values: LambdaLR multiplies them by 1.0."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] = 1.0
+    """The optimizer's first group takes these values; every other group keeps its ratio to the first."""
+    rates = [float(group["lr"]) or float(group.get("initial_lr", 0.0)) for group in optimizer.param_groups]
+    first = next((rate for rate in rates if rate), 0.0)
+    for group, rate in zip(optimizer.param_groups, rates):
+        group["lr"] = group["initial_lr"] = rate / first if first else 1.0
     return LambdaLR(optimizer, lambda step: value(step, total_steps))
 '''
 
@@ -61,8 +63,9 @@ def export(
 ) -> None:
     """Write the course that a run's knobs took, to train by it again without hdet.
 
-    A history holds each base at every step, and each is written to the last bit. In Python, hdet.ReplayLR trains by
-    the history itself.
+    A history holds each base at every step, and each is written to the last bit. Where the run went back to an earlier
+    point, the steps that were thrown away are left out and the others are stretched over its length. In Python,
+    hdet.ReplayLR trains by the history itself.
 
     Example: hdet export runs/quickstart --as lambda-lr --out schedule.py
     """
@@ -90,6 +93,8 @@ def export(
 def as_yaml(windows: Sequence[WindowRecord]) -> str:
     """By knob, from the step that each piece begins at: a base for each step, or one that holds until the next piece.
 
+    A first line says so where the run went back to an earlier point.
+
     >>> records = [
     ...     WindowRecord(0, 0, 2, {"lr": 0.2}, {}, [1.0], {}, {}, False, course={"lr": [0.1, 0.2]}),
     ...     WindowRecord(1, 2, 5, {"lr": 0.2}, {}, [1.0], {}, {}, False, course={"lr": [0.2]}),
@@ -101,7 +106,8 @@ def as_yaml(windows: Sequence[WindowRecord]) -> str:
         0: [0.1, 0.2]
         2: 0.2
     """
-    lines = []
+    kept, total = len(kept_steps(windows)), windows[-1].stop
+    lines = [] if kept == total else [f"# As it was at {_when(kept, total)}."]
     for knob in knobs_of(windows):
         course = recorded_course(windows, knob)
         lines += [f"{json.dumps(knob)}:", f"  total_steps: {len(course)}", "  bases:"]
@@ -123,4 +129,11 @@ def as_lambda_lr(windows: Sequence[WindowRecord], knob: str, *, run: str) -> str
     named = {"knob": ascii(knob)[1:-1], "run": ascii(run)[1:-1]}
     plain = {name: text.replace('"', "'").replace("\\", "/") for name, text in named.items()}
     values = textwrap.fill(", ".join(map(repr, course)) + ",", 116, initial_indent="    ", subsequent_indent="    ")
-    return LAMBDA.format(**plain, count=len(course), values=values)
+    return LAMBDA.format(**plain, when=f"at {_when(len(kept_steps(windows)), len(course))}", values=values)
+
+
+def _when(kept: int, total: int) -> str:
+    """Which steps a course is of."""
+    if kept == total:
+        return f"each of its {total} steps"
+    return f"the {kept} steps that led to its final weights, stretched over all {total}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from inspect import getdoc
+from inspect import getdoc, signature
 from typing import Annotated, Any
 
 import torch
@@ -12,7 +12,12 @@ import typer
 from torch import nn
 
 from hdet.app.modules import imported
-from hdet.controllers import Controller
+from hdet.app.run.optimizer import Optimizer
+from hdet.app.run.signal import Signal
+from hdet.app.tasks import Task
+from hdet.controllers import Controller, Rule, Veto
+from hdet.controllers.estimators import Estimator
+from hdet.engine.guard import Guard
 from hdet.errors import ConfigError
 from hdet.evidence import Evidence
 from hdet.hparams import Design, Knob, Schedule, Space, Spread
@@ -21,9 +26,11 @@ from hdet.recipes.recommended import choose, describe
 from hdet.spec import Spec, meant, members
 from hdet.windows import Windows
 
-FAMILIES: dict[str, type[Spec]] = {
-    root.family: root for root in (Knob, Space, Spread, Design, Schedule, Evidence, Controller, Windows, Merge)
-}
+ROOTS: tuple[type[Spec], ...] = (
+    *(Task, Optimizer, Signal, Knob, Space, Spread, Design, Schedule, Evidence, Estimator),
+    *(Controller, Rule, Veto, Windows, Merge, Guard),
+)
+FAMILIES = {root.family: root for root in ROOTS}
 STEPS = 1000
 """Of a run that is only looked at: the recipe's schedule needs a length, and its choices do not depend on it."""
 
@@ -68,7 +75,7 @@ def listed(root: type[Spec]) -> Iterator[str]:
 
 
 def _written(value: Any) -> str:
-    return json.dumps(value.to_dict() if isinstance(value, Spec) else value, default=str)
+    return json.dumps(value, default=lambda one: one.to_dict() if isinstance(one, Spec) else str(one))
 
 
 def _made(path: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -81,6 +88,12 @@ def _made(path: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         raise ConfigError(
             f"--model: module {module_name!r} has no function {function_name!r}{meant(function_name, vars(module))}"
         )
+    try:
+        signature(function).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"--model: {path} is called without arguments: {error}; name a function that needs none"
+        ) from None
     made = function()
     pair = made if isinstance(made, tuple) else (made,)
     if len(pair) != 2 or not isinstance(pair[0], nn.Module) or not isinstance(pair[1], torch.optim.Optimizer):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from hdet.app.text import one_line
 from hdet.errors import ConfigError, HdetError, MissingExtraError
@@ -21,14 +23,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; `python -m hdet` and the script `hdet` both come here.
 
     Exits with 0 when all went well, 2 when something given cannot be (nothing was written then), 1 when a
-    run failed, 130 when it was interrupted. `--debug`, anywhere on the line, shows an error's traceback.
+    run failed, 130 when it was interrupted. `--debug`, anywhere on the line, shows an error's traceback and
+    the place of a warning.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     rest = [argument for argument in given if argument != DEBUG]
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a user's own tasks and knobs lie in the working directory
     try:
-        code = _run(rest)
+        with warnings.catch_warnings():
+            if rest == given:
+                warnings.showwarning = _told(warnings.showwarning)
+            code = _run(rest)
     except HdetError as error:
         if rest != given:
             traceback.print_exc()
@@ -36,6 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = REFUSED if isinstance(error, (ConfigError, MissingExtraError)) else FAILED
     if code:
         sys.exit(code)
+
+
+def _told(otherwise: Callable[..., None]) -> Callable[..., None]:
+    """Shows a warning to users in one line: the place that it names is of some package here, not of their code."""
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if not issubclass(category, UserWarning):
+            otherwise(message, category, *place, **more)
+            return
+        print(f"warning: {one_line(str(message))}", file=sys.stderr)
+
+    return show
 
 
 def _run(arguments: list[str]) -> int:

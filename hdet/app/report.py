@@ -12,6 +12,7 @@ from hdet.document import read
 from hdet.errors import ConfigError
 from hdet.history import History
 from hdet.report import ReportedRun, page, save_figures
+from hdet.report.reported import reported
 
 PAGE = "report.html"
 
@@ -30,7 +31,7 @@ def report(
 
     Example: hdet report runs/quickstart
     """
-    given = [reported_run(path) for path in runs]
+    given = reported(reported_run(path) for path in runs)  # by names that differ
     if figures is not None:
         for run in given:
             folder = figures if len(given) == 1 else figures / run.name

@@ -115,7 +115,7 @@ def shown(run: ReportedRun) -> Group:
         parts.append(Text(f"{len(faults)} faults, the latest:"))
     for record, fault in faults[-LATEST_FAULTS:]:
         told = "  ".join(f"{name} {value}" for name, value in fault.items())
-        parts.append(Text(one_line(f"  window {record.window}: {told}")))
+        parts.append(Text(one_line(f"  window {record.window + 1}: {told}")))
     if run.held_out_loss is not None:
         parts.append(Text(f"over: held-out loss {run.held_out_loss:.4f}"))
     return Group(*parts)

@@ -49,6 +49,22 @@ def separate_targets(knobs: Sequence[BoundKnob]) -> None:
             owners[target] = knob.name
 
 
+SEEN_BY = {
+    "update": (
+        "on the update",
+        "hdet.evidence.Line (line) for a learning rate, Analytic (analytic) for weight decay, Recursion (recursion) "
+        "for momentum, betas and clipping, Divergent (divergent) for any",
+    ),
+    "forward": (
+        "in the forward pass",
+        "hdet.evidence.Contrast (contrast) or MixedDifference (mixed_difference), or Divergent (divergent) with "
+        "gradients='local'",
+    ),
+    "merge": ("on the merge's step", "hdet.evidence.OuterLine (outer_line)"),
+}
+"""By what a knob acts on: that in words, and the evidence that sees it, with its kind in a run file."""
+
+
 def identifiable(
     knob: BoundKnob, replicas: Replicas, signal: Signal, objective: Objective | None, gradients: str
 ) -> None:
@@ -80,15 +96,14 @@ def identifiable(
             )
         if spec.biases_loss and not isinstance(signal, Probe) and not spec.accept_bias:
             raise IdentifiabilityError(
-                f"{name} changes the training loss it would be judged by; give the engine signal=hdet.Probe(...), or "
-                f"accept_bias=True to see what goes wrong"
+                f"{name} changes the training loss it would be judged by; give the engine signal=hdet.Probe(...) (in a "
+                f"run file, signal: probe), or accept_bias=True to see what goes wrong"
             )
     if not evidence.diverges and spec.acts_on not in evidence.sees:
-        where = {"update": "on the update", "forward": "in the forward pass", "merge": "on the merge's step"}
+        where, others = SEEN_BY[spec.acts_on]
         raise IdentifiabilityError(
-            f"{name} acts {where[spec.acts_on]}, of which {evidence.kind} evidence sees nothing; give the knob other "
-            f"evidence (evidence=hdet.evidence.Divergent(), or hdet.evidence.Line, Analytic, Recursion, Contrast, "
-            f"MixedDifference; hdet.evidence.OuterLine for knobs of a merge)"
+            f"{name} acts {where}, of which {evidence.kind} evidence sees nothing; give the knob other evidence: "
+            f"{others}"
         )
     if evidence.spaces and not isinstance(spec.space, evidence.spaces):
         raise ConfigError(
@@ -107,7 +122,10 @@ def identifiable(
             f"as hdet.controllers.Gated or hdet.controllers.Newton"
         )
     if evidence.needs_probe and not isinstance(signal, Probe):
-        raise ConfigError(f"{name}: {evidence.kind} evidence measures a held-out loss; give signal=hdet.Probe(...)")
+        raise ConfigError(
+            f"{name}: {evidence.kind} evidence measures a held-out loss; give signal=hdet.Probe(...) (in a run file, "
+            f"signal: probe)"
+        )
     if evidence.needs_objective and objective is None:
         raise ConfigError(
             f"{name}: {evidence.kind} evidence evaluates the training loss by itself, on training batches, and was not "
@@ -170,7 +188,7 @@ def guarded(guard: Guard | None, signal: Signal) -> None:
     if guard is not None and not isinstance(signal, Probe):
         raise ConfigError(
             f"guard={type(guard).__name__}() compares the held-out loss at two points; give the engine "
-            f"signal=hdet.Probe(...)"
+            f"signal=hdet.Probe(...) (in a run file, signal: probe)"
         )
 
 

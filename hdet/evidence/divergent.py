@@ -61,7 +61,8 @@ class DivergentCollector(Collector):
         if spec.tilt is not None and not isinstance(scene.signal, Probe):
             raise ConfigError(
                 f"{', '.join(knob.name for knob in knobs)}: a tilt evaluates merged weights; give "
-                f"signal=hdet.Probe(...), or tilt=None to compare the replicas' own losses"
+                f"signal=hdet.Probe(...) (in a run file, signal: probe), or tilt=None to compare the replicas' "
+                f"own losses"
             )
         self.estimator = spec.estimator or LeastSquares(replica_noise=scene.gradients == "local")
         self.state = self.estimator.start(len(knobs))

@@ -22,6 +22,9 @@ from hdet.hparams.schedule import Constant, sampled
 MOST_PLANNED = 64
 """Steps whose values are worked out at once: one step's alone take several times as long, between two of training."""
 
+ROUNDING = 1e-12
+"""Of a shift, in coordinate units: what less comes to is no move."""
+
 
 class BoundKnob:
     """The state of one knob in one engine.
@@ -288,8 +291,11 @@ class BoundKnob:
         if not math.isfinite(move):
             raise ConfigError(f"{self.name}: {type(self.controller).__name__} moved by {move}")
         self.shift = self._within(self.shift + move)
-        before, self._counted = self._counted, self.shift
-        return self.shift - before
+        made = self.shift - self._counted
+        if abs(made) < ROUNDING:
+            return 0.0  # counted with the next move
+        self._counted = self.shift
+        return made
 
     def agree(self, shift: float) -> None:
         """Take what others that explore the same agreed on as the shift; the next move that is returned counts it."""

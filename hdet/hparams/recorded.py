@@ -2,27 +2,67 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from hdet.errors import ConfigError
-from hdet.record import WindowRecord
+from hdet.record import TURNS, WindowRecord
 from hdet.spec import meant
 
 
-def recorded_course(windows: Iterable[WindowRecord], knob: str) -> tuple[float, ...]:
+def recorded_course(windows: Iterable[WindowRecord], knob: str, total_steps: int | None = None) -> tuple[float, ...]:
     """A knob's base at every step of a run, or what a population found in its place, to the last bit.
+
+    Of a run that went back to an earlier point it is the course of the steps that led to the final weights
+    (`kept_steps`), stretched over all the run's steps.
 
     Args:
         windows: the run's, from the first: a `hdet.History`, say.
         knob: as the history names it.
+        total_steps: stretch or shrink the course to this many steps; by default it has the run's.
 
     Raises:
-        ConfigError: there is no window, no such knob, or a step whose base the history does not hold.
+        ConfigError: there is no window, no such knob, a step whose base the history does not hold, or no step whose
+            work was kept.
     """
-    course: list[float] = []
     windows = list(windows)
     if windows and knob in windows[-1].best_schedule:
-        return tuple(windows[-1].best_schedule[knob])
+        course: Sequence[float] = windows[-1].best_schedule[knob]
+    else:
+        course = _every_base(windows, knob)
+    kept = kept_steps(windows)
+    if not kept:
+        raise ConfigError(
+            f"the run went back to where it began in its last window, so no step led to its final weights and there is "
+            f"no course of {knob!r} to replay; train on, or start from lower values"
+        )
+    steps = len(course) if total_steps is None else total_steps
+    return tuple(course) if steps == len(kept) == len(course) else stretched([course[step] for step in kept], steps)
+
+
+def kept_steps(windows: Sequence[WindowRecord]) -> list[int]:
+    """The steps that led to the final weights: all but those that a return to an earlier point threw away.
+
+    Nothing is known of steps before the first window; these are taken to have been kept.
+
+    >>> back = {"kind": "rewound", "step": 1}
+    >>> kept_steps([
+    ...     WindowRecord(0, 0, 3, {}, {}, [], {}, {}, False, faults=[back]),
+    ...     WindowRecord(1, 3, 5, {}, {}, [], {}, {}, False),
+    ... ])
+    [0, 3, 4]
+    """
+    kept = list(range(windows[0].start if windows else 0))
+    for record in windows:
+        kept.extend(range(record.start, record.stop))
+        for fault in record.faults:
+            if fault.get("kind") in TURNS:
+                del kept[bisect_left(kept, fault["step"]) :]
+    return kept
+
+
+def _every_base(windows: Sequence[WindowRecord], knob: str) -> list[float]:
+    course: list[float] = []
     for record in windows:
         if knob not in record.bases:
             known = sorted(record.bases)
@@ -42,7 +82,7 @@ def recorded_course(windows: Iterable[WindowRecord], knob: str) -> tuple[float, 
         course.extend(bases if len(bases) > 1 else bases * (record.stop - record.start))
     if not course:
         raise ConfigError("the history has no window yet, so there is no course to replay")
-    return tuple(course)
+    return course
 
 
 def stretched(course: Sequence[float], total_steps: int) -> tuple[float, ...]:

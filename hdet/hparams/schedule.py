@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hdet.errors import ConfigError
-from hdet.hparams.recorded import recorded_course, stretched
+from hdet.hparams.recorded import recorded_course
 from hdet.record import WindowRecord
 from hdet.spec import Spec, register
 
@@ -359,6 +359,9 @@ class Replay(Schedule):
     def of(cls, windows: Iterable[WindowRecord], knob: str, total_steps: int | None = None) -> Replay:
         """The course that a knob took in a run, to the last bit.
 
+        Where the run went back to an earlier point, the steps that were thrown away are left out, and the others are
+        stretched over its length.
+
         Args:
             windows: the run's, from the first: a `hdet.History`.
             knob: as the history names it.
@@ -375,8 +378,7 @@ class Replay(Schedule):
         >>> [round(value, 2) for value in hdet.schedules.Replay.of([window], "lr", total_steps=5).values]
         [0.1, 0.2, 0.3, 0.25, 0.2]
         """
-        course = recorded_course(windows, knob)
-        return cls(course if total_steps is None else stretched(course, total_steps))
+        return cls(recorded_course(windows, knob, total_steps))
 
     @property
     def total_steps(self) -> int:

@@ -18,7 +18,8 @@ class ReplayLR(LRScheduler):
     """A torch scheduler that puts every knob where a search had it, step by step, to the last bit.
 
     It is used as any scheduler is: `scheduler.step()` after `optimizer.step()`. Past its end it holds the last values.
-    What the search explored and is not named in `knobs` stays as the user sets it.
+    What the search explored and is not named in `knobs` stays as the user sets it. Where the search went back to an
+    earlier point, the steps that were thrown away are left out, and the others are stretched over its length.
 
     Args:
         optimizer: with the groups that the search's had; their rates keep their ratios.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hdet.report.verdict import Verdict
+from hdet.report.verdict import NO_PROGRESS, Verdict
 
 TRUSTED = ("clear", "partly clear")
 
@@ -25,9 +25,13 @@ def advised(verdict: Verdict) -> tuple[float | None, str]:
         return None, "not recorded in this history"
     if verdict.trust == "not moved":
         return verdict.start, "as it was set; nothing moved it"
+    if verdict.trust == "by the guard":
+        return verdict.start, f"as it was set; {'; '.join(retreat.words for retreat in verdict.retreats)}"
     if verdict.trust in TRUSTED:
         still = f", and windows after the last move ask for {verdict.wanted}" if verdict.wanted else ""
         return verdict.end, f"learned; it was set to {verdict.start:.4g}{still}"
+    if verdict.trust == "no progress":
+        return verdict.start, f"as it was set, which says nothing for it: {NO_PROGRESS}"
     return verdict.start, f"as it was set; the move to {verdict.end:.4g} is {verdict.trust}"
 
 

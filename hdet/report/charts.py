@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from hdet.record import TURNS
 from hdet.report import series
-from hdet.report.reading import AHEAD, AVERAGED, LAST, ONLY, TURNS, held_out_loss
+from hdet.report.reading import AHEAD, AVERAGED, LAST, ONLY, held_out_loss
 from hdet.report.reported import ReportedRun
 
 # One a run. Four of Okabe and Ito's colours, a grey and a violet: each has contrast 3 on the light page and the dark.

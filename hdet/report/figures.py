@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from hdet.errors import ConfigError, MissingExtraError
-from hdet.record import WindowRecord, knobs_of
+from hdet.record import TURNS, WindowRecord, knobs_of
 from hdet.report import series
-from hdet.report.reading import AHEAD, AVERAGED, CLEAR_T, LAST, ONLY, TURNS, held_out_loss, readings
+from hdet.report.reading import AHEAD, AVERAGED, CLEAR_T, LAST, ONLY, held_out_loss, readings
 
 Figure = Any
 """matplotlib's `Figure`, which is imported when one is drawn."""

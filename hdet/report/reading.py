@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from hdet.record import WindowRecord
+from hdet.record import TURNS, WindowRecord
 
 CLEAR_T = 2.0
 """|t| from which a judgement counts as clear."""
+
+FEWEST = 4
+"""Windows from which a history tells whether training got anywhere."""
+WRECKED = 2.0
+"""Held-out over training loss of the first window, from which its steps wrecked the model."""
+LEAST_FALL = 0.05
+"""Of the loss, after such a beginning: a model that predicts a constant still settles a little."""
 
 AHEAD = "looking ahead"
 AVERAGED = "averaged weights"
@@ -17,8 +25,6 @@ RELATIVE = "its own group"
 ONLY = "its evidence"
 EARLIER = "earlier windows"
 GUARD = "the guard"
-TURNS = ("rewound", "restarted", "restored")
-"""Faults after which the run went on from an earlier point."""
 
 
 class Reading(NamedTuple):
@@ -87,6 +93,28 @@ def held_out_loss(record: WindowRecord) -> float:
     """Where the window's evidence tells the level of its signal; else NaN."""
     levels = (number(estimate.get("level")) for estimate in record.estimates.values())
     return next((level for level in levels if level is not None), math.nan)
+
+
+def made_progress(windows: Sequence[WindowRecord]) -> bool:
+    """Whether training got anywhere: in the last quarter of the windows a loss lies below that of the first window.
+
+    The training or the held-out loss will do. A first window whose steps wrecked the model says nothing of where the
+    run began: then the lowest of the first third stands for it, and both losses have to lie 5 % below. Few windows
+    cannot tell, and are taken to have made progress.
+    """
+    trained = [record.loss for record in windows if math.isfinite(record.loss)]
+    held_out = [level for level in map(held_out_loss, windows) if math.isfinite(level)]
+    if len(trained) < FEWEST:
+        return True
+    wrecked = bool(held_out) and held_out[0] > WRECKED * abs(trained[0])
+    fell = [_fell(losses, wrecked) for losses in (trained, held_out) if losses]
+    return all(fell) if wrecked else any(fell)
+
+
+def _fell(losses: Sequence[float], wrecked: bool) -> bool:
+    last = losses[-max(1, len(losses) // 4) :]
+    first = min(losses[: max(1, len(losses) // 3)]) if wrecked else losses[0]
+    return math.fsum(last) / len(last) < first - (LEAST_FALL * abs(first) if wrecked else 0.0)
 
 
 def supported(source: str, t: float | None) -> bool:

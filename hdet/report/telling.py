@@ -10,17 +10,28 @@ from hdet.nested import flat
 from hdet.report.advice import as_python, as_yaml
 from hdet.report.charts import colour_of, objection, reason
 from hdet.report.importance import importances, interactions
+from hdet.report.reading import made_progress
 from hdet.report.reported import ReportedRun
-from hdet.report.verdict import verdicts
+from hdet.report.verdict import NO_PROGRESS, verdicts
 
 MOST_ROWS = 200
-MARKS = {"clear": "●", "partly clear": "◑", "weak": "○", "to and fro": "↔", "not moved": "–"}  # noqa: RUF001
+MARKS = {
+    "clear": "●",
+    "partly clear": "◑",
+    "weak": "○",
+    "to and fro": "↔",
+    "not moved": "–",  # noqa: RUF001
+    "by the guard": "⤺",
+    "no progress": "✕",
+}
 MEANINGS = {
     "clear": "at least two thirds of its movement rest on windows with |t| of 2 or more",
     "partly clear": "a third to two thirds of its movement rest on windows with |t| of 2 or more",
     "weak": "less than a third of its movement rests on windows with |t| of 2 or more",
     "to and fro": "it went up and down by like amounts",
     "not moved": "no window moved it",
+    "by the guard": "only the guard moved it, which speaks neither for nor against its evidence",
+    "no progress": "it moved, but the loss of the last windows is not below that of the first",
 }
 
 
@@ -36,6 +47,7 @@ def of_run(number: int, run: ReportedRun) -> dict[str, Any]:
         "steps": run.windows[-1].stop,
         "windows": len(run.windows),
         "verdicts": found,
+        "warned": "" if made_progress(run.windows) else NO_PROGRESS,
         "importances": importances(run.windows),
         "interactions": interactions(run.windows),
         "declared": {field: str(value) for field, value in flat(run.declared, ".").items()},

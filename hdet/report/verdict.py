@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hdet.record import WindowRecord, knobs_of
-from hdet.report.reading import CLEAR_T, readings
+from hdet.record import TURNS, WindowRecord, knobs_of
+from hdet.report.reading import CLEAR_T, made_progress, readings
 from hdet.report.series import Move, move
 
 BELIEVABLE = 10.0
 SUPPORTED = 2 / 3
 WEAK = 1 / 3
 RETURNS = 0.5
+BECAUSE = {
+    "rewound": "training had gone wrong (rewound)",
+    "restarted": "the first steps had been far too large (restarted)",
+    "restored": "every replica had become non-finite (restored)",
+}
+NO_PROGRESS = "the run learned nothing, its loss ended where it began"
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,31 @@ class Moves:
 
 
 @dataclass(frozen=True)
+class Retreat:
+    """The guard's moves of a knob after faults of one kind, which speak neither for nor against its evidence.
+
+    Attributes:
+        kind: the fault, such as `rewound`.
+        steps: at which the moves were made.
+        move: how far they moved it in all, in coordinate units.
+    """
+
+    kind: str
+    steps: list[int]
+    move: float
+
+    @property
+    def words(self) -> str:
+        """The same in words.
+
+        >>> Retreat("restored", [40, 60], -1.4).words
+        'the guard lowered it at steps 40, 60, after every replica had become non-finite (restored)'
+        """
+        where = f"step{'s' * (len(self.steps) > 1)} {', '.join(map(str, self.steps))}"
+        return f"the guard {'lowered' if self.move < 0 else 'raised'} it at {where}, after {BECAUSE[self.kind]}"
+
+
+@dataclass(frozen=True)
 class Verdict:
     """A knob's course over a run.
 
@@ -55,13 +86,15 @@ class Verdict:
         knob: its name.
         start, end: its value as it was set and as it was left, at the schedule's peak; None where the history does
             not tell.
-        up, down: the moves in each direction; None where there were none.
-        support: share of all movement that rests on |t| >= 2 in its own window, or on the guard.
+        up, down: the moves in each direction, the guard's aside; None where there were none.
+        support: share of this movement that rests on |t| >= 2 in its own window.
         asked: mean t of the windows measured since the last move; negative where more is asked for. The mean and not a
             sum: errors of windows that share a probe do not average out, and a mean holds for any correlation.
         asked_windows: how many these are.
         measured_until: the step up to which there is evidence; None without any.
         stop: the step at which the history ends.
+        progress: whether the run's loss fell at all (`hdet.report.reading.made_progress`).
+        retreats: the guard's moves.
     """
 
     knob: str
@@ -74,6 +107,8 @@ class Verdict:
     asked_windows: int
     measured_until: int | None
     stop: int
+    progress: bool = True
+    retreats: list[Retreat] = field(default_factory=list)
 
     @property
     def factor(self) -> float | None:
@@ -82,10 +117,16 @@ class Verdict:
 
     @property
     def trust(self) -> str:
-        """Whether its moves deserve trust: `clear`, `partly clear`, `weak`, `to and fro` or `not moved`."""
+        """Whether its moves deserve trust: `clear`, `partly clear`, `weak`, `to and fro` or `not moved`.
+
+        `no progress` where it moved in a run that learned nothing: what helps a wrecked model helps no other. The
+        guard's moves count neither for nor against it; `by the guard` where there are no others.
+        """
         total = sum(course.move for course in (self.up, self.down) if course)
         if total == 0.0:
-            return "not moved"
+            return "by the guard" if self.retreats else "not moved"
+        if not self.progress:
+            return "no progress"
         if self.support < WEAK:
             return "weak"
         both = min(self.up.move, self.down.move) if self.up and self.down else 0.0
@@ -97,6 +138,7 @@ class Verdict:
     def moved(self) -> str:
         """What moved it, and when."""
         said = [f"{name} in {course.words}" for name, course in (("up", self.up), ("down", self.down)) if course]
+        said += [retreat.words for retreat in self.retreats]
         return "; ".join(said) if said else "nothing"
 
     @property
@@ -109,7 +151,7 @@ class Verdict:
         """What is still asked for."""
         if self.measured_until is None:
             return "never measured"
-        since = "since it last moved" if self.up or self.down else "in the run"
+        since = "since it last moved" if self.up or self.down or self.retreats else "in the run"
         if not self.asked_windows:
             return f"not measured {since}"
         told = f"{self.wanted} is still asked for" if self.wanted else "nothing clear is asked for"
@@ -123,11 +165,14 @@ class Verdict:
 
 def verdicts(history: Sequence[WindowRecord]) -> list[Verdict]:
     """One verdict a knob, in the order in which the run's windows name them."""
-    return [_verdict([record for record in history if knob in record.bases], knob) for knob in knobs_of(history)]
+    progress = made_progress(history)
+    by_knob = {knob: [record for record in history if knob in record.bases] for knob in knobs_of(history)}
+    return [_verdict(windows, knob, progress) for knob, windows in by_knob.items()]
 
 
-def _verdict(windows: list[WindowRecord], knob: str) -> Verdict:
+def _verdict(windows: list[WindowRecord], knob: str, progress: bool) -> Verdict:
     moved: list[Move] = []
+    retreats: dict[str, list[Move]] = {}
     measured: WindowRecord | None = None
     since: list[float] = []
     for record in windows:
@@ -136,7 +181,8 @@ def _verdict(windows: list[WindowRecord], knob: str) -> Verdict:
             measured = record
             since.append(found[0].t)
         if record.moves.get(knob):
-            moved.append(move([record], knob))
+            turn = next((fault["kind"] for fault in record.faults if fault.get("kind") in TURNS), None)
+            (moved if turn is None else retreats.setdefault(turn, [])).append(move([record], knob))
             since.clear()
     total = math.fsum(abs(one.amount) for one in moved)
     clear = math.fsum(abs(one.amount) for one in moved if one.clear)
@@ -151,6 +197,11 @@ def _verdict(windows: list[WindowRecord], knob: str) -> Verdict:
         asked_windows=len(since),
         measured_until=measured.stop if measured else None,
         stop=windows[-1].stop,
+        progress=progress,
+        retreats=[
+            Retreat(kind, [one.step for one in made], math.fsum(one.amount for one in made))
+            for kind, made in retreats.items()
+        ],
     )
 
 

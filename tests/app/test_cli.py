@@ -17,8 +17,11 @@ from rich.console import Console
 import hdet
 import hdet.app.run
 from hdet.app.main import main
-from hdet.app.run.display import Display
+from hdet.app.run.display import Display, show_result
+from hdet.app.run.folder import RunFolder
+from hdet.app.run.runner import Result
 from hdet.history import WindowRecord
+from hdet.report import Moves, Verdict
 
 DIGITS = """
 task: {kind: digits, width: 16, dropout: 0.3, probe_examples: 8}
@@ -269,6 +272,20 @@ def test_a_process_killed_outright_is_resumed(declared: Path) -> None:
     assert Enough.seen == [state["engine"]["window"]]
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_warning_is_one_line_without_a_path(declared: Path, debug: bool) -> None:
+    (declared / "warns.py").write_text(
+        "import warnings\nwarnings.warn('mind\\nthe gap')\nwarnings.warn('old', FutureWarning)\n"
+    )
+    command = [sys.executable, "-W", "default", "-m", "hdet", "knobs", "window", "--import", "warns"]
+    told = subprocess.run(
+        [*command, *(["--debug"] if debug else [])], capture_output=True, text=True, check=True
+    ).stderr
+    assert ("warning: mind the gap\n" in told) is not debug
+    assert ("UserWarning: mind" in told) is debug
+    assert "FutureWarning: old" in told
+
+
 # -- the display ------------------------------------------------------------------------------------
 
 
@@ -293,7 +310,23 @@ def test_without_a_terminal_there_are_twenty_lines_whatever_the_steps() -> None:
         assert lines[0].startswith(f"training: step {steps // 20}/{steps}  loss 2.5000  ")
         assert lines[0].endswith(" s left")
         assert "window 1  rate 0.125" in lines[-1]
-        assert [line for line in said if line not in lines] == ["window 0: kind non_finite"]
+        assert [line for line in said if line not in lines] == ["window 1: kind non_finite"]
+
+
+def test_the_closing_table_warns_of_a_run_that_learned_nothing(tmp_path: Path) -> None:
+    down = Moves(3, 10, 30, 1.5, {"averaged weights": 6.0})
+    said = {}
+    for progress in (True, False):
+        knob = Verdict("rate", 10.0, 0.1, None, down, 1.0, 0.2, 5, 90, 100, progress=progress)
+        result = Result(2.3, 2.3, 100, 1.0, [knob], {})
+        out = io.StringIO()
+        show_result(Console(file=out, width=200), result, RunFolder(tmp_path))
+        said[progress] = out.getvalue()
+        assert result.to_dict()["knobs"][0]["trust"] == ("clear" if progress else "no progress")
+        assert Result.from_dict(result.to_dict()) == result
+    assert "no progress" in said[False]
+    assert "the run learned nothing, its loss ended where it began; set none of these values" in said[False]
+    assert "learned nothing" not in said[True]
 
 
 def test_a_terminal_gets_a_bar_with_loss_bases_window_and_time_left() -> None:

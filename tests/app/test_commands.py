@@ -127,6 +127,25 @@ def test_an_exported_scheduler_gives_a_plain_optimizer_the_runs_rates(
     assert len(set(recorded)) > 5
 
 
+def test_an_exported_scheduler_keeps_the_ratios_of_groups(over: Path, tmp_path: Path) -> None:
+    """As `hdet.ReplayLR` does; a group whose rate is 0 stays there."""
+    assert call("export", str(over), "--as", "lambda-lr", "--out", str(tmp_path / "schedule.py")) == 0
+    module = runpy.run_path(str(tmp_path / "schedule.py"))
+    made = []
+    for scheduled in (module["scheduler"], lambda one: hdet.ReplayLR(one, hdet.History(over / "history.jsonl"))):
+        groups = [{"params": torch.nn.Linear(2, 1).parameters(), "lr": rate} for rate in (0.0, 0.01, 0.003)]
+        optimizer = torch.optim.SGD(groups)
+        scheduler = scheduled(optimizer)
+        rates = []
+        for _ in range(24):
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            optimizer.step()
+            scheduler.step()
+        made.append(rates)
+    assert made[0] == made[1]
+    assert made[0][5][2] == made[0][5][1] * (0.003 / 0.01)
+
+
 def test_what_cannot_be_exported_is_named(over: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("export", str(over), "--as", "lambda-lr", "--knob", "drop_out") == 2
     assert "did you mean 'dropout'?" in capsys.readouterr().err
@@ -148,8 +167,12 @@ def test_every_family_is_listed_with_fields_and_defaults(capsys: pytest.CaptureF
         "  calibrate: ",
         "    max_lr: required",
         "    authority: 1.0",
+        '    rules: [{"kind": "look_ahead", "significance": 2.0',
     ):
         assert f"\n{line}" in f"\n{said}", line
+    for family in ("rule", "veto", "task", "estimator", "signal", "optimizer", "guard"):
+        assert call("knobs", family) == 0
+        assert capsys.readouterr().out in said
     assert call("knobs", "spaec") == 2
     assert "did you mean 'space'?" in capsys.readouterr().err
 
@@ -165,6 +188,8 @@ def test_ones_own_members_and_model_are_looked_at(
         "def build():\n"
         "    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1))\n"
         "    return model, torch.optim.AdamW(model.parameters(), lr=0.01)\n"
+        "def built(width):\n"
+        "    return build()\n"
         "def odd():\n"
         "    return 3\n"
     )
@@ -178,6 +203,7 @@ def test_ones_own_members_and_model_are_looked_at(
     assert "dropout" in said
     for argument, message in (
         ("looked_at:bild", "did you mean 'build'?"),
+        ("looked_at:built", "built is called without arguments: missing a required argument: 'width'"),
         ("looked_at:odd", "must return a model and its optimizer"),
         ("looked_at", "takes module:function"),
     ):

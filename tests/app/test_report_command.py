@@ -60,6 +60,13 @@ def test_figures_are_written_instead(tmp_path: Path) -> None:
     assert not (tmp_path / "one" / "report.html").exists()
 
 
+def test_figures_of_runs_of_one_name_have_folders_of_their_own(tmp_path: Path) -> None:
+    assert run(written(tmp_path / "a" / "r"), written(tmp_path / "b" / "r"), "--figures", tmp_path / "figures") == 0
+    folders = sorted((tmp_path / "figures").iterdir())
+    assert [folder.name for folder in folders] == ["r", "r (2)"]
+    assert all(list(folder.glob("*.pdf")) for folder in folders)
+
+
 @pytest.mark.parametrize(
     ("beside", "said"),
     [

@@ -139,7 +139,7 @@ def test_the_command_serves_a_run_in_progress(tmp_path: Path) -> None:
             history = History(tmp_path / "history.jsonl")
             for w in range(2):
                 history.append(record(w))
-                assert f"{5 * w + 5} steps, {w + 1} windows" in ask(port)[2]
+                assert f"{5 * w + 5} steps, {w + 1} window" in ask(port)[2]
             (tmp_path / "result.json").write_text('{"test_loss": 0.5}')
             _, headers, body = ask(port)
             assert "0.5000" in body

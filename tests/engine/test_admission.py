@@ -178,7 +178,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
         lambda p: make(p, [hdet.Dropout(pattern="2")], gradients="local"),
         IdentifiabilityError,
         r"dropout\[2\] changes the training loss it would be judged by; give the engine signal="
-        r"hdet.Probe\(...\), or accept_bias=True",
+        r"hdet.Probe\(...\) .*, or accept_bias=True",
     ),
     "a tilt without a probe": (
         lambda p: make(p, [hdet.LearningRate()], evidence=hdet.evidence.Divergent(tilt=1.0)),
@@ -193,17 +193,19 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[HdetError], str]] = {
     "evidence blind to forward knobs": (
         lambda p: make(p, [hdet.Dropout(pattern="2")], evidence=hdet.evidence.Line(), signal=p.probe()),
         IdentifiabilityError,
-        r"dropout\[2\] acts in the forward pass, of which line evidence sees nothing; give the knob other",
+        r"dropout\[2\] acts in the forward pass, of which line evidence sees nothing; give the knob other evidence: "
+        r"hdet.evidence.Contrast \(contrast\) or MixedDifference \(mixed_difference\), or Divergent",
     ),
     "evidence blind to update knobs": (
         lambda p: make(p, [hdet.LearningRate()], evidence=hdet.evidence.Contrast(), signal=p.probe()),
         IdentifiabilityError,
-        "learning_rate acts on the update, of which contrast evidence sees nothing",
+        r"learning_rate acts on the update, of which contrast evidence sees nothing; give the knob other evidence: "
+        r"hdet.evidence.Line \(line\) for a learning rate",
     ),
     "evidence that needs a probe": (
         lambda p: make(p, [hdet.LearningRate()], evidence=hdet.evidence.Line()),
         ConfigError,
-        r"learning_rate: line evidence measures a held-out loss; give signal=hdet.Probe",
+        r"learning_rate: line evidence measures a held-out loss; give signal=hdet.Probe\(...\) \(in a run file",
     ),
     "graded spreads under signs": (
         lambda p: make(p, [hdet.LearningRate(spread=Symmetric())], evidence=hdet.evidence.Divergent(design=Hadamard())),

@@ -177,6 +177,16 @@ def test_the_shift_stays_within_authority_and_the_moves_add_up_to_it(
     assert 0.0 <= knob.base(0) <= 1.0
 
 
+def test_rounding_is_no_move() -> None:
+    """The shift has it all the same, and the next move counts it."""
+    knob, again = bound(), bound()
+    assert wish(knob, 0.25) == 0.25
+    assert [wish(knob, 4e-16) for _ in range(3)] == [0.0, 0.0, 0.0]
+    assert knob.shift == 0.25 + 4e-16 + 4e-16 + 4e-16
+    again.load_state_dict(knob.state_dict())
+    assert wish(knob, 0.125) == wish(again, 0.125) == knob.shift - 0.25
+
+
 def test_the_next_move_counts_what_others_agreed_on() -> None:
     knob, again = bound(authority=1.0), bound(authority=1.0)
     assert wish(knob, 0.25) == 0.25

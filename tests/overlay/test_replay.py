@@ -12,8 +12,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
+from hdet.app.export import as_lambda_lr, as_yaml
 from hdet.controllers import Gated
 from hdet.errors import ConfigError
+from hdet.hparams.recorded import kept_steps, stretched
 from hdet.record import WindowRecord
 
 Held = tuple[float, float, float]
@@ -154,3 +156,54 @@ def test_a_length_of_no_steps_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1; got 0"):
         hdet.schedules.Replay.of(records(), "rate", 0)
     assert hdet.schedules.Replay.of(records(), "rate", 1).values == (0.1,)
+
+
+def gone_back(*points: tuple[int, str, int]) -> list[WindowRecord]:
+    """Five windows of two steps at rates 0, 1, 2, ...; by window its fault, and the step that was gone back to."""
+    faults = {window: [{"kind": kind, "step": step}] for window, kind, step in points}
+    return [
+        WindowRecord(
+            window=w,
+            start=2 * w,
+            stop=2 * w + 2,
+            bases={"rate": 2.0 * w + 1},
+            values={},
+            losses=[1.0],
+            estimates={},
+            moves={"rate": 0.0},
+            merged=False,
+            course={"rate": [2.0 * w, 2.0 * w + 1]},
+            faults=faults.get(w, [{"kind": "non_finite", "step": 0}]),
+        )
+        for w in range(5)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("points", "kept"),
+    [
+        ([], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ([(1, "restarted", 0)], [4, 5, 6, 7, 8, 9]),
+        ([(2, "rewound", 2)], [0, 1, 6, 7, 8, 9]),
+        ([(2, "rewound", 2), (3, "rewound", 2)], [0, 1, 8, 9]),
+        ([(1, "restored", 2), (3, "restored", 6)], [0, 1, 4, 5, 8, 9]),
+        ([(1, "rewound", 2), (3, "restarted", 0)], [8, 9]),
+        ([(4, "rewound", 4)], [0, 1, 2, 3]),
+    ],
+)
+def test_steps_that_were_thrown_away_are_not_replayed(points: list[tuple[int, str, int]], kept: list[int]) -> None:
+    """What led to the final weights is stretched over the run's length; other faults throw nothing away."""
+    windows = gone_back(*points)
+    replayed = hdet.schedules.Replay.of(windows, "rate")
+    assert kept_steps(windows) == kept
+    assert replayed.values == stretched([float(step) for step in kept], 10)
+    assert (replayed.values[0], replayed.values[-1]) == (kept[0], kept[-1])
+    assert hdet.schedules.Replay.of(windows, "rate", len(kept)).values == tuple(kept)
+    said = f"the {len(kept)} steps that led to its final weights, stretched over all 10"
+    for exported in (as_yaml(windows), as_lambda_lr(windows, "rate", run="a run")):
+        assert (said in exported) == bool(points)
+
+
+def test_a_run_that_ended_where_it_began_has_no_course() -> None:
+    with pytest.raises(ConfigError, match="so no step led to its final weights"):
+        hdet.schedules.Replay.of(gone_back((4, "restored", 0)), "rate")

@@ -68,4 +68,4 @@ def run(name: str = "a run", **changes: Any) -> ReportedRun:
         "declared": declared,
         "result": {"test_loss": 1.25, "plain": {"test_loss": 1.5}},
     }
-    return ReportedRun(name, windows(), **{**beside, **changes})
+    return ReportedRun(name, **{"windows": windows(), **beside, **changes})

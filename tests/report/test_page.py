@@ -23,6 +23,11 @@ from hdet.report.charts import COLOURS
 from hdet.report.series import course, evidence
 
 
+def still(name: str) -> ReportedRun:
+    """A run whose loss ends where it began."""
+    return run(name, windows=[dataclasses.replace(one, losses=[2.3], estimates={}) for one in windows()])
+
+
 class Reader(HTMLParser):
     """The page's text by section, its embedded data, and every tag."""
 
@@ -241,3 +246,15 @@ def test_without_its_packages_the_extra_is_named(package: str, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtraError, match=r"(plotly|jinja2) is not installed.*hdet\[report\]"):
         page(windows())
+
+
+def test_one_window_is_one() -> None:
+    assert "10 steps, 1 window " in Reader(page(windows(1))).text
+
+
+def test_a_run_that_learned_nothing_is_told_on_top() -> None:
+    told = Reader(page(still("wrecked"))).words
+    assert "the run learned nothing, its loss ended where it began 120 steps, 12 windows" in told
+    assert "✕ no progress" in told
+    assert '"learning_rate": 0.1, # as it was set, which says nothing for it: the run learned nothing' in told
+    assert "the run learned nothing" not in Reader(page(run())).words

@@ -13,10 +13,13 @@ from pydantic import TypeAdapter
 
 from hdet.record import WindowRecord
 from hdet.report import Verdict, verdicts
+from hdet.report.advice import advised
 from hdet.report.reading import readings
 
 
-def record(window: int, slope: Any = None, move: float = 0.0, **changes: Any) -> WindowRecord:
+def record(
+    window: int, slope: Any = None, move: float = 0.0, losses: list[float | None] | None = None, **changes: Any
+) -> WindowRecord:
     estimate = {"slope": slope, "stderr": None if slope is None else 1.0, **changes.pop("estimate", {})}
     return WindowRecord(
         window=window,
@@ -24,7 +27,7 @@ def record(window: int, slope: Any = None, move: float = 0.0, **changes: Any) ->
         stop=10 * window + 10,
         bases={"rate": changes.pop("base", 1.0)},
         values={"rate": [0.9, 1.1]},
-        losses=[1.0, 2.0],
+        losses=[1.0 / (1 + window), 2.0 / (1 + window)] if losses is None else losses,
         estimates={"rate": estimate},
         moves={"rate": move},
         merged=True,
@@ -112,16 +115,70 @@ def test_a_move_without_evidence_of_its_own_rests_on_earlier_windows() -> None:
     assert told.trust == "weak"
 
 
-def test_a_move_that_the_guard_made_is_its_own() -> None:
-    told = verdict(record(0, -5.0, 1.0), record(1, -5.0, -1.1, faults=[{"kind": "rewound", "step": 10}]))
-    assert told.down is not None
-    assert told.down.evidence == {"the guard": 0.0}
-    assert told.support == 1.0
+def test_a_move_that_the_guard_made_counts_neither_for_nor_against() -> None:
+    """A bad batch made the guard lower a rate, which evidence then raised again."""
+    back = [{"kind": "non_finite", "replica": 0, "step": 5}, {"kind": "restored", "step": 10}]
+    told = verdict(
+        record(0, -5.0, 1.0), record(1, -5.0, -1.1, faults=back), record(2, -5.0, 1.0), record(3, 0.1), record(4, 0.1)
+    )
+    assert (told.down, told.support, told.trust) == (None, 1.0, "clear")
+    assert told.moved == (
+        "up in 2 windows, steps 10 to 30, by its evidence (|t| up to 5.0); the guard lowered it at step 20, after "
+        "every replica had become non-finite (restored)"
+    )
+    assert advised(told)[0] == told.end
+
+
+def test_where_the_guard_alone_moved_a_knob_its_value_is_not_recommended() -> None:
+    told = verdict(record(0), record(1, -0.1, -1.1, faults=[{"kind": "rewound", "step": 10}]))
+    assert (told.up, told.down, told.trust) == (None, None, "by the guard")
+    assert told.outlook == "not measured since it last moved"
+    assert advised(told) == (
+        1.0,
+        "as it was set; the guard lowered it at step 20, after training had gone wrong (rewound)",
+    )
+    assert TypeAdapter(Verdict).validate_python(json.loads(json.dumps(told.to_dict()))) == told
 
 
 def test_moves_that_cancel_are_called_to_and_fro() -> None:
     told = verdict(*(record(w, (-1.0) ** w * 5, (-1.0) ** (w + 1) * 0.3) for w in range(6)))
     assert told.trust == "to and fro"
+
+
+@pytest.mark.parametrize(
+    ("trained", "held_out", "progress"),
+    [
+        ([2.3, 2.2, 2.0, 1.5, 1.2, 1.1, 1.0, 0.9], None, True),
+        ([2.3, 2.5, 2.4, 2.3, 2.3, 2.3, 2.3, 2.3], None, False),
+        (
+            [2.3, 2.5, 2.4, 2.3, 2.3, 2.3, 2.3, 2.3],
+            [2.2, 2.0, 1.9, 1.9, 1.8, 1.8, 1.7, 1.7],
+            True,
+        ),  # dropout rises, say
+        ([2.3, 2.5, 2.4, 2.3, 2.3, 2.3, 2.3, 2.3], [2.2, 2.3, 2.3, 2.3, 2.3, 2.3, 2.3, 2.3], False),
+        ([2.33, 2.5, 2.4, 2.35, 2.33, 2.32, 2.31, 2.3], [435.0, 9.3, 2.5, 2.4, 2.4, 2.3, 2.3, 2.3], False),
+        ([20.5, 2.4, 2.36, 2.35, 2.33, 2.32, 2.31, 2.3], [435.0, 2.35, 2.34, 2.4, 2.4, 2.3, 2.3, 2.3], False),
+        ([20.5, 2.4, 2.36, 2.0, 1.7, 1.5, 1.3, 1.2], [435.0, 9.3, 2.5, 2.4, 2.4, 2.3, 2.3, 2.3], True),
+        ([-1.0, -1.2, -1.4, -1.8], None, True),
+        ([math.nan, -1.0, -0.9, -0.8, -0.7], None, False),
+        ([2.3, 2.3, 2.3], None, True),  # too few to tell
+    ],
+)
+def test_a_run_that_learned_nothing_teaches_nothing(
+    trained: list[float], held_out: list[float] | None, progress: bool
+) -> None:
+    """However clear its evidence is."""
+    levels = [{"level": level} for level in held_out] if held_out else [{} for _ in trained]
+    told = verdict(
+        *(
+            record(w, 5.0, -0.5, losses=[loss if math.isfinite(loss) else None], estimate=level)
+            for w, (loss, level) in enumerate(zip(trained, levels, strict=True))
+        )
+    )
+    assert told.progress is progress
+    assert told.trust == ("clear" if progress else "no progress")
+    value, why = advised(told)
+    assert (value, why[:7]) == ((told.end, "learned") if progress else (told.start, "as it w"))
 
 
 def test_start_and_end_are_what_the_history_recorded() -> None:

@@ -56,7 +56,7 @@ def plan(
     if windows and told:
         raise ConfigError("--pilot measures the noise and --noise gives it; say one of them")
     if windows > len(seen.windows):
-        raise ConfigError(f"--pilot {windows}: the run has {len(seen.windows)} windows; give fewer")
+        raise ConfigError(f"--pilot {windows}: the run has {_windows(len(seen.windows))}; give fewer")
     _show(config, seen, engine.home.size)
     if figure is not None:
         _draw(figure, seen, title=config.stem)
@@ -90,10 +90,14 @@ def _noise(given: list[str] | tuple[()], knobs: list[str]) -> dict[str, float]:
     return told
 
 
+def _windows(count: int) -> str:
+    return f"{count} window{'s' * (count != 1)}"
+
+
 def _show(config: Path, seen: Preview, replicas: int) -> None:
     lengths = [stop - start for start, stop in seen.windows]
     print(
-        f"{config}: {seen.windows[-1][1]} steps in {len(lengths)} windows of {min(lengths)} to {max(lengths)} "
+        f"{config}: {seen.windows[-1][1]} steps in {_windows(len(lengths))} of {min(lengths)} to {max(lengths)} "
         f"steps, {replicas} replica{'s' * (replicas > 1)}"
     )
     for knob in seen.knobs.values():
@@ -131,7 +135,7 @@ def _draw(path: Path, seen: Preview, *, title: str) -> None:
 def _show_cost(measured: Pilot, steps: int, seen: Preview) -> None:
     whole, closing = measured.seconds(steps, len(seen.windows))
     print(
-        f"time, by a pilot of {len(measured.windows)} windows: about {whole:.3g} s, {100 * closing / whole:.1f} % "
+        f"time, by a pilot of {_windows(len(measured.windows))}: about {whole:.3g} s, {100 * closing / whole:.1f} % "
         f"of it at windows' ends ({1e3 * measured.step_seconds:.3g} ms a step, "
         f"{1e3 * measured.closing_seconds:.3g} ms an end)\n"
         f"memory: {_bytes(measured.peak_bytes)} at most, of {measured.on}"

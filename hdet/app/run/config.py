@@ -26,6 +26,8 @@ from hdet.spec import Spec, lookup
 from hdet.windows import GrowingWindow, Windows
 
 PEAKS = ("peak", "max_lr", "value")
+ANY_STEPS = 1000
+"""The length of a schedule in a run that is refused for its own."""
 
 
 class RunConfig(Spec):
@@ -200,17 +202,24 @@ class RunConfig(Spec):
 
 
 def _completed(schedule: str | Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """A schedule with its peak and length taken from the run where it does not give them."""
+    """A schedule with its peak and length taken from the run where it does not give them.
+
+    What the run cannot give is reported at its own field, and any value stands for it here.
+    """
     fields: dict[str, Any] = {"kind": schedule} if isinstance(schedule, str) else dict(schedule)
     if "kind" not in fields:
         return fields  # the family's own message says what is missing
     known = lookup(Schedule, str(fields["kind"])).model_fields
-    if "total_steps" in known and "steps" in run:
-        fields.setdefault("total_steps", run["steps"])
+    try:
+        steps = max(1, int(run["steps"]))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        steps = ANY_STEPS
     try:
         optimizer = Optimizer.from_dict(run.get("optimizer", AdamW()))
     except ConfigError:
-        return fields  # reported at its own field
+        optimizer = AdamW()
+    if "total_steps" in known:
+        fields.setdefault("total_steps", steps)
     for name in PEAKS:
         if name in known:
             fields.setdefault(name, optimizer.lr)

@@ -17,6 +17,7 @@ from hdet.app.run.loop import Watcher
 from hdet.app.run.runner import Result
 from hdet.history import WindowRecord
 from hdet.report import Verdict
+from hdet.report.verdict import NO_PROGRESS
 
 REFRESH_SECONDS = 0.5
 PLAIN_LINES = 20
@@ -74,7 +75,7 @@ class Display(Watcher):
     def window(self, record: WindowRecord, bases: dict[str, float]) -> None:
         self._bases = f"window {record.window + 1}  {listed(bases)}"
         for fault in record.faults:
-            self.console.print(f"window {record.window}: {listed(fault)}", soft_wrap=True, markup=False)
+            self.console.print(f"window {record.window + 1}: {listed(fault)}", soft_wrap=True, markup=False)
         if self._live is not None:
             self._live.update(self._rendered())
 
@@ -105,6 +106,8 @@ def show_result(console: Console, result: Result, folder: RunFolder) -> None:
         for knob in result.knobs:
             table.add_row(*(Text(cell) for cell in (knob.knob, *_learned(knob), knob.trust)))
         console.print(table)
+        if not all(knob.progress for knob in result.knobs):
+            console.print(f"{NO_PROGRESS}; set none of these values for what it did", soft_wrap=True, markup=False)
         for knob in result.knobs:
             console.print(f"{knob.knob} moved: {knob.moved}", soft_wrap=True, markup=False)
             console.print(f"{knob.knob} at the end: {knob.outlook}", soft_wrap=True, markup=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hdet import __version__
+from hdet.app.run.launching import INTERRUPTED
 from hdet.app.study import pictures, pool, runner, starts, statistics, tables
 from hdet.app.study.cells import Cell, Timer, cells, shard
 from hdet.app.study.declaration import Study, label
@@ -51,8 +53,12 @@ def ablate(
     began_by = folder.begin(shown)
     if began_by != __version__:
         _print(console, f"warning: {folder.path} was begun by hdet {began_by}, and this is {__version__}")
-    starts.make_missing(declared, runner.pending(folder, mine), partial(_print, console))
-    errors = _run(console, folder, mine, jobs, shown.metrics)
+    try:
+        starts.make_missing(declared, runner.pending(folder, mine), partial(_print, console))
+        errors = _run(console, folder, mine, jobs, shown.metrics)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
     problems = summarise(folder, shown, everything)
     for metric in shown.metrics:
         text = folder.path / f"table_{metric}.txt"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +30,8 @@ def several(
 
     With one job at a time it is called in this process, and raises what it raises. Else an error that a piece ends
     with, or the death of its process, comes in the place of its result, and the others go on. Pieces that have not
-    begun are given up where the caller stops.
+    begun are given up where the caller stops. An interrupt ends all workers: they are not told of Ctrl-C themselves, so
+    that they leave no traceback.
 
     Args:
         function: importable by name, since each worker is a process of its own.
@@ -43,19 +46,38 @@ def several(
     # Spawned, not forked: a forked child inherits torch's thread pool in whatever state it is.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(work)) or 1, mp_context=context, initializer=_begin) as pool:
-        places = {pool.submit(function, *arguments): place for place, arguments in enumerate(work)}
+        with _deaf():
+            places = {pool.submit(function, *arguments): place for place, arguments in enumerate(work)}
         try:
             for future in as_completed(places):
                 error = future.exception()
                 if error is not None and not isinstance(error, Exception):
                     raise error
                 yield places[future], future.result() if error is None else error
+        except KeyboardInterrupt:
+            for worker in multiprocessing.active_children():
+                worker.terminate()
+            raise
         finally:
             for future in places:
                 future.cancel()
 
 
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that are started inside the block ignore Ctrl-C from their first moment on."""
+    if threading.current_thread() is not threading.main_thread():  # where signals cannot be set
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _begin() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: _end())
     torch.set_num_threads(THREADS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -65,6 +87,10 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    _end()
+
+
+def _end() -> None:
     for child in list(children):
         child.kill()
     os._exit(1)

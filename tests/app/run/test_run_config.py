@@ -181,6 +181,17 @@ def test_what_cannot_be_is_named(changed: dict[str, Any], message: str) -> None:
         RunConfig.from_dict({**SMALL, **changed})
 
 
+@pytest.mark.parametrize("changed", [{"optimizer": {"lr": 0}}, {"optimizer": "adamx"}, {"steps": "ten"}, {"steps": 0}])
+@pytest.mark.parametrize("schedule", ["cosine", "one_cycle", {"kind": "linear_warmup", "schedule": "wsd", "steps": 3}])
+def test_a_schedule_is_not_blamed_for_what_the_run_does_not_give(changed: dict[str, Any], schedule: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        RunConfig.from_dict({**SMALL, "schedule": schedule, **changed})
+    assert "schedule" not in str(refused.value)
+    assert next(iter(changed)) in str(refused.value)
+    with pytest.raises(ConfigError, match=r"optimizer: .*schedule: cosine: warmup"):  # and its own mistakes are told
+        RunConfig.from_dict({**SMALL, "schedule": {"kind": "cosine", "warmup": 2}, "optimizer": "adamx"})
+
+
 def test_a_run_has_a_task_and_steps() -> None:
     with pytest.raises(ConfigError, match=r"task: Field required.*steps: Field required"):
         RunConfig.from_dict({})

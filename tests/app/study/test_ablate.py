@@ -241,6 +241,31 @@ def started(tmp_path: Path, *options: str, **env: str) -> Iterator[subprocess.Po
         process.wait()
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.usefixtures("made")
+def test_an_interrupted_study_says_so_and_goes_on(ablate: Ablate, tmp_path: Path, jobs: str) -> None:
+    fields: dict[str, Any] = {"base": {**STUDY["base"], "steps": 120}, "seeds": 1, "baseline": {}}
+    ablate("--dry-run", **fields)
+    cells_ = tmp_path / "out" / "cells"
+    command = [sys.executable, "-m", "hdet", "ablate", str(tmp_path / "study.yaml"), "--out", str(tmp_path / "out")]
+    study = subprocess.Popen(
+        [*command, "--jobs", jobs],
+        env={**os.environ, "HDET_TEST_NAP": "0.5"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # pytest may be in the background
+    )
+    until(lambda: len(list(cells_.glob("*/checkpoint.pt"))) == int(jobs), seconds=60)
+    os.killpg(study.pid, signal.SIGINT)
+    assert study.communicate(timeout=120)[1] == "interrupted; the same command goes on\n"
+    assert study.returncode == 130
+    assert all(free(cell) for cell in cells_.iterdir())
+    assert "still to run" not in ablate(**fields)
+
+
 def until(true: Callable[[], bool], seconds: float = 300.0) -> None:
     """Wait for something that other processes do."""
     end = time.monotonic() + seconds
