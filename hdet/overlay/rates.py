@@ -32,6 +32,7 @@ class Rates:
         self.driven = driven
         self.courses: dict[Entry, Course] = {}
         self._first = self.read(RATE)
+        self._was_fresh = not optimizer.state
 
     def course(self, entry: Entry, total_steps: int | None = None) -> Course:
         """What all groups hold under an entry; the learning rate's is foreseen where the scheduler is known."""
@@ -63,7 +64,8 @@ class Rates:
                 f"give the optimizer all parameters from the start and train some of them later: "
                 f"parameter.requires_grad_(False)"
             )
-        if step == 0 and self.follower is not None and self.follower.position > self.follower.steps_each:
+        if step == 0 and self._loaded_since():
+            assert self.follower is not None
             raise StepError(
                 f"{type(self.follower.scheduler).__name__} has made {self.follower.position} steps since hdet.attach, "
                 f"and the search none: its state, of a run under way, was loaded in between, and the search's was not; "
@@ -82,6 +84,14 @@ class Rates:
                 course.tell(step, self.read(entry))
             surprised = surprised or course.at(step) != foreseen
         return surprised
+
+    def _loaded_since(self) -> bool:
+        """Whether a run under way was loaded after the search was made: its moments, and its scheduler's steps.
+
+        A scheduler alone may be ahead, as where a GradScaler leaves out the first steps.
+        """
+        ahead = self.follower is not None and self.follower.position > self.follower.steps_each
+        return ahead and self._was_fresh and bool(self.optimizer.state)
 
     def forget_before(self, step: int) -> None:
         """A window has opened at a step."""

@@ -216,6 +216,7 @@ class Search(AbstractContextManager["Search"]):
         try:
             _require_parts(state, self.model)
             self._riding.rates.require_courses(state["rates"])
+            self._require_seats(state["micro_batches"])
         except CheckpointError as error:
             return error
         if state["part"] == self._part:
@@ -225,6 +226,14 @@ class Search(AbstractContextManager["Search"]):
             f"search.all_ranks.state_dict(), which all ranks call together, load it by "
             f"search.all_ranks.load_state_dict(), and resume on as many ranks"
         )
+
+    def _require_seats(self, saved: int | None) -> None:
+        own = len(self.engine.replicas)
+        if self.engine.step_count and saved not in (None, own):
+            raise CheckpointError(
+                f"the state is of {saved} micro-batches a step, and this search has made steps of {own}; load it "
+                f"before the first step, or attach anew"
+            )
 
     def _notice_return(self, under_way: dict[str, Any] | None, of_all_ranks: bool) -> None:
         """Say that the weights are those of the window's opening, where the window could not be taken up."""

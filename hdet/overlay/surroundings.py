@@ -41,7 +41,7 @@ def home(model: nn.Module, optimizer: Optimizer, seats: int) -> Replicas:
     meshes = [mesh for p in bare.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None]
     if meshes:
         mesh, dimension = replicated(bare, max(meshes, key=lambda mesh: mesh.ndim))
-        return distribute(model, optimizer, mesh=mesh, replicate=dimension, micro_batches=seats, send=False)
+        return distribute(model, optimizer, mesh=mesh, replicate=dimension, micro_batches=seats)
     if wrapper is not None:
         return distribute(model, optimizer, group=wrapper.process_group, micro_batches=seats, send=False)
     refusals.partitioned(model, optimizer)

@@ -45,9 +45,11 @@ def generators_kept(batches: object) -> Iterator[None]:
 def numbers_lent(text: str, devices: Iterable[torch.device] = (), batches: object = ()) -> Iterator[None]:
     """The global generators, of the CPU and of some devices, are seeded by a text inside the block only.
 
-    Those that the batches hold are after the block as they were before it.
+    So are those that the batches hold.
     """
     with seeded(devices, text), generators_kept(batches):
+        for held in _held(batches):
+            _seed(held, text)
         random.seed(text)
         np.random.seed(random.getrandbits(32))
         yield
@@ -63,6 +65,17 @@ def _held(batches: object) -> list[Any]:
         new = [attributes[name] for name in PARTS if name in attributes]
         parts += [one for one in new if not any(one is other for other in parts)]
     return held
+
+
+def _seed(held: Any, text: str) -> None:
+    """Seed a generator by a text; leave anything else alone."""
+    number = random.Random(text).getrandbits(32)
+    if isinstance(held, torch.Generator):
+        held.manual_seed(number)
+    elif isinstance(held, (random.Random, np.random.RandomState)):
+        held.seed(number)
+    elif isinstance(held, np.random.Generator):
+        held.bit_generator.state = type(held.bit_generator)(number).state
 
 
 def _restore(held: Any) -> Callable[[], object] | None:

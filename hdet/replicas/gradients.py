@@ -109,7 +109,8 @@ def _handed_over(loss: Tensor, own: Sequence[nn.Parameter], take: Take, retain: 
     finally:
         for handle in handles:
             handle.remove()
-    if len(reached) < len(own) and _is_reentrant(root):
+    missed = any(p.grad is not None for number, p in enumerate(own) if number not in reached)  # training reaches it
+    if missed and _is_reentrant(root):
         raise StepError(REENTRANT)
 
 

@@ -24,7 +24,8 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Buffers that are written inside the block, or replaced, are after it the tensors that they were, of their values.
 
     The first block copies all but large ones; later blocks those that an earlier one has written, which most models
-    have none of. Of a module whose buffers were written plain attributes are put back, too.
+    have none of. Of a module whose buffers were written plain attributes are put back, too. Not seen are writes through
+    `.data`; not undone the first into a buffer that was not copied.
     """
     held = [_Held(module) for module in model.modules() if module._buffers]
     try:
@@ -72,6 +73,8 @@ class _Held:
                 if part.shape != value.shape:
                     part.resize_(value.shape)
                 part.copy_(value)
+        if any(now.get(name) is self._buffers[name] and name not in self._values for name in self.written):
+            return  # what was written is lost, and what goes with it stays with it
         vars(self.module).update({name: own for name, own in self._attributes.items() if isinstance(own, PLAIN)})
 
 

@@ -14,7 +14,8 @@ CLEAR_T = 2.0
 FEWEST = 4
 """Windows from which a history tells whether training got anywhere."""
 WRECKED = 2.0
-"""Held-out over training loss of the first window, from which its steps wrecked the model."""
+"""Held-out over training loss of the first window, against the last ones, from which its steps wrecked the model."""
+TINY = 1e-12
 LEAST_FALL = 0.05
 """Of the loss, after such a beginning: a model that predicts a constant still settles a little."""
 
@@ -106,15 +107,21 @@ def made_progress(windows: Sequence[WindowRecord]) -> bool:
     held_out = [level for level in map(held_out_loss, windows) if math.isfinite(level)]
     if len(trained) < FEWEST:
         return True
-    wrecked = bool(held_out) and held_out[0] > WRECKED * abs(trained[0])
+    # A probe on another scale, or one that is overfitted, is as far above the training loss at the end.
+    usual = abs(_latest(held_out)) / max(abs(_latest(trained)), TINY) if held_out else 1.0
+    wrecked = bool(held_out) and held_out[0] > WRECKED * abs(trained[0]) * max(1.0, usual)
     fell = [_fell(losses, wrecked) for losses in (trained, held_out) if losses]
     return all(fell) if wrecked else any(fell)
 
 
-def _fell(losses: Sequence[float], wrecked: bool) -> bool:
+def _latest(losses: Sequence[float]) -> float:
     last = losses[-max(1, len(losses) // 4) :]
+    return math.fsum(last) / len(last)
+
+
+def _fell(losses: Sequence[float], wrecked: bool) -> bool:
     first = min(losses[: max(1, len(losses) // 3)]) if wrecked else losses[0]
-    return math.fsum(last) / len(last) < first - (LEAST_FALL * abs(first) if wrecked else 0.0)
+    return _latest(losses) < first - (LEAST_FALL * abs(first) if wrecked else 0.0)
 
 
 def supported(source: str, t: float | None) -> bool:

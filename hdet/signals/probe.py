@@ -67,7 +67,7 @@ class Probe:
             raise ConfigError(f"stride must be at least 1, got {self.stride}")
 
     def draw(self, window: int) -> list[Any]:
-        """The batches of a window, the same in every call."""
+        """The batches of a window, the same in every call; a function may hold a generator of its own."""
         if isinstance(self.batches, (list, tuple)):  # which draw nothing
             drawn = list(self.batches)
         else:

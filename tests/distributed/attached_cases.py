@@ -198,6 +198,29 @@ class Remembering(nn.Module):
         return logits
 
 
+class Caching(nn.Module):
+    """A buffer that is as long as each rank's data have asked for, beside BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network(normed=True)
+        self.register_buffer("cache", torch.ones(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.cache = torch.ones(8 + 4 * dist.get_rank())
+        logits: Tensor = self.layers(inputs)
+        return logits
+
+
+def caches_of_other_lengths() -> int:
+    model = DistributedDataParallel(Caching(), broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    search = attach(model, optimizer, micro_batches=1)
+    loop(model, optimizer, search, 1, quiet=False, alike=False)
+    return search.engine.step_count
+
+
 def own_buffers(parts: int) -> bool:
     """Whether, with every knob held, the ranks' own buffers and the weights are those of the loop without hdet."""
     ended = []

@@ -56,6 +56,10 @@ def test_buffers_that_are_each_ranks_own_stay_its_own(parts: int) -> None:
     assert launch(attached.own_buffers, 2, parts) == [True, True]
 
 
+def test_buffers_of_other_lengths_on_other_ranks_are_not_lent() -> None:
+    assert launch(attached.caches_of_other_lengths, 2) == [attached.STEPS] * 2
+
+
 def test_rates_of_groups_are_judged_alike_on_all_ranks_and_on_shards(assert_same: Any) -> None:
     """Shards add up to the slopes of whole gradients; both hold the same weights up to rounding."""
     whole, shards = launch(attached.grouped, 2, "ddp"), launch(attached.grouped, 2, "fsdp")

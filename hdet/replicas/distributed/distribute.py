@@ -65,7 +65,7 @@ def distribute(
             replicas are still as far apart as the window before had set them, which its successor's losses show.
             Takes two more copies of the parameters, and `merge=hdet.merges.Mean("keep")`. The last merge is waited for.
         send: whether the other ranks are given the weights and buffers of place 0. `hdet.attach` leaves them as they
-            are: what wraps the model has made the weights alike, and buffers may be each rank's own.
+            are under DistributedDataParallel, which has made the weights alike, and buffers may be each rank's own.
 
     Raises:
         ConfigError: no process group, a partitioned optimizer (ZeRO), ranks that share one replica where each is to

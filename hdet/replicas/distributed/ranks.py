@@ -297,11 +297,15 @@ class Ranks(Replicas):
         if not (self.left_to_loop and self.layout.places > 1):
             yield
             return
-        live = [tensors.local(buffer) for buffer in self.hosts[0][0].buffers()]
-        with tensors.substituted(live, live):
+        live = [tensors.local(buffer) for buffer in self.hosts[0][0].buffers() if buffer.is_floating_point()]
+        kept = tensors.clones(live)
+        try:
             with translated("lending buffers"):
-                self._merge_buffers(weighting.shares(valid, None))
+                if buffer_mean.alike(self._pooled or self.exchange, self.hosts[0][0]):
+                    self._merge_buffers(weighting.shares(valid, None), only_means=True)
             yield
+        finally:
+            tensors.copy_(live, kept)
 
     @torch.no_grad()
     def _merge(self, valid: list[bool], optimizer_state: str, weights: NDArray[np.float64] | None) -> None:
@@ -383,7 +387,7 @@ class Ranks(Replicas):
                 tensors.copy_(self._anchored(), self._flight.merged())
 
     @torch.no_grad()
-    def _merge_buffers(self, shares: Sequence[float]) -> None:
+    def _merge_buffers(self, shares: Sequence[float], only_means: bool = False) -> None:
         if self._seats:  # a model all of whose micro-batches are sound
             shares = [min(shares[i : i + self._seats]) for i in range(0, self.size, self._seats)]
         exchange = self.exchange
@@ -391,7 +395,8 @@ class Ranks(Replicas):
             exchange, each = self._pooled, len(self.hosts)
             places = np.argsort(self.layout.table.flatten()) // self.layout.parts  # of the ranks in their order
             shares = [shares[place * each + i] for place in places.tolist() for i in range(each)]
-        buffer_mean.average(exchange, [model for model, _ in self.hosts], shares, take_first=self._plain)
+        models = [model for model, _ in self.hosts]
+        buffer_mean.average(exchange, models, shares, take_first=self._plain, only_means=only_means)
 
     def _moving(self) -> list[list[Tensor]]:
         """The parameters of each host that can come apart."""
