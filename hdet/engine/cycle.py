@@ -81,7 +81,6 @@ class Cycle:
         self.noise = NoiseMeter(self.home, paired=plan.paired) if plan.noise_scale else None
         self.tally = Tally(self.home, stay_alike=not plan.apart)
         self.standstill = Standstill(scene)
-        self._probe_compared = False
         self._probe_size = ProbeSize(self.knobs, plan.signal, plan.gradients)
         self.home.begin(
             Terms(
@@ -277,9 +276,8 @@ class Cycle:
         if closed.apart:
             require_alike(self.home, closed.valid, self.anchor, self.step_count)
         self.standstill.look(window, trained=self._begun)
-        if not self._probe_compared and isinstance(self.plan.signal, Probe):
+        if window.index == 0 and isinstance(self.plan.signal, Probe):  # later a process may have come back alone
             require_same_probe(self.home, self.plan.signal)
-            self._probe_compared = True
         record = recording.trained(window, self.knobs, self.collectors, closed)
         bases = record.bases
         estimates: dict[str, Estimate] = {}
