@@ -20,7 +20,8 @@ def require_same_probe(replicas: Replicas, probe: Probe) -> None:
 
     A window's points are shared out over the processes, so a difference between their data would pass for one between
     points; so would another order, since points are compared by sub-batch. Only a list is looked at: batches that a
-    function or a loader gives are not drawn for this.
+    function or a loader gives are not drawn for this. Asked in a run's first window: later a process may have come back
+    alone, and would wait for others that do not ask.
 
     Raises:
         StepError: they differ.

@@ -85,6 +85,13 @@ def test_what_it_draws_is_the_windows_and_the_trainings_numbers_are_left(kind: s
     assert not torch.equal(probe.measure(model, 1), measured)
 
 
+def test_a_loader_with_a_generator_of_its_own_gives_each_window_other_batches(problem: Any) -> None:
+    probe = Probe(problem.loss, RANDOM["own generator"])
+    first, again, second = (torch.cat([batch[0] for batch in probe.draw(window)]) for window in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
 def test_a_smaller_last_batch_is_said_once(problem: Any) -> None:
     sizes = {"last": (8, 8, 3), "graphs": (8, 5, 7), "larger": (8, 8, 9), "alike": (8, 8, 8)}
     batches = {name: [(torch.ones(n, 4), torch.ones(n, 1)) for n in own] for name, own in sizes.items()}
