@@ -176,12 +176,12 @@ def first_after_step(optimizer: Optimizer, act: Hook) -> RemovableHandle:
 
 
 def scaler_of_step() -> GradScaler | None:
-    """The GradScaler that makes the optimizer's step which is under way, if one does."""
+    """The GradScaler that makes the optimizer's step which is under way, if one does and is enabled."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is GradScaler.step.__code__:
             scaler: GradScaler = frame.f_locals["self"]
-            return scaler
+            return scaler if scaler.is_enabled() else None
         frame = frame.f_back  # type: ignore[assignment]
     return None
 

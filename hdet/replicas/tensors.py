@@ -123,8 +123,9 @@ def with_mean(model: nn.Module) -> list[bool]:
 
 def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies, without a graph."""
-    with torch.no_grad():
-        return list(torch._foreach_clone(list(tensors))) if tensors else []
+    copies = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
+    copy_(copies, tensors)
+    return copies
 
 
 @torch.no_grad()

@@ -171,12 +171,12 @@ def test_reentrant_checkpointing_of_what_the_probe_differentiates_is_refused(fro
         gradients.summed(model, [loss_of(model, batch(0))])
 
 
-def scaled(scale: float, growth_interval: int) -> hdet.Search:
+def scaled(**options: Any) -> hdet.Search:
     """Two micro-batches, whose losses are multiplied."""
     model = network()
     optimizer = adamw(model)
     search = attached(model, optimizer, micro_batches=2, noise_scale=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth_interval)
+    scaler = torch.amp.GradScaler("cpu", **options)
     torch.manual_seed(0)
     for step in range(STEPS):
         for part in range(2):
@@ -188,13 +188,21 @@ def scaled(scale: float, growth_interval: int) -> hdet.Search:
 
 
 def test_evidence_is_free_of_the_scale_of_a_grad_scaler() -> None:
-    searches = [scaled(1.0, 1000), scaled(2.0**16, 1000), scaled(2.0**10, 3)]
+    searches = [scaled(init_scale=1.0), scaled(init_scale=2.0**16), scaled(init_scale=2.0**10, growth_interval=3)]
     told = [[record.estimates["dropout"]["slope"] for record in search.history] for search in searches]
     assert any(told[0])
     assert told[1] == pytest.approx(told[0], rel=1e-3)
     assert told[2] == pytest.approx(told[0], rel=1e-3)
     noise = [search.history.windows[-1].noise_scale["noise"] for search in searches]
     assert noise == pytest.approx([noise[0]] * 3, rel=1e-3)
+
+
+def test_a_grad_scaler_that_is_switched_off_is_none() -> None:
+    """As loops have it that may or may not run in half precision."""
+    search = scaled(enabled=False)
+    assert search.finished
+    assert search.engine.home.scaler is None
+    assert any(record.estimates["dropout"]["slope"] for record in search.history)
 
 
 def test_losses_that_are_told_of_without_a_pass_that_is_seen() -> None:
