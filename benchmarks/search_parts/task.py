@@ -177,6 +177,10 @@ class Task(ABC):
             return AdamW(list(groups), lr=setting.lr, betas=self.betas, weight_decay=setting.decay)
         return SGD(list(groups), lr=setting.lr, momentum=self.momentum, weight_decay=setting.decay)
 
+    def rehearsed(self) -> Task:
+        """One whose probes are as many and as large, to count them with; its model may be smaller."""
+        return self
+
     def narrowed(self, factor: int) -> Task | None:
         """The same with a model so many times narrower; None where the model has no width to vary."""
         return None

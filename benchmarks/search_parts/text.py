@@ -19,8 +19,8 @@ IGNORANCE = math.log(256)
 class TextProblem(Problem):
     """`hdet.app.tasks.Text` for one seed."""
 
-    def __init__(self, text: Text, *, seed: int, batch: int) -> None:
-        self.workload = text.build(seed=seed, batch_size=batch)
+    def __init__(self, text: Text, *, seed: int, batch: int, device: str = "cpu") -> None:
+        self.workload = text.build(seed=seed, batch_size=batch, device=device)
 
     def model(self) -> nn.Module:
         return self.workload.model()
@@ -50,27 +50,33 @@ class TextTask(Task):
     """A byte GPT of some size on the standard library's source.
 
     Attributes:
-        width, depth: of the model. train_bytes: how much text there is to train on; all of it by default.
+        width, depth, heads: of the model. context: bytes in a sequence.
+        train_bytes: how much text there is to train on; all of it by default.
         probe_sequences: in each sub-batch of a probe.
     """
 
     width: int
     depth: int
+    heads: int = 4
+    context: int = 64
     train_bytes: int | None = None
     probe_sequences: int = 1
 
     def narrowed(self, factor: int) -> TextTask:
         return replace(self, width=self.width // factor)
 
-    def problem(self, seed: int, dropout: float) -> TextProblem:
-        text = Text(
+    def text(self, dropout: float) -> Text:
+        """What is trained, and on what."""
+        return Text(
             width=self.width,
             depth=self.depth,
-            heads=4,
-            context=64,
+            heads=self.heads,
+            context=self.context,
             dropout=dropout,
             train_bytes=self.train_bytes,
             probe_batches=self.sub_batches,
             probe_sequences=self.probe_sequences,
         )
-        return TextProblem(text, seed=seed, batch=self.batch)
+
+    def problem(self, seed: int, dropout: float) -> TextProblem:
+        return TextProblem(self.text(dropout), seed=seed, batch=self.batch)

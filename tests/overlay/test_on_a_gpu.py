@@ -71,7 +71,7 @@ def trained(
     model = network()
     called = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, **(options or {}))
-    scaler = torch.amp.GradScaler("cuda", enabled=precision == "float16", init_scale=2.0**24)
+    scaler = torch.amp.GradScaler("cuda", enabled=precision == "float16", init_scale=2.0**17)
     loss = Loss(precision)
     search = None
     if attach is not None:

@@ -97,7 +97,7 @@ class Recommended(Contender):
         """Steps that, with the least probes there can be, cost no more than the budget."""
         # What is probed does not depend on the rates, only on whether there is decay and dropout at all.
         alike = Setting(task.grid.lrs[0], 1e-4 if setting.decay else 0.0, 0.1 if setting.dropout else 0.0)
-        return _affordable(type(self), task, alike)
+        return _affordable(type(self), task.rehearsed(), alike)
 
     def rehearse(self, task: Task, setting: Setting, steps: int) -> int:
         """Example-passes that the recipe's probes take in a run of some steps.
