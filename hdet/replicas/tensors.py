@@ -123,9 +123,10 @@ def with_mean(model: nn.Module) -> list[bool]:
 
 def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies, without a graph."""
-    copies = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
-    copy_(copies, tensors)
-    return copies
+    with torch.no_grad():
+        if hasattr(torch, "_foreach_clone"):  # of torch 2.12
+            return list(torch._foreach_clone(list(tensors))) if tensors else []
+        return [tensor.clone() for tensor in tensors]
 
 
 @torch.no_grad()

@@ -79,5 +79,10 @@ def _replace(groups: Sequence[Any], before: Sequence[Any], after: Sequence[Any])
 
 def _groups(model: nn.Module) -> list[Any]:
     states = [module._get_fsdp_state() for module in walk.fully_sharded(model.modules())]
-    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+    groups = [group for state in states for group in _of(state)]
     return [group for group in groups if all(hasattr(group, field) for field in FIELDS)]
+
+
+def _of(state: Any) -> Sequence[Any]:
+    """Before torch 2.12 a state had one group, or none."""
+    return getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
