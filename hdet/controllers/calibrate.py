@@ -26,7 +26,7 @@ class Calibrate(Ruled):
     | `Stall` | goes down, if training is stalled and the last weights call for less |
     | `WarmUp` | holds, as long as the schedule is low |
     | `Raise` | goes up, if the last weights call for more |
-    | `Return` | goes back up to the schedule as given, if only looking ahead has lowered it |
+    | `Return` | goes back up to the schedule as given, if looking ahead lowered it or averaged weights call for more |
 
     `AboveGiven` asks for more proof the further a raise goes above the schedule as given, and for less proof in a short
     run.
