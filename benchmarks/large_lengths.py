@@ -7,7 +7,8 @@
 8,192 bytes a step in sequences of 256, in bfloat16, of the source text of Python's standard library and of torch. Every
 number of steps has its own sweep: fixed cosines at --sweep times a rate near the best, for the same compute. The oracle
 is the best of them, by its mean over seeds. hdet begins at --starts times that same rate. Regret is the test loss above
-the oracle's of the same seed. One JSON file a run lies under --out; a run that has its file is not made again.
+the oracle's of the same seed. One JSON file a run lies under --out, in a folder for each version of the library, of torch
+and each device; a run that has its file there is not made again.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class LargeText(TextTask):
         return replace(self, width=8, depth=1, heads=1, device="cpu")
 
 
-def task(name: str, width: int, depth: int, heads: int, rate: float) -> LargeText:
+def of_size(name: str, width: int, depth: int, heads: int, rate: float) -> LargeText:
     return LargeText(
         name=name,
         title=f"Byte GPT, {name}",
@@ -103,7 +104,7 @@ def task(name: str, width: int, depth: int, heads: int, rate: float) -> LargeTex
     )
 
 
-TASKS = {"10M": task("10M", 320, 8, 4, 1e-3), "125M": task("125M", 768, 18, 12, 5e-4)}
+TASKS = {"10M": of_size("10M", 320, 8, 4, 1e-3), "125M": of_size("125M", 768, 18, 12, 5e-4)}
 FACTORS = {start.lr: start for start in LEARNING_RATES}
 CONTENDERS = {found.name: found for found in (recommended.CONTENDER, cosine.CONTENDER)}
 
@@ -129,19 +130,20 @@ def main() -> int:
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
     errors: list[str] = []
+    out = given.out / f"{cells.code_hash()}-torch-{torch.__version__}-{given.device}"
     plans: list[tuple[LargeText, Cell, Start]] = []
     for steps in given.steps:
         tasks = {name: replace(TASKS[name], steps=steps, device=given.device) for name in given.sizes}
         own = [(tasks[cell.task], cell, start) for cell, start in planned(tasks, given)]
         if not given.report:
             wanted = [cell for _, cell, _ in own]
-            errors += runner.run(wanted, tasks, CONTENDERS, given.out, jobs=given.jobs, label=f"{steps} steps")
+            errors += runner.run(wanted, tasks, CONTENDERS, out, jobs=given.jobs, label=f"{steps} steps")
         plans += own
     runs: list[Run] = []
-    for task, cell, start in plans:
-        result = cells.load(given.out, cell)
+    for made, cell, start in plans:
+        result = cells.load(out, cell)
         if result is not None:
-            runs.append(finished(task, task.steps, cell, start, result))
+            runs.append(finished(made, made.steps, cell, start, result))
     print(f"{len(with_source_of_torch()):,} bytes to train on")
     show(runs, against_the_oracle(runs))
     told = [

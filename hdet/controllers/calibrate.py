@@ -17,7 +17,8 @@ class Calibrate(Ruled):
 
     The last weights flatter small steps: these quiet gradient noise now and cost progress later (short-horizon bias,
     Wu et al. 2018, arXiv:1803.02021). Averaged weights flatter large steps. So the last weights are believed where they
-    call for more, and averaged weights where they call for less. In this order:
+    call for more, and averaged weights where they call for less; averaged weights that call for more only bring back
+    what looking ahead has lowered. In this order:
 
     | rule | the base |
     |---|---|
@@ -26,7 +27,7 @@ class Calibrate(Ruled):
     | `Stall` | goes down, if training is stalled and the last weights call for less |
     | `WarmUp` | holds, as long as the schedule is low |
     | `Raise` | goes up, if the last weights call for more |
-    | `Return` | goes back up to the schedule as given, if looking ahead lowered it or averaged weights call for more |
+    | `Return` | goes back up to the schedule as given, if only looking ahead has lowered it |
 
     `AboveGiven` asks for more proof the further a raise goes above the schedule as given, and for less proof in a short
     run.

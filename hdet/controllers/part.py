@@ -17,7 +17,7 @@ class Part(Spec):
     All methods are pure: they return a state and never change the one that they were given.
 
     Attributes:
-        needs_averaged: it reads `Estimate.averaged`, which not all evidence has.
+        needs_averaged: it cannot do without `Estimate.averaged`, which not all evidence has.
     """
 
     needs_averaged: ClassVar[bool] = False

@@ -317,14 +317,18 @@ def test_below_the_schedule_as_given_it_returns_where_nothing_speaks_against_it(
 
 
 @pytest.mark.parametrize(("t_avg", "returned"), [(-1.9, 0.0), (-2.1, 0.25)])
-def test_averaged_weights_that_call_for_more_bring_it_back_whatever_lowered_it(t_avg: float, returned: float) -> None:
-    """Last weights call for less at any rate, in large models above all."""
+def test_averaged_weights_that_call_for_more_overrule_the_last(t_avg: float, returned: float) -> None:
+    """Last weights call for less at most rates, in large models above all."""
     below, called = Context(shift=-0.6), bracket(3, t_avg)
     assert moves(Calibrate(), (called, below))[0] == returned
-    assert moves(Calibrate(), (DOWN, below), (called, below)) == [pytest.approx(-0.2), returned]
-    assert moves(Calibrate(return_significance=2.5), (called, below))[0] == 0.0
+    assert moves(Calibrate(significance=2.5), (called, below))[0] == 0.0
     assert moves(Calibrate(), (called, Context(shift=-0.1)))[0] == min(returned, 0.1), "not above what was given"
     assert moves(Calibrate(), (called, Context(shift=0.3)))[0] == 0.0
+    assert moves(Calibrate(), (DOWN, below), (called, below)) == [pytest.approx(-0.2), 0.0], "lowered by evidence"
+    _, rewound = Calibrate().retreat(Calibrate().start(), Context(), worked=1.0)
+    assert Calibrate().step(rewound, called, below)[0] == 0.0
+    _, anew = Calibrate().restart(Calibrate().start(), Context())
+    assert Calibrate().step(anew, called, below)[0] == returned
 
 
 def test_what_was_lowered_for_a_reason_does_not_return() -> None:

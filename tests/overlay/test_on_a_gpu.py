@@ -103,14 +103,24 @@ def test_held_it_is_the_run_without_it_bit_for_bit(precision: str, options: dict
     assert all(math.isfinite(record.loss) for record in search.history)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kept", ["device", "host"])
-def test_the_recipe_runs_to_its_end_wherever_memory_is_held(precision: str, kept: str) -> None:
-    state, search = trained(precision, options={"fused": True}, attach={"anchor": kept, "averages": kept})
+def slopes(search: hdet.Search | None) -> list[float]:
+    """What windows told of the learning rate."""
     assert search is not None
-    assert all(bool(torch.isfinite(value).all()) for value in state.values() if value.is_floating_point())
-    assert {shift.factor > 0 for shift in search.shifts.values()} == {True}
-    assert len(search.history) >= STEPS // 5 - 2
+    return [record.estimates["learning_rate"]["slope"] for record in search.history]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_recipe_runs_to_its_end_wherever_memory_is_held(precision: str) -> None:
+    told = []
+    for kept in ("device", "host"):
+        state, search = trained(precision, options={"fused": True}, attach={"anchor": kept, "averages": kept})
+        assert search is not None
+        assert search.finished or precision == "float16"
+        assert all(bool(torch.isfinite(value).all()) for value in state.values() if value.is_floating_point())
+        told.append(slopes(search))
+    assert len(told[0]) >= STEPS // 5 - 2
+    assert told[0][0] != 0.0
+    assert told[1][0] == pytest.approx(told[0][0], rel=1e-2)  # later ones hang on what was decided
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
@@ -120,7 +130,7 @@ def test_a_compiled_model_is_explored(mode: str) -> None:
         _, search = trained(attach={}, wrap=lambda model: torch.compile(model, mode=mode), steps=20)
     assert search is not None
     assert len(search.history) == 4
-    assert search.history.windows[-1].estimates
+    assert all(slopes(search))
 
 
 def test_resumed_it_is_the_same_run(assert_same: Any) -> None:
@@ -183,7 +193,7 @@ def test_over_nccl_the_recipe_runs_to_its_end(wrapper: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert search.finished
-    assert any(record.estimates for record in search.history)
+    assert any(slopes(search))
 
 
 def test_two_replicas_on_a_gpu_merge() -> None:

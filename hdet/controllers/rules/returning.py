@@ -24,12 +24,11 @@ class Return(Rule):
     """Go back up to the schedule as given (a shift of 0), where only looking ahead has lowered the base.
 
     Early in a run the loss is sharper than it will be, and looking ahead lowers too far. Last weights that call for
-    less (`t > significance`) hold the base. Averaged weights that call for more (`t < -return_significance`) overrule
-    them, and whatever has lowered the base: in large models the last weights call for less at any rate.
+    less (`t > significance`) hold the base, unless averaged weights call for more (`t < -significance`): in
+    large models the last weights call for less in most windows, whatever the rate.
 
     Args:
-        significance: t at the last weights from which they are believed.
-        return_significance: |t| at averaged weights from which they are believed.
+        significance: |t| from which last and averaged weights are believed.
         return_step: largest move, in coordinates.
 
     >>> Return().propose(Return().start(), Estimate(slope=0.0, stderr=0.1), Context(shift=-0.6))
@@ -37,7 +36,6 @@ class Return(Rule):
     """
 
     significance: float = Field(default=2.0, gt=0, le=100)
-    return_significance: float = Field(default=2.0, gt=0, le=100)
     return_step: float = Field(default=0.25, ge=0, le=10)
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
@@ -49,9 +47,9 @@ class Return(Rule):
     def propose(self, state: ReturnState, estimate: Estimate, context: Context) -> float | None:
         step = min(self.return_step, max(0.0, -context.shift))
         averaged = estimate.averaged
-        called = averaged is not None and averaged.testable and averaged.t < -self.return_significance
-        held = state.lowered or estimate.t > self.significance
-        return None if step == 0.0 or (held and not called) else step
+        called = averaged is not None and averaged.testable and averaged.t < -self.significance
+        held = estimate.t > self.significance and not called
+        return None if state.lowered or held or step == 0.0 else step
 
     def moved(self, state: ReturnState, wish: float, move: float, estimate: Estimate, context: Context) -> ReturnState:
         return ReturnState(state.lowered or (move < 0 and estimate.offset <= 0))
