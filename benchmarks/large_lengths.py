@@ -7,8 +7,8 @@
 8,192 bytes a step in sequences of 256, in bfloat16, of the source text of Python's standard library and of torch. Every
 number of steps has its own sweep: fixed cosines at --sweep times a rate near the best, for the same compute. The oracle
 is the best of them, by its mean over seeds. hdet begins at --starts times that same rate. Regret is the test loss above
-the oracle's of the same seed. One JSON file a run lies under --out, in a folder for each version of the library, of torch
-and each device; a run that has its file there is not made again.
+the oracle's of the same seed. One JSON file a run lies under --out, in a folder for each version of the library,
+of torch and each device; a run that has its file there is not made again.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import hdet
 from hdet.errors import ConfigError
 from hdet.replicas import tensors
+from hdet.replicas.distributed import fully_sharded
 
 numbers = st.floats(-1e3, 1e3, width=32)
 
@@ -172,3 +174,21 @@ def test_sparse_gradients_are_refused() -> None:
         replica.model(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(ConfigError, match="dense gradients only"):
         replicas.share_gradients()
+
+
+@pytest.mark.parametrize("newest", [True, False], ids=["torch 2.12", "torch 2.11"])
+def test_copies_share_no_memory_and_no_graph(newest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not newest:
+        monkeypatch.delattr(torch, "_foreach_clone")
+    held = [nn.Parameter(torch.ones(2)), torch.tensor([True, False]), torch.tensor(3)]
+    copies = tensors.clones(held)
+    with torch.no_grad():
+        held[0].zero_()
+    assert [copy.tolist() for copy in copies] == [[1.0, 1.0], [True, False], 3]
+    assert not any(copy.requires_grad for copy in copies)
+    assert tensors.clones([]) == []
+
+
+@pytest.mark.parametrize("layout", [{"_fsdp_param_groups": ["group"]}, {"_fsdp_param_group": "group"}])
+def test_the_groups_of_fully_shard_are_found_in_both_places(layout: dict[str, Any]) -> None:
+    assert list(fully_sharded._of(SimpleNamespace(**layout))) == ["group"]
