@@ -124,7 +124,7 @@ def with_mean(model: nn.Module) -> list[bool]:
 def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies, without a graph."""
     with torch.no_grad():
-        if hasattr(torch, "_foreach_clone"):  # of torch 2.12
+        if hasattr(torch, "_foreach_clone"):  # torch 2.11 has none
             return list(torch._foreach_clone(list(tensors))) if tensors else []
         return [tensor.clone() for tensor in tensors]
 

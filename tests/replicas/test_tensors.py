@@ -176,7 +176,7 @@ def test_sparse_gradients_are_refused() -> None:
         replicas.share_gradients()
 
 
-@pytest.mark.parametrize("newest", [True, False], ids=["torch 2.12", "torch 2.11"])
+@pytest.mark.parametrize("newest", [True, False], ids=["newer", "torch 2.11"])
 def test_copies_share_no_memory_and_no_graph(newest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not newest:
         monkeypatch.delattr(torch, "_foreach_clone")

@@ -84,5 +84,5 @@ def _groups(model: nn.Module) -> list[Any]:
 
 
 def _of(state: Any) -> Sequence[Any]:
-    """Before torch 2.12 a state had one group, or none."""
+    """In torch 2.11 a state has one group, or none."""
     return getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
