@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lengths import ROOT, Run, against_the_oracle, finished, show
+from lengths import ROOT, Run, against_the_oracle, finish, finished, show
 from numpy.typing import NDArray
 from search_parts import cell as cells
 from search_parts import runner
@@ -35,21 +35,18 @@ from search_parts.text import IGNORANCE, TextProblem, TextTask
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from hdet.app.tasks.text import standard_library
-
-DECAY = 0.1
+from hdet.app.tasks.text import Text, standard_library
 
 
 class LargeProblem(TextProblem):
     """More text, and bfloat16 for all but weights."""
 
-    def __init__(self, *given: Any, device: str, **options: Any) -> None:
-        super().__init__(*given, device=device, **options)
-        self.device = device
+    def __init__(self, text: Text, *, seed: int, batch: int, device: str) -> None:
+        super().__init__(text, seed=seed, batch=batch, device=device)
         self.workload.splits = {**self.workload.splits, "train": with_source_of_torch()}
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device, torch.bfloat16)
+        return torch.autocast(self.workload.device.type, torch.bfloat16)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         with self.autocast():
@@ -69,10 +66,9 @@ class LargeText(TextTask):
     """A byte GPT that wants a GPU.
 
     Attributes:
-        device: where it trains. rate: near the best for 500 steps.
+        device: where it trains. The grid has one setting, near the best for 500 steps.
     """
 
-    rate: float
     device: str = "cuda"
 
     def problem(self, seed: int, dropout: float) -> TextProblem:
@@ -93,14 +89,13 @@ def of_size(name: str, width: int, depth: int, heads: int, rate: float) -> Large
         batch=32,
         family="adamw",
         ignorance=IGNORANCE,
-        grid=Grid((rate,), (DECAY,)),
+        grid=Grid((rate,), (0.1,)),
         starts=SIZES,
         clip=1.0,
         width=width,
         depth=depth,
         heads=heads,
         context=256,
-        rate=rate,
     )
 
 
@@ -146,12 +141,7 @@ def main() -> int:
             runs.append(finished(made, made.steps, cell, start, result))
     print(f"{len(with_source_of_torch()):,} bytes to train on")
     show(runs, against_the_oracle(runs))
-    told = [
-        (run.task, run.steps, run.contender, run.start.name, run.seed, run.loss, f"{run.probes:.4f}") for run in runs
-    ]
-    return runner.finish(
-        errors, given.csv, ["task", "steps", "contender", "start", "seed", "test_loss", "probes"], told
-    )
+    return finish(errors, given.csv, runs)
 
 
 def planned(tasks: dict[str, LargeText], given: argparse.Namespace) -> Iterator[tuple[Cell, Start]]:
@@ -160,7 +150,7 @@ def planned(tasks: dict[str, LargeText], given: argparse.Namespace) -> Iterator[
         for contender, factors in (("hdet", given.starts), ("cosine", given.sweep)):
             for name in reversed(tasks):
                 for start in (FACTORS[factor] for factor in factors):
-                    setting = start.setting(Setting(tasks[name].rate, DECAY))
+                    setting = start.setting(tasks[name].grid.settings()[0])
                     yield Cell.of(tasks[name], CONTENDERS[contender], setting, seed), start
 
 

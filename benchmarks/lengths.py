@@ -72,12 +72,7 @@ def main() -> int:
                     runs.append(finished(tasks[name], length, cell, start, result))
     regrets = against_the_oracle(runs)
     show(runs, regrets)
-    told = [
-        (run.task, run.steps, run.contender, run.start.name, run.seed, run.loss, f"{run.probes:.4f}") for run in runs
-    ]
-    code = runner.finish(
-        errors, given.csv, ["task", "steps", "contender", "start", "seed", "test_loss", "probes"], told
-    )
+    code = finish(errors, given.csv, runs)
     if given.figure is not None:
         draw(given.figure, regrets)
     return code
@@ -96,6 +91,15 @@ def finished(task: Task, length: int, cell: Cell, start: Start, result: Result) 
     """A cell and how it ended; probes are a share of the run's compute."""
     probes = max(0.0, result.cost - 3 * task.batch * result.details.get("steps", task.steps) / task.budget)
     return Run(task.name, length, task.steps, cell.contender, start, cell.seed, judged(task, result.test), probes)
+
+
+def finish(errors: Sequence[str], path: Path | None, runs: Sequence[Run]) -> int:
+    """As `runner.finish`, of these runs."""
+    columns = ["task", "steps", "contender", "start", "seed", "test_loss", "probes"]
+    rows = [
+        (run.task, run.steps, run.contender, run.start.name, run.seed, run.loss, f"{run.probes:.4f}") for run in runs
+    ]
+    return runner.finish(errors, path, columns, rows)
 
 
 def against_the_oracle(runs: Sequence[Run]) -> list[tuple[Run, float]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import explicit_loop
 import pytest
 import torch
 import torch.distributed as dist
@@ -206,17 +207,6 @@ def test_two_replicas_on_a_gpu_merge() -> None:
         signal=probe(loss_of),
         gradients="local",
     )
-    for step in range(20):
-        losses = []
-        for replica in engine.replicas:
-            with replica:
-                loss = loss_of(replica.model, on_gpu(step, replica.index))
-                loss.backward()
-            losses.append(loss.detach())
-        engine.share_gradients()
-        for own in engine.optimizers:
-            own.step()
-            own.zero_grad()
-        engine.step(losses)
+    explicit_loop.train(engine, 20, loss=lambda model, step, replica: loss_of(model, on_gpu(step, replica)))
     assert len(engine.history) == 4
     assert all(math.isfinite(record.loss) for record in engine.history)
