@@ -6,8 +6,8 @@ from pydantic import Field
 
 from hdet.controllers.part import Rule, Veto
 from hdet.controllers.ruled import Ruled
-from hdet.controllers.rules import LookAhead, Lower, Raise, Return, Stall, WarmUp
-from hdet.controllers.vetoes import AboveGiven
+from hdet.controllers.rules import LookAhead, Lower, Raise, Regain, Return, Stall, WarmUp
+from hdet.controllers.vetoes import AboveGiven, SmallSteps
 from hdet.spec import register
 
 
@@ -22,6 +22,7 @@ class Calibrate(Ruled):
 
     | rule | the base |
     |---|---|
+    | `Regain` | goes back up to the schedule as given, early in the warm-up, if the steps at the base are small |
     | `LookAhead` | follows the estimates taken ahead of it, early in the warm-up |
     | `Lower` | goes down, if averaged weights call for less |
     | `Stall` | goes down, if training is stalled and the last weights call for less |
@@ -30,7 +31,7 @@ class Calibrate(Ruled):
     | `Return` | goes back up to the schedule as given, if only looking ahead has lowered it |
 
     `AboveGiven` asks for more proof the further a raise goes above the schedule as given, and for less proof in a short
-    run.
+    run. `SmallSteps` lets nothing lower a rate below where its steps are small, while a new model warms up.
 
     Args:
         rules, vetoes: see above; a number of theirs can be given here, and every part that has it takes it.
@@ -48,7 +49,7 @@ class Calibrate(Ruled):
     0.3
     """
 
-    rules: tuple[Rule, ...] = (LookAhead(), Lower(), Stall(), WarmUp(), Raise(), Return())
-    vetoes: tuple[Veto, ...] = (AboveGiven(),)
+    rules: tuple[Rule, ...] = (Regain(), LookAhead(), Lower(), Stall(), WarmUp(), Raise(), Return())
+    vetoes: tuple[Veto, ...] = (AboveGiven(), SmallSteps())
     until: float = Field(default=0.85, gt=0, le=1)
     retreat_factor: float = Field(default=3.0, ge=1, le=100)

@@ -26,6 +26,9 @@ class Estimate:
             shared, where the evidence has it.
         level: the signal itself, where the evidence tells; what a slope is large or small against.
         span: how far from the base it was measured, in coordinate units, where the evidence tells.
+        opening: the signal at the run's first weights, where the evidence tells; None in all windows but the first.
+        step_size: how far a step at the schedule's peak, shift included, can change matrices, as a share of what they
+            hold (`hdet.evidence.parts.step_size`), where the evidence tells.
         offset: where it was taken, relative to the base in coordinate units; 0 is at the base.
         slopes: the slope in each of J sub-batches, of which `slope` is the mean and `stderr` the scatter's; () where
             there are none. Sub-batch j is to be comparable between windows, or independent: sums over windows are
@@ -43,6 +46,8 @@ class Estimate:
     relative: Estimate | None = None
     level: float | None = None
     span: float | None = None
+    opening: float | None = None
+    step_size: float | None = None
     offset: float = 0.0
     slopes: tuple[float, ...] = ()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import compress
 from typing import ClassVar
 
@@ -20,6 +20,7 @@ from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.line_fit import along
 from hdet.evidence.parts.losses_at import Point, Write, losses_at
+from hdet.evidence.parts.step_size import step_size
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound_knob import BoundKnob
@@ -134,6 +135,10 @@ class LineCollector(Collector):
                     told[k] = replace(fit, offset=centres[k], level=told[k].level)
             return told
 
+        @cache
+        def opening() -> float:
+            return float(measure([Segment(start, last, [True] * len(start))], [0], [-math.inf]).mean())
+
         at_last = read(last, range(len(knobs)), averaged=False)
         # Averaged weights never ask for less where the last do not. Looking ahead is a matter of the last alone.
         threshold = self.spec.read_average_above
@@ -144,13 +149,22 @@ class LineCollector(Collector):
             is_last = average is self.scene.moving.values()  # of which there is a copy
             at_average.update(read(last if is_last else average, doubted, averaged=True))
         for k, own in enumerate(knobs):
-            found.update(dict.fromkeys((knob.name for knob in own), replace(at_last[k], averaged=at_average[k])))
+            size = step_size(self.scene, own) if self._rises(own, window) else None
+            first = opening() if window.start == 0 and size is not None else None
+            judged = replace(at_last[k], averaged=at_average[k], step_size=size, opening=first)
+            found.update(dict.fromkeys((knob.name for knob in own), judged))
         return found
 
     def _points(self) -> tuple[list[float], list[float]]:
         """The two ends in coordinate units, and what lies between."""
         x = sorted(self.spec.width * point for point in set(self.spec.points))
         return [x[0], x[-1]], x[1:-1]
+
+    @staticmethod
+    def _rises(knobs: Sequence[BoundKnob], window: Window) -> bool:
+        """Whether a schedule is still on its way up, to a peak that is known."""
+        courses = [knob.schedule for knob in knobs if knob.schedule.total_steps is not None]
+        return any(course(window.stop) > course(window.stop - 1) for course in courses)
 
     def _centre(self, knobs: Sequence[BoundKnob], window: Window) -> float:
         """How far ahead of the base to look: 0 but in the early warm-up, which a knob that stays at 0 has not."""

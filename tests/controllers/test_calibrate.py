@@ -8,6 +8,7 @@ from windows import moves
 from hdet.controllers import Calibrate, Context, Estimate, RuledState
 from hdet.controllers.rules.returning import ReturnState
 from hdet.controllers.rules.stall import StallState
+from hdet.controllers.small_steps import Beginning
 from hdet.errors import ConfigError
 
 
@@ -233,7 +234,8 @@ def test_it_goes_on_below_what_worked() -> None:
     calibrate, context = Calibrate(retreat_factor=3.0), Context(schedule_next=0.1, shift=1.0)
     moved, state = calibrate.retreat(calibrate.start(), context, worked=0.05)
     assert context.shift + moved == pytest.approx(math.log(0.5 / 3))
-    assert state == holding(**{"return": ReturnState(lowered=True)})
+    lost = Beginning(lost=True)
+    assert state == holding(**{"return": ReturnState(lowered=True), "regain": lost, "small_steps": lost})
 
 
 def test_a_second_rewind_lowers_further() -> None:

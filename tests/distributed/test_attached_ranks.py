@@ -41,6 +41,15 @@ def test_all_ranks_learn_the_same(name: str, parts: int, quiet: bool, assert_sam
     assert_same(found[0]["weights"], found[1]["weights"])
     assert any(record["moves"]["learning_rate"] for record in found[0]["history"])
     assert found[0]["replicas"] == (4 if name == "ddp" else 1)
+    first = found[0]["history"][0]["estimates"]["learning_rate"]
+    assert first["step_size"] == pytest.approx(step_size() / 4, rel=0.1), "entered from four times below"
+    assert first["opening"] == pytest.approx(first["level"], rel=0.2)
+
+
+def step_size() -> float:
+    """The mean over the two matrices of what `hdet.evidence.parts.step_size` works out, of the whole model."""
+    matrices = [weights.detach() for weights in attached.network().parameters() if weights.ndim == 2]
+    return sum(0.01 * w.numel() / float(w.norm()) / sum(n**0.5 for n in w.shape) for w in matrices) / 2
 
 
 def test_batch_statistics_of_the_ranks_do_not_pass_for_a_slope(assert_same: Any) -> None:

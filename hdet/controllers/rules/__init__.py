@@ -2,7 +2,7 @@
 
 | for | rules |
 |---|---|
-| a learning rate, at last and averaged weights | `LookAhead`, `Lower`, `Stall`, `WarmUp`, `Raise`, `Return` |
+| a learning rate, at last and averaged weights | `Regain`, `LookAhead`, `Lower`, `Stall`, `WarmUp`, `Raise`, `Return` |
 | a weight decay, judged by its formula | `Leap`, `SlopeSum`, `Restore` |
 """
 
@@ -10,10 +10,11 @@ from hdet.controllers.rules.leap import Leap
 from hdet.controllers.rules.look_ahead import LookAhead
 from hdet.controllers.rules.lower import Lower
 from hdet.controllers.rules.raising import Raise
+from hdet.controllers.rules.regain import Regain
 from hdet.controllers.rules.restore import Restore
 from hdet.controllers.rules.returning import Return
 from hdet.controllers.rules.slope_sum import SlopeSum
 from hdet.controllers.rules.stall import Stall
 from hdet.controllers.rules.warm_up import WarmUp
 
-__all__ = ["Leap", "LookAhead", "Lower", "Raise", "Restore", "Return", "SlopeSum", "Stall", "WarmUp"]
+__all__ = ["Leap", "LookAhead", "Lower", "Raise", "Regain", "Restore", "Return", "SlopeSum", "Stall", "WarmUp"]

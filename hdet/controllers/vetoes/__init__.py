@@ -2,7 +2,7 @@
 
 | for | vetoes |
 |---|---|
-| a learning rate | `AboveGiven` |
+| a learning rate | `AboveGiven`, `SmallSteps` |
 | a weight decay, judged by its formula | `AgreesNow`, `NeedsGap`, `KeepsGap`, `NotEarly`, `WithinSpan`, `DoesHarm` |
 """
 
@@ -11,6 +11,17 @@ from hdet.controllers.vetoes.agrees_now import AgreesNow
 from hdet.controllers.vetoes.does_harm import DoesHarm
 from hdet.controllers.vetoes.gap import GapState, KeepsGap, NeedsGap
 from hdet.controllers.vetoes.not_early import NotEarly
+from hdet.controllers.vetoes.small_steps import SmallSteps
 from hdet.controllers.vetoes.within_span import WithinSpan
 
-__all__ = ["AboveGiven", "AgreesNow", "DoesHarm", "GapState", "KeepsGap", "NeedsGap", "NotEarly", "WithinSpan"]
+__all__ = [
+    "AboveGiven",
+    "AgreesNow",
+    "DoesHarm",
+    "GapState",
+    "KeepsGap",
+    "NeedsGap",
+    "NotEarly",
+    "SmallSteps",
+    "WithinSpan",
+]

@@ -1,0 +1,34 @@
+"""A rate that was entered from below for caution goes up at once where there is nothing to be cautious about."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from hdet.controllers.controller import Context
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.part import Rule
+from hdet.controllers.small_steps import Beginning, OfSmallSteps
+from hdet.spec import register
+
+
+@register
+class Regain(OfSmallSteps, Rule):
+    """Go up to where steps are no longer small, and no further than to the schedule as given (a shift of 0).
+
+    It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up.
+
+    >>> from dataclasses import replace
+    >>> rule, cautious = Regain(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=0.1, offset=0.7)
+    >>> begun = rule.observe(rule.start(), replace(cautious, opening=5.0), Context())
+    >>> round(rule.propose(begun, cautious, Context(shift=-1.386, warming=True)), 3)
+    1.386
+    """
+
+    looks_ahead: ClassVar[bool] = True
+
+    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
+        return False
+
+    def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float | None:
+        room = self.room(state, estimate, context)
+        return room if room is not None and room > 0 and context.shift < 0 else None

@@ -1,0 +1,26 @@
+"""Steps that are small beside the weights do no harm."""
+
+from __future__ import annotations
+
+from hdet.controllers.controller import Context
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.part import Veto
+from hdet.controllers.small_steps import Beginning, OfSmallSteps
+from hdet.spec import register
+
+
+@register
+class SmallSteps(OfSmallSteps, Veto):
+    """While a model that was not trained before warms up, lower no rate below where its steps are small.
+
+    >>> from dataclasses import replace
+    >>> veto, less = SmallSteps(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=1.0)
+    >>> begun = veto.observe(veto.start(), replace(less, opening=5.0), Context())
+    >>> warming_up = Context(warming=True)
+    >>> round(veto.allow(-1.0, begun, less, warming_up), 3)  # to half of it
+    -0.693
+    """
+
+    def allow(self, move: float, state: Beginning, estimate: Estimate, context: Context) -> float:
+        room = self.room(state, estimate, context)
+        return move if move >= 0 or room is None else max(move, min(0.0, room))

@@ -1,0 +1,101 @@
+"""`Regain` and `SmallSteps`: how far a rate may be lowered while a model that was not trained before warms up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from hdet.controllers import Calibrate, Context, Estimate
+from hdet.controllers.rules import Regain
+from hdet.controllers.small_steps import Beginning
+from hdet.controllers.vetoes import SmallSteps
+
+SMALL = 0.5
+LESS = Estimate(slope=0.3, curvature=0.1, stderr=0.01, level=3.0, step_size=1.0)
+AHEAD = replace(LESS, offset=0.7)
+BEGUN = Beginning(first=5.0)
+RISING = Context(warming=True)
+
+
+def allowed(move: float, estimate: Estimate = LESS, context: Context = RISING, state: Beginning = BEGUN) -> float:
+    return SmallSteps(small=SMALL).allow(move, state, estimate, context)
+
+
+def regained(size: float, shift: float, state: Beginning = BEGUN, context: Context = RISING) -> float | None:
+    estimate = replace(AHEAD, step_size=size)
+    return Regain(small=SMALL).propose(state, estimate, replace(context, shift=shift))
+
+
+@pytest.mark.parametrize(("size", "left"), [(4.0, -0.6), (0.6, math.log(0.5 / 0.6)), (0.5, 0.0), (0.01, 0.0)])
+def test_a_rate_is_lowered_no_further_than_to_where_its_steps_are_small(size: float, left: float) -> None:
+    assert allowed(-0.6, replace(LESS, step_size=size)) == pytest.approx(left)
+
+
+def test_a_rate_that_was_raised_comes_back_to_what_was_given() -> None:
+    small = replace(LESS, step_size=0.1)
+    assert allowed(-0.6, small, replace(RISING, shift=0.2)) == pytest.approx(-0.2)
+    assert allowed(-0.6, small, replace(RISING, shift=0.9)) == pytest.approx(-0.6)
+
+
+def test_no_raise_is_held_back() -> None:
+    assert allowed(0.6, replace(LESS, step_size=0.1)) == 0.6
+
+
+SILENT = [
+    (LESS, Context(), BEGUN),
+    (replace(LESS, level=4.0), RISING, BEGUN),
+    (replace(LESS, level=None), RISING, BEGUN),
+    (replace(LESS, step_size=None), RISING, BEGUN),
+    (LESS, RISING, Beginning()),
+    (LESS, RISING, Beginning(first=-5.0)),
+    (LESS, RISING, replace(BEGUN, lost=True)),
+]
+
+
+@pytest.mark.parametrize(("estimate", "context", "state"), SILENT)
+def test_where_nothing_says_that_steps_are_harmless_neither_speaks(
+    estimate: Estimate, context: Context, state: Beginning
+) -> None:
+    """The schedule is not rising; the loss has not fallen by a quarter; something is not known; the run went back."""
+    if estimate.step_size is not None:
+        estimate = replace(estimate, step_size=0.1)
+    assert allowed(-0.6, estimate, context, state) == -0.6
+    ahead, lowered = replace(estimate, offset=0.7), replace(context, shift=-1.0)
+    assert Regain(small=SMALL).propose(state, ahead, lowered) is None
+
+
+@pytest.mark.parametrize(("size", "shift", "move"), [(0.1, -1.0, 1.0), (0.4, -1.0, math.log(0.5 / 0.4))])
+def test_what_was_lowered_goes_back_up_at_once(size: float, shift: float, move: float) -> None:
+    """As far as to what was given, or to where steps are no longer small."""
+    assert regained(size, shift) == pytest.approx(move)
+
+
+@pytest.mark.parametrize(("size", "shift"), [(0.5, -1.0), (2.0, -1.0), (0.1, 0.0), (0.1, 0.5)])
+def test_nothing_is_to_be_regained(size: float, shift: float) -> None:
+    assert regained(size, shift) is None
+
+
+def test_without_a_size_that_is_small_both_are_off() -> None:
+    assert SmallSteps(small=0.0).allow(-0.6, BEGUN, LESS, RISING) == -0.6
+    assert Regain(small=0.0).propose(BEGUN, AHEAD, replace(RISING, shift=-1.0)) is None
+
+
+@pytest.mark.parametrize("part", [Regain(), SmallSteps()])
+def test_the_first_loss_is_kept_and_a_rewind_ends_it(part: Regain | SmallSteps) -> None:
+    begun = part.observe(part.start(), replace(LESS, opening=5.0), RISING)
+    assert part.observe(begun, LESS, RISING) == begun == Beginning(first=5.0)
+    assert part.restart(begun, RISING) == begun, "a new start is from the same weights"
+    assert part.retreat(begun, RISING) == Beginning(first=5.0, lost=True)
+
+
+def test_calibrate_enters_from_below_and_comes_back_where_steps_are_small() -> None:
+    calibrate = Calibrate(small=SMALL)
+    first = replace(AHEAD, opening=5.0, step_size=0.1)
+    judged = calibrate.judge(calibrate.start(), first, replace(RISING, shift=-1.4))
+    assert (judged.move, judged.rule) == (pytest.approx(1.4), "regain")
+    judged = calibrate.judge(judged.state, replace(first, opening=None), RISING)
+    assert (judged.move, judged.rule, judged.veto) == (0.0, "look_ahead", "small_steps")
+    without = calibrate.without("regain", "small_steps")
+    assert without.step(without.start(), first, RISING)[0] == -0.6

@@ -1,0 +1,174 @@
+"""How large a step is beside the weights: `Estimate.step_size` and `Estimate.opening`, which `Line` tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import explicit_loop
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
+
+import hdet
+from hdet import Engine, Probe
+from hdet.controllers import Calibrate, Hold
+from hdet.evidence import GroupLines, Line
+from hdet.history import WindowRecord
+from hdet.schedules import Constant, LinearDecay, Schedule
+
+PEAK, STEPS, WINDOW = 0.01, 40, 5
+RISING = LinearDecay(peak=PEAK, total_steps=STEPS, warmup=0.5)
+TARGET = torch.tensor([1.0, -1.0])
+
+
+class Net(nn.Module):
+    """A matrix, whose inputs have a mean that all rows see first, a convolution and a vector."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrix = nn.Linear(width, 64)
+        self.filters = nn.Conv1d(64, 32, 3, bias=False)
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.matrix(x)).unsqueeze(-1).expand(-1, -1, 3)
+        found: Tensor = self.head(self.filters(hidden).squeeze(-1))
+        return found
+
+
+def loss(model: Any, batch: Tensor) -> Tensor:
+    return (model(batch) - 3.0 * TARGET).square().mean(dim=1)
+
+
+def train(
+    make: Callable[[Any], Optimizer] = lambda groups: AdamW(groups, lr=PEAK),
+    schedule: Schedule = RISING,
+    *,
+    model: nn.Module | None = None,
+    groups: Callable[[Any], Any] = lambda model: model.parameters(),
+    knobs: list[hdet.Knob] | None = None,
+    controller: Any = None,
+    **options: Any,
+) -> list[WindowRecord]:
+    model = model or Net()
+    x = torch.randn(16, 256, generator=torch.Generator().manual_seed(1)) + 1.0
+    engine = Engine(
+        hdet.micro_batches(model, make(groups(model)), n=1),
+        knobs or [hdet.LearningRate(schedule=schedule, evidence=Line(), controller=controller or Hold(), **options)],
+        window=WINDOW,
+        signal=Probe(loss, [x[:8], x[8:]]),
+        total_steps=STEPS,
+    )
+    return explicit_loop.train(engine, loss=lambda model, step, index: loss(model, x).mean())
+
+
+def sizes(records: list[WindowRecord], knob: str = "learning_rate") -> list[float | None]:
+    return [record.estimates[knob]["step_size"] for record in records]
+
+
+def spectral(weights: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(weights.detach().flatten(1), 2))
+
+
+def test_it_is_what_a_step_that_changes_all_weights_alike_is_to_random_ones() -> None:
+    """Against singular values; the formula takes weights for normal, and these are uniform."""
+    model = Net()
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    exact = [spectral(torch.full_like(each, PEAK)) / spectral(each) for each in matrices]
+    first, *_ = sizes(train(model=model))
+    assert first == pytest.approx(sorted(exact)[1], rel=0.15)
+
+
+def test_it_is_told_while_the_schedule_rises() -> None:
+    found = sizes(train())
+    assert all(size is not None for size in found[:3])
+    assert all(size is None for size in found[4:])
+
+
+@pytest.mark.parametrize(
+    "schedule", [Constant(PEAK), LinearDecay(peak=PEAK, total_steps=STEPS, warmup=0.0)], ids=["constant", "falls"]
+)
+def test_without_a_warm_up_it_is_not_told(schedule: Schedule) -> None:
+    records = train(schedule=schedule)
+    assert set(sizes(records)) == {None}
+    assert records[0].estimates["learning_rate"]["opening"] is None
+
+
+@pytest.mark.parametrize("kind", [Adam, Adamax, NAdam, RAdam])
+def test_all_of_adams_kind_have_one(kind: Any) -> None:
+    found = sizes(train(lambda parameters: kind(parameters, lr=PEAK)))[0]
+    assert found == pytest.approx(sizes(train())[0], rel=0.05)
+
+
+def test_where_steps_follow_from_the_gradient_there_is_none() -> None:
+    assert set(sizes(train(lambda parameters: SGD(parameters, lr=PEAK)))) == {None}
+
+
+def test_vectors_alone_have_none() -> None:
+    only = lambda model: [p for p in model.parameters() if p.ndim == 1]  # noqa: E731
+    assert set(sizes(train(groups=only))) == {None}
+
+
+def test_matrices_of_zeros_do_not_count() -> None:
+    """As the second ones of LoRA."""
+    model = Net()
+    nn.init.zeros_(model.head.weight)
+    held = [p for p in model.parameters() if p.ndim > 1 and p is not model.head.weight]
+    before = sorted(spectral(torch.full_like(each, PEAK)) / spectral(each) for each in held)
+    first = train(model=model, groups=lambda model: [model.filters.weight, model.matrix.weight])[0]
+    assert first.estimates["learning_rate"]["step_size"] == pytest.approx(sum(before) / 2, rel=0.15)
+
+
+def test_it_counts_the_shift_and_the_groups_own_rates() -> None:
+    plain = sizes(train())[0]
+    assert sizes(train(initial_shift=-0.7))[0] == pytest.approx(plain * 2.718281828**-0.7, rel=0.02)  # type: ignore[operator]
+    matrix, filters = (
+        sizes(train(groups=lambda model, name=name: [getattr(model, name).weight]))[0] for name in ("matrix", "filters")
+    )
+    apart = lambda model: [  # noqa: E731
+        {"params": [model.matrix.weight], "lr": PEAK},
+        {"params": [model.filters.weight], "lr": 3 * PEAK},
+    ]
+    assert matrix is not None
+    assert filters is not None
+    assert sizes(train(groups=apart))[0] == pytest.approx((matrix + 3 * filters) / 2, rel=0.05)
+
+
+def test_groups_that_are_judged_together_share_one() -> None:
+    evidence = GroupLines()
+    knobs: list[hdet.Knob] = [
+        hdet.LearningRate(name=str(k), groups=[k], schedule=RISING, evidence=evidence, controller=Hold())
+        for k in range(2)
+    ]
+    halves = lambda model: [{"params": list(part.parameters())} for part in (model.matrix, model.head)]  # noqa: E731
+    record = train(knobs=knobs, groups=halves)[0]
+    first, second = (record.estimates[name]["step_size"] for name in ("0", "1"))
+    assert first is not None
+    assert first == second
+
+
+def test_the_first_window_tells_the_loss_of_the_first_weights() -> None:
+    model = Net()
+    x = torch.randn(16, 256, generator=torch.Generator().manual_seed(1)) + 1.0
+    before = float(loss(model, x).mean().detach())
+    records = train(model=model)
+    assert records[0].estimates["learning_rate"]["opening"] == pytest.approx(before, rel=1e-5)
+    assert {record.estimates["learning_rate"]["opening"] for record in records[1:]} == {None}
+
+
+def test_a_direction_that_is_soon_used_up_does_not_lower_a_rate_whose_steps_are_small() -> None:
+    """All inputs have a mean of 1: a few steps along it bring the output to where it is wanted."""
+    cautious = {"initial_shift": -1.386}
+    held, kept, lowered = (
+        [record.bases["learning_rate"] for record in records]
+        for records in (
+            train(),
+            train(controller=Calibrate(small=100.0), **cautious),
+            train(controller=Calibrate().without("regain", "small_steps"), **cautious),
+        )
+    )
+    assert kept[1:4] == pytest.approx(held[1:4])
+    assert max(low / high for low, high in zip(lowered[1:4], held[1:4], strict=True)) < 0.5
