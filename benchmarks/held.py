@@ -40,6 +40,8 @@ BEST = {
     "text_small": Setting(0.016, 0.1, 0.0),
     "text_recurrent": Setting(0.032, 0.1, 0.0),
     "text_momentum": Setting(0.32, 1e-4, 0.0),
+    "text_repeated": Setting(0.002, 1.0, 0.1),
+    "text_large": Setting(0.008, 0.1, 0.0),
     "gpt_400k": Setting(0.008, 0.1, 0.0),
     "gpt_3m": Setting(0.002, 0.1, 0.0),
     "gpt_10m": Setting(0.001, 0.1, 0.0),  # of two rates that were tried
