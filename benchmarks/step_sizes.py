@@ -2,9 +2,9 @@
 
     python benchmarks/step_sizes.py
 
-One window of each task by AdamW, at the rate that a sweep found best (the one that held.py has; the large GPTs at the best of
-the sweep in docs/results/large_lengths.csv, on the CPU in float32, with a few sequences). Seed 0; what is told hangs on the first
-weights and the rate alone, hardly on the data.
+One window of each task by AdamW, at the rate that a sweep found best: the one that held.py has; for the large GPTs that
+of docs/results/large_lengths.csv, on the CPU and with few sequences. Seed 0. What is told hangs on the first weights
+and the rate, hardly on the data.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class Beginning:
 
     Attributes:
         first: the held-out loss of the first weights; 0 before it is known.
-        lost: whether the run went back to an earlier point; then nothing is taken to be small any more.
+        lost: whether the run went back, or began anew; then nothing is taken to be small any more.
     """
 
     first: float = 0.0
@@ -32,8 +32,9 @@ class OfSmallSteps(Part):
     token comes) makes up most of the gradient, and few steps use it up, at any rate. Lines along these steps have
     their minimum early, the sooner the larger the model, and call for less at rates far below the best one.
 
-    It holds while the schedule rises, once the held-out loss has fallen by the share `fallen` since the first weights:
-    so not in fine-tuning, where small steps do harm. It needs `Estimate.step_size`, `opening` and `level`.
+    It holds while the schedule rises, which is where evidence tells `Estimate.step_size`, once the held-out loss has
+    fallen by the share `fallen` since the first weights (`Estimate.opening`): so not in fine-tuning, where small steps
+    do harm.
 
     Args:
         small: `step_size` up to which steps are small. At the best rates of 13 tasks by AdamW, of models that were not
@@ -54,12 +55,12 @@ class OfSmallSteps(Part):
         return replace(state, lost=True)
 
     def restart(self, state: Beginning, context: Context) -> Beginning:
-        return state
+        return self.retreat(state, context)
 
     def room(self, state: Beginning, estimate: Estimate, context: Context) -> float | None:
         """The move to where steps are small, or to the schedule as given if that is lower; None says nothing."""
         size, level = estimate.step_size, estimate.level
-        if state.lost or not context.warming or not size or level is None or self.small == 0.0:
+        if state.lost or not size or level is None or self.small == 0.0:
             return None
         begun = state.first > 0.0 and level <= (1.0 - self.fallen) * state.first
         return min(-context.shift, math.log(self.small / size)) if begun else None

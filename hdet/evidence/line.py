@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import compress
 from typing import ClassVar
 
@@ -41,6 +41,9 @@ class Line(Evidence):
     While the schedule warms up and stands at a share s < `preview` of its peak, the first line is read where the
     rate will be once the share is `preview`: at x about log(preview / s), which `Estimate.offset` tells. So a peak
     that is far off shows in the first windows, before it does harm. There is no second line then.
+
+    As long as it rises, `Estimate.step_size` tells how large the steps at its peak are beside the weights, and
+    `Estimate.opening` the probe at the run's first weights, which the first window evaluates.
 
     Args:
         width: how far the points reach, in coordinate units.
@@ -135,10 +138,6 @@ class LineCollector(Collector):
                     told[k] = replace(fit, offset=centres[k], level=told[k].level)
             return told
 
-        @cache
-        def opening() -> float:
-            return float(measure([Segment(start, last, [True] * len(start))], [0], [-math.inf]).mean())
-
         at_last = read(last, range(len(knobs)), averaged=False)
         # Averaged weights never ask for less where the last do not. Looking ahead is a matter of the last alone.
         threshold = self.spec.read_average_above
@@ -148,10 +147,12 @@ class LineCollector(Collector):
             average = self.scene.averaged(harvest.valid, self.spec.stride)
             is_last = average is self.scene.moving.values()  # of which there is a copy
             at_average.update(read(last if is_last else average, doubted, averaged=True))
+        opening: float | None = None
         for k, own in enumerate(knobs):
             size = step_size(self.scene, own) if self._rises(own, window) else None
-            first = opening() if window.start == 0 and size is not None else None
-            judged = replace(at_last[k], averaged=at_average[k], step_size=size, opening=first)
+            if window.start == 0 and size is not None and opening is None:
+                opening = float(measure([Segment(start, last, [True] * len(start))], [k], [-math.inf]).mean())
+            judged = replace(at_last[k], averaged=at_average[k], step_size=size, opening=opening)
             found.update(dict.fromkeys((knob.name for knob in own), judged))
         return found
 
@@ -162,9 +163,12 @@ class LineCollector(Collector):
 
     @staticmethod
     def _rises(knobs: Sequence[BoundKnob], window: Window) -> bool:
-        """Whether a schedule is still on its way up, to a peak that is known."""
-        courses = [knob.schedule for knob in knobs if knob.schedule.total_steps is not None]
-        return any(course(window.stop) > course(window.stop - 1) for course in courses)
+        """Whether a schedule is still on its way up, to a peak that is known; by steps as long as a window, too."""
+        known = [knob for knob in knobs if knob.schedule.total_steps is not None]
+        return any(
+            own.schedule(window.stop) > own.schedule(window.start) or (window.start == 0 and own.schedule(0) < own.peak)
+            for own in known
+        )
 
     def _centre(self, knobs: Sequence[BoundKnob], window: Window) -> float:
         """How far ahead of the base to look: 0 but in the early warm-up, which a knob that stays at 0 has not."""

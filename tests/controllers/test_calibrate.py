@@ -259,7 +259,8 @@ def test_a_new_start_is_made_from_below_and_leaves_the_way_up_open() -> None:
     context = Context(step=30, total_steps=100, warming=True, schedule_now=0.5, shift=-2.0)
     move, state = Calibrate(retreat_factor=4.0).restart(old, context)
     assert move == pytest.approx(-math.log(4.0))
-    assert state == holding(stall=StallState(since=30))
+    lost = Beginning(lost=True)
+    assert state == holding(stall=StallState(since=30), regain=lost, small_steps=lost)
     returned, _ = Calibrate(return_step=0.2).step(state, bracket(0, 0), context)
     assert returned == 0.2
 

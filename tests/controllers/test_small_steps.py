@@ -44,7 +44,6 @@ def test_no_raise_is_held_back() -> None:
 
 
 SILENT = [
-    (LESS, Context(), BEGUN),
     (replace(LESS, level=4.0), RISING, BEGUN),
     (replace(LESS, level=None), RISING, BEGUN),
     (replace(LESS, step_size=None), RISING, BEGUN),
@@ -58,7 +57,7 @@ SILENT = [
 def test_where_nothing_says_that_steps_are_harmless_neither_speaks(
     estimate: Estimate, context: Context, state: Beginning
 ) -> None:
-    """The schedule is not rising; the loss has not fallen by a quarter; something is not known; the run went back."""
+    """The loss has not fallen by a quarter; something is not known; the run went back."""
     if estimate.step_size is not None:
         estimate = replace(estimate, step_size=0.1)
     assert allowed(-0.6, estimate, context, state) == -0.6
@@ -77,17 +76,22 @@ def test_nothing_is_to_be_regained(size: float, shift: float) -> None:
     assert regained(size, shift) is None
 
 
+def test_a_raise_that_evidence_calls_for_is_left_to_looking_ahead() -> None:
+    more = replace(AHEAD, slope=-0.3, step_size=0.49, opening=5.0)
+    judged = Calibrate(small=SMALL).judge(Calibrate().start(), more, replace(RISING, shift=-1.0))
+    assert (judged.move, judged.rule) == (0.6, "look_ahead")
+
+
 def test_without_a_size_that_is_small_both_are_off() -> None:
     assert SmallSteps(small=0.0).allow(-0.6, BEGUN, LESS, RISING) == -0.6
     assert Regain(small=0.0).propose(BEGUN, AHEAD, replace(RISING, shift=-1.0)) is None
 
 
 @pytest.mark.parametrize("part", [Regain(), SmallSteps()])
-def test_the_first_loss_is_kept_and_a_rewind_ends_it(part: Regain | SmallSteps) -> None:
+def test_the_first_loss_is_kept_and_a_rewind_or_new_start_ends_it(part: Regain | SmallSteps) -> None:
     begun = part.observe(part.start(), replace(LESS, opening=5.0), RISING)
     assert part.observe(begun, LESS, RISING) == begun == Beginning(first=5.0)
-    assert part.restart(begun, RISING) == begun, "a new start is from the same weights"
-    assert part.retreat(begun, RISING) == Beginning(first=5.0, lost=True)
+    assert part.restart(begun, RISING) == part.retreat(begun, RISING) == Beginning(first=5.0, lost=True)
 
 
 def test_calibrate_enters_from_below_and_comes_back_where_steps_are_small() -> None:

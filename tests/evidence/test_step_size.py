@@ -16,7 +16,7 @@ from hdet import Engine, Probe
 from hdet.controllers import Calibrate, Hold
 from hdet.evidence import GroupLines, Line
 from hdet.history import WindowRecord
-from hdet.schedules import Constant, LinearDecay, Schedule
+from hdet.schedules import Constant, LinearDecay, Replay, Schedule
 
 PEAK, STEPS, WINDOW = 0.01, 40, 5
 RISING = LinearDecay(peak=PEAK, total_steps=STEPS, warmup=0.5)
@@ -84,8 +84,7 @@ def test_it_is_what_a_step_that_changes_all_weights_alike_is_to_random_ones() ->
 
 def test_it_is_told_while_the_schedule_rises() -> None:
     found = sizes(train())
-    assert all(size is not None for size in found[:3])
-    assert all(size is None for size in found[4:])
+    assert [size is not None for size in found] == [True] * 4 + [False] * 4
 
 
 @pytest.mark.parametrize(
@@ -112,14 +111,37 @@ def test_vectors_alone_have_none() -> None:
     assert set(sizes(train(groups=only))) == {None}
 
 
-def test_matrices_of_zeros_do_not_count() -> None:
-    """As the second ones of LoRA."""
-    model = Net()
-    nn.init.zeros_(model.head.weight)
-    held = [p for p in model.parameters() if p.ndim > 1 and p is not model.head.weight]
-    before = sorted(spectral(torch.full_like(each, PEAK)) / spectral(each) for each in held)
-    first = train(model=model, groups=lambda model: [model.filters.weight, model.matrix.weight])[0]
-    assert first.estimates["learning_rate"]["step_size"] == pytest.approx(sum(before) / 2, rel=0.15)
+def test_a_group_whose_rate_is_0_does_not_count() -> None:
+    alone = sizes(train(groups=lambda model: [model.matrix.weight]))[0]
+    apart = lambda model: [  # noqa: E731
+        {"params": [model.matrix.weight]},
+        {"params": [model.filters.weight, model.head.weight], "lr": 0.0},
+    ]
+    assert sizes(train(groups=apart))[0] == pytest.approx(alone, rel=0.05)
+
+
+def test_a_stack_of_matrices_counts_as_one_of_them() -> None:
+    """As the experts of a mixture; one matrix of all of them would have 2.1 in place of 4.5."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.matrices = nn.Parameter(torch.randn(4, 256, 256) / 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x @ self.matrices).mean(0)[:, :2]
+
+    spectral_norms = [spectral(each) for each in Experts().matrices]
+    (first, *_) = sizes(train(model=Experts()))
+    assert first == pytest.approx(4 * PEAK * 256 / sum(spectral_norms), rel=0.1)
+
+
+def test_a_staircase_rises_too() -> None:
+    """One step up in every window, and none at its end."""
+    course = [PEAK * (1 + step // (WINDOW - 1)) / 8 for step in range(STEPS)]
+    found = sizes(train(schedule=Replay(course)))
+    assert None not in found[:3]
 
 
 def test_it_counts_the_shift_and_the_groups_own_rates() -> None:
@@ -172,3 +194,10 @@ def test_a_direction_that_is_soon_used_up_does_not_lower_a_rate_whose_steps_are_
     )
     assert kept[1:4] == pytest.approx(held[1:4])
     assert max(low / high for low, high in zip(lowered[1:4], held[1:4], strict=True)) < 0.5
+
+
+@pytest.mark.parametrize(("decay", "told"), [(0.99, True), (1.01, False)])
+def test_where_a_rate_is_a_strong_decay_too_it_says_nothing_of_harm(decay: float, told: bool) -> None:
+    """A step takes the share rate * decay of a weight; what lies below 1 % hardly shows."""
+    found = sizes(train(lambda groups: AdamW(groups, lr=PEAK, weight_decay=decay), initial_shift=-1.0))[0]
+    assert (found is not None) == told

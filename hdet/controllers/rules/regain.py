@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pydantic import Field
+
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Rule
@@ -15,7 +17,12 @@ from hdet.spec import register
 class Regain(OfSmallSteps, Rule):
     """Go up to where steps are no longer small, and no further than to the schedule as given (a shift of 0).
 
-    It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up.
+    It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up. Where they call for more
+    (`t < -significance`) and `LookAhead` may go further (`early_limit`), it leaves the raise to it.
+
+    Args:
+        significance: |t| at the last weights from which they are believed.
+        early_limit: largest move of `LookAhead`, in coordinates.
 
     >>> from dataclasses import replace
     >>> rule, cautious = Regain(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=0.1, offset=0.7)
@@ -26,9 +33,14 @@ class Regain(OfSmallSteps, Rule):
 
     looks_ahead: ClassVar[bool] = True
 
+    significance: float = Field(default=2.0, gt=0, le=100)
+    early_limit: float = Field(default=0.6, gt=0, le=10)
+
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
         return False
 
     def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float | None:
         room = self.room(state, estimate, context)
-        return room if room is not None and room > 0 and context.shift < 0 else None
+        if room is None or room <= 0:
+            return None
+        return None if estimate.t < -self.significance and room < self.early_limit else room

@@ -14,7 +14,7 @@ class SmallSteps(OfSmallSteps, Veto):
     """While a model that was not trained before warms up, lower no rate below where its steps are small.
 
     >>> from dataclasses import replace
-    >>> veto, less = SmallSteps(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=1.0)
+    >>> veto, less = SmallSteps(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=2.0)
     >>> begun = veto.observe(veto.start(), replace(less, opening=5.0), Context())
     >>> warming_up = Context(warming=True)
     >>> round(veto.allow(-1.0, begun, less, warming_up), 3)  # to half of it

@@ -17,6 +17,9 @@ from hdet.replicas.tensors import local
 SCALE_FREE = ("exp_avg_sq", "exp_inf")
 """State of optimizers whose step does not grow with the gradient: Adam and those made after it."""
 
+MOST_DECAY = 0.01
+"""Share of a weight that decay may take in a step at the peak; beyond it rate and decay soon make the weights."""
+
 
 @torch.no_grad()
 def step_size(scene: Scene, knobs: Sequence[BoundKnob]) -> float | None:
@@ -25,37 +28,50 @@ def step_size(scene: Scene, knobs: Sequence[BoundKnob]) -> float | None:
     An early step changes every weight by about the learning rate, and a matrix [m, n] in one direction: it has rank 1,
     and a spectral norm of `lr sqrt(m n)`. Random weights of root mean square w have one of `w (sqrt(m) + sqrt(n))`.
     Their ratio says the same of small and large models (Yang, Simon and Bernstein 2023, arXiv:2310.17813). Dimensions
-    of a convolution past the first count as one.
+    past the first count as one, as of a convolution; three may be a stack of matrices, and the larger ratio counts.
 
     Args:
         knobs: learning rates, shift included.
 
     Returns:
-        The median ratio over matrices, the same on every process. None where steps follow from more than the rate (an
-        optimizer that is not of Adam's kind), or where there is no matrix.
+        The median over matrices (of sharded ones the mean over ranks of their medians), the same on every process.
+        None where steps follow from more than the rate (an optimizer that is not of Adam's kind), where decay takes
+        more than `MOST_DECAY` in one of them, or where there is no matrix.
     """
     found = [own for knob in knobs for own in _matrices(knob)]
-    own = math.nan
-    if found:
-        weights = [local(each) for each, _ in found]
+    ratios: list[float] = []
+    if found and max(decay for _, _, decay in found) <= MOST_DECAY:
+        weights = [local(each) for each, _, _ in found]
         norms = torch.stack([norm.to(weights[0].device).float() for norm in torch._foreach_norm(weights)]).tolist()
         ratios = [
-            rate * math.sqrt(each.numel() * held.numel()) / norm / (math.sqrt(rows) + math.sqrt(columns))
-            for (each, rate), held, norm in zip(found, weights, norms, strict=True)
-            for rows, columns in [(len(each), each.numel() // len(each))]
-            if norm > 0.0
+            rate * _gain(each) * math.sqrt(held.numel()) / norm
+            for (each, rate, _), held, norm in zip(found, weights, norms, strict=True)
+            if 0.0 < norm < math.inf
         ]
-        own = float(np.median(ratios)) if ratios else math.nan
-    rows = scene.replicas.gather(torch.full((len(scene.replicas.local), 1), own, dtype=torch.float64))
-    return next((float(size) for size in rows[:, 0] if math.isfinite(size)), None)
+    row = torch.tensor([float(np.median(ratios)) if ratios else 0.0, float(bool(ratios))], dtype=torch.float64)
+    told = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
+    return next((float(total / ranks) for total, ranks in told if ranks > 0.0), None)
 
 
-def _matrices(knob: BoundKnob) -> Iterator[tuple[nn.Parameter, float]]:
-    """Matrices that this learning rate moves by steps of Adam's kind, and their rate at the schedule's peak."""
+def _matrices(knob: BoundKnob) -> Iterator[tuple[nn.Parameter, float, float]]:
+    """Matrices that this learning rate moves by steps of Adam's kind, with what a step at the schedule's peak is.
+
+    The rate, shift included, and the share that decay takes, at the rate as given.
+    """
     binding = knob.bindings[0]
     assert isinstance(binding, GroupBinding)
     for index, ratio in zip(binding.indices, binding.ratios, strict=True):
-        for parameter in binding.optimizer.param_groups[index]["params"]:
+        group = binding.optimizer.param_groups[index]
+        rate, decay = knob.learned.value * ratio, knob.peak * ratio * float(group.get("weight_decay") or 0.0)
+        for parameter in group["params"] if rate else ():
             held = binding.optimizer.state.get(parameter, {})
-            if parameter.ndim > 1 and local(parameter).numel() and any(key in held for key in SCALE_FREE):
-                yield parameter, knob.learned.value * ratio
+            if _gain(parameter) and local(parameter).numel() and any(key in held for key in SCALE_FREE):
+                yield parameter, rate, decay
+
+
+def _gain(parameter: nn.Parameter) -> float:
+    """The spectral norm of a matrix of ones over that of random weights whose mean square is 1; 0 of a vector."""
+    shapes = [(len(parameter), math.prod(parameter.shape[1:]))] if parameter.ndim > 1 else []
+    if parameter.ndim == 3:
+        shapes.append((parameter.shape[1], parameter.shape[2]))
+    return max((math.sqrt(m * n) / (math.sqrt(m) + math.sqrt(n)) for m, n in shapes if min(m, n) > 1), default=0.0)
