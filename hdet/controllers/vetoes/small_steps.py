@@ -1,4 +1,4 @@
-"""Steps that are small beside the weights do no harm."""
+"""Steps that are small beside the weights are not made smaller while a new model warms up."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ class SmallSteps(OfSmallSteps, Veto):
     >>> from dataclasses import replace
     >>> veto, less = SmallSteps(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=2.0)
     >>> begun = veto.observe(veto.start(), replace(less, opening=5.0), Context())
-    >>> warming_up = Context(warming=True)
-    >>> round(veto.allow(-1.0, begun, less, warming_up), 3)  # to half of it
+    >>> round(veto.allow(-1.0, begun, less, Context()), 3)  # to half of it
     -0.693
     """
 
