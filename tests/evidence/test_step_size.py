@@ -121,7 +121,7 @@ def test_a_group_whose_rate_is_0_does_not_count() -> None:
 
 
 def test_a_stack_of_matrices_counts_as_one_of_them() -> None:
-    """As the experts of a mixture; one matrix of all of them would have 2.1 in place of 4.5."""
+    """As the experts of a mixture; one matrix [4, 65536] of all of them would have a quarter of that."""
 
     class Experts(nn.Module):
         def __init__(self) -> None:
