@@ -111,6 +111,18 @@ def test_vectors_alone_have_none() -> None:
     assert set(sizes(train(groups=only))) == {None}
 
 
+def test_a_matrix_of_one_row_is_a_vector() -> None:
+    class Row(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.Parameter(torch.ones(1, 256))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scales)[:, :2]
+
+    assert set(sizes(train(model=Row()))) == {None}
+
+
 def test_a_group_whose_rate_is_0_does_not_count() -> None:
     alone = sizes(train(groups=lambda model: [model.matrix.weight]))[0]
     apart = lambda model: [  # noqa: E731
