@@ -26,7 +26,8 @@ class Estimate:
             shared, where the evidence has it.
         level: the signal itself, where the evidence tells; what a slope is large or small against.
         span: how far from the base it was measured, in coordinate units, where the evidence tells.
-        opening: the signal at the run's first weights, where the evidence tells; None in all windows but the first.
+        untrained: whether the run's first weights look as if nothing had trained them
+            (`hdet.evidence.parts.untrained`), where the evidence tells; None in all windows but the first.
         step_size: how far a step at the schedule's peak, shift included, can change matrices, as a share of what they
             hold (`hdet.evidence.parts.step_size`), where the evidence tells.
         offset: where it was taken, relative to the base in coordinate units; 0 is at the base.
@@ -46,7 +47,7 @@ class Estimate:
     relative: Estimate | None = None
     level: float | None = None
     span: float | None = None
-    opening: float | None = None
+    untrained: bool | None = None
     step_size: float | None = None
     offset: float = 0.0
     slopes: tuple[float, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,8 @@ class RuledState:
 class Ruled(Controller):
     """Ask rules in their order for a move; the first that answers is followed, as far as all vetoes allow.
 
-    Vetoes shrink the move one after another. Values are compared by their ratio, so the knob is in `Log` space.
+    Vetoes shrink the move one after another, but not that of a rule that is `final`. Values are compared by their
+    ratio, so the knob is in `Log` space.
 
     After a rewind (`hdet.Rewind`) the base goes on `retreat_factor` times below the value that had worked, or where it
     is, if that is lower. After a new start it goes on `retreat_factor` times below its present value.
@@ -114,7 +115,7 @@ class Ruled(Controller):
 
         >>> import hdet
         >>> [rule.kind for rule in hdet.controllers.Calibrate().without("look_ahead", "stall").rules]
-        ['regain', 'lower', 'warm_up', 'raise', 'return']
+        ['regain', 'lower', 'warm_up', 'raise', 'return', 'catch_up']
         """
         known = [part.kind for part in self.parts]
         for kind in kinds:
@@ -148,24 +149,27 @@ class Ruled(Controller):
             )
         seen = {part.kind: part.observe(state.parts[part.kind], estimate, context) for part in self.parts}
         wish, rule = self._wish(seen, estimate, context)
-        move, veto = self._allowed(wish, seen, estimate, context)
+        vetoes = () if rule is not None and rule.final else self.vetoes
+        move, veto = self._allowed(wish, vetoes, seen, estimate, context)
         after = {part.kind: part.moved(seen[part.kind], wish, move, estimate, context) for part in self.parts}
-        return Judgement(move, RuledState(after), rule, veto)
+        return Judgement(move, RuledState(after), rule.kind if rule is not None else "", veto)
 
-    def _wish(self, seen: Mapping[str, Any], estimate: Estimate, context: Context) -> tuple[float, str]:
-        """What the first rule that speaks asks for, and its kind."""
+    def _wish(self, seen: Mapping[str, Any], estimate: Estimate, context: Context) -> tuple[float, Rule | None]:
+        """What the first rule that speaks asks for, and the rule."""
         for rule in self.rules:
             if rule.looks_ahead is not (estimate.offset > 0):
                 continue
             wish = rule.propose(seen[rule.kind], estimate, context)
             if wish is not None:
-                return wish, rule.kind
-        return 0.0, ""
+                return wish, rule
+        return 0.0, None
 
-    def _allowed(self, move: float, seen: Mapping[str, Any], estimate: Estimate, context: Context) -> tuple[float, str]:
+    def _allowed(
+        self, move: float, vetoes: Iterable[Veto], seen: Mapping[str, Any], estimate: Estimate, context: Context
+    ) -> tuple[float, str]:
         """What the vetoes leave of a move, and the kind of the last that took something away."""
         held_by = ""
-        for veto in self.vetoes:
+        for veto in vetoes:
             allowed = veto.allow(move, seen[veto.kind], estimate, context)
             if allowed != move:
                 move, held_by = allowed, veto.kind

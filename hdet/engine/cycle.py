@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from hdet.controllers import Context, Estimate
-from hdet.engine import recording, recovery
+from hdet.engine import begun_anew, recording, recovery
 from hdet.engine.declaration import declaration
 from hdet.engine.guard import Watch
 from hdet.engine.noise_scale import NoiseMeter, NoiseScale
@@ -276,8 +276,10 @@ class Cycle:
         if closed.apart:
             require_alike(self.home, closed.valid, self.anchor, self.step_count)
         self.standstill.look(window, trained=self._begun)
-        if window.index == 0 and isinstance(self.plan.signal, Probe):  # later a process may have come back alone
-            require_same_probe(self.home, self.plan.signal)
+        if window.index == 0:
+            begun_anew.look((optimizer for _, optimizer in self.home.hosts), self.knobs, window)
+            if isinstance(self.plan.signal, Probe):  # later a process may have come back alone
+                require_same_probe(self.home, self.plan.signal)
         record = recording.trained(window, self.knobs, self.collectors, closed)
         bases = record.bases
         estimates: dict[str, Estimate] = {}

@@ -26,6 +26,7 @@ def holding(**parts: object) -> RuledState:
     return RuledState({**Calibrate().start().parts, **parts})
 
 
+UNTRAINED = dict.fromkeys(("regain", "small_steps", "catch_up"), Beginning(untrained=True))
 UP, DOWN = bracket(-3, 0, n_last=0.2), bracket(0, 4, n_avg=-0.2)
 LOW, LATE = Context(schedule_now=0.3, warming=True), Context(schedule_now=0.3, warming=False)
 
@@ -232,10 +233,9 @@ def test_late_in_the_run_it_neither_listens_nor_moves() -> None:
 def test_it_goes_on_below_what_worked() -> None:
     """The value was 0.05 at the best point and the schedule says 0.1 next: the shift is log(1/6)."""
     calibrate, context = Calibrate(retreat_factor=3.0), Context(schedule_next=0.1, shift=1.0)
-    moved, state = calibrate.retreat(calibrate.start(), context, worked=0.05)
+    moved, state = calibrate.retreat(holding(**UNTRAINED), context, worked=0.05)
     assert context.shift + moved == pytest.approx(math.log(0.5 / 3))
-    lost = Beginning(lost=True)
-    assert state == holding(**{"return": ReturnState(lowered=True), "regain": lost, "small_steps": lost})
+    assert state == holding(**{"return": ReturnState(lowered=True)})
 
 
 def test_a_second_rewind_lowers_further() -> None:
@@ -255,12 +255,11 @@ def test_it_is_not_raised_by_a_rewind() -> None:
 
 def test_a_new_start_is_made_from_below_and_leaves_the_way_up_open() -> None:
     """Not "lowered": what was found is the better guess. The old losses say nothing of the new run."""
-    old = holding(stall=StallState(lowest=0.4, since=10, waited=3, lowered=1))
+    old = holding(stall=StallState(lowest=0.4, since=10, waited=3, lowered=1), **UNTRAINED)
     context = Context(step=30, total_steps=100, warming=True, schedule_now=0.5, shift=-2.0)
     move, state = Calibrate(retreat_factor=4.0).restart(old, context)
     assert move == pytest.approx(-math.log(4.0))
-    lost = Beginning(lost=True)
-    assert state == holding(stall=StallState(since=30), regain=lost, small_steps=lost)
+    assert state == holding(stall=StallState(since=30))
     returned, _ = Calibrate(return_step=0.2).step(state, bracket(0, 0), context)
     assert returned == 0.2
 

@@ -1,4 +1,4 @@
-"""`Regain` and `SmallSteps`: how far a rate may be lowered while a model that was not trained before warms up."""
+"""`Regain`, `SmallSteps` and `CatchUp`: how low a rate may be while an untrained model warms up."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from hdet.controllers import Calibrate, Context, Estimate
-from hdet.controllers.rules import Regain
+from hdet.controllers.rules import CatchUp, Regain
 from hdet.controllers.small_steps import Beginning
 from hdet.controllers.vetoes import SmallSteps
 
 SMALL = 0.5
-LESS = Estimate(slope=0.3, curvature=0.1, stderr=0.01, level=3.0, step_size=1.0)
+LESS = Estimate(slope=0.3, curvature=0.1, stderr=0.01, step_size=1.0)
 AHEAD = replace(LESS, offset=0.7)
-BEGUN = Beginning(first=5.0)
+BEGUN = Beginning(untrained=True)
 RISING = Context(warming=True)
 
 
@@ -44,25 +44,22 @@ def test_no_raise_is_held_back() -> None:
 
 
 SILENT = [
-    (replace(LESS, level=4.0), RISING, BEGUN),
-    (replace(LESS, level=None), RISING, BEGUN),
     (replace(LESS, step_size=None), RISING, BEGUN),
     (LESS, RISING, Beginning()),
-    (LESS, RISING, Beginning(first=-5.0)),
-    (LESS, RISING, replace(BEGUN, lost=True)),
 ]
 
 
 @pytest.mark.parametrize(("estimate", "context", "state"), SILENT)
-def test_where_nothing_says_that_steps_are_harmless_neither_speaks(
+def test_where_nothing_says_that_steps_are_harmless_none_speaks(
     estimate: Estimate, context: Context, state: Beginning
 ) -> None:
-    """The loss has not fallen by a quarter; something is not known; the run went back."""
+    """No size is known; the weights had been trained."""
     if estimate.step_size is not None:
         estimate = replace(estimate, step_size=0.1)
     assert allowed(-0.6, estimate, context, state) == -0.6
     ahead, lowered = replace(estimate, offset=0.7), replace(context, shift=-1.0)
     assert Regain(small=SMALL).propose(state, ahead, lowered) is None
+    assert CatchUp().propose(state, estimate, lowered) is None
 
 
 @pytest.mark.parametrize(("size", "shift", "move"), [(0.1, -1.0, 1.0), (0.4, -1.0, math.log(0.5 / 0.4))])
@@ -77,7 +74,7 @@ def test_nothing_is_to_be_regained(size: float, shift: float) -> None:
 
 
 def test_a_raise_that_evidence_calls_for_is_left_to_looking_ahead() -> None:
-    more = replace(AHEAD, slope=-0.3, step_size=0.49, opening=5.0)
+    more = replace(AHEAD, slope=-0.3, step_size=0.49, untrained=True)
     judged = Calibrate(small=SMALL).judge(Calibrate().start(), more, replace(RISING, shift=-1.0))
     assert (judged.move, judged.rule) == (0.6, "look_ahead")
 
@@ -87,19 +84,51 @@ def test_without_a_size_that_is_small_both_are_off() -> None:
     assert Regain(small=0.0).propose(BEGUN, AHEAD, replace(RISING, shift=-1.0)) is None
 
 
-@pytest.mark.parametrize("part", [Regain(), SmallSteps()])
-def test_the_first_loss_is_kept_and_a_rewind_or_new_start_ends_it(part: Regain | SmallSteps) -> None:
-    begun = part.observe(part.start(), replace(LESS, opening=5.0), RISING)
-    assert part.observe(begun, LESS, RISING) == begun == Beginning(first=5.0)
-    assert part.restart(begun, RISING) == part.retreat(begun, RISING) == Beginning(first=5.0, lost=True)
+@pytest.mark.parametrize("part", [Regain(), SmallSteps(), CatchUp()])
+def test_what_the_first_window_told_is_kept_and_a_rewind_or_new_start_ends_it(
+    part: Regain | SmallSteps | CatchUp,
+) -> None:
+    begun = part.observe(part.start(), replace(LESS, untrained=True), RISING)
+    assert part.observe(begun, LESS, RISING) == begun == BEGUN
+    assert part.restart(begun, RISING) == part.retreat(begun, RISING) == Beginning()
+    assert part.observe(part.start(), replace(LESS, untrained=False), RISING) == Beginning()
 
 
 def test_calibrate_enters_from_below_and_comes_back_where_steps_are_small() -> None:
     calibrate = Calibrate(small=SMALL)
-    first = replace(AHEAD, opening=5.0, step_size=0.1)
+    first = replace(AHEAD, untrained=True, step_size=0.1)
     judged = calibrate.judge(calibrate.start(), first, replace(RISING, shift=-1.4))
     assert (judged.move, judged.rule) == (pytest.approx(1.4), "regain")
-    judged = calibrate.judge(judged.state, replace(first, opening=None), RISING)
+    judged = calibrate.judge(judged.state, replace(first, untrained=None), RISING)
     assert (judged.move, judged.rule, judged.veto) == (0.0, "look_ahead", "small_steps")
     without = calibrate.without("regain", "small_steps")
     assert without.step(without.start(), first, RISING)[0] == -0.6
+
+
+@pytest.mark.parametrize(("size", "move"), [(0.03, math.log(10.0)), (0.15, math.log(2.0)), (0.3, None), (2.0, None)])
+def test_steps_that_hardly_matter_are_made_larger_at_once(size: float, move: float | None) -> None:
+    """As far as the rule's `least`, wherever the schedule as given lies."""
+    found = [
+        CatchUp().propose(BEGUN, replace(LESS, step_size=size), replace(RISING, shift=s)) for s in (-1.0, 0.0, 2.0)
+    ]
+    assert found == [pytest.approx(move)] * 3
+    assert CatchUp(least=0.0).propose(BEGUN, replace(LESS, step_size=size), RISING) is None
+
+
+@pytest.mark.parametrize("t", [-1.0, 1.0, 9.0])
+def test_it_needs_no_proof_above_what_was_given(t: float) -> None:
+    """Last weights call for less in most windows of a large model; `AboveGiven` would ask for proof of more."""
+    calibrate = Calibrate()
+    tiny = Estimate(t / 10, 0.1, 0.1, averaged=Estimate.nothing(), level=3.0, step_size=0.03, untrained=True)
+    context = replace(RISING, shift=1.0, step=60, total_steps=3000)
+    judged = calibrate.judge(calibrate.start(), tiny, context)
+    assert (judged.move, judged.rule, judged.veto) == (pytest.approx(math.log(10.0)), "catch_up", "")
+
+
+def test_evidence_for_more_or_less_comes_first() -> None:
+    calibrate = Calibrate()
+    less = replace(LESS, averaged=Estimate(0.3, 0.1, 0.01), step_size=0.2, untrained=True)
+    judged = calibrate.judge(calibrate.start(), less, replace(RISING, shift=0.5))
+    assert (judged.rule, judged.move < 0) == ("lower", True)
+    more = replace(LESS, slope=-0.3, averaged=Estimate.nothing(), step_size=0.2, untrained=True)
+    assert calibrate.judge(calibrate.start(), more, RISING).rule == "raise"

@@ -43,10 +43,7 @@ def test_all_ranks_learn_the_same(name: str, parts: int, quiet: bool, assert_sam
     assert found[0]["replicas"] == (4 if name == "ddp" else 1)
     first = found[0]["history"][0]["estimates"]["learning_rate"]
     assert first["step_size"] == pytest.approx(step_size() / 4, rel=0.1), "entered from four times below"
-    model, read = attached.network().eval(), attached.probe().batches
-    assert first["opening"] == pytest.approx(
-        sum(float(attached.loss_of(model, one).detach()) for one in read) / 8, rel=1e-4
-    )
+    assert first["untrained"] is True
 
 
 def step_size() -> float:

@@ -1,4 +1,4 @@
-"""How large a step is beside the weights: `Estimate.step_size` and `Estimate.opening`, which `Line` tells."""
+"""How large a step is beside the weights: `Estimate.step_size`, which `Line` tells."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_it_is_told_while_the_schedule_rises() -> None:
 def test_without_a_warm_up_it_is_not_told(schedule: Schedule) -> None:
     records = train(schedule=schedule)
     assert set(sizes(records)) == {None}
-    assert records[0].estimates["learning_rate"]["opening"] is None
+    assert records[0].estimates["learning_rate"]["untrained"] is None
 
 
 @pytest.mark.parametrize("kind", [Adam, Adamax, NAdam, RAdam])
@@ -182,15 +182,6 @@ def test_groups_that_are_judged_together_share_one() -> None:
     first, second = (record.estimates[name]["step_size"] for name in ("0", "1"))
     assert first is not None
     assert first == second
-
-
-def test_the_first_window_tells_the_loss_of_the_first_weights() -> None:
-    model = Net()
-    x = torch.randn(16, 256, generator=torch.Generator().manual_seed(1)) + 1.0
-    before = float(loss(model, x).mean().detach())
-    records = train(model=model)
-    assert records[0].estimates["learning_rate"]["opening"] == pytest.approx(before, rel=1e-5)
-    assert {record.estimates["learning_rate"]["opening"] for record in records[1:]} == {None}
 
 
 def test_a_direction_that_is_soon_used_up_does_not_lower_a_rate_whose_steps_are_small() -> None:

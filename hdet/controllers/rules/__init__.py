@@ -2,10 +2,12 @@
 
 | for | rules |
 |---|---|
-| a learning rate, at last and averaged weights | `Regain`, `LookAhead`, `Lower`, `Stall`, `WarmUp`, `Raise`, `Return` |
+| a learning rate, at last and averaged weights | `Lower`, `Stall`, `WarmUp`, `Raise`, `Return` |
+| a learning rate, early in its warm-up | `Regain`, `LookAhead`, `CatchUp` |
 | a weight decay, judged by its formula | `Leap`, `SlopeSum`, `Restore` |
 """
 
+from hdet.controllers.rules.catch_up import CatchUp
 from hdet.controllers.rules.leap import Leap
 from hdet.controllers.rules.look_ahead import LookAhead
 from hdet.controllers.rules.lower import Lower
@@ -17,4 +19,16 @@ from hdet.controllers.rules.slope_sum import SlopeSum
 from hdet.controllers.rules.stall import Stall
 from hdet.controllers.rules.warm_up import WarmUp
 
-__all__ = ["Leap", "LookAhead", "Lower", "Raise", "Regain", "Restore", "Return", "SlopeSum", "Stall", "WarmUp"]
+__all__ = [
+    "CatchUp",
+    "Leap",
+    "LookAhead",
+    "Lower",
+    "Raise",
+    "Regain",
+    "Restore",
+    "Return",
+    "SlopeSum",
+    "Stall",
+    "WarmUp",
+]

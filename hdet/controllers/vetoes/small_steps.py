@@ -1,4 +1,4 @@
-"""Steps that are small beside the weights are not made smaller while a new model warms up."""
+"""Steps that are small beside the weights are not made smaller while an untrained model warms up."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hdet.spec import register
 
 @register
 class SmallSteps(OfSmallSteps, Veto):
-    """While a model that was not trained before warms up, lower no rate below where its steps are small.
+    """While an untrained model warms up, lower no rate below where its steps are small.
 
     >>> from dataclasses import replace
     >>> veto, less = SmallSteps(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=2.0)
-    >>> begun = veto.observe(veto.start(), replace(less, opening=5.0), Context())
+    >>> begun = veto.observe(veto.start(), replace(less, untrained=True), Context())
     >>> round(veto.allow(-1.0, begun, less, Context()), 3)  # to half of it
     -0.693
     """

@@ -1,0 +1,40 @@
+"""Whether a schedule warms up once more, under an optimizer that is in mid-course."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from torch.optim import Optimizer
+
+from hdet.evidence import Window
+from hdet.hparams.binding import GroupBinding
+from hdet.hparams.bound_knob import BoundKnob
+from hdet.user_warning import warn
+
+COUNT = "step"
+"""What optimizers of torch that count their steps call them in their state."""
+
+
+def look(optimizers: Iterable[Optimizer], knobs: Sequence[BoundKnob], window: Window) -> None:
+    """The run's first window is done: warn if steps had been made before it, and a learning rate warms up all the same.
+
+    A model and an optimizer that come back from a checkpoint without the search's state look like that.
+    """
+    rising = [
+        knob.name
+        for knob in knobs
+        for binding in knob.bindings[:1]
+        if isinstance(binding, GroupBinding)
+        and binding.key == "lr"
+        and knob.schedule.total_steps is not None
+        and knob.schedule(0) < min(knob.schedule(window.stop), knob.peak / 2)
+    ]
+    states = chain.from_iterable(optimizer.state.values() for optimizer in optimizers)
+    before = max((int(state[COUNT]) for state in states if COUNT in state), default=0) - window.stop
+    if rising and before > 0:
+        warn(
+            f"the optimizer had made {before} steps before this run's first, and {rising[0]} warms up once more: a run "
+            f"that goes on loads the state of its search too (load_state_dict); where a new schedule is meant, ignore "
+            f"this"
+        )

@@ -1,0 +1,91 @@
+"""A model and an optimizer come back from a checkpoint, and a search does not: it warms up once more."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import explicit_loop
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import hdet
+from hdet.schedules import Constant, LinearDecay, Schedule
+
+STEPS, WINDOW, MADE = 40, 5, 7
+RISING = LinearDecay(peak=0.01, total_steps=STEPS, warmup=0.5)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+
+
+PROBE = hdet.Probe(lambda model, x: (model(x) - 1.0).square().mean(1), [batch(100), batch(101)])
+
+
+def loss(model: Any, step: int, index: int = 0) -> Tensor:
+    found: Tensor = (model(batch(step)) - 1.0).square().mean()
+    return found
+
+
+def trained(make: Any) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer: Optimizer = make(model.parameters(), lr=0.01)
+    for step in range(MADE):
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def engine(model: nn.Module, optimizer: Optimizer, schedule: Schedule = RISING) -> hdet.Engine:
+    knobs = [hdet.LearningRate(schedule=schedule)]
+    replicas = hdet.micro_batches(model, optimizer, n=1)
+    return hdet.Engine(replicas, knobs, window=WINDOW, signal=PROBE, total_steps=STEPS)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_second_warm_up_is_warned_of_once(fused: bool) -> None:
+    model, optimizer = trained(lambda parameters, lr: AdamW(parameters, lr=lr, fused=fused))
+    with pytest.warns(UserWarning, match=f"had made {MADE} steps before .* learning_rate warms up once more") as told:
+        explicit_loop.train(engine(model, optimizer), loss=loss)
+    assert len(told) == 1
+
+
+def test_so_it_is_under_attach() -> None:
+    model, optimizer = trained(AdamW)
+    search = hdet.attach(
+        model, optimizer, probe=PROBE, schedule="own", total_steps=STEPS, window=WINDOW, micro_batches=1, quiet=True
+    )
+
+    def window() -> None:
+        for step in range(WINDOW):
+            search.loss(loss(model, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match="warms up once more"):
+        window()
+
+
+@pytest.mark.parametrize("schedule", [Constant(0.01), LinearDecay(peak=0.01, total_steps=STEPS, warmup=0.0)])
+def test_without_a_warm_up_nothing_is_said(schedule: Schedule) -> None:
+    explicit_loop.train(engine(*trained(AdamW), schedule), loss=loss)
+
+
+def test_an_optimizer_that_does_not_count_says_nothing() -> None:
+    explicit_loop.train(engine(*trained(SGD)), loss=loss)
+
+
+def test_a_run_that_goes_on_with_its_search_is_not_warned() -> None:
+    """Within the first window, too: its steps are the search's own."""
+    model = nn.Linear(4, 2)
+    first = engine(model, AdamW(model.parameters(), lr=0.01))
+    explicit_loop.train(first, WINDOW - 2, loss=loss)
+    model = nn.Linear(4, 2)
+    second = engine(model, AdamW(model.parameters(), lr=0.01))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    explicit_loop.train(second, loss=loss)

@@ -1,0 +1,150 @@
+"""Whether the first weights look as if nothing had trained them: `Estimate.untrained`, which `Line` tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import explicit_loop
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import init
+from torch.optim import AdamW
+
+import hdet
+from hdet import Engine, Probe
+from hdet.controllers import Hold
+from hdet.evidence import Line
+from hdet.history import WindowRecord
+from hdet.schedules import LinearDecay
+
+INPUTS, CLASSES, STEPS = 64, 10, 40
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(INPUTS, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
+        self.head = nn.Linear(128, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.layers(x))
+        return found
+
+    @property
+    def matrices(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.parameters() if parameter.ndim > 1]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Points about ten centres."""
+    drawn = torch.Generator().manual_seed(step)
+    centres = torch.randn(CLASSES, INPUTS, generator=torch.Generator().manual_seed(1234))
+    of = torch.randint(CLASSES, (64,), generator=drawn)
+    return centres[of] + torch.randn(64, INPUTS, generator=drawn), of
+
+
+def losses(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
+    dtype = next(own.dtype for own in model.parameters() if own.requires_grad)
+    return nn.functional.cross_entropy(model(rows[0].to(dtype)), rows[1], reduction="none")
+
+
+def told(model: nn.Module, steps: int = 6) -> list[WindowRecord]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine = Engine(
+        hdet.micro_batches(model, AdamW(trained, lr=1e-3), n=1),
+        [hdet.LearningRate(schedule=LinearDecay(peak=1e-3, total_steps=STEPS), evidence=Line(), controller=Hold())],
+        window=6,
+        signal=Probe(losses, [batch(1000), batch(1001)]),
+        total_steps=STEPS,
+    )
+    return explicit_loop.train(engine, steps, loss=lambda model, step, index: losses(model, batch(step)).mean())
+
+
+def untrained(model: nn.Module) -> object:
+    return told(model)[0].estimates["learning_rate"]["untrained"]
+
+
+def trained() -> Net:
+    model = Net()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for step in range(200):
+        optimizer.zero_grad()
+        losses(model, batch(step)).mean().backward()
+        optimizer.step()
+    return model
+
+
+INITS: dict[str, Callable[[Tensor], object]] = {
+    "normal": lambda w: init.normal_(w, std=0.02),
+    "uniform": init.kaiming_uniform_,
+    "orthogonal": init.orthogonal_,
+    "sparse": lambda w: init.sparse_(w, 0.5),
+    "large": lambda w: init.normal_(w, std=30.0),
+}
+
+
+@pytest.mark.parametrize("kind", INITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_that_were_drawn_at_random_are_untrained(kind: str, dtype: torch.dtype) -> None:
+    model = Net()
+    for matrix in model.matrices:
+        INITS[kind](matrix.data)
+    assert untrained(model.to(dtype)) is True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_that_learnt_something_are_not(dtype: torch.dtype) -> None:
+    assert untrained(trained().to(dtype)) is False
+
+
+def test_it_is_told_once() -> None:
+    first, second = told(Net(), steps=12)
+    assert first.estimates["learning_rate"]["untrained"] is True
+    assert second.estimates["learning_rate"]["untrained"] is None
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_new_head_on_a_trained_body_is_fine_tuning(frozen: bool) -> None:
+    model = trained()
+    model.head = nn.Linear(128, CLASSES)
+    model.layers.requires_grad_(not frozen)
+    assert untrained(model) is False
+
+
+def test_quantised_weights_are_trained_ones() -> None:
+    class Quantised(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            packed = torch.zeros(2, 128 * 128 // 2, 1, dtype=torch.uint8)
+            self.packed = nn.ParameterList(nn.Parameter(own, requires_grad=False) for own in packed)
+
+    assert untrained(Quantised()) is False
+
+
+@pytest.mark.parametrize("name", ["head", "layers.2"])
+def test_zeros_and_a_matrix_of_the_users_own_do_not_count(name: str) -> None:
+    """As the last layer of muP, and a table of positions: a quarter of the matrices may be anything."""
+    zero, own = Net(), Net()
+    zero.get_submodule(name).weight.data.zero_()
+    own.positions = nn.Parameter(torch.outer(torch.arange(50.0), torch.ones(128)))
+    assert untrained(zero) is True
+    assert untrained(own) is True
+
+
+@pytest.mark.parametrize("strength", [0.0, 1.0])
+def test_each_matrix_of_a_stack_is_looked_at(strength: float) -> None:
+    """As the experts of a mixture, whose strong directions have nothing in common."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            strong = torch.randn(32, INPUTS, 1) @ torch.randn(32, 1, CLASSES) / 4
+            self.matrices = nn.Parameter(torch.randn(32, INPUTS, CLASSES) / 8 + strength * strong)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.matrices).mean(0)
+
+    assert untrained(Experts()) is (strength == 0.0)
