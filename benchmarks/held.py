@@ -37,6 +37,8 @@ BEST = {
     "digits_conv": Setting(0.05, 0.03, 0.0),
     "digits_noise": Setting(0.4, 3e-3, 0.3),
     "clusters": Setting(0.008, 0.1, 0.0),
+    "point_sets": Setting(0.004, 0.03, 0.0),
+    "operator": Setting(0.004, 0.03, 0.0),
     "text_small": Setting(0.016, 0.1, 0.0),
     "text_recurrent": Setting(0.032, 0.1, 0.0),
     "text_momentum": Setting(0.32, 1e-4, 0.0),
@@ -45,6 +47,8 @@ BEST = {
     "gpt_400k": Setting(0.008, 0.1, 0.0),
     "gpt_3m": Setting(0.002, 0.1, 0.0),
     "gpt_10m": Setting(0.001, 0.1, 0.0),  # of two rates that were tried
+    "finetune_full": Setting(0.004, 0.1, 0.1),
+    "finetune_lora": Setting(0.032, 0.1, 0.1),
 }
 RATE, DECAY, DROPOUT = hdet.LearningRate, hdet.WeightDecay, hdet.Dropout
 

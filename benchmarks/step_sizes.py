@@ -1,4 +1,4 @@
-"""How large are the steps of the best rates beside the weights? `Estimate.step_size`, of tasks and sizes.
+"""How large are the steps of the best rates beside the weights? Step sizes of tasks, and which are untrained.
 
     python benchmarks/step_sizes.py
 
@@ -39,8 +39,8 @@ class AsGiven(Recommended):
         return [hdet.LearningRate(schedule=schedule, evidence=Line(), controller=Hold())]
 
 
-def step_size(task: Task, setting: Setting) -> float | None:
-    """What the first window tells."""
+def told(task: Task, setting: Setting) -> tuple[float | None, bool | None]:
+    """Step size, and whether the weights are untrained: what the first window tells."""
     problem, model = begin(task, setting, 0, Meter())
     probe = hdet.Probe(
         lambda model, batch: problem.example_losses(model, batch).view(task.sub_batches, -1).mean(dim=1),
@@ -49,8 +49,8 @@ def step_size(task: Task, setting: Setting) -> float | None:
     engine = AsGiven().engine(task, setting, problem, model, probe, task.steps, 0)
     while not engine.history.windows:
         step_replicas(task, engine, problem.loss, split(problem.batch(engine.step_count), task.micro_batches))
-    found: float | None = engine.history.windows[0].estimates["learning_rate"]["step_size"]
-    return found
+    first = engine.history.windows[0].estimates["learning_rate"]
+    return first["step_size"], first["untrained"]
 
 
 def tasks() -> Iterator[tuple[Task, Setting]]:
@@ -63,9 +63,10 @@ def tasks() -> Iterator[tuple[Task, Setting]]:
 
 
 def main() -> None:
-    print(f"{'task':16}{'best rate':>10}{'step size':>11}")
+    print(f"{'task':16}{'best rate':>10}{'step size':>11}{'untrained':>11}")
     for task, setting in tasks():
-        print(f"{task.name:16}{setting.lr:10g}{step_size(task, setting) or float('nan'):11.2f}", flush=True)
+        size, untrained = told(task, setting)
+        print(f"{task.name:16}{setting.lr:10g}{size or float('nan'):11.2f}{untrained!s:>11}", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def model_by_name(model: nn.Module, held: list[Tensor]) -> Named:
     live = [*model.parameters(), *model.buffers()]
     place = {id(tensor): number for number, tensor in enumerate(live)}
     return {
-        name: _like(held[place[id(value)]], value) if id(value) in place else value
+        name: tensors.sharded_as(held[place[id(value)]], value) if id(value) in place else value
         for name, value in model.state_dict(keep_vars=True).items()
     }
 
@@ -66,23 +66,6 @@ def optimizer_state(
         kept = {key: group[key] for key in group if key not in saved}
         groups.append({**saved, **kept, "params": group["params"]})
     return {"state": states, "param_groups": groups}
-
-
-def _like(held: Tensor, live: Tensor) -> Tensor:
-    """The held part of a tensor, sharded as the live tensor is."""
-    if not hasattr(live, "device_mesh"):
-        return held
-    from torch.distributed.tensor import DTensor
-
-    part: Tensor = DTensor.from_local(
-        held.to(tensors.local(live.detach()).device),
-        live.device_mesh,
-        live.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=live.shape,
-        stride=live.stride(),
-    )
-    return part
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:

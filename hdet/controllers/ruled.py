@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,7 @@ class RuledState:
 class Ruled(Controller):
     """Ask rules in their order for a move; the first that answers is followed, as far as all vetoes allow.
 
-    Vetoes shrink the move one after another, but not that of a rule that is `final`. Values are compared by their
-    ratio, so the knob is in `Log` space.
+    Vetoes shrink the move one after another. Values are compared by their ratio, so the knob is in `Log` space.
 
     After a rewind (`hdet.Rewind`) the base goes on `retreat_factor` times below the value that had worked, or where it
     is, if that is lower. After a new start it goes on `retreat_factor` times below its present value.
@@ -149,27 +148,24 @@ class Ruled(Controller):
             )
         seen = {part.kind: part.observe(state.parts[part.kind], estimate, context) for part in self.parts}
         wish, rule = self._wish(seen, estimate, context)
-        vetoes = () if rule is not None and rule.final else self.vetoes
-        move, veto = self._allowed(wish, vetoes, seen, estimate, context)
+        move, veto = self._allowed(wish, seen, estimate, context)
         after = {part.kind: part.moved(seen[part.kind], wish, move, estimate, context) for part in self.parts}
-        return Judgement(move, RuledState(after), rule.kind if rule is not None else "", veto)
+        return Judgement(move, RuledState(after), rule, veto)
 
-    def _wish(self, seen: Mapping[str, Any], estimate: Estimate, context: Context) -> tuple[float, Rule | None]:
-        """What the first rule that speaks asks for, and the rule."""
+    def _wish(self, seen: Mapping[str, Any], estimate: Estimate, context: Context) -> tuple[float, str]:
+        """What the first rule that speaks asks for, and its kind."""
         for rule in self.rules:
             if rule.looks_ahead is not (estimate.offset > 0):
                 continue
             wish = rule.propose(seen[rule.kind], estimate, context)
             if wish is not None:
-                return wish, rule
-        return 0.0, None
+                return wish, rule.kind
+        return 0.0, ""
 
-    def _allowed(
-        self, move: float, vetoes: Iterable[Veto], seen: Mapping[str, Any], estimate: Estimate, context: Context
-    ) -> tuple[float, str]:
+    def _allowed(self, move: float, seen: Mapping[str, Any], estimate: Estimate, context: Context) -> tuple[float, str]:
         """What the vetoes leave of a move, and the kind of the last that took something away."""
         held_by = ""
-        for veto in vetoes:
+        for veto in self.vetoes:
             allowed = veto.allow(move, seen[veto.kind], estimate, context)
             if allowed != move:
                 move, held_by = allowed, veto.kind

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch.optim import Optimizer
 
@@ -30,11 +29,18 @@ def look(optimizers: Iterable[Optimizer], knobs: Sequence[BoundKnob], window: Wi
         and knob.schedule.total_steps is not None
         and knob.schedule(0) < min(knob.schedule(window.stop), knob.peak / 2)
     ]
-    states = chain.from_iterable(optimizer.state.values() for optimizer in optimizers)
-    before = max((int(state[COUNT]) for state in states if COUNT in state), default=0) - window.stop
-    if rising and before > 0:
+    if not rising:
+        return
+    before = max(map(_made, optimizers)) - window.stop
+    if before > 0:
         warn(
             f"the optimizer had made {before} steps before this run's first, and {rising[0]} warms up once more: a run "
             f"that goes on loads the state of its search too (load_state_dict); where a new schedule is meant, ignore "
             f"this"
         )
+
+
+def _made(optimizer: Optimizer) -> int:
+    """The steps that an optimizer has counted for one of its parameters; 0 if it does not count."""
+    states = (state for state in optimizer.state.values() if isinstance(state, Mapping) and COUNT in state)
+    return int(next(states, {COUNT: 0})[COUNT])

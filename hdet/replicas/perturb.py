@@ -120,7 +120,7 @@ def _move(model: nn.Module, noise: float, scale: str, seed: int, replica: int) -
     ]
     if noise == 0.0 or not moved:
         return
-    squares = [float(_whole(parameter.double().square().sum())) for _, parameter in moved]
+    squares = [float(tensors.whole(parameter.double().square().sum())) for _, parameter in moved]
     sizes = [parameter.numel() for _, parameter in moved]
     common = (sum(squares) / sum(sizes)) ** 0.5
     for (name, parameter), square, size in zip(moved, squares, sizes, strict=True):
@@ -134,11 +134,6 @@ def _move(model: nn.Module, noise: float, scale: str, seed: int, replica: int) -
             start += len(block)
         moves = (deviation * flat).reshape(parameter.shape)
         tensors.local(parameter).add_(_part(moves, parameter).to(parameter.device, parameter.dtype))
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A number that the ranks of a sharded parameter hold parts of, summed up."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _part(whole: Tensor, like: Tensor) -> Tensor:

@@ -29,6 +29,27 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def sharded_as(part: Tensor, live: Tensor) -> Tensor:
+    """This rank's part of a tensor as one sharded like the live tensor; where that is not sharded, the part itself."""
+    if not hasattr(live, "device_mesh"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part.to(local(live.detach()).device),
+        live.device_mesh,
+        live.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=live.shape,
+        stride=live.stride(),
+    )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor sharded over ranks (a collective of these), any other tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 class Partitioned(nn.Module):
     """A model whose parameters are this rank's parts of those that its passes gather."""
 

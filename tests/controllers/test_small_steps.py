@@ -10,7 +10,8 @@ import pytest
 from hdet.controllers import Calibrate, Context, Estimate
 from hdet.controllers.rules import CatchUp, Regain
 from hdet.controllers.small_steps import Beginning
-from hdet.controllers.vetoes import SmallSteps
+from hdet.controllers.vetoes import AboveGiven, SmallSteps
+from hdet.controllers.vetoes.above_given import AboveGivenState
 
 SMALL = 0.5
 LESS = Estimate(slope=0.3, curvature=0.1, stderr=0.01, step_size=1.0)
@@ -105,30 +106,48 @@ def test_calibrate_enters_from_below_and_comes_back_where_steps_are_small() -> N
     assert without.step(without.start(), first, RISING)[0] == -0.6
 
 
-@pytest.mark.parametrize(("size", "move"), [(0.03, math.log(10.0)), (0.15, math.log(2.0)), (0.3, None), (2.0, None)])
-def test_steps_that_hardly_matter_are_made_larger_at_once(size: float, move: float | None) -> None:
-    """As far as the rule's `least`, wherever the schedule as given lies."""
-    found = [
-        CatchUp().propose(BEGUN, replace(LESS, step_size=size), replace(RISING, shift=s)) for s in (-1.0, 0.0, 2.0)
-    ]
+@pytest.mark.parametrize(("size", "move"), [(0.03, 1.0), (0.15, math.log(2.0)), (0.3, None), (2.0, None)])
+def test_steps_that_hardly_matter_are_made_larger(size: float, move: float | None) -> None:
+    """As far as the rule's `too_small`, wherever the schedule as given lies."""
+    estimate = replace(LESS, step_size=size)
+    found = [CatchUp().propose(BEGUN, estimate, replace(RISING, shift=shift)) for shift in (-1.0, 0.0, 2.0)]
     assert found == [pytest.approx(move)] * 3
-    assert CatchUp(least=0.0).propose(BEGUN, replace(LESS, step_size=size), RISING) is None
+    assert CatchUp(too_small=0.0).propose(BEGUN, estimate, RISING) is None
+    assert CatchUp(ceiling=0.5).propose(BEGUN, estimate, replace(RISING, shift=0.5)) is None
 
 
 @pytest.mark.parametrize("t", [-1.0, 1.0, 9.0])
-def test_it_needs_no_proof_above_what_was_given(t: float) -> None:
+def test_they_need_no_proof_above_what_was_given(t: float) -> None:
     """Last weights call for less in most windows of a large model; `AboveGiven` would ask for proof of more."""
     calibrate = Calibrate()
     tiny = Estimate(t / 10, 0.1, 0.1, averaged=Estimate.nothing(), level=3.0, step_size=0.03, untrained=True)
     context = replace(RISING, shift=1.0, step=60, total_steps=3000)
     judged = calibrate.judge(calibrate.start(), tiny, context)
-    assert (judged.move, judged.rule, judged.veto) == (pytest.approx(math.log(10.0)), "catch_up", "")
+    assert (judged.move, judged.rule, judged.veto) == (1.0, "catch_up", "")
+    assert calibrate.step(calibrate.start(), replace(tiny, untrained=False), context)[0] == 0.0
+    assert Calibrate(ceiling=0.0).step(calibrate.start(), tiny, context)[0] == 0.0
+
+
+@pytest.mark.parametrize(("size", "left"), [(0.29, 0.0), (0.1, 0.5)])
+def test_nor_does_evidence_where_steps_stay_too_small(size: float, left: float) -> None:
+    more, context = Estimate(-1.0, stderr=0.4, level=1.0, step_size=size), Context(shift=1.0, total_steps=3000)
+    assert AboveGiven().allow(0.5, AboveGivenState(untrained=True), more, context) == left
+    assert AboveGiven().allow(0.5, AboveGivenState(), more, context) == 0.0
 
 
 def test_evidence_for_more_or_less_comes_first() -> None:
     calibrate = Calibrate()
+    more = replace(LESS, slope=-0.3, averaged=Estimate.nothing(), step_size=0.2, untrained=True)
+    assert calibrate.judge(calibrate.start(), more, RISING).rule == "raise"
     less = replace(LESS, averaged=Estimate(0.3, 0.1, 0.01), step_size=0.2, untrained=True)
     judged = calibrate.judge(calibrate.start(), less, replace(RISING, shift=0.5))
     assert (judged.rule, judged.move < 0) == ("lower", True)
-    more = replace(LESS, slope=-0.3, averaged=Estimate.nothing(), step_size=0.2, untrained=True)
-    assert calibrate.judge(calibrate.start(), more, RISING).rule == "raise"
+
+
+def test_what_evidence_has_lowered_is_not_raised_again() -> None:
+    calibrate = Calibrate()
+    less = replace(LESS, averaged=Estimate(0.3, 0.1, 0.01), step_size=0.2, untrained=True)
+    lowered = calibrate.judge(calibrate.start(), less, replace(RISING, shift=0.5)).state
+    unsure = replace(LESS, averaged=Estimate.nothing(), step_size=0.1)
+    assert calibrate.judge(lowered, unsure, RISING).move == 0.0
+    assert calibrate.judge(calibrate.start(), replace(unsure, untrained=True), RISING).rule == "catch_up"

@@ -46,6 +46,13 @@ def test_all_ranks_learn_the_same(name: str, parts: int, quiet: bool, assert_sam
     assert first["untrained"] is True
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("fsdp", 4), ("tensor parallel", 2)])
+@pytest.mark.parametrize(("strength", "expected"), [(0.0, True), (1.5, False)])
+def test_sharded_weights_are_judged_as_wholes(name: str, ranks: int, strength: float, expected: bool) -> None:
+    """A strong direction hardly shows in a rank's few rows."""
+    assert launch(attached.untrained, ranks, name, strength) == [expected] * ranks
+
+
 def step_size() -> float:
     """The mean over the two matrices of what `hdet.evidence.parts.step_size` works out, of the whole model."""
     matrices = [weights.detach() for weights in attached.network().parameters() if weights.ndim == 2]

@@ -76,6 +76,12 @@ def test_without_a_warm_up_nothing_is_said(schedule: Schedule) -> None:
     explicit_loop.train(engine(*trained(AdamW), schedule), loss=loss)
 
 
+def test_what_else_an_optimizer_keeps_is_left_alone() -> None:
+    model, optimizer = trained(SGD)
+    optimizer.state["global"] = 1  # type: ignore[index]
+    explicit_loop.train(engine(model, optimizer), loss=loss)
+
+
 def test_an_optimizer_that_does_not_count_says_nothing() -> None:
     explicit_loop.train(engine(*trained(SGD)), loss=loss)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import explicit_loop
@@ -15,6 +16,7 @@ import hdet
 from hdet import Engine, Probe
 from hdet.controllers import Hold
 from hdet.evidence import Line
+from hdet.evidence.parts.untrained import _excess
 from hdet.history import WindowRecord
 from hdet.schedules import LinearDecay
 
@@ -105,10 +107,13 @@ def test_it_is_told_once() -> None:
     assert second.estimates["learning_rate"]["untrained"] is None
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_new_head_on_a_trained_body_is_fine_tuning(frozen: bool) -> None:
+def test_a_new_head_on_a_trained_body_is_fine_tuning(frozen: bool, layers: int) -> None:
     model = trained()
     model.head = nn.Linear(128, CLASSES)
+    if layers == 1:
+        model.layers = model.layers[:2]
     model.layers.requires_grad_(not frozen)
     assert untrained(model) is False
 
@@ -148,3 +153,11 @@ def test_each_matrix_of_a_stack_is_looked_at(strength: float) -> None:
             return (x @ self.matrices).mean(0)
 
     assert untrained(Experts()) is (strength == 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_what_overflows_counts_as_trained_and_no_other(dtype: torch.dtype) -> None:
+    large = torch.randn(1, 512, 512, generator=torch.Generator().manual_seed(0)).mul(200.0).to(dtype)
+    assert _excess(large) == pytest.approx(0.96, abs=0.03)
+    large[0, 0, 0] = math.inf
+    assert _excess(large) == math.inf
