@@ -1,4 +1,4 @@
-"""How large are the steps of the best rates beside the weights? Step sizes of tasks, and which are untrained.
+"""How large are the steps of the best rates beside the weights? `Estimate.step_size` and `excess`, of tasks and sizes.
 
     python benchmarks/step_sizes.py
 
@@ -39,8 +39,8 @@ class AsGiven(Recommended):
         return [hdet.LearningRate(schedule=schedule, evidence=Line(), controller=Hold())]
 
 
-def told(task: Task, setting: Setting) -> tuple[float | None, bool | None]:
-    """Step size, and whether the weights are untrained: what the first window tells."""
+def told(task: Task, setting: Setting) -> tuple[float | None, float | None]:
+    """Step size, and the first weights' excess: what the first window tells."""
     problem, model = begin(task, setting, 0, Meter())
     probe = hdet.Probe(
         lambda model, batch: problem.example_losses(model, batch).view(task.sub_batches, -1).mean(dim=1),
@@ -50,7 +50,7 @@ def told(task: Task, setting: Setting) -> tuple[float | None, bool | None]:
     while not engine.history.windows:
         step_replicas(task, engine, problem.loss, split(problem.batch(engine.step_count), task.micro_batches))
     first = engine.history.windows[0].estimates["learning_rate"]
-    return first["step_size"], first["untrained"]
+    return first["step_size"], first["excess"]
 
 
 def tasks() -> Iterator[tuple[Task, Setting]]:
@@ -63,10 +63,10 @@ def tasks() -> Iterator[tuple[Task, Setting]]:
 
 
 def main() -> None:
-    print(f"{'task':16}{'best rate':>10}{'step size':>11}{'untrained':>11}")
+    print(f"{'task':16}{'best rate':>10}{'step size':>11}{'excess':>11}")
     for task, setting in tasks():
-        size, untrained = told(task, setting)
-        print(f"{task.name:16}{setting.lr:10g}{size or float('nan'):11.2f}{untrained!s:>11}", flush=True)
+        size, excess = (float("nan") if own is None else own for own in told(task, setting))
+        print(f"{task.name:16}{setting.lr:10g}{size:11.2f}{excess:11.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+MOST_EXCESS = 1.2
+"""Of weights that nothing has trained: random matrices have about 1 at most, and training adds strong directions."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -26,8 +29,9 @@ class Estimate:
             shared, where the evidence has it.
         level: the signal itself, where the evidence tells; what a slope is large or small against.
         span: how far from the base it was measured, in coordinate units, where the evidence tells.
-        untrained: whether the run's first weights look as if nothing had trained them
-            (`hdet.evidence.parts.untrained`), where the evidence tells; None in all windows but the first.
+        excess: the spectral norms of the run's first weights in units of those of random ones
+            (`hdet.evidence.parts.excess`), where the evidence tells; 0 where there is no matrix to tell by, None in all
+            windows but the first.
         step_size: how far a step at the schedule's peak, shift included, can change matrices, as a share of what they
             hold (`hdet.evidence.parts.step_size`), where the evidence tells.
         offset: where it was taken, relative to the base in coordinate units; 0 is at the base.
@@ -47,7 +51,7 @@ class Estimate:
     relative: Estimate | None = None
     level: float | None = None
     span: float | None = None
-    untrained: bool | None = None
+    excess: float | None = None
     step_size: float | None = None
     offset: float = 0.0
     slopes: tuple[float, ...] = ()
@@ -81,6 +85,11 @@ class Estimate:
         numbers = {**vars(self), "t": self.t, "slopes": list(self.slopes)}
         nested = {name: numbers.pop(name) for name in ("averaged", "relative")}
         return {**numbers, **{name: one.to_dict() for name, one in nested.items() if one is not None}}
+
+    @property
+    def untrained(self) -> bool | None:
+        """Whether nothing had trained the run's first weights; None where the evidence does not tell."""
+        return None if self.excess is None else 0.0 < self.excess <= MOST_EXCESS
 
     @property
     def relative_slope(self) -> float:

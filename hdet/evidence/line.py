@@ -18,10 +18,10 @@ from torch import Tensor
 from hdet.controllers import Calibrate, Controller, Estimate
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
+from hdet.evidence.parts.excess import excess
 from hdet.evidence.parts.line_fit import along
 from hdet.evidence.parts.losses_at import Point, Write, losses_at
 from hdet.evidence.parts.step_size import step_size
-from hdet.evidence.parts.untrained import untrained
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound_knob import BoundKnob
@@ -44,7 +44,7 @@ class Line(Evidence):
     that is far off shows in the first windows, before it does harm. There is no second line then.
 
     As long as it rises, `Estimate.step_size` tells how large the steps at its peak are beside the weights, and
-    `Estimate.untrained`, in the first window, whether these were drawn at random.
+    `Estimate.excess`, in the first window, whether these were drawn at random.
 
     Args:
         width: how far the points reach, in coordinate units.
@@ -149,9 +149,9 @@ class LineCollector(Collector):
             is_last = average is self.scene.moving.values()  # of which there is a copy
             at_average.update(read(last if is_last else average, doubted, averaged=True))
         sizes = [step_size(self.scene, own) if self._rises(own, window) else None for own in knobs]
-        new = untrained(self.scene) if window.start == 0 and any(sizes) else None
+        norms = excess(self.scene) if window.start == 0 and any(sizes) else None
         for k, own in enumerate(knobs):
-            judged = replace(at_last[k], averaged=at_average[k], step_size=sizes[k], untrained=new)
+            judged = replace(at_last[k], averaged=at_average[k], step_size=sizes[k], excess=norms)
             found.update(dict.fromkeys((knob.name for knob in own), judged))
         return found
 

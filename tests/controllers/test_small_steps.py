@@ -75,7 +75,7 @@ def test_nothing_is_to_be_regained(size: float, shift: float) -> None:
 
 
 def test_a_raise_that_evidence_calls_for_is_left_to_looking_ahead() -> None:
-    more = replace(AHEAD, slope=-0.3, step_size=0.49, untrained=True)
+    more = replace(AHEAD, slope=-0.3, step_size=0.49, excess=1.0)
     judged = Calibrate(small=SMALL).judge(Calibrate().start(), more, replace(RISING, shift=-1.0))
     assert (judged.move, judged.rule) == (0.6, "look_ahead")
 
@@ -89,18 +89,18 @@ def test_without_a_size_that_is_small_both_are_off() -> None:
 def test_what_the_first_window_told_is_kept_and_a_rewind_or_new_start_ends_it(
     part: Regain | SmallSteps | CatchUp,
 ) -> None:
-    begun = part.observe(part.start(), replace(LESS, untrained=True), RISING)
+    begun = part.observe(part.start(), replace(LESS, excess=1.0), RISING)
     assert part.observe(begun, LESS, RISING) == begun == BEGUN
     assert part.restart(begun, RISING) == part.retreat(begun, RISING) == Beginning()
-    assert part.observe(part.start(), replace(LESS, untrained=False), RISING) == Beginning()
+    assert part.observe(part.start(), replace(LESS, excess=1.3), RISING) == Beginning()
 
 
 def test_calibrate_enters_from_below_and_comes_back_where_steps_are_small() -> None:
     calibrate = Calibrate(small=SMALL)
-    first = replace(AHEAD, untrained=True, step_size=0.1)
+    first = replace(AHEAD, excess=1.0, step_size=0.1)
     judged = calibrate.judge(calibrate.start(), first, replace(RISING, shift=-1.4))
     assert (judged.move, judged.rule) == (pytest.approx(1.4), "regain")
-    judged = calibrate.judge(judged.state, replace(first, untrained=None), RISING)
+    judged = calibrate.judge(judged.state, replace(first, excess=None), RISING)
     assert (judged.move, judged.rule, judged.veto) == (0.0, "look_ahead", "small_steps")
     without = calibrate.without("regain", "small_steps")
     assert without.step(without.start(), first, RISING)[0] == -0.6
@@ -120,11 +120,11 @@ def test_steps_that_hardly_matter_are_made_larger(size: float, move: float | Non
 def test_they_need_no_proof_above_what_was_given(t: float) -> None:
     """Last weights call for less in most windows of a large model; `AboveGiven` would ask for proof of more."""
     calibrate = Calibrate()
-    tiny = Estimate(t / 10, 0.1, 0.1, averaged=Estimate.nothing(), level=3.0, step_size=0.03, untrained=True)
+    tiny = Estimate(t / 10, 0.1, 0.1, averaged=Estimate.nothing(), level=3.0, step_size=0.03, excess=1.0)
     context = replace(RISING, shift=1.0, step=60, total_steps=3000)
     judged = calibrate.judge(calibrate.start(), tiny, context)
     assert (judged.move, judged.rule, judged.veto) == (1.0, "catch_up", "")
-    assert calibrate.step(calibrate.start(), replace(tiny, untrained=False), context)[0] == 0.0
+    assert calibrate.step(calibrate.start(), replace(tiny, excess=1.3), context)[0] == 0.0
     assert Calibrate(ceiling=0.0).step(calibrate.start(), tiny, context)[0] == 0.0
 
 
@@ -137,17 +137,17 @@ def test_nor_does_evidence_where_steps_stay_too_small(size: float, left: float) 
 
 def test_evidence_for_more_or_less_comes_first() -> None:
     calibrate = Calibrate()
-    more = replace(LESS, slope=-0.3, averaged=Estimate.nothing(), step_size=0.2, untrained=True)
+    more = replace(LESS, slope=-0.3, averaged=Estimate.nothing(), step_size=0.2, excess=1.0)
     assert calibrate.judge(calibrate.start(), more, RISING).rule == "raise"
-    less = replace(LESS, averaged=Estimate(0.3, 0.1, 0.01), step_size=0.2, untrained=True)
+    less = replace(LESS, averaged=Estimate(0.3, 0.1, 0.01), step_size=0.2, excess=1.0)
     judged = calibrate.judge(calibrate.start(), less, replace(RISING, shift=0.5))
     assert (judged.rule, judged.move < 0) == ("lower", True)
 
 
 def test_what_evidence_has_lowered_is_not_raised_again() -> None:
     calibrate = Calibrate()
-    less = replace(LESS, averaged=Estimate(0.3, 0.1, 0.01), step_size=0.2, untrained=True)
+    less = replace(LESS, averaged=Estimate(0.3, 0.1, 0.01), step_size=0.2, excess=1.0)
     lowered = calibrate.judge(calibrate.start(), less, replace(RISING, shift=0.5)).state
     unsure = replace(LESS, averaged=Estimate.nothing(), step_size=0.1)
     assert calibrate.judge(lowered, unsure, RISING).move == 0.0
-    assert calibrate.judge(calibrate.start(), replace(unsure, untrained=True), RISING).rule == "catch_up"
+    assert calibrate.judge(calibrate.start(), replace(unsure, excess=1.0), RISING).rule == "catch_up"

@@ -166,19 +166,24 @@ def learned(name: str, parts: int, quiet: bool) -> Found:
     return {"history": told(search), "weights": ends(model, optimizer), "replicas": search.engine.size}
 
 
-def untrained(name: str, strength: float) -> Any:
-    """What the first window tells of matrices to each of which a strong direction was added; some ranks hold none."""
+def excess(name: str, strength: float) -> tuple[float, float]:
+    """What the first window tells of matrices to each of which a strong direction was added, and what they have.
+
+    Some of four ranks hold nothing of the head.
+    """
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 6))
-    with torch.no_grad():
-        for weights in [own for own in model.parameters() if own.ndim == 2]:
-            row, column = (F.normalize(torch.randn(size), dim=0) for size in weights.shape)
-            weights += strength * torch.linalg.matrix_norm(weights, 2) * torch.outer(row, column)
+    found = []
+    for weights in [own.detach() for own in model.parameters() if own.ndim == 2]:
+        row, column = (F.normalize(torch.randn(size), dim=0) for size in weights.shape)
+        weights += strength * torch.linalg.matrix_norm(weights, 2) * torch.outer(row, column)
+        scale = weights.square().mean().sqrt() * sum(size**0.5 for size in weights.shape)
+        found.append(float(torch.linalg.matrix_norm(weights, 2) / scale))
     model = WRAPS[name](model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     search = attach(model, optimizer, micro_batches=1)
     loop(model, optimizer, search, 1, False, alike=name == "tensor parallel", steps=range(WINDOW))
-    return search.history.windows[0].estimates["learning_rate"]["untrained"]
+    return search.history.windows[0].estimates["learning_rate"]["excess"], max(found)
 
 
 def normed(lent: bool) -> Found:

@@ -93,7 +93,7 @@ def test_it_is_told_while_the_schedule_rises() -> None:
 def test_without_a_warm_up_it_is_not_told(schedule: Schedule) -> None:
     records = train(schedule=schedule)
     assert set(sizes(records)) == {None}
-    assert records[0].estimates["learning_rate"]["untrained"] is None
+    assert records[0].estimates["learning_rate"]["excess"] is None
 
 
 @pytest.mark.parametrize("kind", [Adam, Adamax, NAdam, RAdam])

@@ -29,7 +29,7 @@ class CatchUp(OfUntrained, Rule):
 
     >>> from dataclasses import replace
     >>> rule, tiny = CatchUp(), Estimate(slope=0.0, stderr=0.1, step_size=0.15)
-    >>> begun = rule.observe(rule.start(), replace(tiny, untrained=True), Context())
+    >>> begun = rule.observe(rule.start(), replace(tiny, excess=1.0), Context())
     >>> round(rule.propose(begun, tiny, Context()), 3)
     0.693
     """

@@ -26,7 +26,7 @@ class Regain(OfSmallSteps, Rule):
 
     >>> from dataclasses import replace
     >>> rule, cautious = Regain(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=0.1, offset=0.7)
-    >>> begun = rule.observe(rule.start(), replace(cautious, untrained=True), Context())
+    >>> begun = rule.observe(rule.start(), replace(cautious, excess=1.0), Context())
     >>> round(rule.propose(begun, cautious, Context(shift=-1.386)), 3)
     1.386
     """

@@ -15,7 +15,7 @@ class SmallSteps(OfSmallSteps, Veto):
 
     >>> from dataclasses import replace
     >>> veto, less = SmallSteps(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=2.0)
-    >>> begun = veto.observe(veto.start(), replace(less, untrained=True), Context())
+    >>> begun = veto.observe(veto.start(), replace(less, excess=1.0), Context())
     >>> round(veto.allow(-1.0, begun, less, Context()), 3)  # to half of it
     -0.693
     """

@@ -1,4 +1,4 @@
-"""Whether a model's weights look as if nothing had trained them."""
+"""How far a model's weights are from random ones."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hdet.replicas.replicas import present
 ROUNDS = 10
 """Of power iteration, which finds strong directions first. A norm that is somewhat too small does no harm."""
 
-EXCESS = 1.2
-"""Largest spectral norm of an untrained matrix, in units of that of random weights of the same scale."""
-
 SHARE = 0.75
-"""Share of the matrices that have to look untrained: some are not drawn at random, as positions that are sines."""
+"""Share of the matrices that are to look untrained: some are not drawn at random, as positions that are sines."""
+
+TELLING = 1.5
+"""Spectral norm that a matrix of rank 1 has to have, in these units; smaller matrices look random whatever they are."""
 
 
 @torch.no_grad()
-def untrained(scene: Scene) -> bool:
-    """Whether the weights at the window's opening look as if nothing had trained them.
+def excess(scene: Scene) -> float:
+    """The spectral norms of the weights at the window's opening, in units of those of random weights of their scale.
 
     Independent random weights [m, n] of root mean square w have a spectral norm of about `w (sqrt(m) + sqrt(n))`, at
     most. Training adds strong directions to them (Martin and Mahoney 2018, arXiv:1810.01075). Frozen weights count as
@@ -33,7 +33,8 @@ def untrained(scene: Scene) -> bool:
     Sharded ones are gathered, one at a time.
 
     Returns:
-        the same on every process; False where there is no matrix to tell by.
+        what a quarter of the matrices exceed (`SHARE`), the same on every process; infinite where these cannot be told,
+        and 0 where there is no matrix to tell by.
     """
     model = scene.replicas.hosts[0][0]
     tensors.reshard(model)
@@ -43,13 +44,13 @@ def untrained(scene: Scene) -> bool:
         part = next(opening) if moves else tensors.local(live)
         if live.ndim > 1:
             weights = tensors.whole(tensors.sharded_as(part, live)).to(tensors.local(live).device)
-            found.append(max(map(_excess, _matrices(weights)), default=0.0) if _is_plain(weights) else math.inf)
-    found = [excess for excess in found if excess > 0.0]
+            found.append(max(map(_of_stack, _matrices(weights)), default=0.0) if _is_plain(weights) else math.inf)
+    found = [one for one in found if one > 0.0]
     most = float(np.quantile(found, SHARE, method="inverted_cdf")) if found else 0.0
     row = torch.tensor([most, float(bool(found))], dtype=torch.float64)
     told = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
     each = [total / ranks for total, ranks in told[present(told)] if ranks > 0.0]
-    return bool(each) and bool(max(each) <= EXCESS)
+    return float(max(each, default=0.0))
 
 
 def _is_plain(weights: Tensor) -> bool:
@@ -61,11 +62,11 @@ def _matrices(weights: Tensor) -> Iterator[Tensor]:
     shapes = [(1, len(weights), -1)] + ([tuple(weights.shape)] if weights.ndim == 3 else [])
     for stack in map(weights.reshape, shapes):
         *_, m, n = stack.shape
-        if math.sqrt(m * n) > 1.25 * EXCESS * (math.sqrt(m) + math.sqrt(n)) and bool(stack.any()):
+        if math.sqrt(m * n) > TELLING * (math.sqrt(m) + math.sqrt(n)) and bool(stack.any()):
             yield stack
 
 
-def _excess(stack: Tensor) -> float:
+def _of_stack(stack: Tensor) -> float:
     """The spectral norm of a stack's matrices [s, m, n], in units of that of random weights of the same scale.
 
     Infinite where it cannot be worked out.
@@ -80,5 +81,5 @@ def _excess(stack: Tensor) -> float:
         one = nn.functional.normalize(stack.mT @ other, dim=1)
     norms = (stack @ one).float().norm(dim=1)
     scale = stack.flatten(1).norm(dim=1, dtype=torch.float32) / math.sqrt(m * n)
-    excess = float(norms.sum() / scale.sum()) / (math.sqrt(m) + math.sqrt(n))
-    return excess if math.isfinite(excess) else math.inf
+    found = float(norms.sum() / scale.sum()) / (math.sqrt(m) + math.sqrt(n))
+    return found if math.isfinite(found) else math.inf

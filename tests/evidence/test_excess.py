@@ -1,4 +1,4 @@
-"""Whether the first weights look as if nothing had trained them: `Estimate.untrained`, which `Line` tells."""
+"""How far the first weights are from random ones: `Estimate.excess`, which `Line` tells."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.optim import AdamW
 
 import hdet
 from hdet import Engine, Probe
-from hdet.controllers import Hold
+from hdet.controllers import Estimate, Hold
 from hdet.evidence import Line
-from hdet.evidence.parts.untrained import _excess
+from hdet.evidence.parts.excess import _of_stack
 from hdet.history import WindowRecord
 from hdet.schedules import LinearDecay
 
@@ -64,8 +64,9 @@ def told(model: nn.Module, steps: int = 6) -> list[WindowRecord]:
     return explicit_loop.train(engine, steps, loss=lambda model, step, index: losses(model, batch(step)).mean())
 
 
-def untrained(model: nn.Module) -> object:
-    return told(model)[0].estimates["learning_rate"]["untrained"]
+def untrained(model: nn.Module) -> bool | None:
+    excess = told(model)[0].estimates["learning_rate"]["excess"]
+    return Estimate(0.0, excess=excess).untrained
 
 
 def trained() -> Net:
@@ -103,8 +104,8 @@ def test_weights_that_learnt_something_are_not(dtype: torch.dtype) -> None:
 
 def test_it_is_told_once() -> None:
     first, second = told(Net(), steps=12)
-    assert first.estimates["learning_rate"]["untrained"] is True
-    assert second.estimates["learning_rate"]["untrained"] is None
+    assert 0.8 < first.estimates["learning_rate"]["excess"] < 1.1
+    assert second.estimates["learning_rate"]["excess"] is None
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -158,6 +159,6 @@ def test_each_matrix_of_a_stack_is_looked_at(strength: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_what_overflows_counts_as_trained_and_no_other(dtype: torch.dtype) -> None:
     large = torch.randn(1, 512, 512, generator=torch.Generator().manual_seed(0)).mul(200.0).to(dtype)
-    assert _excess(large) == pytest.approx(0.96, abs=0.03)
+    assert _of_stack(large) == pytest.approx(0.96, abs=0.03)
     large[0, 0, 0] = math.inf
-    assert _excess(large) == math.inf
+    assert _of_stack(large) == math.inf
