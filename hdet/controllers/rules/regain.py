@@ -18,11 +18,10 @@ class Regain(OfSmallSteps, Rule):
     """Go up to where steps are no longer small, and no further than to the schedule as given (a shift of 0).
 
     It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up. Where they call for more
-    (`t < -significance`) and `LookAhead` may go further (`early_limit`), it leaves the raise to it.
+    (`t < -significance`), it leaves the raise to `LookAhead`.
 
     Args:
         significance: |t| at the last weights from which they are believed.
-        early_limit: largest move of `LookAhead`, in coordinates.
 
     >>> from dataclasses import replace
     >>> rule, cautious = Regain(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=0.1, offset=0.7)
@@ -34,13 +33,10 @@ class Regain(OfSmallSteps, Rule):
     looks_ahead: ClassVar[bool] = True
 
     significance: float = Field(default=2.0, gt=0, le=100)
-    early_limit: float = Field(default=0.6, gt=0, le=10)
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
         return False
 
     def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float | None:
         room = self.room(state, estimate, context)
-        if room is None or room <= 0:
-            return None
-        return None if estimate.t < -self.significance and room < self.early_limit else room
+        return None if room is None or room <= 0 or estimate.t < -self.significance else room
