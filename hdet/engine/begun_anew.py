@@ -32,7 +32,7 @@ def look(optimizers: Iterable[Optimizer], knobs: Sequence[BoundKnob], window: Wi
     if not rising:
         return
     before = max(map(_made, optimizers)) - window.stop
-    if before > 0:
+    if before > 1:  # torch.distributed.checkpoint makes one, at a rate of 0, to see what an optimizer keeps
         warn(
             f"the optimizer had made {before} steps before this run's first, and {rising[0]} warms up once more: a run "
             f"that goes on loads the state of its search too (load_state_dict); where a new schedule is meant, ignore "
