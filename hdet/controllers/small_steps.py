@@ -50,8 +50,8 @@ class OfSmallSteps(OfUntrained):
     untrained (`Estimate.untrained`): so not in fine-tuning, where small steps do harm.
 
     Args:
-        small: `step_size` up to which steps are small. At the best rates of 15 tasks by AdamW, of untrained models, it
-            is 0.13 to 8, and below 0.46 in three of them (`benchmarks/step_sizes.py`).
+        small: `step_size` up to which steps are small. At the best rates of 13 tasks by AdamW, of untrained models, it
+            is 0.13 to 3.7, and below 0.46 in three of them (`benchmarks/step_sizes.py`).
     """
 
     small: float = Field(default=1.0, ge=0, le=100)

@@ -23,7 +23,7 @@ class CatchUp(OfUntrained, Rule):
 
     Args:
         too_small: `step_size` below which a rate is taken to be too low; 0 leaves all as they are. At the best rates of
-            15 tasks by AdamW it is 0.13 to 8, and at a rate twice too high a run loses little.
+            13 tasks by AdamW it is 0.13 to 3.7, and at a rate twice too high a run loses little.
         catch_up_step: largest move, in coordinates.
         ceiling: largest shift that it raises to.
 
