@@ -6,7 +6,7 @@ from pydantic import Field
 
 from hdet.controllers.part import Rule, Veto
 from hdet.controllers.ruled import Ruled
-from hdet.controllers.rules import CatchUp, LookAhead, Lower, Raise, Regain, Return, Stall, WarmUp
+from hdet.controllers.rules import AwaitSchedule, CatchUp, LookAhead, Lower, Raise, Regain, Return, Stall, WarmUp
 from hdet.controllers.vetoes import AboveGiven, SmallSteps
 from hdet.spec import register
 
@@ -26,6 +26,7 @@ class Calibrate(Ruled):
     | `LookAhead` | follows the estimates taken ahead of it, early in the warm-up |
     | `Lower` | goes down, if averaged weights call for less |
     | `Stall` | goes down, if training is stalled and the last weights call for less |
+    | `AwaitSchedule` | waits for the warm-up to come up to it, if the last weights call for less |
     | `WarmUp` | holds, as long as the schedule is low |
     | `Raise` | goes up, if the last weights call for more |
     | `Return` | goes back up to the schedule as given, if only looking ahead has lowered it |
@@ -50,7 +51,17 @@ class Calibrate(Ruled):
     0.3
     """
 
-    rules: tuple[Rule, ...] = (Regain(), LookAhead(), Lower(), Stall(), WarmUp(), Raise(), Return(), CatchUp())
+    rules: tuple[Rule, ...] = (
+        Regain(),
+        LookAhead(),
+        Lower(),
+        Stall(),
+        AwaitSchedule(),
+        WarmUp(),
+        Raise(),
+        Return(),
+        CatchUp(),
+    )
     vetoes: tuple[Veto, ...] = (AboveGiven(), SmallSteps())
     until: float = Field(default=0.85, gt=0, le=1)
     retreat_factor: float = Field(default=3.0, ge=1, le=100)

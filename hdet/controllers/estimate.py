@@ -92,6 +92,11 @@ class Estimate:
         return None if self.excess is None else 0.0 < self.excess <= MOST_EXCESS
 
     @property
+    def pretrained(self) -> bool | None:
+        """Whether the run's first weights had been trained; None where the evidence does not tell."""
+        return None if self.excess is None else self.excess > MOST_EXCESS
+
+    @property
     def relative_slope(self) -> float:
         """|slope| as a share of |level|; infinite without a level."""
         return abs(self.slope / self.level) if self.level else math.inf

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pydantic import Field
 
@@ -29,14 +30,8 @@ class OfUntrained(Part):
     def start(self) -> Beginning:
         return Beginning()
 
-    def observe(self, state: Beginning, estimate: Estimate, context: Context) -> Beginning:
-        return state if estimate.untrained is None else Beginning(estimate.untrained)
-
-    def retreat(self, state: Beginning, context: Context) -> Beginning:
-        return Beginning()
-
-    def restart(self, state: Beginning, context: Context) -> Beginning:
-        return Beginning()
+    def observe(self, state: Any, estimate: Estimate, context: Context) -> Any:
+        return state if estimate.untrained is None else replace(state, untrained=estimate.untrained)
 
 
 class OfSmallSteps(OfUntrained):

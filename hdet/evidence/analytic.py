@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hdet.controllers import Controller, Estimate, Regularize
 from hdet.errors import ConfigError
 from hdet.evidence.parts.directional import Block, Direction, Directional, DirectionalCollector
+from hdet.evidence.parts.excess import excess
 from hdet.evidence.parts.preconditioner import decoupled, preconditioner
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
@@ -146,7 +147,11 @@ class AnalyticCollector(DirectionalCollector):
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         self._add_up()
-        return super().close(harvest)
+        found = super().close(harvest)
+        if harvest.window.start > 0:
+            return found
+        norms = excess(self.scene)
+        return {name: replace(told, excess=norms) for name, told in found.items()}
 
     def centre(self, harvest: Harvest) -> list[Tensor]:
         return self.scene.averaged(harvest.valid, self.stride)

@@ -6,7 +6,7 @@ import pytest
 from windows import moves
 
 from hdet.controllers import Context, Estimate, Gated, GatedState, Regularize, RuledState
-from hdet.controllers.rules import SlopeSum
+from hdet.controllers.rules import Leap, SlopeSum
 
 EAGER = {
     "rate": 0.1,
@@ -129,6 +129,16 @@ def test_it_goes_no_further_up_than_twice_what_was_measured() -> None:
     assert move(rule(max_extrapolation=2.0), slope(-1.0, span=0.9)) == pytest.approx(0.1)
     assert move(rule(max_extrapolation=2.0), slope(1.0, span=0.02)) == pytest.approx(-0.1), "down is safe: D shrinks"
     assert move(rule(min_effect=10.0), slope(-1e-9, span=0.02)) == pytest.approx(0.04), "nor does a leap"
+
+
+@pytest.mark.parametrize(("excess", "leaps"), [(None, True), (0.0, True), (1.0, True), (1.3, False), (math.inf, False)])
+def test_weights_that_had_been_trained_are_not_leapt_at(excess: float | None, leaps: bool) -> None:
+    """Nor after a rewind or a new start: the first window tells it once in a run."""
+    leap, weak = Leap(min_effect=1.0), slope(-1e-3)
+    told = leap.observe(leap.start(), replace(weak, excess=excess), SMALL_GAP)
+    for state in (told, leap.retreat(told, SMALL_GAP), leap.restart(told, SMALL_GAP)):
+        seen = leap.observe(state, weak, SMALL_GAP)
+        assert (leap.propose(seen, weak, SMALL_GAP) is not None) is leaps
 
 
 def test_weights_that_have_learnt_nothing_say_nothing_of_more() -> None:

@@ -148,3 +148,28 @@ def test_a_knob_that_rests_starves_no_other() -> None:
     alone = train(make([knob()], n=4, window=8, windows=8), loss=noisy)
     sizes = [np.median([record.estimates["a"]["stderr"] for record in run]) for run in (records, alone)]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.25)
+
+
+@pytest.mark.parametrize(("sign", "explored"), [(1.0, [1, 4, 10]), (-1.0, list(range(1, 12)))])
+def test_where_evidence_calls_for_its_bound_it_rests_until_the_run_is_twice_as_long(
+    sign: float, explored: list[int]
+) -> None:
+    """Less of the knob makes steps longer, towards a lower held-out loss or away from it; a resumed run knows."""
+
+    def probe(model: Any, batch: float) -> Tensor:
+        return batch + AIM @ (model.w - model.w.detach())
+
+    def loss(model: Any, step: int, index: int) -> Tensor:
+        return sign * (1.0 - model.late) * (SLOPE @ model.w)
+
+    seen: list[float] = []
+    state: dict[str, Any] = {}
+    for until in (25, 120):
+        engine = make([regulariser(Contrast(bound_from=0.0))], window=10, windows=12, probe=probe)
+        if state:
+            engine.load_state_dict(state)
+        told = {"watch": lambda model: seen.append(model.late), "report": lambda step, own: torch.tensor(0.8)}
+        train(engine, until, loss=loss, **told)
+        state = engine.state_dict()
+    by_window = np.array(seen).reshape(12, -1)
+    assert [number for number, levels in enumerate(by_window) if levels.any()] == explored

@@ -1,4 +1,4 @@
-"""How far the first weights are from random ones: `Estimate.excess`, which `Line` tells."""
+"""How far the first weights are from random ones: `Estimate.excess`, which `Line` and `Analytic` tell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim import AdamW
 import hdet
 from hdet import Engine, Probe
 from hdet.controllers import Estimate, Hold
-from hdet.evidence import Line
+from hdet.evidence import Analytic, Line
 from hdet.evidence.parts.excess import _of_stack
 from hdet.history import WindowRecord
 from hdet.schedules import LinearDecay
@@ -56,7 +56,10 @@ def told(model: nn.Module, steps: int = 6) -> list[WindowRecord]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine = Engine(
         hdet.micro_batches(model, AdamW(trained, lr=1e-3), n=1),
-        [hdet.LearningRate(schedule=LinearDecay(peak=1e-3, total_steps=STEPS), evidence=Line(), controller=Hold())],
+        [
+            hdet.LearningRate(schedule=LinearDecay(peak=1e-3, total_steps=STEPS), evidence=Line(), controller=Hold()),
+            hdet.WeightDecay(evidence=Analytic(), controller=Hold()),
+        ],
         window=6,
         signal=Probe(losses, [batch(1000), batch(1001)]),
         total_steps=STEPS,
@@ -65,8 +68,9 @@ def told(model: nn.Module, steps: int = 6) -> list[WindowRecord]:
 
 
 def untrained(model: nn.Module) -> bool | None:
-    excess = told(model)[0].estimates["learning_rate"]["excess"]
-    return Estimate(0.0, excess=excess).untrained
+    found = {Estimate(0.0, excess=one["excess"]).untrained for one in told(model)[0].estimates.values()}
+    assert len(found) == 1, "the rate's evidence and the decay's tell the same"
+    return found.pop()
 
 
 def trained() -> Net:
@@ -104,8 +108,8 @@ def test_weights_that_learnt_something_are_not(dtype: torch.dtype) -> None:
 
 def test_it_is_told_once() -> None:
     first, second = told(Net(), steps=12)
-    assert 0.8 < first.estimates["learning_rate"]["excess"] < 1.1
-    assert second.estimates["learning_rate"]["excess"] is None
+    assert all(0.8 < one["excess"] < 1.1 for one in first.estimates.values())
+    assert [one["excess"] for one in second.estimates.values()] == [None, None]
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -3,10 +3,11 @@
 | for | rules |
 |---|---|
 | a learning rate, at last and averaged weights | `Lower`, `Stall`, `WarmUp`, `Raise`, `Return` |
-| a learning rate, early in its warm-up | `Regain`, `LookAhead`, `CatchUp` |
+| a learning rate, early in its warm-up | `Regain`, `LookAhead`, `AwaitSchedule`, `CatchUp` |
 | a weight decay, judged by its formula | `Leap`, `SlopeSum`, `Restore` |
 """
 
+from hdet.controllers.rules.await_schedule import AwaitSchedule
 from hdet.controllers.rules.catch_up import CatchUp
 from hdet.controllers.rules.leap import Leap
 from hdet.controllers.rules.look_ahead import LookAhead
@@ -20,6 +21,7 @@ from hdet.controllers.rules.stall import Stall
 from hdet.controllers.rules.warm_up import WarmUp
 
 __all__ = [
+    "AwaitSchedule",
     "CatchUp",
     "Leap",
     "LookAhead",

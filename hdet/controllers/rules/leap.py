@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 from pydantic import Field
 
@@ -12,13 +13,21 @@ from hdet.controllers.rules.slope_sum import SlopeSum, SlopeSumState
 from hdet.spec import register
 
 
+@dataclass(frozen=True)
+class LeapState(SlopeSumState):
+    """The sum of slopes, and whether the run's first weights had been trained."""
+
+    pretrained: bool = False
+
+
 @register
 class Leap(SlopeSum):
     """Where `SlopeSum` raises a knob too weak to have an effect, raise it at once to where it would have one.
 
     A slope in log space grows with the value, as long as weights decay less than once in a window. So a knob whose
     |slope| is a share of `min_effect` times the level (`Estimate.level`) is raised by the factor that is missing, and
-    by `max_scale` rates at the most. It speaks only where that is further than `SlopeSum` would go.
+    by `max_scale` rates at the most. It speaks only where that is further than `SlopeSum` would go, and never in
+    fine-tuning (`Estimate.pretrained`): there decay takes away what was learnt before.
 
     Args:
         gate: |tau| that a leap takes; higher than that of a step.
@@ -28,7 +37,24 @@ class Leap(SlopeSum):
     gate: float = Field(default=2.0, ge=0, le=100)
     min_effect: float = Field(default=1e-2, ge=0)
 
-    def propose(self, state: SlopeSumState, estimate: Estimate, context: Context) -> float | None:
+    def start(self) -> LeapState:
+        return LeapState()
+
+    def observe(self, state: LeapState, estimate: Estimate, context: Context) -> LeapState:
+        known = estimate.pretrained
+        return replace(
+            super().observe(state, estimate, context), pretrained=state.pretrained if known is None else known
+        )
+
+    def retreat(self, state: LeapState, context: Context) -> LeapState:
+        return LeapState(pretrained=state.pretrained)
+
+    def restart(self, state: LeapState, context: Context) -> LeapState:
+        return LeapState(pretrained=state.pretrained)
+
+    def propose(self, state: LeapState, estimate: Estimate, context: Context) -> float | None:
+        if state.pretrained:
+            return None
         move = super().propose(state, estimate, context)
         share = estimate.relative_slope / self.min_effect if self.min_effect > 0 else 1.0
         if move is None or move <= 0 or share >= 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import Field
 
@@ -70,7 +70,15 @@ class SummedSlopes(Rule):
         first, lowest = state.first, state.lowest
         if estimate.level is not None and math.isfinite(estimate.level):
             first, lowest = (first if first < math.inf else estimate.level), min(lowest, estimate.level)
-        return SlopeSumState(total, variance, sums, against % _WINDOWS_AGAINST, first, lowest)
+        return replace(
+            state,
+            total=total,
+            variance=variance,
+            sums=sums,
+            against=against % _WINDOWS_AGAINST,
+            first=first,
+            lowest=lowest,
+        )
 
 
 @register

@@ -20,6 +20,8 @@ from hdet.replicas import tensors
 from hdet.user_warning import warn
 
 MARGIN = 0.02
+CERTAIN = 2.0
+"""|t| from which a window is believed that calls for a bound."""
 
 
 class Levels:
@@ -27,7 +29,8 @@ class Levels:
 
     Near a bound both lie inside it, one of them on the bound. A base on its bound rests before `bound_from`, a share
     of the run, and later where nothing says that it should leave: where the held-out loss does not exceed the training
-    loss by two standard errors and 2 %. (Knobs that also act in eval mode are no regularisers, and never rest.)
+    loss by two standard errors and 2 %. (Knobs that also act in eval mode are no regularisers, and never rest.) Where
+    a window called for its bound (`|t| > CERTAIN`), it rests until the run is twice as long.
 
     Losses on two scales cannot be compared, and then such a base rests for good. The first window that tells a training
     loss shows it, by the rule of `hdet.controllers.vetoes.NeedsGap`.
@@ -36,6 +39,7 @@ class Levels:
         half: [K] half the distance between a knob's levels, in coordinate units; 0 for a knob that rests.
         centre: [K] their middle, as an offset from the base; 0 but near a bound.
         other_scale: whether training and held-out loss are on two scales; None until a window has told.
+        called: [K] the step at which the last window that left no doubt ended, with the sign of its slope; 0 without.
     """
 
     def __init__(self, scene: Scene, knobs: Sequence[BoundKnob], bound_from: float) -> None:
@@ -45,6 +49,7 @@ class Levels:
         self.half = np.zeros(len(knobs))
         self.centre = np.zeros(len(knobs))
         self.other_scale: bool | None = None
+        self.called = np.zeros(len(knobs))
 
     def place(self, window: Window, step: int, training: float) -> None:
         """Set the levels of a window by the bases at a step of it; `training` is the mean training loss, NaN unknown.
@@ -53,7 +58,9 @@ class Levels:
         """
         rooms = [knob.spec.space.room(knob.base(step), knob.spec.bounds) for knob in self.knobs]
         bound = {k for k, room in enumerate(rooms) if 0.0 in room and not self.knobs[k].spec.acts_in_eval}
-        resting = bound if bound and self._rests(window, step, training) else set()
+        resting = {k for k in bound if step < 2.0 * self.called[k] * (1.0 if rooms[k][0] == 0.0 else -1.0)}
+        if bound > resting and self._rests(window, step, training):
+            resting = bound
         for k, (knob, (down, up)) in enumerate(zip(self.knobs, rooms, strict=True)):
             listens = knob.controller.listens(window.stop, window.total_steps)
             width = min(knob.spec.spread.width, (down + up) / 2) if listens and k not in resting else 0.0
@@ -87,10 +94,11 @@ class Levels:
         return early or bool(self.other_scale) or not gap > 2.0 * error + MARGIN * abs(training)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"other_scale": self.other_scale}
+        return {"other_scale": self.other_scale, "called": self.called.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.other_scale = state["other_scale"]
+        self.called = np.array(state["called"])
 
     def told(self, estimates: Mapping[int, Estimate], harvest: Harvest) -> dict[str, Estimate]:
         """What every knob's controller is told, from slopes of one step by the knobs' numbers.
@@ -102,6 +110,8 @@ class Levels:
         direct = self._direct([k for k in estimates if self.knobs[k].spec.acts_in_eval], harvest)
         steps = harvest.window.stop - harvest.window.start
         for k, estimate in estimates.items():
+            if abs(estimate.t) > CERTAIN:
+                self.called[k] = math.copysign(harvest.window.stop, estimate.t)
             if k in direct:
                 # Training batches and probe batches have no sub-batch in common.
                 slope, stderr = steps * estimate.slope + direct[k].slope, steps * estimate.stderr

@@ -1,0 +1,70 @@
+"""A rate that was raised above the schedule as given waits for the schedule to come up to it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from pydantic import Field
+
+from hdet.controllers.controller import Context
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.part import Rule
+from hdet.controllers.small_steps import Beginning, OfSmallSteps
+from hdet.spec import register
+
+
+@dataclass(frozen=True)
+class AwaitScheduleState(Beginning):
+    """How training has begun, and where the schedule has stood.
+
+    Attributes:
+        risen_to, risen_from: the schedule after the closed window and after the one before it; 0 where there was none.
+    """
+
+    risen_to: float = 0.0
+    risen_from: float = 0.0
+
+
+@register
+class AwaitSchedule(OfSmallSteps, Rule):
+    """Hold a rate that lies above the schedule as given while that rises, if the last weights call for less.
+
+    Evidence for a raise is gathered early in the warm-up, where the rate is far below its peak. It proves that a higher
+    rate is right there, not that the peak is too low. So where the last weights then call for less
+    (`t > significance`), the base goes down by what the schedule has risen by since the window before, and no further
+    than to the schedule as given. While an untrained model warms up, a rate whose steps are small goes on rising.
+
+    Args:
+        significance: t at the last weights from which they are believed.
+        within: largest shift at which it speaks; by default a factor of the square root of 10. What was set is
+            a guess as good as that, and one that was passed by more was wrong.
+
+    >>> rule, less = AwaitSchedule(), Estimate(slope=0.3, stderr=0.1)
+    >>> state = rule.observe(rule.start(), less, Context(schedule_next=0.4, warming=True))
+    >>> risen = Context(schedule_next=0.5, warming=True, shift=0.6)
+    >>> round(rule.propose(rule.observe(state, less, risen), less, risen), 3)
+    -0.223
+    """
+
+    significance: float = Field(default=2.0, gt=0, le=100)
+    within: float = Field(default=math.log(10.0) / 2, gt=0, le=100)
+
+    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
+        return False
+
+    def start(self) -> AwaitScheduleState:
+        return AwaitScheduleState()
+
+    def observe(self, state: AwaitScheduleState, estimate: Estimate, context: Context) -> AwaitScheduleState:
+        seen = super().observe(state, estimate, context)
+        return replace(seen, risen_to=context.schedule_next, risen_from=state.risen_to)
+
+    def propose(self, state: AwaitScheduleState, estimate: Estimate, context: Context) -> float | None:
+        above = 0.0 < context.shift <= self.within
+        if not (context.warming and above and state.risen_from > 0.0 and estimate.t > self.significance):
+            return None
+        rise = min(context.shift, math.log(context.schedule_next / state.risen_from))
+        if state.untrained and estimate.step_size and self.small > 0.0:
+            rise = min(rise, math.log(estimate.step_size / self.small))
+        return -rise if rise > 0.0 else None
