@@ -245,6 +245,7 @@ class ContrastCollector(Collector):
 
     def forget(self) -> None:
         self.record.forget()
+        self.levels.forget()
 
     def state_dict(self) -> dict[str, Any]:
         training = self.training if math.isfinite(self.training) else None

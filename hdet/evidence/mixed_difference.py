@@ -102,6 +102,9 @@ class MixedDifferenceCollector(Collector):
             heard = np.flatnonzero(self.levels.half).tolist()
             return self.levels.told(self._measured(heard, harvest) if heard else {}, harvest)
 
+    def forget(self) -> None:
+        self.levels.forget()
+
     def state_dict(self) -> dict[str, Any]:
         return {"levels": self.levels.state_dict()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -12,9 +13,9 @@ from hdet.controllers.rules import AwaitSchedule
 from hdet.controllers.rules.await_schedule import AwaitScheduleState
 
 LESS = Estimate(slope=0.3, stderr=0.1, averaged=Estimate.nothing())
-RISEN = AwaitScheduleState(risen_to=0.5, risen_from=0.4)
-ABOVE = Context(warming=True, schedule_now=0.5, schedule_next=0.5, shift=0.6)
 RISE = math.log(0.5 / 0.4)
+RISEN = AwaitScheduleState(last=0.5, rise=RISE)
+ABOVE = Context(schedule_now=0.5, schedule_next=0.5, shift=0.6)
 
 
 def asked(estimate: Estimate = LESS, context: Context = ABOVE, state: AwaitScheduleState = RISEN) -> float | None:
@@ -37,15 +38,14 @@ def test_no_further_than_to_the_schedule_as_given() -> None:
         (LESS, replace(ABOVE, shift=0.0), RISEN),
         (LESS, replace(ABOVE, shift=-0.6), RISEN),
         (LESS, replace(ABOVE, shift=1.2), RISEN),
-        (LESS, replace(ABOVE, warming=False), RISEN),
-        (LESS, replace(ABOVE, schedule_next=0.4), RISEN),
-        (LESS, ABOVE, AwaitScheduleState(risen_to=0.5)),
+        (LESS, ABOVE, replace(RISEN, rise=0.0)),
+        (LESS, ABOVE, replace(RISEN, fell=True)),
     ],
 )
 def test_where_nothing_speaks_for_it_it_is_silent(
     estimate: Estimate, context: Context, state: AwaitScheduleState
 ) -> None:
-    """No proof; not above the schedule, or far above it; the schedule has not risen, or nobody knows by how much."""
+    """No proof; not above the schedule, or far above it; the schedule has not risen, or has fallen before."""
     assert asked(estimate, context, state) is None
 
 
@@ -56,19 +56,38 @@ def test_small_steps_of_an_untrained_model_go_on_rising(size: float, move: float
     assert asked(sized) == pytest.approx(-RISE), "in fine-tuning small steps may do harm"
 
 
-def test_a_base_that_calibrate_raised_stands_still_over_windows() -> None:
-    """A schedule that doubles in four windows, and a base 1.5 times above it: met on the way, then followed."""
-    calibrate, schedule = Calibrate(), [0.25 * 2 ** (window / 4) for window in range(6)]
-    state, shift, bases, rules = calibrate.start(), math.log(1.5), [], []
-    for window, now in enumerate(schedule[:-1]):
-        context = replace(ABOVE, schedule_now=now, schedule_next=schedule[window + 1], shift=shift, window=window)
+def course(schedule: list[float], shift: float) -> tuple[list[float], list[str]]:
+    """The bases at which windows begin, and the rules that spoke, where the last weights always call for less."""
+    calibrate, bases, rules = Calibrate(), [], []
+    state = calibrate.start()
+    for window, (now, following) in enumerate(pairwise(schedule)):
+        context = Context(schedule_now=now, schedule_next=following, shift=shift, window=window)
         judged = calibrate.judge(state, LESS, context)
         shift, state = shift + judged.move, judged.state
-        bases.append(schedule[window + 1] * math.exp(shift))
+        bases.append(following * math.exp(shift))
         rules.append(judged.rule)
+    return bases, rules
+
+
+def test_a_base_that_calibrate_raised_waits_until_the_schedule_has_come_up() -> None:
+    """A schedule that doubles in four windows, and a base 1.5 times above it."""
+    schedule = [0.25 * 2 ** (window / 4) for window in range(6)]
+    bases, rules = course(schedule, math.log(1.5))
     first = 1.5 * schedule[1]  # the first window knows of no rise
     assert bases == pytest.approx([max(first, given) for given in schedule[1:]])
     assert rules == ["", *["await_schedule"] * 3, ""]
+
+
+def test_a_warm_up_by_stairs_is_one() -> None:
+    bases, _ = course([0.2, 0.2, 0.4, 0.4, 0.6, 0.6], math.log(2.0))
+    assert bases == pytest.approx([0.4, 0.4, 0.4, 0.6, 0.6])
+
+
+@pytest.mark.parametrize("again", [[0.4, 0.8, 1.0], [1.0, 1.0]])
+def test_a_schedule_that_rises_again_is_no_warm_up(again: list[float]) -> None:
+    """A cycle, or a cosine's restart: what was found by then stays."""
+    bases, _ = course([1.0, 1.0, 0.6, 0.2, *again], math.log(2.0))
+    assert bases == pytest.approx([2.0 * given for given in [1.0, 0.6, 0.2, *again]])
 
 
 def test_a_rewind_and_a_new_start_forget_where_the_schedule_stood() -> None:

@@ -19,16 +19,19 @@ class AwaitScheduleState(Beginning):
     """How training has begun, and where the schedule has stood.
 
     Attributes:
-        risen_to, risen_from: the schedule after the closed window and after the one before it; 0 where there was none.
+        last: the schedule after the window before; 0 where there was none.
+        rise: what it has risen by since, in coordinates.
+        fell: whether it has ever fallen: then the warm-up is over.
     """
 
-    risen_to: float = 0.0
-    risen_from: float = 0.0
+    last: float = 0.0
+    rise: float = 0.0
+    fell: bool = False
 
 
 @register
 class AwaitSchedule(OfSmallSteps, Rule):
-    """Hold a rate that lies above the schedule as given while that rises, if the last weights call for less.
+    """Hold a rate that lies above the schedule as given during its warm-up, if the last weights call for less.
 
     Evidence for a raise is gathered early in the warm-up, where the rate is far below its peak. It proves that a higher
     rate is right there, not that the peak is too low. So where the last weights then call for less
@@ -41,8 +44,8 @@ class AwaitSchedule(OfSmallSteps, Rule):
             a guess as good as that, and one that was passed by more was wrong.
 
     >>> rule, less = AwaitSchedule(), Estimate(slope=0.3, stderr=0.1)
-    >>> state = rule.observe(rule.start(), less, Context(schedule_next=0.4, warming=True))
-    >>> risen = Context(schedule_next=0.5, warming=True, shift=0.6)
+    >>> state = rule.observe(rule.start(), less, Context(schedule_next=0.4))
+    >>> risen = Context(schedule_next=0.5, shift=0.6)
     >>> round(rule.propose(rule.observe(state, less, risen), less, risen), 3)
     -0.223
     """
@@ -57,14 +60,15 @@ class AwaitSchedule(OfSmallSteps, Rule):
         return AwaitScheduleState()
 
     def observe(self, state: AwaitScheduleState, estimate: Estimate, context: Context) -> AwaitScheduleState:
-        seen = super().observe(state, estimate, context)
-        return replace(seen, risen_to=context.schedule_next, risen_from=state.risen_to)
+        seen: AwaitScheduleState = super().observe(state, estimate, context)
+        now, last = context.schedule_next, state.last
+        rise = math.log(now / last) if now > last > 0.0 else 0.0
+        return replace(seen, last=now, rise=rise, fell=state.fell or now < last)
 
     def propose(self, state: AwaitScheduleState, estimate: Estimate, context: Context) -> float | None:
-        above = 0.0 < context.shift <= self.within
-        if not (context.warming and above and state.risen_from > 0.0 and estimate.t > self.significance):
+        if state.fell or not 0.0 < context.shift <= self.within or estimate.t <= self.significance:
             return None
-        rise = min(context.shift, math.log(context.schedule_next / state.risen_from))
+        move = min(context.shift, state.rise)
         if state.untrained and estimate.step_size and self.small > 0.0:
-            rise = min(rise, math.log(estimate.step_size / self.small))
-        return -rise if rise > 0.0 else None
+            move = min(move, math.log(estimate.step_size / self.small))
+        return -move if move > 0.0 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pydantic import Field
 
@@ -27,7 +28,7 @@ class Leap(SlopeSum):
     A slope in log space grows with the value, as long as weights decay less than once in a window. So a knob whose
     |slope| is a share of `min_effect` times the level (`Estimate.level`) is raised by the factor that is missing, and
     by `max_scale` rates at the most. It speaks only where that is further than `SlopeSum` would go, and never in
-    fine-tuning (`Estimate.pretrained`): there decay takes away what was learnt before.
+    fine-tuning (`Estimate.pretrained`): no window sees what decay takes away of what was learnt before.
 
     Args:
         gate: |tau| that a leap takes; higher than that of a step.
@@ -40,7 +41,7 @@ class Leap(SlopeSum):
     def start(self) -> LeapState:
         return LeapState()
 
-    def observe(self, state: LeapState, estimate: Estimate, context: Context) -> LeapState:
+    def observe(self, state: Any, estimate: Estimate, context: Context) -> Any:
         known = estimate.pretrained
         return replace(
             super().observe(state, estimate, context), pretrained=state.pretrained if known is None else known
@@ -52,7 +53,7 @@ class Leap(SlopeSum):
     def restart(self, state: LeapState, context: Context) -> LeapState:
         return LeapState(pretrained=state.pretrained)
 
-    def propose(self, state: LeapState, estimate: Estimate, context: Context) -> float | None:
+    def propose(self, state: Any, estimate: Estimate, context: Context) -> float | None:
         if state.pretrained:
             return None
         move = super().propose(state, estimate, context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pydantic import Field
 
@@ -54,7 +55,7 @@ class SummedSlopes(Rule):
     def start(self) -> SlopeSumState:
         return SlopeSumState()
 
-    def observe(self, state: SlopeSumState, estimate: Estimate, context: Context) -> SlopeSumState:
+    def observe(self, state: Any, estimate: Estimate, context: Context) -> Any:
         if context.base <= 0.0:
             return state
         slope, error = estimate.slope / context.base, estimate.stderr / context.base

@@ -20,8 +20,8 @@ from hdet.replicas import tensors
 from hdet.user_warning import warn
 
 MARGIN = 0.02
-CERTAIN = 2.0
-"""|t| from which a window is believed that calls for a bound."""
+CERTAIN = 3.0
+"""|t| from which a single window is believed that calls for a bound."""
 
 
 class Levels:
@@ -59,7 +59,7 @@ class Levels:
         rooms = [knob.spec.space.room(knob.base(step), knob.spec.bounds) for knob in self.knobs]
         bound = {k for k, room in enumerate(rooms) if 0.0 in room and not self.knobs[k].spec.acts_in_eval}
         resting = {k for k in bound if step < 2.0 * self.called[k] * (1.0 if rooms[k][0] == 0.0 else -1.0)}
-        if bound > resting and self._rests(window, step, training):
+        if bound and (bound > resting or self.other_scale is None) and self._rests(window, step, training):
             resting = bound
         for k, (knob, (down, up)) in enumerate(zip(self.knobs, rooms, strict=True)):
             listens = knob.controller.listens(window.stop, window.total_steps)
@@ -93,12 +93,17 @@ class Levels:
         error = float(held_out.std(ddof=1)) / math.sqrt(len(held_out))
         return early or bool(self.other_scale) or not gap > 2.0 * error + MARGIN * abs(training)
 
+    def forget(self) -> None:
+        """What windows called for, of a run that has gone back."""
+        self.called[:] = 0.0
+
     def state_dict(self) -> dict[str, Any]:
         return {"other_scale": self.other_scale, "called": self.called.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.other_scale = state["other_scale"]
-        self.called = np.array(state["called"])
+        # States of older versions have none.
+        self.called = np.array(state.get("called", np.zeros(len(self.knobs))))
 
     def told(self, estimates: Mapping[int, Estimate], harvest: Harvest) -> dict[str, Estimate]:
         """What every knob's controller is told, from slopes of one step by the knobs' numbers.
