@@ -151,7 +151,7 @@ class AnalyticCollector(DirectionalCollector):
         if harvest.window.start > 0:
             return found
         norms = excess(self.scene)
-        return {name: replace(told, excess=norms) for name, told in found.items()}
+        return {name: replace(told, excess=norms) if told.known else told for name, told in found.items()}
 
     def centre(self, harvest: Harvest) -> list[Tensor]:
         return self.scene.averaged(harvest.valid, self.stride)
