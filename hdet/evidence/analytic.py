@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from hdet.controllers import Controller, Estimate, Regularize
 from hdet.errors import ConfigError
 from hdet.evidence.parts.directional import Block, Direction, Directional, DirectionalCollector
-from hdet.evidence.parts.excess import excess
 from hdet.evidence.parts.preconditioner import decoupled, preconditioner
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
@@ -150,7 +149,7 @@ class AnalyticCollector(DirectionalCollector):
         found = super().close(harvest)
         if harvest.window.start > 0:
             return found
-        norms = excess(self.scene)
+        norms = self.scene.excess
         return {name: replace(told, excess=norms) if told.known else told for name, told in found.items()}
 
     def centre(self, harvest: Harvest) -> list[Tensor]:

@@ -18,7 +18,6 @@ from torch import Tensor
 from hdet.controllers import Calibrate, Controller, Estimate
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
-from hdet.evidence.parts.excess import excess
 from hdet.evidence.parts.line_fit import along
 from hdet.evidence.parts.losses_at import Point, Write, losses_at
 from hdet.evidence.parts.step_size import step_size
@@ -149,7 +148,7 @@ class LineCollector(Collector):
             is_last = average is self.scene.moving.values()  # of which there is a copy
             at_average.update(read(last if is_last else average, doubted, averaged=True))
         sizes = [step_size(self.scene, own) if self._rises(own, window) else None for own in knobs]
-        norms = excess(self.scene) if window.start == 0 and any(sizes) else None
+        norms = self.scene.excess if window.start == 0 and any(sizes) else None
         for k, own in enumerate(knobs):
             judged = replace(at_last[k], averaged=at_average[k], step_size=sizes[k], excess=norms)
             found.update(dict.fromkeys((knob.name for knob in own), judged))

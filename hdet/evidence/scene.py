@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet.evidence.parts.excess import excess
 from hdet.evidence.parts.unusable import Unusable
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.anchor import Anchor
@@ -55,6 +57,11 @@ class Scene:
     objective: Objective | None = None
     outer: Sequence[Optimizer] = ()
     unusable: Unusable = field(default_factory=Unusable)
+
+    @cached_property
+    def excess(self) -> float:
+        """How far the run's first weights are from random ones; a collective, first asked for in the first window."""
+        return excess(self.replicas, self.moving, self.opening())
 
     def opening(self) -> list[Tensor]:
         """The weights at the window's opening, where the anchor lies."""

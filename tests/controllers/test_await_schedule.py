@@ -54,6 +54,8 @@ def test_small_steps_of_an_untrained_model_go_on_rising(size: float, move: float
     sized = replace(LESS, step_size=size)
     assert asked(sized, state=replace(RISEN, untrained=True)) == (move if move is None else pytest.approx(move))
     assert asked(sized) == pytest.approx(-RISE), "in fine-tuning small steps may do harm"
+    without = AwaitSchedule(small=0.0).propose(replace(RISEN, untrained=True), sized, ABOVE)
+    assert without == pytest.approx(-RISE), "no steps are small"
 
 
 def course(schedule: list[float], shift: float) -> tuple[list[float], list[str]]:

@@ -14,7 +14,10 @@ from contrast_parts import AIM, ONE_STEP, RATE, SCALE, SLOPE, WIDTH, knob, make,
 from torch import Tensor
 
 from hdet import Engine
-from hdet.evidence import Contrast
+from hdet.controllers import Estimate
+from hdet.evidence import Contrast, Evidence, MixedDifference
+from hdet.evidence.scene import Harvest, Window
+from hdet.signals import Objective
 
 
 def constant(model: Any, batch: float) -> Tensor:
@@ -187,3 +190,33 @@ def test_where_evidence_calls_for_its_bound_it_rests_until_the_run_is_twice_as_l
         state = engine.state_dict()
     by_window = np.array(seen).reshape(12, -1)
     assert [number for number, levels in enumerate(by_window) if (abs(levels - base) > 1e-9).any()] == explored
+
+
+@pytest.mark.parametrize(("t", "step"), [(2.9, 0.0), (-2.9, 0.0), (3.1, 10.0), (-3.1, -10.0), (math.inf, 10.0)])
+def test_a_single_window_is_believed_from_three_standard_errors_on(t: float, step: float) -> None:
+    levels = make([regulariser()], window=10, windows=12).cycle.collectors[0].levels
+    harvest = Harvest(Window(0, 0, 10, 120), np.ones(4), np.ones(4, dtype=bool))
+    levels.told({0: Estimate(t, stderr=1.0) if math.isfinite(t) else Estimate(1.0, stderr=0.0)}, harvest)
+    assert levels.called.tolist() == [step]
+
+
+def test_a_knob_that_rests_hears_all_the_same_that_losses_are_on_two_scales() -> None:
+    engine = make([regulariser(Contrast(bound_from=0.0))], window=10, windows=12, probe=constant)
+    levels = engine.cycle.collectors[0].levels
+    levels.called[:] = 120.0
+    with pytest.warns(UserWarning, match="not on one scale"):
+        assert explored_windows(engine, lambda step: 0.5) == []
+    assert levels.other_scale is True
+
+
+@pytest.mark.parametrize("evidence", [Contrast(), MixedDifference()])
+def test_what_windows_called_for_is_kept_in_a_state_and_forgotten_on_the_way_back(evidence: Evidence) -> None:
+    given = {"objective": Objective(constant, [1.0, 1.0])} if isinstance(evidence, MixedDifference) else {}
+    collector, other = (make([regulariser(evidence)], n=1, **given).cycle.collectors[0] for _ in range(2))
+    collector.levels.called[:] = 7.0
+    other.levels.load_state_dict(collector.levels.state_dict())
+    assert other.levels.called.tolist() == [7.0]
+    collector.forget()
+    assert collector.levels.called.tolist() == [0.0]
+    other.levels.load_state_dict({"other_scale": None})  # of an older version
+    assert other.levels.called.tolist() == [0.0]

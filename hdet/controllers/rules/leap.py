@@ -42,16 +42,13 @@ class Leap(SlopeSum):
         return LeapState()
 
     def observe(self, state: Any, estimate: Estimate, context: Context) -> Any:
-        known = estimate.pretrained
-        return replace(
-            super().observe(state, estimate, context), pretrained=state.pretrained if known is None else known
-        )
+        summed, known = super().observe(state, estimate, context), estimate.pretrained
+        return replace(summed, pretrained=state.pretrained if known is None else known)
 
     def retreat(self, state: LeapState, context: Context) -> LeapState:
         return LeapState(pretrained=state.pretrained)
 
-    def restart(self, state: LeapState, context: Context) -> LeapState:
-        return LeapState(pretrained=state.pretrained)
+    restart = retreat
 
     def propose(self, state: Any, estimate: Estimate, context: Context) -> float | None:
         if state.pretrained:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hdet.evidence.scene import Scene
-from hdet.replicas import tensors
+from hdet.replicas import Replicas, tensors
+from hdet.replicas.moving import Moving
 from hdet.replicas.replicas import present
 
 ROUNDS = 10
@@ -24,31 +24,34 @@ TELLING = 1.5
 
 
 @torch.no_grad()
-def excess(scene: Scene) -> float:
-    """The spectral norms of the weights at the window's opening, in units of those of random weights of their scale.
+def excess(replicas: Replicas, moving: Moving, opening: Sequence[Tensor]) -> float:
+    """The spectral norms of a model's weights, in units of those of random weights of their scale.
 
     Independent random weights [m, n] of root mean square w have a spectral norm of about `w (sqrt(m) + sqrt(n))`, at
     most. Training adds strong directions to them (Martin and Mahoney 2018, arXiv:1810.01075). Frozen weights count as
     well; quantised and complex ones count as trained. Matrices of zeros, and those too small to tell, do not count.
     Sharded ones are gathered, one at a time.
 
+    Args:
+        opening: the weights that training can change, at the window's opening.
+
     Returns:
         what a quarter of the matrices exceed (`SHARE`), the same on every process; infinite where these cannot be told,
         and 0 where there is no matrix to tell by.
     """
-    model = scene.replicas.hosts[0][0]
+    model = replicas.hosts[0][0]
     tensors.reshard(model)
-    opening, found = iter(scene.opening()), []
+    first, found = iter(opening), []
     every = [parameter.detach() for parameter in model.parameters() if parameter.numel()]
-    for live, moves in zip(every, scene.moving.flags, strict=True):
-        part = next(opening) if moves else tensors.local(live)
+    for live, moves in zip(every, moving.flags, strict=True):
+        part = next(first) if moves else tensors.local(live)
         if live.ndim > 1:
             weights = tensors.whole(tensors.sharded_as(part, live)).to(tensors.local(live).device)
             found.append(max(map(_of_stack, _matrices(weights)), default=0.0) if _is_plain(weights) else math.inf)
     found = [one for one in found if one > 0.0]
     most = float(np.quantile(found, SHARE, method="inverted_cdf")) if found else 0.0
     row = torch.tensor([most, float(bool(found))], dtype=torch.float64)
-    told = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
+    told = replicas.gather(row.expand(len(replicas.local), -1))
     each = [total / ranks for total, ranks in told[present(told)] if ranks > 0.0]
     return float(max(each, default=0.0))
 
