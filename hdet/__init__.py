@@ -54,6 +54,7 @@ from hdet.overlay.search import Search
 from hdet.recipes.paper import paper_engine
 from hdet.recipes.recommended import recommended
 from hdet.replicas import micro_batches, replicate
+from hdet.replicas.chained_optimizer import ChainedOptimizer
 from hdet.replicas.distributed import distribute, process_group
 from hdet.replicas.perturb import perturb
 from hdet.signals import Objective, Probe
@@ -65,6 +66,7 @@ __all__ = [
     "AttentionTemperature",
     "Beta1",
     "Beta2",
+    "ChainedOptimizer",
     "ClipNorm",
     "Dropout",
     "Engine",

@@ -25,33 +25,10 @@ with torch.random.fork_rng():
 muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
 
-class MuonWithAdamW(Optimizer):
-    """Two optimizers as one, over the same groups and state: as in docs/optimizers.md."""
-
-    def __init__(self, *parts: Optimizer) -> None:
-        self.parts = parts
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self._share()
-
-    def _share(self) -> None:
-        groups = iter(self.param_groups)
-        for part in getattr(self, "parts", ()):
-            part.state = self.state
-            part.param_groups = [next(groups) for _ in part.param_groups]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._share()
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for part in self.parts:
-            part.step()
-
-
 def with_adamw(model: nn.Module, scale: float) -> Optimizer:
     matrices = [p for p in model.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if p.dim() != 2]
-    return MuonWithAdamW(
+    return hdet.ChainedOptimizer(
         torch.optim.Muon(matrices, lr=0.02 * scale, weight_decay=0.1),
         torch.optim.AdamW(rest, lr=0.01 * scale, weight_decay=0.1),
     )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.replicas import tensors
+from hdet.replicas.chained_optimizer import steps_by
 
 Named = dict[str, Any]
 
@@ -35,18 +36,24 @@ def optimizer_by_name(
     indices = [index for group in state["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     held = state["state"]
-    sample = next(((held[i], parameters[n]) for n, i in enumerate(indices) if held.get(i)), None)
-    if sample is None:  # the point is from before the first step
-        sample = next(((dict(optimizer.state[p]), p) for p in parameters if optimizer.state.get(p)), None)
-    if sample is None:
-        sample = _sample(optimizer)
+    by = {parameter: steps_by(optimizer, group) for group in optimizer.param_groups for parameter in group["params"]}
+    samples: dict[Optimizer, tuple[Named, nn.Parameter]] = {}
+    for index, parameter in zip(indices, parameters, strict=True):
+        if held.get(index):
+            samples.setdefault(by[parameter], (held[index], parameter))
+    for parameter in parameters:  # the point may be from before the first step
+        if optimizer.state.get(parameter):
+            samples.setdefault(by[parameter], (dict(optimizer.state[parameter]), parameter))
+    if any(parameter.requires_grad and by[parameter] not in samples for parameter in parameters):
+        for parameter, entries in _made(optimizer).items():
+            samples.setdefault(by[parameter], (entries, parameter))
     for name, index, parameter in zip(names, indices, parameters, strict=True):
         if held.get(index):
             found[name] = dict(held[index])
             continue
         stateless.append(name)
-        if sample is not None and parameter.requires_grad:
-            entries, owner = sample
+        if parameter.requires_grad and by[parameter] in samples:
+            entries, owner = samples[by[parameter]]
             found[name] = {key: _zeros(value, owner, parameter) for key, value in entries.items()}
     return found, stateless
 
@@ -77,24 +84,26 @@ def _names(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
             yield names[id(parameter)]
 
 
-def _sample(optimizer: Optimizer) -> tuple[Named, nn.Parameter] | None:
-    """What state this optimizer makes for a parameter, found by an update of nothing at learning rate zero."""
+def _made(optimizer: Optimizer) -> dict[nn.Parameter, Named]:
+    """The state that this optimizer makes of parameters, found by an update of nothing at learning rate zero."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if not parameters:
-        return None
+    states = dict(optimizer.state)
     gradients = [parameter.grad for parameter in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     before = tensors.clones([tensors.local(parameter.detach()) for parameter in parameters])
     try:
+        optimizer.state.clear()
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         optimizer.step()
-        owner = next((parameter for parameter in parameters if optimizer.state.get(parameter)), None)
-        return None if owner is None else (dict(optimizer.state[owner]), owner)
+        return {
+            parameter: dict(optimizer.state[parameter]) for parameter in parameters if optimizer.state.get(parameter)
+        }
     finally:
         optimizer.state.clear()
+        optimizer.state.update(states)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         for parameter, gradient in zip(parameters, gradients, strict=True):

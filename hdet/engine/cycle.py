@@ -27,6 +27,7 @@ from hdet.replicas import Replica, Terms, tensors
 from hdet.replicas.alike import require_alike
 from hdet.replicas.anchor import Anchor
 from hdet.replicas.average import Averages
+from hdet.replicas.chained_optimizer import chained
 from hdet.replicas.distributed.lost_rank import translated
 from hdet.replicas.held_optimizer import OF_GRADIENTS
 from hdet.replicas.moving import Moving
@@ -260,7 +261,8 @@ class Cycle:
         that of the point which the guard keeps will do, whatever window it is of. It is not for export: a state taken
         within the window gives the live moments with those weights.
         """
-        light = not (self._whole or self.plan.apart) and type(self.hosts[0][1]) in OF_GRADIENTS
+        of_gradients = all(type(each) in OF_GRADIENTS for each in chained(self.hosts[0][1]))
+        light = of_gradients and not (self._whole or self.plan.apart)
         return self.watch.point if light and self.watch is not None else None
 
     def close_window(self) -> WindowRecord:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from hdet.engine.cycle import Cycle
 from hdet.errors import CheckpointError
 from hdet.replicas import tensors
+from hdet.replicas.chained_optimizer import steps_by
 
 STAND_IN_SIZES = (2, 3, 4, 5, 6, 7, 8)
 """Of a parameter that stands in for another in its number of dimensions: different, to tell them apart."""
@@ -174,7 +175,7 @@ def _require_optimizer(place: str, optimizer: Optimizer, saved: Mapping[str, Any
             if not own:
                 kind = (number, parameter.dim(), parameter.dtype)
                 if kind not in known:
-                    known[kind] = _made(optimizer, group, parameter)
+                    known[kind] = _made(steps_by(optimizer, group), group, parameter)
                 own, like = known[kind], torch.Size(STAND_IN_SIZES[: parameter.dim()])
             if own is not None:
                 _require_entries(where, own, parameter, entries, like)

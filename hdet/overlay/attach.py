@@ -26,6 +26,7 @@ from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
 from hdet.recipes.recommended import DEFAULT_GUARD, choose, describe, own_schedule
 from hdet.replicas import Replicas, tensors
+from hdet.replicas.chained_optimizer import chained
 from hdet.signals import Objective, Probe
 from hdet.windows import GrowingWindow, Windows
 
@@ -215,16 +216,17 @@ def _inner(optimizer: Any) -> Optimizer:
     optimizer = bare_optimizer(optimizer)
     if isinstance(optimizer, (list, tuple, dict)):
         raise ConfigError(
-            "hdet.attach takes one optimizer, got several; attach one search to each model and its optimizer, or put "
-            "all parameters into groups of one optimizer"
+            "hdet.attach takes one optimizer, got several; where they step one model, make them one by "
+            "hdet.ChainedOptimizer(first, second), and step that; else attach one search to each model"
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(getattr(optimizer, "base_optimizer", None), Optimizer):
-        raise ConfigError(
-            f"{type(optimizer).__name__} steps another optimizer, its base_optimizer, which is where learning rate and "
-            f"decay act: give that one to hdet.attach"
-        )
+    for each in chained(optimizer):
+        if isinstance(getattr(each, "base_optimizer", None), Optimizer):
+            raise ConfigError(
+                f"{type(each).__name__} steps another optimizer, its base_optimizer, which is where learning rate and "
+                f"decay act: give that one to hdet.attach"
+            )
     refuse_line_search(optimizer)
     return optimizer
 
@@ -235,7 +237,7 @@ def refuse_line_search(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: it looks at the loss many times in one step.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if any(isinstance(each, torch.optim.LBFGS) for each in chained(optimizer)):
         raise ConfigError(
             "L-BFGS looks at the loss many times in one step, along a line of its own, which no learning rate found in "
             "between would fit; hdet explores optimizers that step once a gradient, such as AdamW and SGD"
@@ -257,7 +259,7 @@ def _end_earlier(model: nn.Module, optimizer: Optimizer) -> None:
         elif earlier.model is model:
             raise ConfigError(
                 f"a search with another optimizer ({type(held).__name__}) is attached to this model, and each would "
-                f"take the other's steps for the model's own; put all parameters into groups of one optimizer, or "
+                f"take the other's steps for the model's own; make them one optimizer by hdet.ChainedOptimizer, or "
                 f"detach the other search first"
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from hdet.hparams.knob import Knob
 from hdet.merging import Mean, Merge, Outer
 from hdet.recipes.recommended import DEFAULT_GUARD
 from hdet.replicas import tensors
+from hdet.replicas.chained_optimizer import chained, steps_by
 from hdet.replicas.held_optimizer import OF_GRADIENTS
 from hdet.replicas.schedule_free import is_schedule_free
 
@@ -175,7 +177,7 @@ def footprint(
                 f"of its own; a footprint is that of a search in which nothing does: give it evidence=None"
             )
     state = _state_bytes(optimizer)
-    light = isinstance(guard, Rewind) and type(optimizer) in OF_GRADIENTS
+    light = isinstance(guard, Rewind) and all(type(each) in OF_GRADIENTS for each in chained(optimizer))
     held = [Held("the weights a window opened with", anchor, weights.size)]
     if not light:
         held.append(Held("the optimizer's state a window opened with", anchor, state))
@@ -332,22 +334,24 @@ def _state_bytes(optimizer: Optimizer) -> int:
     if known:
         return known
     plain = {"foreach": False, "fused": False, "capturable": False}  # elsewhere than on the meta device they may be
-    groups = []
+    groups: dict[type, list[dict[str, Any]]] = defaultdict(list)
     for group in optimizer.param_groups:
         twins = [nn.Parameter(torch.empty_like(tensors.local(p.detach()), device="meta")) for p in group["params"]]
         for twin, parameter in zip(twins, group["params"], strict=True):
             twin.grad = torch.empty_like(twin) if parameter.requires_grad else None
-        groups.append({**group, **{name: plain[name] for name in plain if name in group}, "params": twins})
-    make: Any = type(optimizer)
+        settings = {name: plain.get(name, value) for name, value in group.items()}
+        groups[type(steps_by(optimizer, group))].append({**settings, "params": twins})
+    others: list[Optimizer] = []
     try:
-        other = make(groups)
-        other.step()
+        for make, own in groups.items():
+            others.append(make(own))
+            others[-1].step()
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            f"what {type(optimizer).__name__} holds cannot be known before its first step ({error}); give an optimizer "
+            f"what {make.__name__} holds cannot be known before its first step ({error}); give an optimizer "
             f"that has made one"
         ) from None
-    return sum(_bytes(own) for own in other.state.values())
+    return sum(_bytes(own) for other in others for own in other.state.values())
 
 
 def _bytes(state: Mapping[str, Any]) -> int:

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, 
 
 from hdet.nested import mapped
 from hdet.replicas import host_memory, schedule_free, tensors
+from hdet.replicas.chained_optimizer import steps_by
 
 State = dict[str, Any]
 
@@ -26,7 +27,8 @@ SETTINGS = frozenset({"params", "lr", "betas", "momentum", "weight_decay", "eps"
 """Entries that are nobody's state, even of an optimizer whose constructor does not name them (a wrapper's)."""
 
 
-OF_GRADIENTS = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Adafactor)
+_MUON = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()  # torch 2.9 has it
+OF_GRADIENTS = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Adafactor, *_MUON)
 """Optimizers whose state is of gradients alone, and so goes with weights of a somewhat later step too."""
 
 
@@ -44,13 +46,12 @@ def kept_in_groups(optimizer: Optimizer) -> list[tuple[int, str]]:
     as the learning rate, are none of them, nor is what torch's schedulers leave there: they belong to the user, a
     scheduler or a knob.
     """
-    others = _arguments(type(optimizer)) | SETTINGS  # type: ignore[arg-type]
-    return [
-        (index, key)
-        for index, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if key not in others and isinstance(value, (int, float, Tensor))
-    ]
+    found = []
+    for index, group in enumerate(optimizer.param_groups):
+        others = _arguments(type(steps_by(optimizer, group))) | SETTINGS  # type: ignore[arg-type]
+        numbers = (key for key, value in group.items() if isinstance(value, (int, float, Tensor)))
+        found += [(index, key) for key in numbers if key not in others]
+    return found
 
 
 class HeldOptimizer:

@@ -139,13 +139,20 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -
     return hdet.attach(model, optimizer, **given)
 
 
-def held(name: str, parts: int, quiet: bool, normed: bool) -> Found:
+def held(name: str, parts: int, quiet: bool, normed: bool, chained: bool = False) -> Found:
     """With hdet, whose controllers hold, and without: what each ends in."""
     found = []
     measured = []
     for attached in (False, True):
         model = WRAPS[name](network(normed))
+        optimizer: torch.optim.Optimizer
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+        if chained:
+            first, *rest = model.parameters()
+            optimizer = hdet.ChainedOptimizer(
+                torch.optim.SGD([first], lr=0.1, momentum=0.9, weight_decay=1e-3, foreach=False),
+                torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1, foreach=False),
+            )
         search = None
         if attached:
             search = attach(model, optimizer, schedule=None, knobs=HELD, exclude=["dropout"])

@@ -13,7 +13,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from training import batch, batch_normed, difference, knobs, loss_of, network, optimizer_of, probe, told, train, weights
+from training import (
+    batch,
+    batch_normed,
+    chained_of,
+    difference,
+    knobs,
+    loss_of,
+    network,
+    optimizer_of,
+    probe,
+    told,
+    train,
+    weights,
+)
 
 import hdet
 from hdet.controllers import Hold
@@ -39,9 +52,15 @@ def outcome(engine: hdet.Engine) -> Found:
     }
 
 
-def one_process(n: int, make: Callable[[], nn.Module] = network, each: int = 1, **options: Any) -> Found:
+def one_process(
+    n: int,
+    make: Callable[[], nn.Module] = network,
+    each: int = 1,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = optimizer_of,
+    **options: Any,
+) -> Found:
     model = make()
-    engine = engine_of(hdet.replicate(model, optimizer_of(model), n=n), **options)
+    engine = engine_of(hdet.replicate(model, optimizer(model), n=n), **options)
     train(engine, STEPS, parts=range(each), each=each)
     return outcome(engine)
 
@@ -90,6 +109,9 @@ def data_parallel() -> Found:
         found[f"batch norm {gradients}"] = many_ranks(
             DistributedDataParallel, batch_normed, home={"exact": True}, gradients=gradients
         )
+    found["chained"] = many_ranks(
+        DistributedDataParallel, home={"exact": True}, optimizer=chained_of, gradients="local"
+    )
     for at in ("last", "average"):
         found[f"probe {at}"] = many_ranks(DistributedDataParallel, home={"exact": True}, signal=probe(at))
     found["tilt"] = many_ranks(

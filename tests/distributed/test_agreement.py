@@ -9,7 +9,7 @@ import cases
 import pytest
 import torch
 from launch import launch
-from training import batch_normed, difference, network, probe
+from training import batch_normed, chained_of, difference, network, probe
 
 import hdet
 
@@ -65,6 +65,12 @@ def identical(found: Found, expected: Found) -> None:
 
 def each_rank(ranks: list[Found], case: str) -> list[Found]:
     return [rank[case] for rank in ranks]
+
+
+def test_chained_optimizers_are_averaged_as_in_one_process(ranks: list[Found]) -> None:
+    found = each_rank(ranks, "chained")
+    decided_alike(found)
+    identical(found[0], cases.one_process(4, optimizer=chained_of, gradients="local"))
 
 
 @pytest.mark.parametrize("gradients", ["shared", "local"])

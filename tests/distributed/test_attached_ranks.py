@@ -28,7 +28,15 @@ from launch import launch
 def test_held_it_is_the_loop_without_it_bit_for_bit(
     name: str, ranks: int, parts: int, quiet: bool, normed: bool
 ) -> None:
-    found = launch(attached.held, ranks, name, parts, quiet, normed)
+    is_held(launch(attached.held, ranks, name, parts, quiet, normed))
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_held_two_optimizers_chained_are_too(name: str) -> None:
+    is_held(launch(attached.held, 2, name, 1, False, False, True))
+
+
+def is_held(found: list[dict[str, Any]]) -> None:
     assert all(own["same"] for own in found)
     assert all(own["history"] == found[0]["history"] for own in found)
     assert all(record["estimates"]["learning_rate"]["stderr"] > 0 for record in found[0]["history"][:3])

@@ -30,6 +30,15 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.05, foreach=False)
 
 
+def chained_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Whose states have other entries for the first parameter than for the rest."""
+    first, *rest = model.parameters()
+    return hdet.ChainedOptimizer(
+        torch.optim.SGD([first], lr=0.02, momentum=0.9, foreach=False),
+        torch.optim.AdamW(rest, lr=0.02, weight_decay=0.1, foreach=False),
+    )
+
+
 def batch(step: int, replica: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * replica + step)
     inputs = torch.randn(size, WIDTH, generator=generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamax": lambda p: TORCH.Adamax(p, lr=0.01),
     "adafactor": lambda p: TORCH.Adafactor(p, lr=0.01),
     "asgd": lambda p: TORCH.ASGD(p, lr=0.01),
+    "chained": lambda p: hdet.ChainedOptimizer(
+        TORCH.SGD(itertools.islice(p, 2), lr=0.05, momentum=0.9), TORCH.RMSprop(p, lr=0.01)
+    ),
     "nadam": lambda p: TORCH.NAdam(p, lr=0.01, decoupled_weight_decay=True),
     "prodigy": lambda p: prodigyopt.Prodigy(p, lr=1.0),
     "radam": lambda p: TORCH.RAdam(p, lr=0.01),

@@ -183,6 +183,10 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
         model.parameters(), lr=torch.tensor(1e-3), weight_decay=0.1, fused=True
     ),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "chained": lambda model: hdet.ChainedOptimizer(
+        torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=0.1, momentum=0.9, weight_decay=1e-3),
+        torch.optim.AdamW([p for p in model.parameters() if p.ndim <= 1], lr=1e-3, weight_decay=0.1),
+    ),
     "schedule-free": lambda model: schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2, weight_decay=0.01),
 }
 

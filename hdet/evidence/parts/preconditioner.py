@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.replicas.chained_optimizer import steps_by
 from hdet.replicas.tensors import local
 from hdet.user_warning import warn
 
@@ -47,6 +48,7 @@ def preconditioner(
         first step.
     """
     lr = without_waiting(group["lr"]) if rate is None else rate
+    optimizer = steps_by(optimizer, group)
     scale = _scale(optimizer, group, optimizer.state.get(parameter, {}), parameter, lr, elements)
     return -scale if scale is not None and group.get("maximize") else scale
 
@@ -119,6 +121,7 @@ def decoupled(optimizer: Optimizer, group: Group) -> bool:
     """Whether weight decay acts on the weights directly (AdamW) and not through the gradient (L2)."""
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
+    optimizer = steps_by(optimizer, group)
     if type(optimizer).__module__.startswith("torch.optim"):
         return type(optimizer).__name__ in ("AdamW", "Adafactor", "Muon")
     if "AdamW" not in type(optimizer).__name__:

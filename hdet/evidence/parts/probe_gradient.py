@@ -12,6 +12,7 @@ from torch.optim import SGD
 from hdet.evidence.parts.preconditioner import preconditioner
 from hdet.evidence.scene import Scene
 from hdet.replicas import gradients, tensors
+from hdet.replicas.chained_optimizer import chained
 from hdet.signals.probe import checked, differentiable, flat
 
 
@@ -49,7 +50,7 @@ def aim(scene: Scene, window: int, rate: float | None = None) -> Aim | None:
         rate: in place of each group's learning rate in P.
     """
     model, optimizer = scene.replicas.hosts[0]
-    if not optimizer.state and not isinstance(optimizer, SGD):
+    if not optimizer.state and not all(isinstance(each, SGD) for each in chained(optimizer)):
         return None
     losses: list[Tensor] = []
 

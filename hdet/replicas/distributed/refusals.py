@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
+from hdet.replicas.chained_optimizer import chained
 from hdet.replicas.distributed import fully_sharded
 from hdet.replicas.distributed.layout import Layout
 from hdet.replicas.parallel import unwrapped
@@ -30,10 +31,10 @@ PARTITIONED = {
 
 def partitioned(model: nn.Module, optimizer: Optimizer) -> None:
     """An optimizer whose state is cut up over ranks applies each rank's knobs to a slice of the model."""
-    for kind in type(optimizer).__mro__:
+    for kind in (kind for each in chained(optimizer) for kind in type(each).__mro__):
         if kind.__name__ in PARTITIONED:
             raise ConfigError(
-                f"{type(optimizer).__name__} partitions the optimizer over ranks (ZeRO), so a rank's learning rate "
+                f"{kind.__name__} partitions the optimizer over ranks (ZeRO), so a rank's learning rate "
                 f"would act on a slice of the model and not on a replica; use a plain optimizer with "
                 f"DistributedDataParallel, or shard by fully_shard over a mesh with a replicate dimension"
             )
