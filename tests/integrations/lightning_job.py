@@ -67,6 +67,11 @@ class Classifier(LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3, weight_decay=0.1)
         if self.schedule == "none":
             return optimizer
+        if self.schedule == "chained":
+            first, *rest = self.parameters()
+            return hdet.ChainedOptimizer(
+                torch.optim.SGD([first], lr=0.05, momentum=0.9), torch.optim.AdamW(rest, lr=3e-3)
+            )
         steps = self.trainer.estimated_stepping_batches
         if self.schedule == "step":
             scheduler: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=int(steps) + 1)

@@ -34,6 +34,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "by epochs, a ragged last step, bfloat16": ("epoch", {"accumulate_grad_batches": 5, "precision": "bf16-mixed"}),
     "plateau": ("plateau", {"max_epochs": 3}),
+    "two optimizers as one": ("chained", {"gradient_clip_val": 0.1}),
 }
 
 
@@ -41,13 +42,13 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_held_it_is_the_run_without_it_bit_for_bit(name: str, tmp_path: Path, assert_same: Any) -> None:
     schedule, options = SETTINGS[name]
     plain = fit(tmp_path, Classifier(schedule), **options)
-    explored = search(knobs=HELD, **({"schedule": None} if schedule == "none" else {}))
+    explored = search(knobs=HELD, **({"schedule": None} if schedule in ("none", "chained") else {}))
     assert_same(fit(tmp_path, Classifier(schedule), explored, **options), plain)
     assert len(explored.search.history) >= 1
     assert {"learning_rate", "weight_decay", "dropout"} == set(explored.search.shifts)
     steps = options.get("max_epochs", 2) * math.ceil(PER_EPOCH / options.get("accumulate_grad_batches", 1))
     assert explored.search.engine.step_count == steps
-    assert explored.search.finished or schedule in ("none", "plateau")
+    assert explored.search.finished or schedule in ("none", "plateau", "chained")
 
 
 def test_steps_that_its_gradient_scaler_skips_are_none(tmp_path: Path, assert_same: Any) -> None:
@@ -105,7 +106,7 @@ def test_a_training_step_is_a_pass_however_often_it_calls_the_model(tmp_path: Pa
     assert explored.search.finished
 
 
-@pytest.mark.parametrize("schedule", ["none", "step", "epoch"])
+@pytest.mark.parametrize("schedule", ["none", "step", "epoch", "chained"])
 def test_resumed_from_the_trainers_own_checkpoint_it_is_the_same_run(
     schedule: str, tmp_path: Path, assert_same: Any
 ) -> None:

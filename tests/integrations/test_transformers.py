@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +142,24 @@ def test_the_probe_is_the_trainers_collator_and_loss_on_held_out_data(tmp_path: 
         assert not torch.equal(probe.draw(1)[0]["input_ids"], batches[0]["input_ids"])
 
 
-@pytest.mark.parametrize("stop", [7, 10])
-def test_a_resume_is_the_same_run_bit_for_bit(stop: int, tmp_path: Path, assert_same: Any) -> None:
+def chained(model: torch.nn.Module) -> hdet.ChainedOptimizer:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    rest = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    first = torch.optim.SGD(matrices, lr=0.05, momentum=0.9, weight_decay=1e-3)
+    return hdet.ChainedOptimizer(first, torch.optim.AdamW(rest, lr=1e-3))
+
+
+@pytest.mark.parametrize(("stop", "optimizer"), [(7, None), (10, None), (7, chained)])
+def test_a_resume_is_the_same_run_bit_for_bit(
+    stop: int, optimizer: Callable[[Any], Any] | None, tmp_path: Path, assert_same: Any
+) -> None:
     options = {"gradient_accumulation_steps": 2, "warmup_steps": 3, "save_strategy": "steps", "save_steps": stop}
     whole = trainer(gpt2(), tmp_path, **options)
+    resumed = trainer(gpt2(), tmp_path, **options)
+    for made in (whole, resumed) if optimizer is not None else ():
+        made.optimizer = optimizer(made.model)
     first = search(whole)
     whole.train()
-    resumed = trainer(gpt2(), tmp_path, **options)
     second = search(resumed)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
     assert_same(states(whole), states(resumed))
