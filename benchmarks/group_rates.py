@@ -27,6 +27,7 @@ import torch
 from search_parts.contender import update
 from search_parts.found import all_tasks
 from search_parts.task import Problem, Setting, Task
+from search_parts.tasks.text_muon import of_muon
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -113,6 +114,7 @@ CASES = (
     Case("digits_noise", of_layers, Setting(0.4, 3e-3, 0.3)),
     Case("text_small", of_gpt, Setting(0.016, 0.1)),
     Case("text_momentum", of_gpt, Setting(0.32, 1e-4)),
+    Case("text_muon", of_muon, Setting(0.016, 0.1)),
 )
 
 

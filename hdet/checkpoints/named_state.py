@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hdet.replicas import tensors
 from hdet.replicas.chained_optimizer import steps_by
+from hdet.replicas.made_state import made_state
 
 Named = dict[str, Any]
 
@@ -36,7 +37,8 @@ def optimizer_by_name(
     indices = [index for group in state["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     held = state["state"]
-    by = {parameter: steps_by(optimizer, group) for group in optimizer.param_groups for parameter in group["params"]}
+    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    by = {parameter: steps_by(optimizer, group) for parameter, group in group_of.items()}
     samples: dict[Optimizer, tuple[Named, nn.Parameter]] = {}
     for index, parameter in zip(indices, parameters, strict=True):
         if held.get(index):
@@ -44,16 +46,19 @@ def optimizer_by_name(
     for parameter in parameters:  # the point may be from before the first step
         if optimizer.state.get(parameter):
             samples.setdefault(by[parameter], (dict(optimizer.state[parameter]), parameter))
-    if any(parameter.requires_grad and by[parameter] not in samples for parameter in parameters):
-        for parameter, entries in _made(optimizer).items():
-            samples.setdefault(by[parameter], (entries, parameter))
+    for parameter in parameters:
+        if parameter.requires_grad and by[parameter] not in samples:
+            made = made_state(by[parameter], group_of[parameter], torch.zeros_like(parameter))
+            if made is None and not optimizer.state:
+                made = _made(optimizer).get(parameter)
+            samples[by[parameter]] = (made or {}, parameter)
     for name, index, parameter in zip(names, indices, parameters, strict=True):
         if held.get(index):
             found[name] = dict(held[index])
             continue
         stateless.append(name)
-        if parameter.requires_grad and by[parameter] in samples:
-            entries, owner = samples[by[parameter]]
+        entries, owner = samples.get(by[parameter], ({}, parameter))
+        if parameter.requires_grad and entries:
             found[name] = {key: _zeros(value, owner, parameter) for key, value in entries.items()}
     return found, stateless
 
@@ -85,25 +90,20 @@ def _names(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
 
 
 def _made(optimizer: Optimizer) -> dict[nn.Parameter, Named]:
-    """The state that this optimizer makes of parameters, found by an update of nothing at learning rate zero."""
+    """What an optimizer without a state makes of parameters, found by an update of nothing at learning rate zero."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    states = dict(optimizer.state)
     gradients = [parameter.grad for parameter in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     before = tensors.clones([tensors.local(parameter.detach()) for parameter in parameters])
     try:
-        optimizer.state.clear()
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         optimizer.step()
-        return {
-            parameter: dict(optimizer.state[parameter]) for parameter in parameters if optimizer.state.get(parameter)
-        }
+        return {each: dict(optimizer.state[each]) for each in parameters if optimizer.state.get(each)}
     finally:
         optimizer.state.clear()
-        optimizer.state.update(states)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -6,7 +6,7 @@ are loaded, and a fused kernel then reads past their end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from hdet.engine.cycle import Cycle
 from hdet.errors import CheckpointError
 from hdet.replicas import tensors
 from hdet.replicas.chained_optimizer import steps_by
+from hdet.replicas.made_state import made_state
 
 STAND_IN_SIZES = (2, 3, 4, 5, 6, 7, 8)
 """Of a parameter that stands in for another in its number of dimensions: different, to tell them apart."""
@@ -237,23 +238,11 @@ def _require_entries(
 
 
 def _made(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any] | None:
-    """The state that an optimizer of torch's makes for such a parameter, found by a step of another of its class.
-
-    Returns `None` where that cannot be known: another library's may need its ranks, or a closure.
-    """
-    if not type(optimizer).__module__.startswith("torch.optim.") or parameter.dim() > len(STAND_IN_SIZES):
+    """The state that an optimizer makes of a parameter with so many dimensions, where that can be known."""
+    if parameter.dim() > len(STAND_IN_SIZES):
         return None
     sizes = STAND_IN_SIZES[: parameter.dim()]
-    stand_in = nn.Parameter(torch.zeros(sizes, dtype=parameter.dtype, device=parameter.device))
-    stand_in.grad = torch.zeros_like(stand_in)
-    options = {name: value for name, value in group.items() if name not in ("params", "name", "param_names")}
-    try:
-        make: Callable[[list[dict[str, Any]]], Optimizer] = type(optimizer)
-        other = make([{**options, "params": [stand_in]}])
-        other.step()
-    except (TypeError, ValueError, RuntimeError):  # LBFGS wants a closure, SparseAdam sparse gradients
-        return None
-    return dict(other.state[stand_in])
+    return made_state(optimizer, group, torch.zeros(sizes, dtype=parameter.dtype, device=parameter.device))
 
 
 def _require_averages(cycle: Cycle, saved: Mapping[str, Any]) -> None:

@@ -204,7 +204,8 @@ class Follower:
         self._stepped = getattr(self.scheduler, "optimizer", optimizer)
         if not writes_into(self.scheduler, optimizer):
             raise ConfigError(
-                "the scheduler belongs to another optimizer; give hdet.attach the optimizer that it steps"
+                "the scheduler belongs to another optimizer; give hdet.attach the optimizer that it steps, or make the "
+                "scheduler of the optimizer given, which has all groups if it is a chain"
             )
         if steps_between < 1:
             raise ConfigError(f"scheduler_every is a number of optimizer steps, at least 1; got {steps_between}")

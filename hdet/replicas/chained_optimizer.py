@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
+from hdet.hparams.clipping import ENTRY as CLIPPED
+
+OWNER = "chained"
+"""Entry of a parameter group: the place in its chain of the optimizer that steps it."""
+
+Group = dict[str, Any]
 
 
 class ChainedOptimizer(Optimizer):
     """Optimizers of one model, each with its own parameters, stepped as one.
 
-    For Muon, which takes matrices alone, with AdamW for everything else, say. It has their parameter groups, one after
-    the other, and their state, and both are the same objects: what a scheduler or hdet writes into a group here is what
-    the optimizer steps by. `state_dict` holds all of them; schedulers, `GradScaler`, checkpoints and trainers see one
-    optimizer. Optimizers may have made steps before they are chained.
+    For Muon, which takes matrices alone, with AdamW for everything else, say. It has their parameter groups, one
+    optimizer's after the other's, and each parameter's state, and both are the same objects: what a scheduler or hdet
+    writes into a group here is what the optimizer steps by. `state_dict` holds all of them; schedulers, `GradScaler`,
+    checkpoints and trainers see one optimizer. Optimizers may have made steps before they are chained.
 
     Args:
-        optimizers: two or more that share no parameter. Later groups of parameters need a new chain.
+        optimizers: two or more that share no parameter. The optimizers of a chain among them are taken one by one.
 
     Attributes:
-        optimizers: those that it steps, in this order. Do not step them yourself.
+        optimizers: those that it steps, in this order. Do not step, load or change them yourself.
 
     Raises:
-        ConfigError: one of them is no optimizer, or evaluates other weights than it trains (Schedule-Free); or two hold
-            the same parameter.
+        ConfigError: there are fewer than two; one of them is no optimizer, evaluates other weights than it trains
+            (Schedule-Free) or clips gradients by itself (`hdet.clip_gradients`).
+        ValueError: two hold the same parameter.
 
     >>> import torch, hdet
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
@@ -42,19 +50,16 @@ class ChainedOptimizer(Optimizer):
     def __init__(self, *optimizers: Optimizer) -> None:
         for optimizer in optimizers:
             _require(optimizer)
-        self.optimizers = optimizers
-        self._steps: dict[nn.Parameter, int] = {}
-        for number, optimizer in enumerate(optimizers):
-            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-                if self._steps.setdefault(parameter, number) != number:
-                    raise ConfigError(
-                        f"{type(optimizers[self._steps[parameter]]).__name__} and {type(optimizer).__name__} hold the "
-                        f"same parameter, of shape {list(parameter.shape)}; give each parameter to one of them"
-                    )
-        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
-        for optimizer in optimizers:
-            self.state.update(optimizer.state)
-        self._share()
+        self.optimizers = tuple(part for optimizer in optimizers for part in chained(optimizer))
+        if len(self.optimizers) < 2:
+            raise ConfigError(f"hdet.ChainedOptimizer chains two optimizers or more, got {len(self.optimizers)}")
+        for place, part in enumerate(self.optimizers):
+            for group in part.param_groups:
+                group[OWNER] = place
+        common = set.intersection(*(set(part.defaults) for part in self.optimizers))
+        defaults = {name: value for name, value in self.optimizers[0].defaults.items() if name in common}
+        super().__init__([group for part in self.optimizers for group in part.param_groups], defaults)
+        self._take()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step of each.
@@ -63,43 +68,87 @@ class ChainedOptimizer(Optimizer):
             closure: evaluated once, before the first.
 
         Raises:
-            ConfigError: parameters were added since the optimizers were chained.
+            ConfigError: one of the optimizers was loaded or given other parameters by itself since.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._share()
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self._give()
+        for part in self.optimizers:
+            part.step()
+        self._take()
         return loss
 
-    def that_steps(self, parameter: nn.Parameter) -> Optimizer:
-        """The one of the optimizers that steps a parameter."""
-        return self.optimizers[self._steps[parameter]]
+    def add_param_group(self, param_group: Group) -> None:
+        """Refused after construction, since nothing tells which optimizer is to step it.
 
-    def _share(self) -> None:
-        """Groups and state of each are those of the chain, which may have been cut or loaded."""
-        own: list[list[dict[str, Any]]] = [[] for _ in self.optimizers]
-        for group in (group for optimizer in (self, *self.optimizers) for group in optimizer.param_groups):
-            if any(parameter not in self._steps for parameter in group["params"]):
+        Raises:
+            ConfigError: always then.
+        """
+        if OWNER not in param_group:
+            raise ConfigError(
+                "nothing tells which optimizer of the chain is to step these parameters; add them to it, and then "
+                "chain the optimizers anew by hdet.ChainedOptimizer"
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have each optimizer load its part, in its own way.
+
+        Raises:
+            ConfigError: the state is not that of a chain with as many groups of each optimizer.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        saved, states = state_dict["param_groups"], state_dict["state"]
+        owners = [group[OWNER] for group in self.param_groups]
+        if [group.get(OWNER) for group in saved] != owners:
+            raise ConfigError(
+                f"the state is not of these optimizers chained in this order: its parameter groups are of "
+                f"{[group.get(OWNER) for group in saved]}, this chain's of {owners}; load the state of an optimizer "
+                f"that was not chained into that one, before it is chained"
+            )
+        self._give()
+        for place, part in enumerate(self.optimizers):
+            own = [group for group in saved if group[OWNER] == place]
+            numbers = [number for group in own for number in group["params"]]
+            part.load_state_dict({"state": {n: states[n] for n in numbers if n in states}, "param_groups": own})
+        loaded = [iter(part.param_groups) for part in self.optimizers]
+        self.param_groups = [next(loaded[owner]) for owner in owners]
+        self.state.clear()
+        self._take()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _take(self) -> None:
+        """The state that the optimizers have of parameters is the chain's."""
+        for part in self.optimizers:
+            alone = [key for key in part.state if not isinstance(key, Tensor)]
+            if alone:
                 raise ConfigError(
-                    "parameters were added to an optimizer after it was chained; chain the optimizers anew, with all "
-                    "their groups, by hdet.ChainedOptimizer"
+                    f"{type(part).__name__} keeps a state of no parameter ({', '.join(map(repr, alone))}), which a "
+                    f"chain does not save; give it all parameters"
                 )
-        for group in self.param_groups:
-            if group["params"]:
-                own[self._steps[group["params"][0]]].append(group)
-        for optimizer, groups in zip(self.optimizers, own, strict=True):
-            optimizer.param_groups, optimizer.state = groups, self.state
+            self.state.update(part.state)
+        self._given = [(part.state, list(part.param_groups)) for part in self.optimizers]
+
+    def _give(self) -> None:
+        """Groups and state of each are those of the chain, which may have been cut, cleared or put back."""
+        for place, (part, (state, groups)) in enumerate(zip(self.optimizers, self._given, strict=True)):
+            if part.state is not state or list(map(id, part.param_groups)) != list(map(id, groups)):
+                raise ConfigError(
+                    f"{type(part).__name__} was loaded or given other parameter groups after it was chained; load the "
+                    f"chain's state, or chain the optimizers anew by hdet.ChainedOptimizer"
+                )
+            part.param_groups = [group for group in self.param_groups if group[OWNER] == place]
+            own = (parameter for group in part.param_groups for parameter in group["params"])
+            part.state = defaultdict(dict, {each: self.state[each] for each in own if each in self.state})
+        self._given = [(part.state, list(part.param_groups)) for part in self.optimizers]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "optimizers": self.optimizers, "_steps": self._steps}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Torch comes here to load a state dict, to copy and to unpickle."""
-        super().__setstate__(state)
-        self._share()
+        return {**super().__getstate__(), "optimizers": self.optimizers, "_given": self._given}
 
 
 def _require(optimizer: object) -> None:
@@ -112,13 +161,16 @@ def _require(optimizer: object) -> None:
             f"{type(optimizer).__name__} evaluates other weights than it trains, which a chain of optimizers would not "
             f"switch; give it all parameters, or chain optimizers without modes"
         )
+    if any(CLIPPED in group for group in optimizer.param_groups):
+        raise ConfigError(
+            f"hdet.clip_gradients clips the gradients of {type(optimizer).__name__} alone; remove that, and call it "
+            f"with the chain"
+        )
 
 
-def steps_by(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+def steps_by(optimizer: Optimizer, group: Group) -> Optimizer:
     """The optimizer that steps a parameter group: the one in a chain, else the one that holds it."""
-    if isinstance(optimizer, ChainedOptimizer) and group["params"]:
-        return optimizer.that_steps(group["params"][0])
-    return optimizer
+    return optimizer.optimizers[group[OWNER]] if isinstance(optimizer, ChainedOptimizer) else optimizer
 
 
 def chained(optimizer: Optimizer) -> tuple[Optimizer, ...]:

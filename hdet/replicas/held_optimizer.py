@@ -15,7 +15,7 @@ from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, 
 
 from hdet.nested import mapped
 from hdet.replicas import host_memory, schedule_free, tensors
-from hdet.replicas.chained_optimizer import steps_by
+from hdet.replicas.chained_optimizer import OWNER, steps_by
 
 State = dict[str, Any]
 
@@ -23,7 +23,7 @@ State = dict[str, Any]
 SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """What torch's schedulers leave in parameter groups."""
 
-SETTINGS = frozenset({"params", "lr", "betas", "momentum", "weight_decay", "eps"}) | SCHEDULERS
+SETTINGS = frozenset({"params", "lr", "betas", "momentum", "weight_decay", "eps", OWNER}) | SCHEDULERS
 """Entries that are nobody's state, even of an optimizer whose constructor does not name them (a wrapper's)."""
 
 

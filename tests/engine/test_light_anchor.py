@@ -37,8 +37,14 @@ def moments(engine: Engine) -> int:
     return len(held - {id(value) for own in states for value in own.values()})
 
 
-def test_it_holds_no_state_of_the_optimizer(problem: Any, train: Any) -> None:
-    engine = make(problem)
+def chained(parameters: Any, lr: float) -> hdet.ChainedOptimizer:
+    first, *rest = parameters
+    return hdet.ChainedOptimizer(torch.optim.SGD([first], lr=lr, momentum=0.9), torch.optim.AdamW(rest, lr=lr))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, chained])
+def test_it_holds_no_state_of_the_optimizer(kind: Any, problem: Any, train: Any) -> None:
+    engine = make(problem, kind)
     train(engine, 12)
     assert moments(engine) == 0
     whole = make(problem, guard=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "chained": lambda p: hdet.ChainedOptimizer(
+        torch.optim.SGD(itertools.islice(p, 2), lr=0.01, momentum=0.9), torch.optim.Adagrad(p, lr=0.01)
+    ),
 }
 
 
@@ -126,6 +130,14 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     train(engine)
     train(whole)
     assert_same(engine.state_dict()["converged"], whole.state_dict()["converged"])
+
+
+def test_of_chained_optimizers_each_is_asked_what_it_keeps_before_its_first_step(start: Make, train: Any) -> None:
+    whole = start("chained")
+    train(whole, 6)
+    harmed = placed(whole.state_dict(), "converged optimizer state 2 sum", lambda held: held.reshape(-1)[:1])
+    with pytest.raises(CheckpointError, match=r"sum is torch.float32\[1\], and the parameter is"):
+        start("chained").load_state_dict(harmed)
 
 
 @pytest.mark.parametrize("optimizer", MAKERS)

@@ -56,6 +56,7 @@ class Job:
         overflowing: Sequence[int] = (),
         cpu: bool = True,
         sharded: bool = False,
+        chained: bool = False,
     ) -> None:
         for state in (AcceleratorState, PartialState, GradientState):
             state._reset_state() if state is not PartialState else PartialState._shared_state.clear()
@@ -74,7 +75,11 @@ class Job:
         self.skipped: list[int] = []
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+        if chained:
+            first, *rest = model.parameters()
+            of_first = torch.optim.SGD([first], lr=0.05, momentum=0.9, weight_decay=1e-3)
+            optimizer = hdet.ChainedOptimizer(of_first, torch.optim.AdamW(rest, lr=3e-3))
         # Accelerate makes as many steps of a scheduler at a time as there are processes.
         scheduler = CosineAnnealingLR(optimizer, STEPS * self.accelerator.num_processes)
         prepared = self.accelerator.prepare(model, optimizer, scheduler)
@@ -131,13 +136,14 @@ class Job:
 def held() -> list[tuple[list[Any], list[Any], bool]]:
     """What training leaves without a search and with one that is held, and whether the schedule was foreseen.
 
-    Once in DistributedDataParallel, and once sharded by FSDP2, where hdet finds no gradient of a single pass.
+    Once in DistributedDataParallel, and sharded by FSDP2, where hdet finds no gradient of a single pass and Accelerate
+    puts other parameters into the optimizer: one, and two chained.
     """
     found = []
-    for sharded in (False, True):
-        plain = Job(sharded=sharded).train()
+    for sharded, chained in ((False, False), (True, False), (True, True)):
+        plain = Job(sharded=sharded, chained=chained).train()
         assert isinstance(plain.model, FSDPModule) is sharded
-        job = Job(knobs=HELD[:2] if sharded else HELD, sharded=sharded).train()
+        job = Job(knobs=HELD[:2] if sharded else HELD, sharded=sharded, chained=chained).train()
         assert job.search is not None
         assert job.search.finished
         course = job.search._riding.rates.courses["lr", None]

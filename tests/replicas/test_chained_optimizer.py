@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prodigyopt
 import pytest
 import schedulefree
 import torch
@@ -18,7 +19,12 @@ from torch.nn import functional as F
 import hdet
 from hdet.controllers import Hold
 from hdet.errors import ConfigError
+from hdet.evidence import MixedDifference
+from hdet.evidence.parts.preconditioner import preconditioner
 from hdet.recipes.footprint import footprint
+from hdet.replicas.chained_optimizer import steps_by
+from hdet.replicas.distributed import refusals
+from hdet.replicas.held_optimizer import kept_in_groups
 
 Pair = tuple[nn.Module, hdet.ChainedOptimizer]
 STEPS = 24
@@ -133,21 +139,173 @@ def test_a_copy_goes_on_as_the_original_and_apart_from_it(name: str, assert_same
 def test_what_it_cannot_chain_is_refused() -> None:
     model = network()
     first, second = parts(model)
-    with pytest.raises(ConfigError, match=r"SGD and SGD hold the same parameter, of shape \[16, 8\]"):
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
         hdet.ChainedOptimizer(first, second, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match="one an argument, got list"):
         hdet.ChainedOptimizer([first, second])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="two optimizers or more, got 1"):
+        hdet.ChainedOptimizer(first)
     with pytest.raises(ConfigError, match="AdamWScheduleFree evaluates other weights than it trains"):
         hdet.ChainedOptimizer(first, schedulefree.AdamWScheduleFree(second.param_groups[0]["params"]))
+    hdet.clip_gradients(second, norm=1.0)
+    with pytest.raises(
+        ConfigError, match="clips the gradients of AdamW alone; remove that, and call it with the chain"
+    ):
+        hdet.ChainedOptimizer(first, second)
 
 
-@pytest.mark.parametrize("of", ["the chain", "one of them"])
-def test_parameters_added_later_are_told_and_not_passed_over(of: str) -> None:
+def test_a_chain_in_a_chain_is_taken_one_by_one() -> None:
+    _, optimizer = build()
+    more = nn.Parameter(torch.ones(3))
+    longer = hdet.ChainedOptimizer(optimizer, torch.optim.SGD([more], lr=0.1))
+    assert [type(part).__name__ for part in longer.optimizers] == ["SGD", "AdamW", "SGD"]
+    assert [type(steps_by(longer, group)).__name__ for group in longer.param_groups] == ["SGD", "AdamW", "SGD"]
+
+
+@pytest.mark.parametrize("what", ["group added", "group known already", "loaded"])
+def test_what_is_done_to_a_part_alone_is_told_and_not_passed_over(what: str) -> None:
     model, optimizer = build()
-    new = nn.Parameter(torch.ones(3))
-    (optimizer if of == "the chain" else optimizer.optimizers[1]).add_param_group({"params": [new]})
-    with pytest.raises(ConfigError, match="chain the optimizers anew, with all their groups"):
+    train(model, optimizer)
+    first, second = optimizer.optimizers
+    if what == "loaded":
+        second.load_state_dict(copy.deepcopy(second.state_dict()))
+    else:
+        known = first.param_groups[0]["params"][0]
+        second.add_param_group({"params": [known if "known" in what else nn.Parameter(torch.ones(3))]})
+    with pytest.raises(ConfigError, match="AdamW was loaded or given other parameter groups after it was chained"):
         train(model, optimizer)
+
+
+def test_a_group_of_no_part_is_refused() -> None:
+    _, optimizer = build()
+    with pytest.raises(ConfigError, match="nothing tells which optimizer of the chain is to step these parameters"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert len(optimizer.param_groups) == 2
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number beside the parameters' state."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index]
+
+
+def test_a_state_of_no_parameter_is_told_before_it_is_lost() -> None:
+    model = network()
+    first, second = parts(model)
+    optimizer = hdet.ChainedOptimizer(Counting(first.param_groups[0]["params"], lr=0.1), second)
+    with pytest.raises(ConfigError, match="Counting keeps a state of no parameter \\('steps'\\), which a chain"):
+        train(model, optimizer)
+
+
+def test_parameters_that_a_framework_puts_in_their_place_are_stepped() -> None:
+    """As Accelerate does under fully_shard; a group may also have none."""
+    model, optimizer = build()
+    optimizer.optimizers[1].add_param_group({"params": [], "lr": 0.5})
+    optimizer = hdet.ChainedOptimizer(*optimizer.optimizers)
+    other = network()
+    twins = dict(zip(model.parameters(), other.parameters(), strict=True))
+    for group in optimizer.param_groups:
+        group["params"] = [twins[parameter] for parameter in group["params"]]
+    before = [parameter.detach().clone() for parameter in other.parameters()]
+    train(other, optimizer)
+    assert not any(torch.equal(*pair) for pair in zip(before, other.parameters(), strict=True))
+    assert [len(part.param_groups) for part in optimizer.optimizers] == [1, 2]
+    assert [type(steps_by(optimizer, group)).__name__ for group in optimizer.param_groups] == ["SGD", "AdamW", "AdamW"]
+
+
+def test_each_part_loads_its_own_as_it_does_alone() -> None:
+    """torch's fill in what an older version did not save; others have a way of their own, and hooks."""
+    model, optimizer = build()
+    train(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["param_groups"][1]["decoupled_weight_decay"]
+    other, fresh = build()
+    called: list[str] = []
+    fresh.optimizers[1].register_load_state_dict_post_hook(lambda part: called.append(type(part).__name__))
+    fresh.register_load_state_dict_pre_hook(lambda chain, given: called.append("before"))
+    fresh.register_load_state_dict_post_hook(lambda chain: called.append("after"))
+    fresh.load_state_dict(state)
+    assert called == ["before", "AdamW", "after"]
+    assert fresh.param_groups[1]["decoupled_weight_decay"]
+    train(other, fresh)
+    assert set(fresh.optimizers[1].state_dict()["state"]) == {0, 1}, "a part's own parameters alone"
+
+
+def test_a_state_from_before_the_first_step_leaves_nothing_of_a_later_one() -> None:
+    model, optimizer = build()
+    first = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer)
+    optimizer.load_state_dict(first)
+    assert not optimizer.state
+    assert not any(part.state for part in optimizer.optimizers)
+
+
+def test_evidence_reads_the_state_that_was_put_back() -> None:
+    model, optimizer = build()
+    train(model, optimizer)
+    group = optimizer.param_groups[1]
+    (bias, *_) = group["params"]
+    before = preconditioner(optimizer, group, bias)
+    optimizer.state[bias]["exp_avg_sq"] *= 4.0
+    optimizer.state[bias] = dict(optimizer.state[bias])  # as a rewind does before the next step
+    optimizer.state[bias]["exp_avg_sq"] = optimizer.state[bias]["exp_avg_sq"] * 4.0
+    assert isinstance(before, Tensor)
+    assert torch.allclose(preconditioner(optimizer, group, bias) * 4.0, before, rtol=1e-3)
+    del optimizer.state[bias]
+    assert preconditioner(optimizer, group, bias) is None
+
+
+@pytest.mark.parametrize("of", ["the other order", "no chain"])
+def test_a_state_of_other_optimizers_is_refused(of: str) -> None:
+    _, optimizer = build()
+    model = network()
+    alone = torch.optim.AdamW(model.parameters())
+    state = hdet.ChainedOptimizer(*parts(model)[::-1]).state_dict() if of != "no chain" else alone.state_dict()
+    if of != "no chain":
+        state["param_groups"] = state["param_groups"][::-1]
+    with pytest.raises(ConfigError, match="not of these optimizers chained in this order"):
+        optimizer.load_state_dict(state)
+
+
+def test_one_cycle_moves_what_all_parts_have() -> None:
+    model = network()
+    split = [[p for p in model.parameters() if p.ndim == ndim] for ndim in (1, 2)]
+    optimizer = hdet.ChainedOptimizer(*(torch.optim.AdamW(own, lr=0.01) for own in split))
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, max_momentum=0.95)
+    assert [group["betas"][0] for group in optimizer.param_groups] == [0.95, 0.95]
+    with pytest.raises(ValueError, match="must support momentum or beta1"):
+        torch.optim.lr_scheduler.OneCycleLR(build()[1], 0.1, total_steps=10)
+
+
+@pytest.mark.parametrize("between", ["forward and backward", "micro-batches"])
+def test_a_save_where_one_part_has_no_state_is_no_step(between: str, tmp_path: Path, assert_same: Any) -> None:
+    """SGD without momentum has none ever, and plain SGD alone neither: what it would have is found on a stand-in."""
+    ends = []
+    for saved in (False, True):
+        model = network()
+        matrices, rest = ([p for p in model.parameters() if p.ndim == ndim] for ndim in (2, 1))
+        optimizer = hdet.ChainedOptimizer(torch.optim.SGD(matrices, lr=0.05), torch.optim.AdamW(rest, lr=0.01))
+        steps: list[int] = []
+        optimizer.register_step_post_hook(lambda *given: steps.append(1))  # noqa: B023
+        knobs = [hdet.LearningRate(controller=Hold())]
+        search = searched(model, optimizer, schedule=None, knobs=knobs, exclude=["weight_decay"], micro_batches=2)
+        folder = hdet.checkpoints.CheckpointFolder(tmp_path)
+        for step in range(6):
+            for part in range(2):
+                loss = search.loss(loss_of(model, batch(2 * step + part)))
+                if saved and step == 4 and part == 1 and between != "micro-batches":
+                    folder.save(search.engine)
+                loss.backward()
+                if saved and step == 4 and part == 0 and between == "micro-batches":
+                    folder.save(search.engine)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert search.engine.step_count == len(steps) == 6
+        assert len(optimizer.state) == 2
+        ends.append([parameter.detach() for parameter in model.parameters()])
+    assert_same(*ends)
 
 
 def test_a_list_of_optimizers_is_told_of_it() -> None:
@@ -162,6 +320,49 @@ def test_one_that_looks_at_the_loss_many_times_is_refused_in_a_chain_too() -> No
     optimizer = hdet.ChainedOptimizer(first, torch.optim.LBFGS(second.param_groups[0]["params"]))
     with pytest.raises(ConfigError, match="L-BFGS looks at the loss many times"):
         hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS)
+
+
+class Wrapping(torch.optim.SGD):
+    """As sharpness-aware optimizers are made."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+
+
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    """By its name."""
+
+
+def test_what_hdet_refuses_is_refused_in_a_chain_too() -> None:
+    model = network()
+    first, second = parts(model)
+    chain = hdet.ChainedOptimizer(first, Wrapping(second.param_groups[0]["params"]))
+    with pytest.raises(ConfigError, match="Wrapping steps another optimizer"):
+        hdet.attach(model, chain, probe=probe(), total_steps=STEPS)
+    chain = hdet.ChainedOptimizer(first, ZeroRedundancyOptimizer(second.param_groups[0]["params"], lr=0.1))
+    with pytest.raises(ConfigError, match="ZeroRedundancyOptimizer partitions the optimizer over ranks"):
+        refusals.partitioned(model, chain)
+
+
+def test_of_each_group_what_its_optimizer_keeps_there_is_state() -> None:
+    model = network()
+    first, second = parts(model)
+    assert kept_in_groups(hdet.ChainedOptimizer(first, second)) == []
+    found = kept_in_groups(hdet.ChainedOptimizer(first, prodigyopt.Prodigy(second.param_groups[0]["params"])))
+    assert (1, "k") in found
+    assert all(index == 1 for index, _ in found)
+
+
+def test_chained_optimizers_without_a_state_are_read_in_the_first_window() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), hdet.nn.Dropout(0.2), nn.Linear(16, 4))
+    split = [[p for p in model.parameters() if p.ndim == ndim] for ndim in (1, 2)]
+    pair = model, hdet.ChainedOptimizer(*(torch.optim.SGD(own, lr=0.05) for own in split))
+    knob = hdet.Dropout(controller=Hold(), evidence=MixedDifference())
+    objective = hdet.Objective(loss_of, [batch(step) for step in range(8)])
+    search = searched(*pair, schedule=None, knobs=[knob], exclude=["learning_rate"], objective=objective)
+    go_on(pair, search, range(4))
+    assert search.history.windows[0].estimates["dropout"]["slopes"]
 
 
 def searched(model: nn.Module, optimizer: hdet.ChainedOptimizer, **options: Any) -> hdet.Search:
@@ -202,6 +403,13 @@ def test_schedulers_of_the_parts_are_followed() -> None:
             scheduler.step()
     assert search.finished
     assert [group["lr"] for group in pair[1].param_groups] == pytest.approx([0.05 * 0.9**STEPS, 0.01 * 0.9**STEPS])
+
+
+def test_a_scheduler_of_one_part_is_told_where_it_belongs() -> None:
+    pair = build()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(pair[1].optimizers[0], 0.9)
+    with pytest.raises(ConfigError, match="make the scheduler of the optimizer given, which has all groups"):
+        searched(*pair, scheduler=scheduler)
 
 
 def test_each_groups_decay_acts_as_its_optimizer_has_it() -> None:
@@ -271,5 +479,11 @@ def test_its_footprint_is_known_before_its_first_step() -> None:
     found = footprint(model, optimizer, [hdet.LearningRate()])
     matrices, rest = (sum(p.numel() for p in part.param_groups[0]["params"]) for part in optimizer.optimizers)
     assert found.bytes("host") == 4 * (2 * matrices + 3 * rest + 2)
+    assert "the optimizer's state a window opened with" not in [part.what for part in found.held]
     train(model, optimizer)
     assert footprint(model, optimizer, [hdet.LearningRate()]).bytes("host") == found.bytes("host")
+    odd = hdet.ChainedOptimizer(
+        optimizer.optimizers[0], Counting(optimizer.optimizers[1].param_groups[0]["params"], lr=0.1)
+    )
+    held = footprint(model, odd, [hdet.LearningRate()]).held
+    assert "the optimizer's state a window opened with" in [part.what for part in held]

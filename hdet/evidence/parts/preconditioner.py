@@ -48,8 +48,8 @@ def preconditioner(
         first step.
     """
     lr = without_waiting(group["lr"]) if rate is None else rate
-    optimizer = steps_by(optimizer, group)
-    scale = _scale(optimizer, group, optimizer.state.get(parameter, {}), parameter, lr, elements)
+    state = optimizer.state.get(parameter, {})
+    scale = _scale(steps_by(optimizer, group), group, state, parameter, lr, elements)
     return -scale if scale is not None and group.get("maximize") else scale
 
 

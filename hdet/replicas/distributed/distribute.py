@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
 from hdet.replicas import tensors
+from hdet.replicas.chained_optimizer import chained
 from hdet.replicas.distributed import refusals
 from hdet.replicas.distributed.agreement import agree
 from hdet.replicas.distributed.exchange import Exchange
@@ -137,7 +138,10 @@ def _described(model: nn.Module, optimizer: Optimizer, each: int, options: str) 
     return {
         "parameters": repr([(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]),
         "buffers": repr([(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]),
-        "optimizer": type(optimizer).__name__,
+        "optimizer": " and ".join(
+            f"{type(part).__name__} of {[len(group['params']) for group in part.param_groups]}"
+            for part in chained(optimizer)
+        ),
         "replicas per rank": str(each),
         "exact, precision and overlap": options,
     }
