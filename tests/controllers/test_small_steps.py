@@ -10,8 +10,7 @@ import pytest
 from hdet.controllers import Calibrate, Context, Estimate
 from hdet.controllers.rules import CatchUp, Regain
 from hdet.controllers.small_steps import Beginning
-from hdet.controllers.vetoes import AboveGiven, SmallSteps
-from hdet.controllers.vetoes.above_given import AboveGivenState
+from hdet.controllers.vetoes import SmallSteps
 
 SMALL = 0.5
 LESS = Estimate(slope=0.3, curvature=0.1, stderr=0.01, step_size=1.0)
@@ -118,7 +117,7 @@ def test_steps_that_hardly_matter_are_made_larger(size: float, move: float | Non
 
 @pytest.mark.parametrize("t", [-1.0, 1.0, 9.0])
 def test_they_need_no_proof_above_what_was_given(t: float) -> None:
-    """Last weights call for less in most windows of a large model; `AboveGiven` would ask for proof of more."""
+    """Last weights call for less in most windows of a large model."""
     calibrate = Calibrate()
     tiny = Estimate(t / 10, 0.1, 0.1, averaged=Estimate.nothing(), level=3.0, step_size=0.03, excess=1.0)
     context = replace(RISING, shift=1.0, step=60, total_steps=3000)
@@ -126,13 +125,6 @@ def test_they_need_no_proof_above_what_was_given(t: float) -> None:
     assert (judged.move, judged.rule, judged.veto) == (1.0, "catch_up", "")
     assert calibrate.step(calibrate.start(), replace(tiny, excess=1.3), context)[0] == 0.0
     assert Calibrate(ceiling=0.0).step(calibrate.start(), tiny, context)[0] == 0.0
-
-
-@pytest.mark.parametrize(("size", "left"), [(0.29, 0.0), (0.1, 0.5)])
-def test_nor_does_evidence_where_steps_stay_too_small(size: float, left: float) -> None:
-    more, context = Estimate(-1.0, stderr=0.4, level=1.0, step_size=size), Context(shift=1.0, total_steps=3000)
-    assert AboveGiven().allow(0.5, AboveGivenState(untrained=True), more, context) == left
-    assert AboveGiven().allow(0.5, AboveGivenState(), more, context) == 0.0
 
 
 def test_evidence_for_more_or_less_comes_first() -> None:

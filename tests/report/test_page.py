@@ -115,12 +115,12 @@ def test_every_knob_has_its_values_its_evidence_and_its_moves() -> None:
 def test_the_rule_that_spoke_and_the_veto_that_held_it_back_are_told_and_drawn() -> None:
     told = windows()
     told[0].reasons["learning_rate"] = {"rule": "raise"}
-    told[1].reasons["learning_rate"] = {"rule": "raise", "veto": "above_given"}
+    told[1].reasons["learning_rate"] = {"rule": "raise", "veto": "small_steps"}
     for record in told[6:8]:
         record.reasons["learning_rate"] = {"rule": "lower", "veto": HOSTILE}
     reader = Reader(page(told))
     assert "by last weights (t = -10.0); rule raise step 20" in reader.words
-    assert "(t = -10.0); rule raise; above_given let through only a part" in reader.words
+    assert "(t = -10.0); rule raise; small_steps let through only a part" in reader.words
     assert "step 70: stays at 0.4953; rule lower asked, </script>" in reader.words
     held = [trace for trace in reader.data["chart-1"]["data"] if trace["name"] == "held back by a veto"]
     assert [trace["x"] for trace in held] == [[70, 80]]
@@ -165,7 +165,7 @@ def test_of_several_runs_each_has_one_entry_in_a_knobs_legend() -> None:
 def test_moves_and_forbidden_moves_are_counted_apart() -> None:
     told = windows()
     for record in told[6:8]:
-        record.reasons["learning_rate"] = {"rule": "lower", "veto": "above_given"}
+        record.reasons["learning_rate"] = {"rule": "lower", "veto": "small_steps"}
     assert "In words: 4 moves, and 2 that a veto forbade" in Reader(page(told)).words
 
 

@@ -2,11 +2,10 @@
 
 | for | vetoes |
 |---|---|
-| a learning rate | `AboveGiven`, `SmallSteps` |
+| a learning rate | `SmallSteps` |
 | a weight decay, judged by its formula | `AgreesNow`, `NeedsGap`, `KeepsGap`, `NotEarly`, `WithinSpan`, `DoesHarm` |
 """
 
-from hdet.controllers.vetoes.above_given import AboveGiven
 from hdet.controllers.vetoes.agrees_now import AgreesNow
 from hdet.controllers.vetoes.does_harm import DoesHarm
 from hdet.controllers.vetoes.gap import GapState, KeepsGap, NeedsGap
@@ -15,7 +14,6 @@ from hdet.controllers.vetoes.small_steps import SmallSteps
 from hdet.controllers.vetoes.within_span import WithinSpan
 
 __all__ = [
-    "AboveGiven",
     "AgreesNow",
     "DoesHarm",
     "GapState",
