@@ -132,12 +132,12 @@ class ChainedOptimizer(Optimizer):
                     f"chain does not save; give it all parameters"
                 )
             self.state.update(part.state)
-        self._given = [(part.state, list(part.param_groups)) for part in self.optimizers]
+        self._given = [list(part.param_groups) for part in self.optimizers]
 
     def _give(self) -> None:
         """Groups and state of each are those of the chain, which may have been cut, cleared or put back."""
-        for place, (part, (state, groups)) in enumerate(zip(self.optimizers, self._given, strict=True)):
-            if part.state is not state or list(map(id, part.param_groups)) != list(map(id, groups)):
+        for place, (part, given) in enumerate(zip(self.optimizers, self._given, strict=True)):
+            if list(map(id, part.param_groups)) != list(map(id, given)):
                 raise ConfigError(
                     f"{type(part).__name__} was loaded or given other parameter groups after it was chained; load the "
                     f"chain's state, or chain the optimizers anew by hdet.ChainedOptimizer"
@@ -145,7 +145,7 @@ class ChainedOptimizer(Optimizer):
             part.param_groups = [group for group in self.param_groups if group[OWNER] == place]
             own = (parameter for group in part.param_groups for parameter in group["params"])
             part.state = defaultdict(dict, {each: self.state[each] for each in own if each in self.state})
-        self._given = [(part.state, list(part.param_groups)) for part in self.optimizers]
+        self._given = [list(part.param_groups) for part in self.optimizers]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "optimizers": self.optimizers, "_given": self._given}

@@ -34,4 +34,4 @@ def made_state(optimizer: Optimizer, group: Mapping[str, Any], zeros: Tensor) ->
         other.step()
     except (TypeError, ValueError, RuntimeError):  # LBFGS wants a closure, SparseAdam sparse gradients
         return None
-    return dict(other.state.get(stand_in, {}))
+    return dict(other.state[stand_in])

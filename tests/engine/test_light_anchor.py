@@ -42,7 +42,16 @@ def chained(parameters: Any, lr: float) -> hdet.ChainedOptimizer:
     return hdet.ChainedOptimizer(torch.optim.SGD([first], lr=lr, momentum=0.9), torch.optim.AdamW(rest, lr=lr))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, chained])
+def with_muon(parameters: Any, lr: float) -> hdet.ChainedOptimizer:
+    held = list(parameters)
+    matrices = torch.optim.Muon([own for own in held if own.ndim == 2], lr=lr)
+    return hdet.ChainedOptimizer(matrices, torch.optim.AdamW([own for own in held if own.ndim != 2], lr=lr))
+
+
+muon = pytest.param(with_muon, marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 has it"))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, chained, muon])
 def test_it_holds_no_state_of_the_optimizer(kind: Any, problem: Any, train: Any) -> None:
     engine = make(problem, kind)
     train(engine, 12)

@@ -24,7 +24,9 @@ from hdet.evidence.parts.preconditioner import preconditioner
 from hdet.recipes.footprint import footprint
 from hdet.replicas.chained_optimizer import steps_by
 from hdet.replicas.distributed import refusals
+from hdet.replicas.distributed.distribute import _described as described
 from hdet.replicas.held_optimizer import kept_in_groups
+from hdet.replicas.made_state import made_state
 
 Pair = tuple[nn.Module, hdet.ChainedOptimizer]
 STEPS = 24
@@ -91,7 +93,8 @@ def test_a_closure_is_evaluated_once(assert_same: Any) -> None:
         loss.backward()
         return loss
 
-    told = [optimizer.step(closure).item() for _ in range(5)]
+    with torch.no_grad():
+        told = [optimizer.step(closure).item() for _ in range(5)]
     assert told == losses
     assert_same([parameter.detach() for parameter in model.parameters()], train(*build()))
 
@@ -162,6 +165,12 @@ def test_a_chain_in_a_chain_is_taken_one_by_one() -> None:
     assert [type(steps_by(longer, group)).__name__ for group in longer.param_groups] == ["SGD", "AdamW", "SGD"]
 
 
+def test_optimizers_may_be_chained_anew_in_another_order() -> None:
+    first, second = build()[1].optimizers
+    optimizer = hdet.ChainedOptimizer(second, first)
+    assert [steps_by(optimizer, group) for group in optimizer.param_groups] == [second, first]
+
+
 @pytest.mark.parametrize("what", ["group added", "group known already", "loaded"])
 def test_what_is_done_to_a_part_alone_is_told_and_not_passed_over(what: str) -> None:
     model, optimizer = build()
@@ -224,11 +233,18 @@ def test_each_part_loads_its_own_as_it_does_alone() -> None:
     other, fresh = build()
     called: list[str] = []
     fresh.optimizers[1].register_load_state_dict_post_hook(lambda part: called.append(type(part).__name__))
-    fresh.register_load_state_dict_pre_hook(lambda chain, given: called.append("before"))
+
+    def before(chain: Any, given: dict[str, Any]) -> dict[str, Any]:
+        called.append("before")
+        groups = [{**group, "lr": 0.5} for group in given["param_groups"]]
+        return {**given, "param_groups": groups}
+
+    fresh.register_load_state_dict_pre_hook(before)
     fresh.register_load_state_dict_post_hook(lambda chain: called.append("after"))
     fresh.load_state_dict(state)
     assert called == ["before", "AdamW", "after"]
     assert fresh.param_groups[1]["decoupled_weight_decay"]
+    assert [group["lr"] for group in fresh.param_groups] == [0.5, 0.5]
     train(other, fresh)
     assert set(fresh.optimizers[1].state_dict()["state"]) == {0, 1}, "a part's own parameters alone"
 
@@ -348,6 +364,21 @@ def test_what_hdet_refuses_is_refused_in_a_chain_too() -> None:
     chain = hdet.ChainedOptimizer(first, ZeroRedundancyOptimizer(second.param_groups[0]["params"], lr=0.1))
     with pytest.raises(ConfigError, match="ZeroRedundancyOptimizer partitions the optimizer over ranks"):
         refusals.partitioned(model, chain)
+
+
+def test_ranks_are_told_apart_by_the_parts_of_their_chains() -> None:
+    model, optimizer = build()
+    other = hdet.ChainedOptimizer(*(torch.optim.Adagrad(group["params"]) for group in optimizer.param_groups))
+    told = [described(model, chain, 1, "")["optimizer"] for chain in (optimizer, other)]
+    assert told == ["SGD of [2] and AdamW of [2]", "Adagrad of [2] and Adagrad of [2]"]
+
+
+def test_a_state_that_cannot_be_known_is_not_guessed() -> None:
+    """One wants sparse gradients, the other a closure, the third is not torch's."""
+    zeros = [nn.Parameter(torch.zeros(2))]
+    for odd in (torch.optim.SparseAdam(zeros), torch.optim.LBFGS(zeros), Counting(zeros, lr=0.1)):
+        assert made_state(odd, odd.param_groups[0], torch.zeros(2)) is None
+    assert made_state(torch.optim.SGD(zeros, lr=0.1), {"lr": 0.1}, torch.zeros(2)) == {}
 
 
 def test_of_each_group_what_its_optimizer_keeps_there_is_state() -> None:
