@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from search_parts.contender import update
 from search_parts.found import all_tasks
-from search_parts.task import Problem, Setting, Task
+from search_parts.task import Problem, Setting, Task, named_groups
 from search_parts.tasks.text_muon import of_muon
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -85,24 +85,13 @@ class Case:
     def task(self) -> Task:
         return self.of or all_tasks()[self.name]
 
-    def groups(self, model: nn.Module, decay: float) -> dict[str, dict[str, Any]]:
-        """Parameter groups by name; what is one-dimensional does not decay."""
-        found: dict[str, dict[str, Any]] = {}
-        for name, parameter in model.named_parameters():
-            own = self.sort(name, parameter)
-            group = found.setdefault(own, {"name": own, "params": [], "weight_decay": decay})
-            group["params"].append(parameter)
-            if own == "one-dimensional":
-                group["weight_decay"] = 0.0
-        return found
-
     def begin(self, seed: int, lr: float, factors: Sequence[float]) -> tuple[Problem, nn.Module, Optimizer]:
         problem = self.task.problem(seed, self.best.dropout)
         model = problem.model()
         if self.sort is of_gpt:  # untied, so that the head is a group of its own
             head = model.get_submodule("head")
             head.weight = nn.Parameter(head.get_parameter("weight").detach().clone())
-        groups = list(self.groups(model, self.best.decay).values())
+        groups = named_groups(model, self.sort)
         for group, factor in zip(groups, factors, strict=False):
             group["lr"] = lr * factor
         torch.manual_seed(seed)
@@ -231,7 +220,7 @@ def by_trials(case: Case, seed: int, factors: Sequence[float]) -> tuple[list[flo
     while len(tried) < COMMON:
         tried.append(trial(next_rate(tried, before, 4.0), RIGHT))
     best = minimum(tried, before).rate
-    groups = len(case.groups(problem.model(), 0.0))
+    groups = len(named_groups(problem.model(), case.sort))
     ends = np.array([min(trial(best, row).loss, before.loss) for row in PATTERNS])
     signs = np.array(PATTERNS, dtype=float)[:, :groups]
     halves = signs.T @ ends / len(ends)

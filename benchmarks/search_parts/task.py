@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -193,6 +193,16 @@ class Task(ABC):
             grid=self.grid.thinned(),
             starts=tuple(start for start in self.starts if start.name in QUICK),
         )
+
+
+def named_groups(model: nn.Module, sort: Callable[[str, nn.Parameter], str]) -> list[dict[str, Any]]:
+    """Parameter groups with the names that `sort` gives; what is one-dimensional does not decay."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        own = sort(name, parameter)
+        rest = {"weight_decay": 0.0} if own == "one-dimensional" else {}
+        found.setdefault(own, {"name": own, "params": [], **rest})["params"].append(parameter)
+    return list(found.values())
 
 
 def split(batch: Any, parts: int) -> list[Any]:

@@ -38,26 +38,26 @@ def optimizer_by_name(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     held = state["state"]
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    by = {parameter: steps_by(optimizer, group) for parameter, group in group_of.items()}
+    stepped_by = {parameter: steps_by(optimizer, group) for parameter, group in group_of.items()}
     samples: dict[Optimizer, tuple[Named, nn.Parameter]] = {}
     for index, parameter in zip(indices, parameters, strict=True):
         if held.get(index):
-            samples.setdefault(by[parameter], (held[index], parameter))
+            samples.setdefault(stepped_by[parameter], (held[index], parameter))
     for parameter in parameters:  # the point may be from before the first step
         if optimizer.state.get(parameter):
-            samples.setdefault(by[parameter], (dict(optimizer.state[parameter]), parameter))
+            samples.setdefault(stepped_by[parameter], (dict(optimizer.state[parameter]), parameter))
     for parameter in parameters:
-        if parameter.requires_grad and by[parameter] not in samples:
-            made = made_state(by[parameter], group_of[parameter], torch.zeros_like(parameter))
+        if parameter.requires_grad and stepped_by[parameter] not in samples:
+            made = made_state(stepped_by[parameter], group_of[parameter], torch.zeros_like(parameter))
             if made is None and not optimizer.state:
                 made = _made(optimizer).get(parameter)
-            samples[by[parameter]] = (made or {}, parameter)
+            samples[stepped_by[parameter]] = (made or {}, parameter)
     for name, index, parameter in zip(names, indices, parameters, strict=True):
         if held.get(index):
             found[name] = dict(held[index])
             continue
         stateless.append(name)
-        entries, owner = samples.get(by[parameter], ({}, parameter))
+        entries, owner = samples.get(stepped_by[parameter], ({}, parameter))
         if parameter.requires_grad and entries:
             found[name] = {key: _zeros(value, owner, parameter) for key, value in entries.items()}
     return found, stateless

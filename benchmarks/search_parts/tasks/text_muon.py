@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 import hdet
-from search_parts.task import ALL_OFF, DECAYS, LEARNING_RATES, Grid, Setting, doubling
+from search_parts.task import ALL_OFF, DECAYS, LEARNING_RATES, Grid, Setting, doubling, named_groups
 from search_parts.text import IGNORANCE, TextProblem, TextTask
 
 BY_MUON = "matrices of blocks"
@@ -28,12 +28,7 @@ class MuonProblem(TextProblem):
     """The text, with one group more."""
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
-        for name, parameter in model.named_parameters():
-            own = of_muon(name, parameter)
-            rest = {"weight_decay": 0.0} if own == "one-dimensional" else {}
-            found.setdefault(own, {"name": own, "params": [], **rest})["params"].append(parameter)
-        return list(found.values())
+        return named_groups(model, of_muon)
 
 
 @dataclass(frozen=True, kw_only=True)
