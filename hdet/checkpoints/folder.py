@@ -185,8 +185,8 @@ class CheckpointFolder:
             return None
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._groups:
-            # Ranks outside the run need not take part in making it. (Where there are none, it is made by all, which
-            # works even where some have made more groups than others.)
+            # Ranks outside the run need not take part in making it. (Where there are none all make it. Up to torch
+            # 2.13 that works even where some have made more groups than others; from then on nothing does.)
             among = len(ranks) < dist.get_world_size()
             self._groups[ranks] = Group(dist.new_group(list(ranks), backend="gloo", use_local_synchronization=among))
         return self._groups[ranks]()

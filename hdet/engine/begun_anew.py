@@ -21,7 +21,7 @@ def look(optimizers: Iterable[Optimizer], knobs: Sequence[BoundKnob], window: Wi
     A model and an optimizer that come back from a checkpoint without the search's state look like that.
     """
     rising = [
-        knob.name
+        knob
         for knob in knobs
         for binding in knob.bindings[:1]
         if isinstance(binding, GroupBinding)
@@ -31,10 +31,11 @@ def look(optimizers: Iterable[Optimizer], knobs: Sequence[BoundKnob], window: Wi
     ]
     if not rising:
         return
-    before = max(map(_made, optimizers)) - window.stop
+    before = max(map(_made, optimizers)) - window.stop - rising[0].schedule.steps_before()
     if before > 1:  # torch.distributed.checkpoint makes one, at a rate of 0, to see what an optimizer keeps
+        name = rising[0].name
         warn(
-            f"the optimizer had made {before} steps before this run's first, and {rising[0]} warms up once more: a run "
+            f"the optimizer had made {before} steps before this run's first, and {name} warms up once more: a run "
             f"that goes on loads the state of its search too (load_state_dict); where a new schedule is meant, ignore "
             f"this"
         )

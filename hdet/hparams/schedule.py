@@ -58,6 +58,10 @@ class Schedule(Spec, family="schedule"):
         """The scale that a knob was set to: the largest value, as `sampled` sees it."""
         return max(sampled(self))
 
+    def steps_before(self) -> int:
+        """How many steps it had counted before step 0; 0 unless it is somebody else's, who had begun already."""
+        return 0
+
     def with_warmup(self, steps: int) -> Schedule:
         """`LinearWarmup` of this schedule, or the schedule itself where it warms up for long enough."""
         warmed = LinearWarmup(self, steps)

@@ -39,10 +39,12 @@ class Rates:
         if entry not in self.courses:
             forecast = []
             between = each = 1
+            before = 0
             if entry == RATE and self.follower is not None and total_steps is not None:
                 forecast = self.follower.forecast(total_steps, rates)
                 between, each = self.follower.steps_between, self.follower.steps_each
-            self.courses[entry] = Course(self.read(entry), forecast, between, each, warms_up=entry == RATE)
+                before = self.follower.steps_before
+            self.courses[entry] = Course(self.read(entry), forecast, between, each, before, warms_up=entry == RATE)
         return self.courses[entry]
 
     def read(self, entry: Entry) -> list[float]:

@@ -34,6 +34,7 @@ class Course:
         peaks: of each group, the highest foreseen value.
         warmup_steps: of the warm-up that `Told.with_warmup` asks for. A run that goes on has it from its checkpoint.
         lines: how far this warm-up rises in a step, by group; None where a group needs none.
+        steps_before: optimizer steps that the scheduler had counted before it was simulated.
         warms_up: whether values that have just risen are taken to go on rising, as a rate's in a warm-up. Of a
             probability, as Adam's betas are, they are not: it could leave its domain.
     """
@@ -44,6 +45,7 @@ class Course:
         forecast: Sequence[Row] = (),
         steps_between: int = 1,
         steps_each: int = 1,
+        steps_before: int = 0,
         warms_up: bool = True,
     ) -> None:
         self.told: dict[int, list[float]] = {0: list(first)}
@@ -52,6 +54,7 @@ class Course:
         self.lines: list[float | None] = []
         self.steps_between = steps_between
         self.steps_each = steps_each
+        self.steps_before = steps_before
         self.warms_up = warms_up
         self._last = 0  # the last step told
         self._position = 0
@@ -115,6 +118,7 @@ class Course:
             "position": self._position,
             "moved_at": self._moved_at,
             "warmup_steps": self.warmup_steps,
+            "steps_before": self.steps_before,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -123,6 +127,7 @@ class Course:
         self._last = max(self.told)
         self._foresee(state["forecast"].tolist())
         self.warm_up(int(state.get("warmup_steps", 0)))
+        self.steps_before = int(state.get("steps_before", 0))
         self._position, self._moved_at = int(state["position"]), int(state["moved_at"])
 
 
@@ -162,6 +167,10 @@ class Told(Schedule):
         """The most that the scheduler will have written, as far as it is foreseen."""
         return self._course.peaks[self._group] if self._course.forecast else super().nominal_peak()
 
+    def steps_before(self) -> int:
+        """Those of the scheduler, where it is known; none where it is held below a line, which warms up anew."""
+        return self._course.steps_before if self._line is None else 0
+
     def with_warmup(self, steps: int) -> Told:
         """The course takes note of it, whose state goes into a checkpoint: all of its groups that ask have the same."""
         self._course.warm_up(steps)
@@ -170,10 +179,13 @@ class Told(Schedule):
     def __call__(self, t: int) -> float:
         """The value at step t."""
         value = self._course.at(t)[self._group]
-        if not self._warmed or t >= self._course.warmup_steps:
-            return value
-        line = self._course.lines[self._group]
+        line = self._line if t < self._course.warmup_steps else None
         return value if line is None else min(value, line * (t + 1))
+
+    @property
+    def _line(self) -> float | None:
+        """How far the line that holds it rises in a step; None where nothing does."""
+        return self._course.lines[self._group] if self._warmed and self._course.warmup_steps else None
 
 
 class Follower:
@@ -214,6 +226,11 @@ class Follower:
         self.steps_each = _steps_each(scheduler)
         self.first = self._count()
         """Where the scheduler stood when it was simulated."""
+
+    @property
+    def steps_before(self) -> int:
+        """The optimizer steps that brought it there."""
+        return self.first // self.steps_each * self.steps_between
 
     @property
     def position(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import explicit_loop
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
 from hdet.schedules import Constant, LinearDecay, Schedule
@@ -69,6 +71,37 @@ def test_so_it_is_under_attach() -> None:
 
     with pytest.warns(UserWarning, match="warms up once more"):
         window()
+
+
+def under_way(made: int, rises: int, every: int = 1, **options: Any) -> None:
+    """`made` steps under a scheduler that rises for so many, then hdet joins in for a window."""
+    model = nn.Linear(4, 2)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    scheduler = LambdaLR(optimizer, lambda at: min(1.0, (at + 1) / rises))
+
+    def train(begin: int, end: int) -> None:
+        for step in range(begin, end):
+            search.loss(loss(model, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if (step + 1) % every == 0:
+                scheduler.step()
+
+    search: Any = SimpleNamespace(loss=lambda found: found)
+    train(0, made)
+    options = {"scheduler_every": every, "window": WINDOW, "micro_batches": 1, "quiet": True, **options}
+    search = hdet.attach(model, optimizer, probe=PROBE, scheduler=scheduler, total_steps=STEPS, **options)
+    train(made, made + WINDOW)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_scheduler_that_is_in_its_warm_up_goes_on_with_it(every: int) -> None:
+    under_way(6, 40 // every, every)
+
+
+def test_held_below_a_line_it_warms_up_once_more() -> None:
+    with pytest.warns(UserWarning, match="had made 6 steps before"):
+        under_way(6, 2, warmup_steps=20)
 
 
 @pytest.mark.parametrize("schedule", [Constant(0.01), LinearDecay(peak=0.01, total_steps=STEPS, warmup=0.0)])
