@@ -2,12 +2,14 @@
 # `make test-integrations` runs the tests with the frameworks hdet rides on, which it installs as well.
 # `make test-extras` runs those with DeepSpeed, Ray, torchft and trackio, which it installs beside .venv: they take long
 # to install, and would pin others back.
+# With another Python, and the newest of everything: make test VENV=.venv-newest PYTHON=python3.13 CONSTRAINTS=/dev/null
 #
 # torch comes from pip's own index. For the smaller CPU build:
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make run
 
 PYTHON ?= python3
 VENV := .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INTEGRATED := $(VENV)/.integrated
@@ -60,11 +62,11 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
 $(INTEGRATED): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[integrations]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[integrations]'
 	touch $@
 
 # All else is taken from .venv, by a file that names its folder. trackio takes another Pillow than constraints.txt has.

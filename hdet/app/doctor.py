@@ -67,6 +67,9 @@ def problems() -> Iterator[str]:
 
 
 def _version(package: str) -> str | None:
+    """As installed; None where it is not. Torch itself tells for which CUDA it is built, its package may not."""
+    if package == "torch":
+        return torch.__version__
     try:
         return version(package)
     except PackageNotFoundError:

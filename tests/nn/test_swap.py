@@ -223,10 +223,10 @@ def reference(module: Attention, x: Tensor, tau: float) -> Tensor:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_tempering_divides_the_logits_of_every_call(compiled: bool) -> None:
     torch.manual_seed(0)
-    module = Attention().eval()
+    module = Attention().eval().double()
     temper(module)
     run: Any = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
-    x = torch.randn(2, 3, 4)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
     for tau in (0.2, 1.0, 3.0):
         module.temperature = tau
         torch.testing.assert_close(run(x, gain=2.0), reference(module, x, tau))
