@@ -34,6 +34,28 @@ class OfUntrained(Part):
         return state if estimate.untrained is None else replace(state, untrained=estimate.untrained)
 
 
+class OfTinySteps(OfUntrained):
+    """Goes up at once from a learning rate whose steps are tiny, where evidence calls for more.
+
+    A window's line tells of rates a few times higher, and one raise goes no further. But no model is known whose best
+    steps are tiny, and the warm-up does not wait: from a hundredth of the best rate most of it is over before such
+    raises have made up for that.
+
+    Args:
+        tiny: `step_size` below which steps are tiny: the lowest at the best rates of 13 tasks by AdamW, of untrained
+            models (`benchmarks/step_sizes.py`). 0 leaves raises as they are.
+    """
+
+    tiny: float = Field(default=0.13, ge=0, le=100)
+
+    def at_least(self, move: float, state: Beginning, estimate: Estimate) -> float:
+        """The raise, or the one to where steps are no longer tiny if that is larger."""
+        size = estimate.step_size
+        if not state.untrained or not size or size >= self.tiny:
+            return move
+        return max(move, math.log(self.tiny / size))
+
+
 class OfSmallSteps(OfUntrained):
     """Knows how far a learning rate can be lowered before its steps are small.
 

@@ -1,4 +1,4 @@
-"""`Regain`, `SmallSteps` and `CatchUp`: how low a rate may be while an untrained model warms up."""
+"""How low a rate may be while an untrained model warms up, and how fast it rises from there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hdet.controllers import Calibrate, Context, Estimate
-from hdet.controllers.rules import CatchUp, Regain
+from hdet.controllers.rules import CatchUp, LookAhead, Raise, Regain
 from hdet.controllers.small_steps import Beginning
 from hdet.controllers.vetoes import SmallSteps
 
@@ -84,9 +84,9 @@ def test_without_a_size_that_is_small_both_are_off() -> None:
     assert Regain(small=0.0).propose(BEGUN, AHEAD, replace(RISING, shift=-1.0)) is None
 
 
-@pytest.mark.parametrize("part", [Regain(), SmallSteps(), CatchUp()])
+@pytest.mark.parametrize("part", [Regain(), SmallSteps(), CatchUp(), LookAhead(), Raise()])
 def test_what_the_first_window_told_is_kept_and_a_rewind_or_new_start_ends_it(
-    part: Regain | SmallSteps | CatchUp,
+    part: Regain | SmallSteps | CatchUp | LookAhead | Raise,
 ) -> None:
     begun = part.observe(part.start(), replace(LESS, excess=1.0), RISING)
     assert part.observe(begun, LESS, RISING) == begun == BEGUN
@@ -143,3 +143,42 @@ def test_what_evidence_has_lowered_is_not_raised_again() -> None:
     unsure = replace(LESS, averaged=Estimate.nothing(), step_size=0.1)
     assert calibrate.judge(lowered, unsure, RISING).move == 0.0
     assert calibrate.judge(calibrate.start(), replace(unsure, excess=1.0), RISING).rule == "catch_up"
+
+
+MORE = replace(LESS, slope=-0.3, curvature=3.0)  # a Newton move of 0.1
+AT_BASE, BEFORE_IT = Raise(), LookAhead()
+
+
+@pytest.mark.parametrize("rule", [AT_BASE, BEFORE_IT])
+@pytest.mark.parametrize(("size", "move"), [(0.002, math.log(65.0)), (0.1, math.log(1.3)), (0.125, 0.1), (0.13, 0.1)])
+def test_from_tiny_steps_a_raise_goes_at_once_to_where_they_are_not(
+    rule: Raise | LookAhead, size: float, move: float
+) -> None:
+    more = replace(MORE, step_size=size)
+    assert rule.propose(BEGUN, more, RISING) == pytest.approx(move)
+    assert rule.replace(tiny=0.0).propose(BEGUN, more, RISING) == pytest.approx(0.1)
+    assert rule.propose(Beginning(), more, RISING) == pytest.approx(0.1)
+    assert rule.propose(BEGUN, replace(more, step_size=None), RISING) == pytest.approx(0.1)
+
+
+def test_tiny_steps_alone_call_for_nothing() -> None:
+    """Neither where the last weights call for less, nor where they prove nothing."""
+    tiny = replace(MORE, step_size=0.01)
+    unproved, less = replace(tiny, stderr=0.2), replace(tiny, slope=0.3)
+    assert [AT_BASE.propose(BEGUN, each, RISING) for each in (unproved, less)] == [None, None]
+    assert [BEFORE_IT.propose(BEGUN, each, RISING) for each in (unproved, less)] == [0.0, pytest.approx(-0.1)]
+
+
+def test_looking_ahead_stays_below_its_ceiling() -> None:
+    rule = LookAhead(ceiling=0.5)
+    assert rule.propose(BEGUN, replace(MORE, step_size=0.01), replace(RISING, shift=0.2)) == pytest.approx(0.3)
+
+
+def test_calibrate_tells_its_rules_what_is_tiny() -> None:
+    calibrate = Calibrate(tiny=0.05)
+    first = replace(MORE, offset=0.7, excess=1.0, step_size=0.01)
+    judged = calibrate.judge(calibrate.start(), first, replace(RISING, shift=-1.4))
+    assert (judged.move, judged.rule) == (pytest.approx(math.log(5.0)), "look_ahead")
+    later = replace(MORE, averaged=Estimate.nothing(), step_size=0.025)
+    judged = calibrate.judge(judged.state, later, replace(RISING, shift=-1.4))
+    assert (judged.move, judged.rule) == (pytest.approx(math.log(2.0)), "raise")

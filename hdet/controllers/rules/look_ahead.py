@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -10,14 +10,16 @@ from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.newton import newton_move
 from hdet.controllers.part import Rule
+from hdet.controllers.small_steps import Beginning, OfTinySteps
 from hdet.spec import register
 
 
 @register
-class LookAhead(Rule):
+class LookAhead(OfTinySteps, Rule):
     """Make the Newton move of the last weights, up or down, if `|t| > significance`; else hold.
 
-    It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up.
+    It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up. From where an untrained model's
+    steps are tiny (`tiny`) a raise goes at least to where they no longer are.
 
     Args:
         significance: |t| at the last weights from which they are believed.
@@ -39,7 +41,10 @@ class LookAhead(Rule):
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
         return not averaged and slope.offset > 0 and abs(slope.t) > self.significance
 
-    def propose(self, state: Any, estimate: Estimate, context: Context) -> float:
+    def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float:
         if abs(estimate.t) <= self.significance:
             return 0.0
-        return min(newton_move(estimate, self.early_limit), max(0.0, self.ceiling - context.shift))
+        move = newton_move(estimate, self.early_limit)
+        if move > 0.0:
+            move = self.at_least(move, state, estimate)
+        return min(move, max(0.0, self.ceiling - context.shift))

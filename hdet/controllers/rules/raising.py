@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.newton import newton_move
 from hdet.controllers.part import Rule
+from hdet.controllers.small_steps import Beginning, OfTinySteps
 from hdet.spec import register
 
 
 @register
-class Raise(Rule):
+class Raise(OfTinySteps, Rule):
     """Make the Newton move of the last weights, if their `t < -significance`.
 
-    The last weights flatter small steps, so they are believed where they call for large ones.
+    The last weights flatter small steps, so they are believed where they call for large ones. From where an untrained
+    model's steps are tiny (`tiny`) the move goes at least to where they no longer are, while the schedule rises.
 
     Args:
         significance: |t| at the last weights from which they are believed.
@@ -33,5 +33,7 @@ class Raise(Rule):
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
         return not averaged and slope.t < -self.significance
 
-    def propose(self, state: Any, estimate: Estimate, context: Context) -> float | None:
-        return max(0.0, newton_move(estimate, self.limit)) if estimate.t < -self.significance else None
+    def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float | None:
+        if estimate.t >= -self.significance:
+            return None
+        return self.at_least(max(0.0, newton_move(estimate, self.limit)), state, estimate)
