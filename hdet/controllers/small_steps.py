@@ -12,6 +12,9 @@ from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Part
 
+LOWEST_BEST = 0.13
+"""The smallest `step_size` at the best rates of 13 tasks by AdamW, of untrained models (`benchmarks/step_sizes.py`)."""
+
 
 @dataclass(frozen=True)
 class Beginning:
@@ -39,21 +42,19 @@ class OfTinySteps(OfUntrained):
 
     A window's line tells of rates a few times higher, and one raise goes no further. But no model is known whose best
     steps are tiny, and the warm-up does not wait: from a hundredth of the best rate most of it is over before such
-    raises have made up for that.
+    raises have made up for that. So it goes to `LOWEST_BEST` at once.
 
     Args:
-        tiny: `step_size` below which steps are tiny: the lowest at the best rates of 13 tasks by AdamW, of untrained
-            models (`benchmarks/step_sizes.py`). 0 leaves raises as they are.
+        tiny: `step_size` below which steps are tiny. The default is less than a quarter of `LOWEST_BEST`, at which a
+            run is entered for caution that heads for it; 0 leaves raises as they are.
     """
 
-    tiny: float = Field(default=0.13, ge=0, le=100)
+    tiny: float = Field(default=0.03, ge=0, le=LOWEST_BEST)
 
     def at_least(self, move: float, state: Beginning, estimate: Estimate) -> float:
-        """The raise, or the one to where steps are no longer tiny if that is larger."""
+        """The raise, or the one to `LOWEST_BEST` if steps are tiny."""
         size = estimate.step_size
-        if not state.untrained or not size or size >= self.tiny:
-            return move
-        return max(move, math.log(self.tiny / size))
+        return move if not state.untrained or not size or size >= self.tiny else math.log(LOWEST_BEST / size)
 
 
 class OfSmallSteps(OfUntrained):

@@ -150,7 +150,7 @@ AT_BASE, BEFORE_IT = Raise(), LookAhead()
 
 
 @pytest.mark.parametrize("rule", [AT_BASE, BEFORE_IT])
-@pytest.mark.parametrize(("size", "move"), [(0.002, math.log(65.0)), (0.1, math.log(1.3)), (0.125, 0.1), (0.13, 0.1)])
+@pytest.mark.parametrize(("size", "move"), [(0.002, math.log(65.0)), (0.02, math.log(6.5)), (0.03, 0.1), (0.13, 0.1)])
 def test_from_tiny_steps_a_raise_goes_at_once_to_where_they_are_not(
     rule: Raise | LookAhead, size: float, move: float
 ) -> None:
@@ -175,10 +175,12 @@ def test_looking_ahead_stays_below_its_ceiling() -> None:
 
 
 def test_calibrate_tells_its_rules_what_is_tiny() -> None:
-    calibrate = Calibrate(tiny=0.05)
-    first = replace(MORE, offset=0.7, excess=1.0, step_size=0.01)
+    calibrate = Calibrate(tiny=0.02)
+    first = replace(MORE, offset=0.7, excess=1.0, step_size=0.013)
     judged = calibrate.judge(calibrate.start(), first, replace(RISING, shift=-1.4))
-    assert (judged.move, judged.rule) == (pytest.approx(math.log(5.0)), "look_ahead")
-    later = replace(MORE, averaged=Estimate.nothing(), step_size=0.025)
+    assert (judged.move, judged.rule) == (pytest.approx(math.log(10.0)), "look_ahead")
+    later = replace(MORE, averaged=Estimate.nothing(), step_size=0.013)
     judged = calibrate.judge(judged.state, later, replace(RISING, shift=-1.4))
-    assert (judged.move, judged.rule) == (pytest.approx(math.log(2.0)), "raise")
+    assert (judged.move, judged.rule) == (pytest.approx(math.log(10.0)), "raise")
+    judged = calibrate.judge(judged.state, replace(later, step_size=0.025), replace(RISING, shift=-1.4))
+    assert (judged.move, judged.rule) == (pytest.approx(0.1), "raise")

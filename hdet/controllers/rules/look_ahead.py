@@ -18,8 +18,8 @@ from hdet.spec import register
 class LookAhead(OfTinySteps, Rule):
     """Make the Newton move of the last weights, up or down, if `|t| > significance`; else hold.
 
-    It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up. From where an untrained model's
-    steps are tiny (`tiny`) a raise goes at least to where they no longer are.
+    It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up. Where an untrained model's
+    steps are tiny (`tiny`), a raise goes at once to where the best ones may lie.
 
     Args:
         significance: |t| at the last weights from which they are believed.

@@ -16,8 +16,8 @@ from hdet.spec import register
 class Raise(OfTinySteps, Rule):
     """Make the Newton move of the last weights, if their `t < -significance`.
 
-    The last weights flatter small steps, so they are believed where they call for large ones. From where an untrained
-    model's steps are tiny (`tiny`) the move goes at least to where they no longer are, while the schedule rises.
+    The last weights flatter small steps, so they are believed where they call for large ones. Where an untrained
+    model's steps are tiny (`tiny`), the move goes at once to where the best ones may lie, while the schedule rises.
 
     Args:
         significance: |t| at the last weights from which they are believed.
