@@ -9,7 +9,7 @@
 
 PYTHON ?= python3
 VENV := .venv
-CONSTRAINTS ?= constraints.txt
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INTEGRATED := $(VENV)/.integrated
@@ -78,4 +78,4 @@ $(EXTRA_INSTALLED): $(INTEGRATED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(EXTRAS) runs site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-* runs site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

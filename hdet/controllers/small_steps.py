@@ -47,14 +47,18 @@ class OfTinySteps(OfUntrained):
     Args:
         tiny: `step_size` below which steps are tiny. The default is less than a quarter of `LOWEST_BEST`, at which a
             run is entered for caution that heads for it; 0 leaves raises as they are.
+        ceiling: largest shift that such a raise leads to.
     """
 
     tiny: float = Field(default=0.03, ge=0, le=LOWEST_BEST)
+    ceiling: float = 5.0
 
-    def at_least(self, move: float, state: Beginning, estimate: Estimate) -> float:
-        """The raise, or the one to `LOWEST_BEST` if steps are tiny."""
+    def at_least(self, move: float, state: Beginning, estimate: Estimate, context: Context) -> float:
+        """The raise, or the one from tiny steps to `LOWEST_BEST` if that is larger; anything else as it is."""
         size = estimate.step_size
-        return move if not state.untrained or not size or size >= self.tiny else math.log(LOWEST_BEST / size)
+        if move <= 0.0 or not state.untrained or not size or not size < self.tiny:
+            return move
+        return max(move, min(math.log(LOWEST_BEST / size), self.ceiling - context.shift))
 
 
 class OfSmallSteps(OfUntrained):

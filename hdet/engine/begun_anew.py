@@ -18,7 +18,8 @@ COUNT = "step"
 def look(optimizers: Iterable[Optimizer], knobs: Sequence[BoundKnob], window: Window) -> None:
     """The run's first window is done: warn if steps had been made before it, and a learning rate warms up all the same.
 
-    A model and an optimizer that come back from a checkpoint without the search's state look like that.
+    A model and an optimizer that come back from a checkpoint without the search's state look like that, unless a torch
+    scheduler comes back with them and is still in its warm-up: then hdet may have joined in only now.
     """
     rising = [
         knob
@@ -31,7 +32,7 @@ def look(optimizers: Iterable[Optimizer], knobs: Sequence[BoundKnob], window: Wi
     ]
     if not rising:
         return
-    before = max(map(_made, optimizers)) - window.stop - rising[0].schedule.steps_before()
+    before = max(map(_made, optimizers)) - window.stop - min(knob.schedule.steps_before() for knob in rising)
     if before > 1:  # torch.distributed.checkpoint makes one, at a rate of 0, to see what an optimizer keeps
         name = rising[0].name
         warn(

@@ -126,6 +126,8 @@ class Rates:
         self._first = list(state["found"])
         if self.follower is not None:
             self.follower.first = int(state["simulated_at"])
+            for course in self.courses.values():
+                course.steps_before = self.follower.steps_before
 
     def _followed(self, course: Course, step: int) -> list[float]:
         assert self.follower is not None

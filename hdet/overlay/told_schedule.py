@@ -34,7 +34,7 @@ class Course:
         peaks: of each group, the highest foreseen value.
         warmup_steps: of the warm-up that `Told.with_warmup` asks for. A run that goes on has it from its checkpoint.
         lines: how far this warm-up rises in a step, by group; None where a group needs none.
-        steps_before: optimizer steps that the scheduler had counted before it was simulated.
+        steps_before: optimizer steps, at the most, that the scheduler had counted before it was simulated.
         warms_up: whether values that have just risen are taken to go on rising, as a rate's in a warm-up. Of a
             probability, as Adam's betas are, they are not: it could leave its domain.
     """
@@ -118,7 +118,6 @@ class Course:
             "position": self._position,
             "moved_at": self._moved_at,
             "warmup_steps": self.warmup_steps,
-            "steps_before": self.steps_before,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -127,7 +126,6 @@ class Course:
         self._last = max(self.told)
         self._foresee(state["forecast"].tolist())
         self.warm_up(int(state.get("warmup_steps", 0)))
-        self.steps_before = int(state.get("steps_before", 0))
         self._position, self._moved_at = int(state["position"]), int(state["moved_at"])
 
 
@@ -229,8 +227,8 @@ class Follower:
 
     @property
     def steps_before(self) -> int:
-        """The optimizer steps that brought it there."""
-        return self.first // self.steps_each * self.steps_between
+        """The optimizer steps that brought it there, at the most: it may have been about to step again."""
+        return (self.first // self.steps_each + 1) * self.steps_between - 1
 
     @property
     def position(self) -> int:

@@ -169,9 +169,18 @@ def test_tiny_steps_alone_call_for_nothing() -> None:
     assert [BEFORE_IT.propose(BEGUN, each, RISING) for each in (unproved, less)] == [0.0, pytest.approx(-0.1)]
 
 
-def test_looking_ahead_stays_below_its_ceiling() -> None:
-    rule = LookAhead(ceiling=0.5)
-    assert rule.propose(BEGUN, replace(MORE, step_size=0.01), replace(RISING, shift=0.2)) == pytest.approx(0.3)
+@pytest.mark.parametrize("rule", [AT_BASE, BEFORE_IT])
+def test_it_goes_no_further_than_the_ceiling_and_shortens_no_raise(rule: Raise | LookAhead) -> None:
+    tiny = replace(MORE, step_size=0.01)
+    assert rule.replace(ceiling=0.5).propose(BEGUN, tiny, replace(RISING, shift=0.2)) == pytest.approx(0.3)
+    wide = Raise(limit=4.0) if isinstance(rule, Raise) else LookAhead(early_limit=4.0)
+    assert wide.propose(BEGUN, replace(tiny, curvature=None), RISING) == pytest.approx(4.0)
+
+
+def test_without_a_raise_above_what_was_given_there_is_none_from_tiny_steps() -> None:
+    calibrate = Calibrate(ceiling=0.0)
+    tiny = replace(MORE, averaged=Estimate.nothing(), step_size=0.001, excess=1.0)
+    assert calibrate.step(calibrate.start(), tiny, RISING)[0] == pytest.approx(0.1)
 
 
 def test_calibrate_tells_its_rules_what_is_tiny() -> None:

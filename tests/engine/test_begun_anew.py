@@ -73,11 +73,13 @@ def test_so_it_is_under_attach() -> None:
         window()
 
 
-def under_way(made: int, rises: int, every: int = 1, **options: Any) -> None:
+def under_way(made: int, rises: int, every: int = 1, resumed_after: int = 0, **options: Any) -> None:
     """`made` steps under a scheduler that rises for so many, then hdet joins in for a window."""
-    model = nn.Linear(4, 2)
-    optimizer = AdamW(model.parameters(), lr=0.01)
-    scheduler = LambdaLR(optimizer, lambda at: min(1.0, (at + 1) / rises))
+
+    def fresh() -> tuple[nn.Module, Optimizer, LambdaLR]:
+        model = nn.Linear(4, 2)
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        return model, optimizer, LambdaLR(optimizer, lambda at: min(1.0, (at + 1) / rises))
 
     def train(begin: int, end: int) -> None:
         for step in range(begin, end):
@@ -87,16 +89,32 @@ def under_way(made: int, rises: int, every: int = 1, **options: Any) -> None:
             if (step + 1) % every == 0:
                 scheduler.step()
 
+    model, optimizer, scheduler = fresh()
     search: Any = SimpleNamespace(loss=lambda found: found)
     train(0, made)
     options = {"scheduler_every": every, "window": WINDOW, "micro_batches": 1, "quiet": True, **options}
-    search = hdet.attach(model, optimizer, probe=PROBE, scheduler=scheduler, total_steps=STEPS, **options)
-    train(made, made + WINDOW)
+
+    def join() -> Any:
+        return hdet.attach(model, optimizer, probe=PROBE, scheduler=scheduler, total_steps=STEPS, **options)
+
+    search = join()
+    train(made, made + resumed_after)
+    if resumed_after:
+        states = [copy.deepcopy(part.state_dict()) for part in (model, optimizer, scheduler, search)]
+        model, optimizer, scheduler = fresh()
+        search = join()
+        for part, state in zip((model, optimizer, scheduler, search), states, strict=True):
+            part.load_state_dict(state)
+    train(made + resumed_after, made + WINDOW)
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_scheduler_that_is_in_its_warm_up_goes_on_with_it(every: int) -> None:
-    under_way(6, 40 // every, every)
+@pytest.mark.parametrize(("made", "every"), [(6, 1), (6, 3), (8, 3)])
+def test_a_scheduler_that_is_in_its_warm_up_goes_on_with_it(made: int, every: int) -> None:
+    under_way(made, 40 // every, every)
+
+
+def test_so_it_does_after_a_resume_within_the_first_window() -> None:
+    under_way(6, 40, resumed_after=2)
 
 
 def test_held_below_a_line_it_warms_up_once_more() -> None:

@@ -23,7 +23,7 @@ class LookAhead(OfTinySteps, Rule):
 
     Args:
         significance: |t| at the last weights from which they are believed.
-        early_limit: largest move, in coordinates.
+        early_limit: largest move, in coordinates, but for a raise from tiny steps.
         ceiling: largest shift that it raises to. The default, a factor of e^5, hardly limits, since a guard
             (`hdet.Rewind`) undoes what goes wrong; without one 0 is cautious: never above the schedule as given.
 
@@ -36,7 +36,6 @@ class LookAhead(OfTinySteps, Rule):
 
     significance: float = Field(default=2.0, gt=0, le=100)
     early_limit: float = Field(default=0.6, gt=0, le=10)
-    ceiling: float = 5.0
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
         return not averaged and slope.offset > 0 and abs(slope.t) > self.significance
@@ -44,7 +43,5 @@ class LookAhead(OfTinySteps, Rule):
     def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float:
         if abs(estimate.t) <= self.significance:
             return 0.0
-        move = newton_move(estimate, self.early_limit)
-        if move > 0.0:
-            move = self.at_least(move, state, estimate)
+        move = self.at_least(newton_move(estimate, self.early_limit), state, estimate, context)
         return min(move, max(0.0, self.ceiling - context.shift))

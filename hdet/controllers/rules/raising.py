@@ -21,7 +21,8 @@ class Raise(OfTinySteps, Rule):
 
     Args:
         significance: |t| at the last weights from which they are believed.
-        limit: largest move, in coordinates.
+        limit: largest move, in coordinates, but from tiny steps.
+        ceiling: largest shift that a move from tiny steps leads to.
 
     >>> Raise().propose(Raise().start(), Estimate(slope=-0.3, curvature=1.0, stderr=0.1), Context())
     0.3
@@ -36,4 +37,4 @@ class Raise(OfTinySteps, Rule):
     def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float | None:
         if estimate.t >= -self.significance:
             return None
-        return self.at_least(max(0.0, newton_move(estimate, self.limit)), state, estimate)
+        return self.at_least(max(0.0, newton_move(estimate, self.limit)), state, estimate, context)
