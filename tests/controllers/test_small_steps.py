@@ -166,6 +166,7 @@ def test_tiny_steps_alone_call_for_nothing() -> None:
     tiny = replace(MORE, step_size=0.01)
     unproved, less = replace(tiny, stderr=0.2), replace(tiny, slope=0.3)
     assert [AT_BASE.propose(BEGUN, each, RISING) for each in (unproved, less)] == [None, None]
+    assert AT_BASE.propose(BEGUN, replace(tiny, slope=-0.2, stderr=0.1), RISING) is None, "t is -2, and not below"
     assert [BEFORE_IT.propose(BEGUN, each, RISING) for each in (unproved, less)] == [0.0, pytest.approx(-0.1)]
 
 

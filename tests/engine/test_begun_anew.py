@@ -122,6 +122,28 @@ def test_held_below_a_line_it_warms_up_once_more() -> None:
         under_way(6, 2, warmup_steps=20)
 
 
+def test_one_rate_of_several_is_enough() -> None:
+    """The second group is held below a line, the first has its scheduler's own warm-up, which is under way."""
+    model = nn.Linear(4, 2)
+    optimizer = AdamW([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.01)
+    shares = [lambda at: min(1.0, (at + 1) / 40), lambda at: min(1.0, (at + 1) / 20)]
+    scheduler = LambdaLR(optimizer, shares)
+
+    def train(steps: range) -> None:
+        for step in steps:
+            search.loss(loss(model, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+    search: Any = SimpleNamespace(loss=lambda found: found)
+    train(range(6))
+    options: dict[str, Any] = {"rates": "groups", "warmup_steps": 30, "window": WINDOW, "micro_batches": 1}
+    search = hdet.attach(model, optimizer, probe=PROBE, scheduler=scheduler, total_steps=STEPS, quiet=True, **options)
+    with pytest.warns(UserWarning, match="had made 6 steps before"):
+        train(range(6, 6 + WINDOW))
+
+
 @pytest.mark.parametrize("schedule", [Constant(0.01), LinearDecay(peak=0.01, total_steps=STEPS, warmup=0.0)])
 def test_without_a_warm_up_nothing_is_said(schedule: Schedule) -> None:
     explicit_loop.train(engine(*trained(AdamW), schedule), loss=loss)

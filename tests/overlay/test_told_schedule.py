@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmResta
 import hdet
 from hdet.errors import ConfigError, StepError
 from hdet.overlay.rates import Rates
-from hdet.overlay.told_schedule import Course, Told
+from hdet.overlay.told_schedule import Course, Follower, Told
 from hdet.recipes.recommended import CAUTION
 
 
@@ -140,6 +140,16 @@ def test_a_warm_up_is_counted_in_optimizer_steps(between: int, each: int) -> Non
         warmed = Told(course, 0, STEPS).with_warmup(12)
         assert (warmed(reached) < 1.0) is needed
         assert warmed(20) == 1.0
+
+
+@pytest.mark.parametrize(("between", "each", "before"), [(1, 1, 6), (3, 1, 20), (1, 2, 3)])
+def test_steps_before_are_optimizer_steps(between: int, each: int, before: int) -> None:
+    """Of a scheduler that has made six: at the most, as it may be about to make the next one."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0)
+    follower = Follower(scheduler, optimizer, between)
+    follower.first, follower.steps_each = 6, each
+    assert follower.steps_before == before
 
 
 def test_periodic_rates_that_drift_upwards_are_held() -> None:
