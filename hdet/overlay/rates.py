@@ -51,8 +51,10 @@ class Rates:
         """What the groups hold; 0 where one has no such entry, the last known where it lies on a device."""
         return [self._value(index, entry) for index in range(len(self.optimizer.param_groups))]
 
-    def tell(self, step: int) -> bool:
+    def tell(self, step: int, *, over: bool = False) -> bool:
         """The coming step is made with what the optimizer holds now. Returns whether that is not what was foreseen.
+
+        Where the run is over nothing is foreseen any more, and the scheduler goes where it will.
 
         Raises:
             StepError: a rate that nobody was to move has moved, or not as the scheduler would have moved it; or the
@@ -78,7 +80,7 @@ class Rates:
         surprised = False
         for entry, course in self.courses.items():
             foreseen = course.at(step)
-            if entry == RATE and self.follower is not None and course.forecast:
+            if entry == RATE and self.follower is not None and course.forecast and not over:
                 if step not in course.told:
                     self._notice_standing(self.follower, course, step)
                 course.tell(step, self._followed(course, step), self.follower.position)

@@ -62,9 +62,14 @@ class ReportedLosses:
         """The step is over."""
         self._losses, self._weights = {}, {}
 
-    def of(self, seats: int) -> list[Tensor] | None:
-        """[seats] mean losses; a seat without one is given the mean of the others. None where none was reported."""
-        if not self._losses:
+    def of(self, seats: int, passes: int) -> list[Tensor] | None:
+        """[seats] mean losses; a seat without one is given the mean of the others. None where none can be told.
+
+        Args:
+            passes: micro-batches of this process in the step. Where losses come divided and their number is not the
+                usual one, nobody knows whether a loss was divided by the one number or by the other.
+        """
+        if not self._losses or (self.divided and passes != seats):
             return None
         mean = torch.stack([loss.reshape(()) for loss in self._losses.values()]).mean()
         losses = [self._losses.get(seat, mean) for seat in range(seats)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -98,14 +99,20 @@ class Riding:
 
     def state_dict(self) -> dict[str, Any]:
         """What the loop has told, besides the engine's state: plain numbers and tensors."""
+        scaler = self.engine.home.scaler
         return {
             "peaks": {knob.name: knob.peak for knob in self.engine.knobs},
             "rates": self.rates.state_dict(),
             "losses": self.losses.state_dict(),
+            "entered": self.passes.entered,
+            "loss_scale": scaler.get_scale() if isinstance(scaler, GradScaler) else scaler,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
+        home = self.engine.home
+        if not isinstance(home.scaler, GradScaler):
+            home.scaler = state.get("loss_scale")
         self.losses.load_state_dict(state["losses"])
         self.rates.load_state_dict(state["rates"])
         for knob in self.engine.knobs:
@@ -160,9 +167,8 @@ class Riding:
             self.engine.cycle.take_first_point()  # else the first pass has done so
         if not skipped(self.optimizer) and self._losses_can_be_judged():
             self._find_scale()
-        if self.engine.home.scaler is None and (scaler := scaler_of_step()) is not None:
-            self.engine.home.scaler = scaler
-            self.passes.miss()  # gradients of this step's passes were multiplied, which was not known
+        if not isinstance(self.engine.home.scaler, GradScaler):
+            self._find_scaler()
         self.lending.put_in_update()
         self._stepping = True
 
@@ -191,8 +197,15 @@ class Riding:
 
     def _follow(self) -> None:
         """The coming step is made with what the optimizer holds now."""
-        if self.rates.tell(self.engine.step_count):
+        if self.rates.tell(self.engine.step_count, over=self.engine.finished):
             self.engine.reapply()
+
+    def _find_scaler(self) -> None:
+        """See whose step this is; where its scale is not the one that was taken, the passes have told nothing."""
+        home, scaler = self.engine.home, scaler_of_step()
+        if home.scaler != (None if scaler is None else scaler.get_scale()):
+            self.passes.miss()
+        home.scaler = scaler
 
     def _count(self) -> None:
         """The passes of the first step are the micro-batches of each."""
@@ -216,7 +229,7 @@ class Riding:
         self._busy = True
         try:
             with self.lending.all_in_force():
-                record = self.engine.step(self.losses.of(seats), complete=complete)
+                record = self.engine.step(self.losses.of(seats, passes.begun), complete=complete)
         finally:
             self._busy = False
         self._left_out += passes.missed or not complete

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from hdet.replicas import finite, host_memory, tensors
@@ -167,7 +168,9 @@ class Anchor:
         Args:
             leave_out: names of the model's entries that are not copied and not there.
         """
-        with self.substituted():
+        # The same values stand there again after it, so a backward that is still to come may read them.
+        written = [live for live, _ in self._pairs(self._model) if not live.is_inference()]
+        with _unsafe_preserve_version_counter(tuple(written)), self.substituted():
             model = copied_state(self._model, leave_out)
         return {"step": self.step, "model": model, "optimizer": copy.deepcopy(self._nearest_state(fresh))}
 

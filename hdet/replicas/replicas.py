@@ -61,7 +61,8 @@ class Replicas(ABC):
         shares_on_call: whether gradients are alike only once `share_gradients` was called; else an engine leaves that
             out. True where nothing is said.
         left_to_loop: whether the training loop shares gradients and buffers itself.
-        scaler: the GradScaler by which the loop multiplies its losses, if one is known of.
+        scaler: the GradScaler by which the loop multiplies its losses, if one is known of; its scale alone, of a
+            checkpoint, until it makes a step.
     """
 
     size: int
@@ -70,7 +71,7 @@ class Replicas(ABC):
     diverge: bool
     shares_on_call: bool = True
     left_to_loop: bool = False
-    scaler: GradScaler | None = None
+    scaler: GradScaler | float | None = None
 
     def leave_to_loop(self) -> None:
         """Before `begin`: the training loop goes on sharing gradients and buffers itself, as it did without hdet.
@@ -202,6 +203,8 @@ class Replicas(ABC):
 
     def unscaled(self, gradient: Tensor) -> Tensor:
         """What a pass's gradient, or a part of it, is without a GradScaler's factor."""
+        if isinstance(self.scaler, float):
+            return gradient / self.scaler
         scale = None if self.scaler is None else self.scaler._get_scale_async()
         return gradient if scale is None else gradient / scale.to(gradient.device)
 

@@ -102,6 +102,26 @@ def test_a_scheduler_may_be_ahead_of_the_first_step(passes: int) -> None:
     assert search.engine.step_count > 0
 
 
+def test_beyond_the_end_of_the_run_a_scheduler_goes_where_it_will() -> None:
+    """More steps than `total_steps`, where the scheduler has not ended: its rate, by the factor that was learned."""
+    model = network()
+    optimizer = adamw(model)
+    scheduler = ExponentialLR(optimizer, 0.99)
+    search = attached(model, optimizer, scheduler=scheduler, micro_batches=1)
+    inside: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: inside.append(optimizer.param_groups[0]["lr"]))
+    for step in range(STEPS + 5):
+        search.loss(loss_of(model, batch(step))).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert search.finished
+    factor = search.shifts["learning_rate"].factor
+    assert factor != 1.0
+    assert inside[STEPS:] == pytest.approx([3e-3 * 0.99**step * factor for step in range(STEPS, STEPS + 5)])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(3e-3 * 0.99 ** (STEPS + 5))
+
+
 def test_the_state_of_a_search_of_other_knobs_is_refused_by_name() -> None:
     states = []
     for knobs in ((), (hdet.Beta2(),)):

@@ -29,9 +29,10 @@ def test_a_loss_is_divided_where_the_number_of_passes_explains_it_and_nothing_el
         whole, part = judged(HELD_OUT * off, passes), judged(HELD_OUT * off / passes, passes)
     assert (whole.divided, part.divided) == (False, True)
     for losses in (whole, part):
-        given = losses.of(passes)
+        given = losses.of(passes, passes)
         assert given is not None
         assert [float(loss) for loss in given] == pytest.approx([HELD_OUT * off] * passes)
+        assert (losses.of(passes, passes - 1) is None) == losses.divided
 
 
 @pytest.mark.filterwarnings("ignore:the first training loss is")

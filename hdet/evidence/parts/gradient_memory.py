@@ -271,6 +271,7 @@ class Traces(Memory):
     def state_dict(self) -> dict[str, Any]:
         return {
             "replicas": [replica.index for replica in self.replicas.local],
+            "taken": self.block is not None,
             **{name: None if held is None else held.clone() for name, held in self._held().items()},
             "pending": self.pending.tolist(),
             "rejected": self.rejected,
@@ -287,7 +288,8 @@ class Traces(Memory):
         # A process holds its own replicas' part of the sums; unless every one has its own back, all start anew. So they
         # do where a checkpoint has left the tensors out: counts without their sums would pass for evidence.
         own = state["replicas"] == [replica.index for replica in self.replicas.local]
-        own = own and (state["explored"] == 0 if state["traces"] is None else state["traces"].shape[-1] == size)
+        taken = state.get("taken", state["explored"] > 0)  # a step may have given nothing, and taken no memory
+        own = own and (not taken or (state["traces"] is not None and state["traces"].shape[-1] == size))
         known = self.replicas.gather(torch.full((len(self.replicas.local), 1), float(own), device=device))
         if not (known == 1.0).all():
             return

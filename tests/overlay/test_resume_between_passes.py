@@ -1,0 +1,155 @@
+"""A search whose state is taken where its loop multiplies losses, counts its passes, or is in the middle of a step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from attach_parts import adamw, batch, loss_of, network, probe
+
+import hdet
+from hdet.evidence.contrast import ContrastCollector
+
+STEPS = 60
+
+
+class Run:
+    """A loop of two micro-batches a step, with a GradScaler or none, which can be saved and gone on with."""
+
+    def __init__(self, scaled: bool = False, **options: Any) -> None:
+        self.model = network()
+        self.optimizer = adamw(self.model)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=768.0, growth_interval=7, enabled=scaled)
+        self.search = hdet.attach(self.model, self.optimizer, probe=probe(), total_steps=STEPS, quiet=True, **options)
+        self.parts: list[Any] = [self.model, self.optimizer, self.scaler, self.search]
+
+    def take(self, step: int, part: int) -> None:
+        torch.manual_seed(2 * step + part)
+        self.scaler.scale(self.search.loss(loss_of(self.model, batch(step, part))) / 2).backward()
+
+    def train(self, start: int, stop: int) -> None:
+        for step in range(start, stop):
+            for part in range(2):
+                self.take(step, part)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+
+    def state(self) -> list[Any]:
+        return copy.deepcopy([part.state_dict() for part in self.parts])
+
+    def resume(self, state: list[Any]) -> None:
+        for part, own in zip(self.parts, copy.deepcopy(state), strict=True):
+            part.load_state_dict(own)
+
+    @property
+    def readings(self) -> dict[int, Any]:
+        """Of dropout, by window."""
+        return {record.window: record.estimates["dropout"] for record in self.search.history}
+
+
+def traces_of(run: Run) -> Any:
+    return next(own.record for own in run.search.engine.cycle.collectors if isinstance(own, ContrastCollector))
+
+
+@pytest.fixture(scope="module")
+def straight() -> dict[bool, Run]:
+    runs = {scaled: Run(scaled) for scaled in (False, True)}
+    for run in runs.values():
+        run.train(0, STEPS)
+        assert any(reading["slope"] for reading in run.readings.values())
+    return runs
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "GradScaler"])
+@pytest.mark.parametrize("at", [1, 2, 13, 30])
+def test_a_resume_is_the_same_run_whoever_multiplies_and_counts(
+    scaled: bool, at: int, straight: dict[bool, Run], assert_same: Any
+) -> None:
+    saved, resumed = Run(scaled), Run(scaled)
+    saved.train(0, at)
+    resumed.resume(saved.state())
+    resumed.train(at, STEPS)
+    assert_same(resumed.model.state_dict(), straight[scaled].model.state_dict())
+    assert resumed.search.shifts == straight[scaled].search.shifts
+    told = straight[scaled].readings
+    assert resumed.readings == {window: told[window] for window in resumed.readings}
+    assert isinstance(resumed.search.engine.home.scaler, torch.amp.GradScaler) == scaled
+
+
+@pytest.mark.parametrize(("scale", "missed"), [(None, True), (768.0, False), (1536.0, True)])
+def test_passes_after_a_resume_with_another_scale_are_left_out(scale: float | None, missed: bool) -> None:
+    """Else the gradients of a block would be divided by a number that nobody multiplied them by."""
+    saved, resumed = Run(True), Run(scale is not None)
+    saved.train(0, 5)
+    state = saved.state()
+    assert state[3]["loss_scale"] == 768.0
+    state[2] = {**state[2], "scale": scale} if scale is not None else {}
+    resumed.resume(state)
+    seen: list[bool] = []
+    passes = resumed.search._riding.passes
+    resumed.optimizer.register_step_pre_hook(lambda *_: seen.append(passes.missed))
+    resumed.train(5, 7)
+    assert seen == [missed, False]
+    assert isinstance(resumed.search.engine.home.scaler, torch.amp.GradScaler) == (scale is not None)
+
+
+@pytest.mark.parametrize("at", [13, 30])
+def test_a_step_under_way_is_made_anew_and_counts_once(at: int, straight: dict[bool, Run]) -> None:
+    """Between two micro-batches: what the first one told is in the state, and it comes again."""
+    saved, resumed = Run(), Run()
+    saved.train(0, at)
+    saved.take(at, 0)
+    state = saved.state()
+    assert state[3]["entered"] == 1
+    resumed.resume(state)
+    traces, other = (
+        next(
+            collector.record
+            for collector in run.search.engine.cycle.collectors
+            if isinstance(collector, ContrastCollector)
+        )
+        for run in (resumed, straight[False])
+    )
+    assert traces.rejected
+    resumed.train(at, STEPS)
+    assert not traces.rejected
+    assert 0.0 < traces.weights.sum() < other.weights.sum()
+
+
+def test_a_state_may_be_asked_for_between_forward_and_backward() -> None:
+    run = Run(micro_batches=2)
+    run.train(0, 5)
+    loss = run.search.loss(loss_of(run.model, batch(5)))
+    with torch.no_grad():
+        before = copy.deepcopy(run.model.state_dict())
+    run.search.state_dict()
+    loss.backward()
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+
+
+def test_a_loss_divided_by_what_is_there_and_not_by_the_usual_number_is_no_reading() -> None:
+    """Every third step has one micro-batch of four, whose loss is divided by one: nobody knows which it was."""
+    searches = []
+    for divided in (True, False):
+        model = network()
+        optimizer = adamw(model)
+        search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True)
+        for step in range(STEPS):
+            count = 1 if step % 3 == 2 else 4
+            torch.manual_seed(step)
+            for part in range(count):
+                loss = loss_of(model, batch(step, part))
+                if divided:
+                    search.loss(loss / count).backward()
+                else:
+                    (search.loss(loss) / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        searches.append(search)
+    means = [[sum(record.losses) / len(record.losses) for record in search.history] for search in searches]
+    assert searches[0]._riding.losses.divided
+    assert not searches[1]._riding.losses.divided
+    assert means[0] == pytest.approx(means[1], rel=0.15)
