@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from inspect import isabstract
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
@@ -62,6 +62,9 @@ class Spec(BaseModel):
             if name in fields:
                 raise ConfigError(f"{type(self).__name__} got {name!r} twice")
             fields[name] = value
+        for name, value in fields.items():
+            if isinstance(value, bool) and name in type(self).model_fields:
+                _refuse_bool(type(self), name, value)
         try:
             super().__init__(**fields)
         except ValidationError as error:
@@ -178,6 +181,18 @@ def meant(name: str, known: Iterable[str]) -> str:
     """
     near = get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _refuse_bool(spec: type[Spec], name: str, value: bool) -> None:
+    """YAML reads `yes` and `on` as true, which Python would take for 1."""
+    held = _types_in(spec.model_fields[name].annotation)
+    if held & {int, float} and not held & {bool, Any, object}:
+        raise ConfigError(f"{spec.kind or spec.__name__}: {name}: it takes a number, no true or false (given: {value})")
+
+
+def _types_in(annotation: Any) -> set[Any]:
+    """What an annotation is made of."""
+    return {annotation}.union(*map(_types_in, get_args(annotation))) if get_args(annotation) else {annotation}
 
 
 def _explain(spec: type[Spec], error: ValidationError) -> str:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from hdet.errors import ConfigError
 from hdet.spec import Spec, register
 
 __all__ = ["FixedWindow", "GrowingWindow", "Windows"]
@@ -19,11 +20,25 @@ class Windows(Spec, family="window"):
     def length(self, step: int) -> int:
         """Steps in the window that opens at `step` (0-based), at least 1."""
 
+    def at(self, step: int) -> int:
+        """`length`, checked.
+
+        Raises:
+            ConfigError: it is no whole number, or below 1.
+        """
+        length = self.length(step)
+        if not isinstance(length, int) or length < 1:
+            raise ConfigError(
+                f"{type(self).__name__}.length({step}) is {length!r}; a window's length is a whole number (an int) of "
+                f"at least 1"
+            )
+        return length
+
     def count(self, start: int, stop: int) -> int:
         """How many windows lie between two steps, the last one cut short if need be."""
         windows = 0
         while start < stop:
-            start += self.length(start)
+            start += self.at(start)
             windows += 1
         return windows
 

@@ -14,10 +14,11 @@ import typer
 from hdet.app.report import reported_run
 from hdet.errors import ConfigError, HdetError
 from hdet.files import replace
+from hdet.hparams import Knob, LearningRate
 from hdet.hparams.recorded import kept_steps, recorded_course
 from hdet.record import WindowRecord, knobs_of
 from hdet.report.advice import yaml_number
-from hdet.spec import meant
+from hdet.spec import meant, members
 
 LAMBDA = '''"""{knob} as {run} had it {when}."""
 
@@ -58,7 +59,7 @@ class Form(StrEnum):
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder, or the history file of a loop of your own.")],
     form: Annotated[Form, typer.Option("--as", help="All knobs in YAML, or one around LambdaLR.")] = Form.yaml,
-    knob: Annotated[str | None, typer.Option(help="The knob for lambda-lr; by default the learning rate.")] = None,
+    knob: Annotated[str | None, typer.Option(help="The learning rate for lambda-lr, if not the only one.")] = None,
     out: Annotated[Path | None, typer.Option(help="The file; by default it is printed.")] = None,
 ) -> None:
     """Write the course that a run's knobs took, to train by it again without hdet.
@@ -75,11 +76,7 @@ def export(
     if form is Form.yaml:
         text = as_yaml(found.windows)
     else:
-        known = found.knobs
-        chosen = knob or next((name for name in known if name.startswith("learning_rate")), known[0])
-        if chosen not in known:
-            raise ConfigError(f"{run} has no knob {chosen!r}; it has {known}{meant(chosen, known)}")
-        text = as_lambda_lr(found.windows, chosen, run=found.name)
+        text = as_lambda_lr(found.windows, _rate(found.knobs, knob, run), run=found.name)
     if out is None:
         print(text, end="")
         return
@@ -88,6 +85,31 @@ def export(
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}; choose another --out") from None
     print(f"{out} written")
+
+
+def _rate(known: Sequence[str], given: str | None, run: Path) -> str:
+    """The knob that is the learning rate, which is all that LambdaLR writes.
+
+    Raises:
+        ConfigError: there is none, or several; or the one that was given is none.
+    """
+    if given is not None:
+        if given not in known:
+            raise ConfigError(f"{run} has no knob {given!r}; it has {known}{meant(given, known)}")
+        kind = given.partition("[")[0]
+        if kind != LearningRate.kind and kind in members(Knob):
+            raise ConfigError(f"LambdaLR writes learning rates, and {given!r} is none; export it with --as yaml")
+        return given
+    rates = [name for name in known if name.partition("[")[0] == LearningRate.kind]
+    if len(rates) == 1:
+        return rates[0]
+    raise ConfigError(
+        f"{run} has several learning rates, {rates}, and LambdaLR would be given one for all groups; export all with "
+        f"--as yaml, or choose by --knob the one that the first group has, and the others keep their ratio to"
+        if rates
+        else f"{run} has no learning_rate, and LambdaLR writes nothing else; it has {known}: choose by --knob the one "
+        f"that is a learning rate, or export all with --as yaml"
+    )
 
 
 def as_yaml(windows: Sequence[WindowRecord]) -> str:

@@ -167,6 +167,7 @@ class Ruled(Controller):
         held_by = ""
         for veto in self.vetoes:
             allowed = veto.allow(move, seen[veto.kind], estimate, context)
+            allowed = min(max(allowed, min(0.0, move)), max(0.0, move))  # a veto of somebody's own can only shrink it
             if allowed != move:
                 move, held_by = allowed, veto.kind
         return move, held_by

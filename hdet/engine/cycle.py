@@ -219,7 +219,7 @@ class Cycle:
     def open_window(self, index: int) -> Window:
         """All replicas are alike: anchor the point, draw the designs, put the values in force."""
         start = self.step_count
-        stop = start + self.plan.windows.length(start)
+        stop = start + self.plan.windows.at(start)
         if self._last_step is not None:
             stop = min(stop, self._last_step)
         self.window = Window(index, start, stop, self._last_step)

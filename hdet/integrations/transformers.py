@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -74,6 +75,8 @@ class Search(TrainerCallback):
         self._end()
         trainer, folder = _calling()
         _refuse(trainer)
+        if state.global_step >= state.max_steps > 0:
+            return  # it is over, and resumed all the same, as by a job that is queued anew
         # Rank 0 wrote it, maybe to a disk of its own, and reads it for all: none begins anew beside others that go on.
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         saved = led(group, lambda: self._saved(args, state, folder)) if state.global_step else None
@@ -107,7 +110,7 @@ class Search(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Put the search beside the checkpoint's model and optimizer."""
-        if self.search is None or args.save_only_model:
+        if self.search is None or not self.search.attached or args.save_only_model:
             return
         state_dict = self.search.all_ranks.state_dict()
         if not args.should_save:
@@ -137,7 +140,10 @@ class Search(TrainerCallback):
                 f"is right if the run was begun without hdet, else give the folder of a whole checkpoint"
             )
             return None
-        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, UnpicklingError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; resume from another checkpoint folder") from None
         if saved["step"] != state.global_step:
             raise CheckpointError(
                 f"{path} holds the search after step {saved['step']}, and the Trainer goes on from step "

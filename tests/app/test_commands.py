@@ -149,6 +149,19 @@ def test_an_exported_scheduler_keeps_the_ratios_of_groups(over: Path, tmp_path: 
 def test_what_cannot_be_exported_is_named(over: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("export", str(over), "--as", "lambda-lr", "--knob", "drop_out") == 2
     assert "did you mean 'dropout'?" in capsys.readouterr().err
+    assert call("export", str(over), "--as", "lambda-lr", "--knob", "dropout") == 2
+    assert "LambdaLR writes learning rates, and 'dropout' is none" in capsys.readouterr().err
+    for names, said in (
+        ("learning_rate[0] learning_rate[1]", "several learning rates"),
+        ("weight_decay dropout", "has no learning_rate"),
+    ):
+        path, (first, second) = tmp_path / "other.jsonl", names.split()
+        path.write_text(
+            (over / "history.jsonl").read_text().replace('"learning_rate"', f'"{first}"').replace("dropout", second)
+        )
+        assert call("export", str(path), "--as", "lambda-lr") == 2
+        assert said in capsys.readouterr().err
+    assert call("export", str(path), "--as", "lambda-lr", "--knob", "weight_decay") == 2
     (tmp_path / "history.jsonl").write_text("")
     assert call("export", str(tmp_path)) == 1
     assert "no window that has closed" in capsys.readouterr().err

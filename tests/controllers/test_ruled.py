@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from hdet.controllers import Calibrate, Context, Controller, Estimate, Regularize, Ruled
+from hdet.controllers.part import Veto
 from hdet.controllers.rules import Lower, Raise, Return, SlopeSum
+from hdet.controllers.state import NoState
 from hdet.controllers.vetoes import AgreesNow, DoesHarm, KeepsGap, NeedsGap, WithinSpan
 from hdet.errors import CheckpointError, ConfigError
 
@@ -108,3 +110,16 @@ def test_a_state_of_other_rules_is_refused() -> None:
     plain = to_plain(Calibrate().without("stall").start())
     with pytest.raises(CheckpointError, match="resume with the controller"):
         from_plain(Calibrate().start(), plain)
+
+
+@pytest.mark.parametrize(("left", "expected"), [(-5.0, 0.0), (1e9, 0.3), (0.1, 0.1), (math.inf, 0.3)])
+def test_a_veto_of_ones_own_can_only_shrink_a_move(left: float, expected: float) -> None:
+    class Own(Veto):
+        kind = "own"
+
+        def allow(self, move: float, state: NoState, estimate: Estimate, context: Context) -> float:
+            return left
+
+    assert told(Ruled(rules=(Raise(),), vetoes=(Own(),)), MORE)[0] == expected
+    if left < 0.0:
+        assert told(Ruled(rules=(Lower(),), vetoes=(Own(),)), LESS)[0] == -0.4

@@ -196,6 +196,31 @@ def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
 
 
+def test_a_run_that_is_over_is_taken_up_as_without_a_search(tmp_path: Path) -> None:
+    """As by a job that is queued anew; the Trainer's own schedule ends at a rate of 0."""
+    options = {"save_strategy": "steps", "save_steps": 20, "lr_scheduler_type": "linear"}
+    made = trainer(gpt2(), tmp_path, **options)
+    search(made)
+    made.train()
+    again = trainer(gpt2(), tmp_path, **options)
+    callback = search(again)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
+    assert again.state.global_step >= 20
+    assert callback.search is None
+
+
+def test_a_search_that_was_cut_short_is_told_by_its_file(tmp_path: Path) -> None:
+    made = trainer(gpt2(), tmp_path, save_strategy="steps", save_steps=10)
+    search(made)
+    made.train()
+    file = tmp_path / "checkpoint-10" / "hdet.pt"
+    file.write_bytes(file.read_bytes()[:100])
+    again = trainer(gpt2(), tmp_path)
+    search(again)
+    with pytest.raises(CheckpointError, match=r"hdet\.pt cannot be read: .*; resume from another checkpoint folder"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+
+
 def test_nothing_stays_after_an_early_end(tmp_path: Path) -> None:
     from transformers import TrainerCallback
 

@@ -117,7 +117,7 @@ class RunConfig(Spec):
     @classmethod
     def _device_exists(cls, device: str) -> str:
         try:
-            torch.empty(0, device=device)
+            torch.zeros((), device=device).item()
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"torch cannot use this device: {str(error).splitlines()[0]}") from None
         return device

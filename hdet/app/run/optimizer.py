@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hdet.errors import ConfigError
 from hdet.spec import Spec, register
+
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Optimizer(Spec, family="optimizer"):
@@ -40,7 +42,7 @@ class AdamW(Optimizer):
     kind: ClassVar[str] = "adamw"
 
     weight_decay: float = Field(default=0.01, ge=0.0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0.0)
     fused: bool = True
 
@@ -57,6 +59,12 @@ class SGD(Optimizer):
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
     nesterov: bool = False
     weight_decay: float = Field(default=0.0, ge=0.0)
+
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> SGD:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov is a kind of momentum, and momentum is 0; give a momentum or leave it out")
+        return self
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, **self.model_dump())

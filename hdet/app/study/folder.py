@@ -81,10 +81,9 @@ class StudyFolder:
             known = sorted(key for key, value in result.items() if isinstance(value, (int, float)))
             raise HdetError(f"{path} has no {name!r}; it has {known}")
         value = result[name]
-        try:
-            return math.nan if value is None else float(value)
-        except (TypeError, ValueError):
-            raise HdetError(f"{path}: {name} must be a number, or null where the run diverged; got {value!r}") from None
+        if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+            raise HdetError(f"{path}: {name} must be a number, or null where the run diverged; got {value!r}")
+        return math.nan if value is None else float(value)
 
     def seconds(self, cell: Cell) -> float | None:
         """Wall time of a finished cell, where it is known."""

@@ -55,12 +55,14 @@ def several(
                     raise error
                 yield places[future], future.result() if error is None else error
         except KeyboardInterrupt:
+            # The pool breaks by that and ends every future, which must not have been cancelled.
             for worker in multiprocessing.active_children():
                 worker.terminate()
             raise
-        finally:
+        except BaseException:
             for future in places:
                 future.cancel()
+            raise
 
 
 @contextmanager

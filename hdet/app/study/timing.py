@@ -25,7 +25,7 @@ def seconds_per_step(config: RunConfig, *, threads: int | None = None) -> float:
     Args:
         threads: torch's, as many as the run will have; by default those of this process.
     """
-    window = max(1, min(LONGEST_WINDOW, config.window.length(0), config.steps // TIMED_WINDOWS))
+    window = max(1, min(LONGEST_WINDOW, config.window.at(0), config.steps // TIMED_WINDOWS))
     steps = min(config.steps, TIMED_WINDOWS * window)
     # From where it sets out makes no difference to its time, and a dry run may come before that is made.
     short = RunConfig.from_dict({**config.to_dict(), "steps": steps, "window": window, "start": None})
