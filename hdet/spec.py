@@ -192,7 +192,7 @@ def _refuse_bool(spec: type[Spec], name: str, value: bool) -> None:
 
 def _types_in(annotation: Any) -> set[Any]:
     """What an annotation is made of."""
-    return {annotation}.union(*map(_types_in, get_args(annotation))) if get_args(annotation) else {annotation}
+    return {annotation}.union(*map(_types_in, get_args(annotation)))
 
 
 def _explain(spec: type[Spec], error: ValidationError) -> str:

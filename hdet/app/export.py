@@ -101,15 +101,17 @@ def _rate(known: Sequence[str], given: str | None, run: Path) -> str:
             raise ConfigError(f"LambdaLR writes learning rates, and {given!r} is none; export it with --as yaml")
         return given
     rates = [name for name in known if name.partition("[")[0] == LearningRate.kind]
-    if len(rates) == 1:
-        return rates[0]
-    raise ConfigError(
-        f"{run} has several learning rates, {rates}, and LambdaLR would be given one for all groups; export all with "
-        f"--as yaml, or choose by --knob the one that the first group has, and the others keep their ratio to"
-        if rates
-        else f"{run} has no learning_rate, and LambdaLR writes nothing else; it has {known}: choose by --knob the one "
-        f"that is a learning rate, or export all with --as yaml"
-    )
+    if not rates:
+        raise ConfigError(
+            f"{run} has no learning_rate, and LambdaLR writes nothing else; it has {known}: choose by --knob the one "
+            f"that is a learning rate, or export all with --as yaml"
+        )
+    if len(rates) > 1:
+        raise ConfigError(
+            f"{run} has several learning rates, {rates}, and LambdaLR would be given one for all groups; export all "
+            f"with --as yaml, or choose by --knob the one that the first group has, and the others keep their ratio to"
+        )
+    return rates[0]
 
 
 def as_yaml(windows: Sequence[WindowRecord]) -> str:

@@ -36,3 +36,5 @@ def test_a_window_of_no_length_is_refused(length: Any, late: bool, problem: Any,
 
     with pytest.raises(ConfigError, match=r"Own\.length\((0|8)\) is .*a whole number \(an int\) of at least 1"):
         run()
+    with pytest.raises(ConfigError, match=r"Own\.length\((0|8)\) is "):
+        window.count(0, 12)

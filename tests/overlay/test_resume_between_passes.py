@@ -105,14 +105,7 @@ def test_a_step_under_way_is_made_anew_and_counts_once(at: int, straight: dict[b
     state = saved.state()
     assert state[3]["entered"] == 1
     resumed.resume(state)
-    traces, other = (
-        next(
-            collector.record
-            for collector in run.search.engine.cycle.collectors
-            if isinstance(collector, ContrastCollector)
-        )
-        for run in (resumed, straight[False])
-    )
+    traces, other = traces_of(resumed), traces_of(straight[False])
     assert traces.rejected
     resumed.train(at, STEPS)
     assert not traces.rejected

@@ -1,5 +1,7 @@
 """From a declaration to the runs it means."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdet.app.run.config import RunConfig
-from hdet.app.study import Budget, Study, cells, shard
+from hdet.app.study import Budget, Study, StudyFolder, cells, shard
 from hdet.app.study.declaration import label
 from hdet.app.study.timing import seconds_per_step
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, HdetError
 
 BASE: dict[str, Any] = {
     "task": {"kind": "imported", "path": "tiny_workload:make"},
@@ -234,3 +236,16 @@ def test_levels_are_named_after_their_values() -> None:
     assert [label(v) for v in (None, "a", 3, 1e-3, True, {"kind": "fixed", "steps": 5}, [1, 2])] == [
         "none", "a", "3", "0.001", "true", "fixed(steps=5)", "[1, 2]",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("told", "read"), [(1.5, 1.5), (2, 2.0), (None, math.nan), ("1.5", None), (True, None)])
+def test_a_cells_metric_is_a_number(told: object, read: float | None, tmp_path: Path) -> None:
+    """What a script writes; a text or a truth value that could pass for a number is none."""
+    (cell, *_), folder = cells(study(seeds=1)), StudyFolder(tmp_path)
+    folder.cell(cell).mkdir(parents=True)
+    (folder.cell(cell) / "result.json").write_text(json.dumps({"test_loss": told}))
+    if read is None:
+        with pytest.raises(HdetError, match="test_loss must be a number, or null where the run diverged; got"):
+            folder.metric(cell, "test_loss")
+    else:
+        assert folder.metric(cell, "test_loss") == pytest.approx(read, nan_ok=True)
