@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hdet.errors import ConfigError
+
 MOST_EXCESS = 1.2
 """Of weights that nothing has trained: random matrices have about 1 at most, and training adds strong directions."""
 
@@ -39,6 +41,9 @@ class Estimate:
             there are none. Sub-batch j is to be comparable between windows, or independent: sums over windows are
             kept apart by j.
 
+    Raises:
+        ConfigError: a standard error is below 0.
+
     >>> Estimate(slope=-0.5, stderr=0.25).t
     -2.0
     """
@@ -55,6 +60,12 @@ class Estimate:
     step_size: float | None = None
     offset: float = 0.0
     slopes: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("stderr", "curvature_stderr"):
+            error = getattr(self, name)
+            if error is not None and error < 0:
+                raise ConfigError(f"{name} must be at least 0, and inf where it cannot be known; got {error}")
 
     @classmethod
     def nothing(cls) -> Estimate:

@@ -25,6 +25,13 @@ def test_t(slope: float, stderr: float, t: float) -> None:
     assert Estimate(slope=slope, stderr=stderr).t == t
 
 
+@pytest.mark.parametrize("name", ["stderr", "curvature_stderr"])
+def test_a_standard_error_below_0_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} must be at least 0, .* got -0\.1"):
+        Estimate(slope=1.0, **{name: -0.1})
+    assert vars(Estimate(slope=1.0, **{name: 0.0}))[name] == 0.0
+
+
 @pytest.mark.parametrize(
     ("estimate", "known", "testable"),
     [

@@ -23,6 +23,9 @@ from hdet.app.run.plain import train_plain
 from hdet.errors import ConfigError, HdetError, MissingExtraError
 from hdet.report import Verdict, overview, verdicts
 
+NUMBERS = ("test_loss", "train_loss", "steps", "seconds", "faults")
+"""What `result.json` holds of a run as numbers: a study's metrics are among these."""
+
 
 @dataclass(frozen=True)
 class Result:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hdet.app.run.config import RunConfig
+from hdet.app.run.runner import NUMBERS
 from hdet.app.study.declaration import OUT, PYTHON, SEED, VARIANT, Study
 from hdet.document import override
 from hdet.errors import ConfigError
@@ -76,8 +77,11 @@ def cells(study: Study, *, quick: bool = False, timer: Timer | None = None) -> l
         timer: seconds a step takes; needed where wall time is held equal.
 
     Raises:
-        ConfigError: a combination is no valid run; the message names it.
+        ConfigError: a combination is no valid run (the message names it), or runs do not end with such a metric.
     """
+    unknown = [name for name in study.metrics if name not in NUMBERS]
+    if study.script is None and unknown:
+        raise ConfigError(f"metrics: a run does not end with {unknown}; there are {list(NUMBERS)}")
     extra = study.quick.set if quick else {}
     declared = study.quickened() if quick else study
     found = []

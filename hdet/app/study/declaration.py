@@ -85,7 +85,8 @@ class Study(Spec):
         baseline: the levels that others are compared with, for some factors; by default none are compared.
         contrasts: pairs of levels of one factor, such as `[[full, control], ...]`: the questions the study asks,
             each put within every combination of the other factors. They are then all that is tested.
-        metrics: of `result.json`; tables and plots of factors take them in this order, smaller is better.
+        metrics: numbers of `result.json`, checked beforehand for runs; tables and plots of factors take them in
+            this order, smaller is better.
         level: 1 - level is the confidence of each interval by itself; nothing corrects it for how many there are.
         quick: what `--quick` changes.
 

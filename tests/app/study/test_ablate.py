@@ -21,6 +21,7 @@ from torch import Tensor
 from hdet.app.main import main
 from hdet.app.run.config import RunConfig
 from hdet.app.run.folder import RunFolder
+from hdet.app.run.runner import NUMBERS
 from hdet.app.study import Study, StudyFolder, cells
 from hdet.app.study.runner import pending, run, turn
 from hdet.app.study.timing import Timings, seconds_per_step
@@ -403,10 +404,22 @@ def test_what_samples_leave_out_is_said(ablate: Ablate, tmp_path: Path) -> None:
     assert "spend 96 to 96" in (tmp_path / "out" / "table_test_loss.md").read_text()
 
 
-def test_a_metric_that_is_not_there_is_named(ablate: Ablate, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        ablate(metrics=["accuracy"])
-    assert "no 'accuracy'; it has" in capsys.readouterr().err
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_metric_that_no_run_ends_with_is_refused_before_any_cell_runs(
+    ablate: Ablate, capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ablate(*options, metrics=["test_loss", "accuracy"])
+    assert ended.value.code == 2
+    assert "metrics: a run does not end with ['accuracy']; there are ['test_loss'," in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_number_that_a_run_ends_with_is_a_metric(ablate: Ablate, tmp_path: Path) -> None:
+    ablate(seeds=1, grid={}, baseline={}, metrics=list(NUMBERS))
+    (result,) = (tmp_path / "out" / "cells").glob("*/result.json")
+    ended = json.loads(result.read_text())
+    assert set(NUMBERS) == {name for name, value in ended.items() if isinstance(value, int | float)}
 
 
 def test_any_error_is_contained_in_its_cell(ablate: Ablate, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
