@@ -415,11 +415,6 @@ def test_a_metric_that_no_run_ends_with_is_refused_before_any_cell_runs(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_script_may_end_with_any_metric() -> None:
-    script = Study(name="own", script=("train", "--seed", "{seed}", "{out}"), metrics=("accuracy",), seeds=2)
-    assert [cell.seed for cell in cells(script)] == [0, 1]
-
-
 def test_every_number_that_a_run_ends_with_is_a_metric(ablate: Ablate, tmp_path: Path) -> None:
     ablate(seeds=1, grid={}, baseline={}, metrics=list(NUMBERS))
     (result,) = (tmp_path / "out" / "cells").glob("*/result.json")
