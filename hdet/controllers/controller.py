@@ -68,12 +68,15 @@ class Judgement:
         state: the controller's, which goes with it.
         rule: the kind of the rule that spoke; empty where none did.
         veto: the kind of the veto that held the move back; empty where none did. Of several it is the last to do so.
+        power: to which the rest of the schedule is to be taken (`hdet.controllers.rules.Fall`), 1 as given; None leaves
+            it as it is.
     """
 
     move: float
     state: Any
     rule: str = ""
     veto: str = ""
+    power: float | None = None
 
     @property
     def reasons(self) -> dict[str, str]:

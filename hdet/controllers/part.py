@@ -56,6 +56,10 @@ class Rule(Part, family="rule"):
         """Whether a curvature could change what it asks for; see `Controller.wants_curvature`."""
         return True
 
+    def power(self, state: Any, estimate: Estimate, context: Context) -> float | None:
+        """To which power the rest of the schedule is to be taken; None, as a rule, has no say in that."""
+        return None
+
     @abstractmethod
     def propose(self, state: Any, estimate: Estimate, context: Context) -> float | None:
         """The move that it asks for, in coordinates. 0 holds the base; None lets the next rule speak."""

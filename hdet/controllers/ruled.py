@@ -150,7 +150,9 @@ class Ruled(Controller):
         wish, rule = self._wish(seen, estimate, context)
         move, veto = self._allowed(wish, seen, estimate, context)
         after = {part.kind: part.moved(seen[part.kind], wish, move, estimate, context) for part in self.parts}
-        return Judgement(move, RuledState(after), rule, veto)
+        powers = (rule.power(seen[rule.kind], estimate, context) for rule in self.rules)
+        power = next((power for power in powers if power is not None), None)
+        return Judgement(move, RuledState(after), rule, veto, power)
 
     def _wish(self, seen: Mapping[str, Any], estimate: Estimate, context: Context) -> tuple[float, str]:
         """What the first rule that speaks asks for, and its kind."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hdet.controllers import Context, Estimate
 from hdet.controllers.state import from_plain, to_plain
 from hdet.errors import CheckpointError, ConfigError, StepError
+from hdet.hparams.bend import Bend
 from hdet.hparams.binding import Binding, GroupBinding, Holding, Watchable
 from hdet.hparams.knob import Knob
 from hdet.hparams.learned import Learned
@@ -36,6 +37,7 @@ class BoundKnob:
     Attributes:
         spec: the declaration.
         shift: the learned displacement from the schedule, in coordinate units.
+        bend: how the schedule's fall differs from the given one.
         levels: [N] offsets of this window, summing to zero; zeros where the knob does not diverge.
         centre: offset of the levels' mean from the base (one-sided spreads).
         reasons: why the controller made its last move (`Controller.judge`).
@@ -53,6 +55,7 @@ class BoundKnob:
         self.bindings = list(bindings)
         self.schedule = spec.schedule if spec.schedule is not None else Constant(_base(self.bindings[0], self.name))
         self.shift = spec.initial_shift
+        self.bend = Bend()
         self._counted = self.shift  # by the moves that were returned
         self.state = self.controller.start()
         self.reasons: dict[str, str] = {}
@@ -89,7 +92,7 @@ class BoundKnob:
     def base(self, step: int) -> float:
         """The shared centre at a step, within bounds."""
         low, high = self.spec.bounds
-        value = self.schedule(step)
+        value = self.bend.of(self.schedule, step)
         if self.shift != 0.0:
             value = self.spec.space.apply(value, self.shift)
         return min(max(value, low), high)
@@ -244,10 +247,8 @@ class BoundKnob:
         self._widest = (low, high)
         self._explored = low != 0.0 or high != 0.0
         self._ends = (centre + low, centre + high)
-        self._placed = (-1, 0.0, 0.0, 1.0)
         self._valued = None
-        self._planned, self._coming = [], 1
-        self.stays_until = 0
+        self._replan()
 
     def judge(self, estimate: Estimate, run: Context) -> float:
         """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units.
@@ -257,7 +258,10 @@ class BoundKnob:
         """
         judged = self.controller.judge(self.state, estimate, self._context(run))
         self.state, self.reasons = judged.state, judged.reasons
-        return self._move(float(judged.move))
+        move = self._move(float(judged.move))
+        if judged.power is not None:
+            self._take(self.bend.to(judged.power, self.schedule, run.step))
+        return move
 
     def retreat(self, worked: float, run: Context) -> float:
         """The run went back to a point at which the base was `worked`. Returns the move made, as `judge` does."""
@@ -271,7 +275,7 @@ class BoundKnob:
 
     def _context(self, run: Context) -> Context:
         step = run.step
-        now, following = self.schedule(max(step - 1, 0)), self.schedule(step)
+        now, following = (self.bend.of(self.schedule, at) for at in (max(step - 1, 0), step))
         if self.schedule.total_steps is None:
             self.peak = max(self.peak, now, following)
         return replace(
@@ -297,9 +301,26 @@ class BoundKnob:
         self._counted = self.shift
         return made
 
-    def agree(self, shift: float) -> None:
-        """Take what others that explore the same agreed on as the shift; the next move that is returned counts it."""
+    def numbers(self, step: int) -> tuple[float, float, float]:
+        """What has been learned: the shift, and power and offset of the bend, as from this step on."""
+        bend = self.bend.to(self.bend.power, self.schedule, step)
+        return self.shift, bend.power, bend.offset
+
+    def agree(self, shift: float, bend: Bend) -> None:
+        """Take what others that explore the same agreed on; the next move that is returned counts the shift."""
         self.shift = self._within(shift)
+        self._take(bend)
+
+    def _take(self, bend: Bend) -> None:
+        if bend != self.bend:
+            self.bend = bend
+            self._replan()
+
+    def _replan(self) -> None:
+        """Forget what was worked out for coming steps."""
+        self._placed = (-1, 0.0, 0.0, 1.0)
+        self._planned, self._coming = [], 1
+        self.stays_until = 0
 
     def _within(self, shift: float) -> float:
         wanted = min(max(shift, -self.spec.authority), self.spec.authority)
@@ -314,13 +335,12 @@ class BoundKnob:
     def forget(self) -> None:
         """Assume nothing about the values in force, nor about the schedule: either may have been changed."""
         self._written = [None] * len(self.bindings)
-        self._placed = (-1, 0.0, 0.0, 1.0)
-        self._planned, self._coming = [], 1
-        self.stays_until = 0
+        self._replan()
 
     def state_dict(self) -> dict[str, Any]:
         """Shift, controller state and a base that was read, as plain numbers; levels follow from seed and window."""
-        plain = {"shift": self.shift, "peak": self.peak, "controller": to_plain(self.state)}
+        state, bend = to_plain(self.state), to_plain(self.bend)
+        plain = {"shift": self.shift, "bend": bend, "peak": self.peak, "controller": state}
         return plain if self._counted == self.shift else {**plain, "counted": self._counted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -336,6 +356,7 @@ class BoundKnob:
                 f"(in coordinate units); declare authority={abs(shift):g} or more to resume"
             )
         self.shift = shift
+        self.bend = from_plain(self.bend, state["bend"])
         counted = state.get("counted")
         self._counted = shift if counted is None else float(counted)
         if self.schedule.total_steps is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError, StepError
+from hdet.hparams.bend import Bend
 from hdet.integrations.managed_state import Carried
 from hdet.overlay.attach import attach
 from hdet.overlay.riding import makes_state
@@ -38,7 +39,7 @@ class Agreed:
     def __init__(self, manager: Any, optimizer: Optimizer) -> None:
         self.manager = manager
         self.optimizer = optimizer
-        self._shifts: list[float] | None = None
+        self._learned: list[float] | None = None
 
     def ride(self, search: Search) -> None:
         """Go with a search until it is detached.
@@ -53,16 +54,16 @@ class Agreed:
         search.agree_on_losses(self.mean_loss)
 
     def mean_loss(self, loss: Tensor) -> Tensor:
-        """The mean of the groups' losses, 0-dim; beside it in each pass of a window's first step, that of all shifts.
+        """The mean of the groups' losses, 0-dim; beside it in each pass of a window's first step what they learned.
 
         An average over groups that can be gone has to be made before a step is committed, so not as a window closes.
         """
         engine = self.search.engine
         opening = engine.step_count == engine.cycle.window.start
-        shifts = [knob.shift for knob in engine.knobs] if opening else []
-        told = torch.cat([loss.reshape(1).double(), in_parts(shifts).to(loss.device)])
+        learned = [number for knob in engine.knobs for number in knob.numbers(engine.step_count)] if opening else []
+        told = torch.cat([loss.reshape(1).double(), in_parts(learned).to(loss.device)])
         self.manager.allreduce(told).wait()
-        self._shifts = together(told[1:]) if opening else None
+        self._learned = together(told[1:]) if opening else None
         return told[0].to(loss.dtype)
 
     def take_mean(self, *_: Any) -> None:
@@ -71,19 +72,21 @@ class Agreed:
         Raises:
             StepError: it opens a window, and no loss was told with which the mean could come.
         """
-        shifts, self._shifts = self._shifts, None
+        learned, self._learned = self._learned, None
         engine = self.search.engine
         if engine.finished or engine.step_count != engine.cycle.window.start or makes_state(self.optimizer):
             return
-        if shifts is None:
+        if learned is None:
             raise StepError(
                 f"no training loss was told in step {engine.step_count}, which opens a window: what replica groups "
                 f"learned is averaged with the loss; write search.loss(loss).backward() in each pass, in all groups, "
                 f"or return the loss from the model"
             )
-        differing = [(knob, shift) for knob, shift in zip(engine.knobs, shifts, strict=True) if knob.shift != shift]
-        for knob, shift in differing:
-            knob.agree(shift)
+        step = engine.step_count
+        means = zip(engine.knobs, zip(*[iter(learned)] * 3, strict=True), strict=True)
+        differing = [(knob, mean) for knob, mean in means if knob.numbers(step) != mean]
+        for knob, (shift, power, offset) in differing:
+            knob.agree(shift, Bend(step, power, offset))
         if differing:
             engine.reapply()
 

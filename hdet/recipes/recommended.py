@@ -11,6 +11,8 @@ from typing import Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from hdet.controllers import Calibrate, Pooled
+from hdet.controllers.rules import Fall
 from hdet.engine.defaults import complete
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard, Rewind
@@ -140,8 +142,18 @@ def _rate(
     # Where the peak is not known, nothing can be looked ahead at.
     line = Line(stride=stride) if course.total_steps is not None else Line(stride=stride, preview=0.0)
     evidence = GroupLines(line=line) if pooled else line
+    controller = Calibrate()
+    if isinstance(as_given, LinearDecay):  # the recipe's own form; another is somebody's decision
+        controller = controller.replace(rules=(*controller.rules, Fall()))
     label = f"learning_rate[{name}]" if name and groups is not None else None
-    knob = LearningRate(name=label, groups=groups, schedule=course, initial_shift=shift, evidence=evidence)
+    knob = LearningRate(
+        name=label,
+        groups=groups,
+        schedule=course,
+        initial_shift=shift,
+        evidence=evidence,
+        controller=Pooled(common=controller) if pooled else controller,
+    )
     heads = f"heads for a peak of {peak:g}" if course.total_steps is not None else "follows what the optimizer is given"
     if any(course(step) != as_given(step) for step in range(warmup_steps)):
         heads += f" by a warm-up of {warmup_steps} steps, longer than its schedule's"

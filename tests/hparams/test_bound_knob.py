@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 import hdet
 from hdet.contrib import Geometric
 from hdet.controllers import Context, Controller, Estimate, Gated
+from hdet.controllers.controller import Judgement
 from hdet.controllers.state import NoState
 from hdet.engine.defaults import complete
 from hdet.errors import CheckpointError, ConfigError
+from hdet.hparams.bend import Bend
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.schedules import WSD, Cosine, FromCallable, LinearDecay, OneCycle, Replay, Schedule
 from hdet.spaces import Arcsine, Linear, Log, Logit, Relative
@@ -190,12 +192,12 @@ def test_rounding_is_no_move() -> None:
 def test_the_next_move_counts_what_others_agreed_on() -> None:
     knob, again = bound(authority=1.0), bound(authority=1.0)
     assert wish(knob, 0.25) == 0.25
-    knob.agree(0.75)
+    knob.agree(0.75, knob.bend)
     again.load_state_dict(knob.state_dict())
     for one in (knob, again):
         assert wish(one, -0.125) == 0.375
         assert one.shift == 0.625
-        one.agree(1.5)
+        one.agree(1.5, one.bend)
         assert one.shift == 1.0
 
 
@@ -318,3 +320,35 @@ def test_values_that_stay_for_a_while_are_in_force_at_each_step(schedule: Any, p
         if step == 75:
             bound.shift = 0.5
             engine.cycle.apply()
+
+
+@hdet.spec.register
+class Bends(Wish):
+    """Moves nothing, and takes the rest of the schedule to a power."""
+
+    kind = "bends"
+
+    def judge(self, state: NoState, estimate: Estimate, context: Context) -> Judgement:
+        return Judgement(0.0, state, power=estimate.slope)
+
+
+def test_a_power_bends_what_is_left_of_the_schedule_and_a_resumed_run_has_it() -> None:
+    line = LinearDecay(0.1, total_steps=100, warmup=0.1)
+    knob, again = (bound(controller=Bends(), schedule=line) for _ in range(2))
+    before = knob.values(20, [0])
+    assert knob.judge(Estimate(slope=0.5, stderr=0.1), Context(step=20, total_steps=100, length=10)) == 0.0
+    assert knob.values(20, [0]) == before
+    assert knob.base(60) == pytest.approx(line(20) * (line(60) / line(20)) ** 0.5)
+    assert knob.learned.value == 0.1
+    again.load_state_dict(knob.state_dict())
+    assert [again.base(step) for step in range(20, 100)] == [knob.base(step) for step in range(20, 100)]
+
+
+def test_others_agree_on_a_bend_as_from_this_step_on() -> None:
+    line = LinearDecay(0.1, total_steps=100, warmup=0.1)
+    knob, other = (bound(controller=Bends(), schedule=line) for _ in range(2))
+    knob.judge(Estimate(slope=0.5, stderr=0.1), Context(step=20, total_steps=100, length=10))
+    shift, power, offset = knob.numbers(50)
+    other.agree(shift, Bend(50, power, offset))
+    assert other.numbers(50) == (shift, power, offset)
+    assert [other.base(step) for step in (50, 70, 99)] == pytest.approx([knob.base(step) for step in (50, 70, 99)])

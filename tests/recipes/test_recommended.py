@@ -175,6 +175,14 @@ def test_the_rate_set_is_the_peak_and_entered_from_below() -> None:
     assert knob.initial_shift == pytest.approx(-math.log(CAUTION))
 
 
+def test_only_its_own_line_falls_by_how_far_the_model_overfits() -> None:
+    model = network()
+    own = chosen(model, adamw(model))["learning rate"]
+    cosine = chosen(model, adamw(model), schedule=Cosine(0.02, STEPS, warmup=0.3))["learning rate"]
+    assert [rule.kind for rule in own.controller.rules][-1] == "fall"
+    assert cosine.controller == Calibrate()
+
+
 def test_groups_at_rate_0_stay_there_and_the_others_are_explored() -> None:
     """As one whose training begins later, by the user's hand."""
     model = network()

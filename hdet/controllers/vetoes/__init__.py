@@ -8,7 +8,7 @@
 
 from hdet.controllers.vetoes.agrees_now import AgreesNow
 from hdet.controllers.vetoes.does_harm import DoesHarm
-from hdet.controllers.vetoes.gap import GapState, KeepsGap, NeedsGap
+from hdet.controllers.vetoes.gap import KeepsGap, NeedsGap
 from hdet.controllers.vetoes.not_early import NotEarly
 from hdet.controllers.vetoes.small_steps import SmallSteps
 from hdet.controllers.vetoes.within_span import WithinSpan
@@ -16,7 +16,6 @@ from hdet.controllers.vetoes.within_span import WithinSpan
 __all__ = [
     "AgreesNow",
     "DoesHarm",
-    "GapState",
     "KeepsGap",
     "NeedsGap",
     "NotEarly",

@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-
 from pydantic import Field
 
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
+from hdet.controllers.gap import GapState, gap_of
 from hdet.controllers.part import Veto
 from hdet.spec import register
-
-# Share of the mean gap that is kept from window to window: a memory of about three windows.
-_KEPT = 0.7
-# Gap of the first window, as a share of the held-out loss, above which the two losses are not on one scale: nothing can
-# be overfitted as early. A training loss that was divided by two or more micro-batches is further below.
-OTHER_SCALE = 0.25
-
-
-@dataclass(frozen=True)
-class GapState:
-    """How far held-out loss is above training loss.
-
-    Attributes:
-        mean: as a share of the held-out loss, over about three windows.
-        weight: of the windows in that mean.
-        begun: whether a window has told a gap.
-        other_scale: whether the first that did showed two losses that are not on one scale.
-    """
-
-    mean: float = 0.0
-    weight: float = 0.0
-    begun: bool = False
-    other_scale: bool = False
 
 
 class _Gap(Veto):
@@ -43,19 +18,14 @@ class _Gap(Veto):
         return GapState()
 
     def observe(self, state: GapState, estimate: Estimate, context: Context) -> GapState:
-        gap = _gap(estimate, context)
-        if gap is None:
-            return state
-        weight = _KEPT * state.weight + 1.0
-        other_scale = state.other_scale if state.begun else gap > OTHER_SCALE
-        return GapState(state.mean + (gap - state.mean) / weight, weight, True, other_scale)
+        return state.after(estimate, context)
 
     def retreat(self, state: GapState, context: Context) -> GapState:
-        return replace(self.start(), begun=state.begun, other_scale=state.other_scale)
+        return state.forgotten()
 
     @staticmethod
     def _is_known(state: GapState, estimate: Estimate, context: Context) -> bool:
-        return _gap(estimate, context) is not None and not state.other_scale
+        return gap_of(estimate, context) is not None and not state.other_scale
 
 
 @register
@@ -105,11 +75,3 @@ class KeepsGap(_Gap):
         if move >= 0:
             return move
         return move if self._is_known(state, estimate, context) and state.mean <= self.max_gap else 0.0
-
-
-def _gap(estimate: Estimate, context: Context) -> float | None:
-    """The window's gap as a share of the held-out loss; None where one of the losses is not known."""
-    level, loss = estimate.level, context.loss
-    if not level or loss is None or not (math.isfinite(level) and math.isfinite(loss)):
-        return None
-    return max(-1.0, min(1.0, (level - loss) / abs(level)))

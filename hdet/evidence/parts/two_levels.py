@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hdet.controllers import Estimate
-from hdet.controllers.vetoes.gap import OTHER_SCALE
+from hdet.controllers.gap import OTHER_SCALE
 from hdet.evidence.parts.line_fit import along
 from hdet.evidence.parts.losses_at import Point, Write, losses_at
 from hdet.evidence.scene import Harvest, Scene, Window

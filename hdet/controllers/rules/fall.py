@@ -1,0 +1,57 @@
+"""How a schedule falls: slower where nothing is overfitted, faster where it is."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from hdet.controllers.controller import Context
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.gap import GapState
+from hdet.controllers.part import Rule
+from hdet.spec import register
+
+
+@register
+class Fall(Rule):
+    """Once a schedule falls, take what is left of its fall to a power, by how far the model overfits.
+
+    Where held-out loss is no higher than training loss, steps at a high rate still bring something, so the power is
+    `least`. Of each share of the held-out loss that it lies above the training loss (a mean over about three windows)
+    the power is larger by `gain` times that, up to `most`. It asks for no move: all other rules say what they would
+    without it. Where either loss is not known, or they are not on one scale (see `hdet.controllers.vetoes.NeedsGap`),
+    the fall stays as given.
+
+    Args:
+        least: power where nothing is overfitted; 1 is the schedule as given.
+        gain: of the power over that of the gap.
+        most: largest power.
+
+    >>> fall, falling = Fall(), Context(schedule_now=1.0, schedule_next=0.9, total_steps=100, loss=0.8)
+    >>> estimate = Estimate(slope=0.0, stderr=0.1, level=1.0)
+    >>> fall.power(fall.observe(fall.start(), estimate, falling), estimate, falling)
+    1.15
+    """
+
+    least: float = Field(default=0.75, gt=0, le=1)
+    gain: float = Field(default=2.0, ge=0, le=100)
+    most: float = Field(default=1.5, ge=1, le=10)
+
+    def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
+        return False
+
+    def start(self) -> GapState:
+        return GapState()
+
+    def observe(self, state: GapState, estimate: Estimate, context: Context) -> GapState:
+        return state if estimate.offset > 0 else state.after(estimate, context)
+
+    def retreat(self, state: GapState, context: Context) -> GapState:
+        return state.forgotten()
+
+    def propose(self, state: GapState, estimate: Estimate, context: Context) -> float | None:
+        return None
+
+    def power(self, state: GapState, estimate: Estimate, context: Context) -> float | None:
+        if context.total_steps is None or context.schedule_next >= context.schedule_now or state.weight == 0.0:
+            return None
+        return 1.0 if state.other_scale else min(self.least + self.gain * max(0.0, state.mean), self.most)
