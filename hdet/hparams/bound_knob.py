@@ -356,7 +356,7 @@ class BoundKnob:
                 f"(in coordinate units); declare authority={abs(shift):g} or more to resume"
             )
         self.shift = shift
-        self.bend = from_plain(self.bend, state["bend"])
+        self.bend = from_plain(Bend(), state["bend"]) if "bend" in state else Bend()
         counted = state.get("counted")
         self._counted = shift if counted is None else float(counted)
         if self.schedule.total_steps is None:

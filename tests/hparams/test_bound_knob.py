@@ -342,6 +342,9 @@ def test_a_power_bends_what_is_left_of_the_schedule_and_a_resumed_run_has_it() -
     assert knob.learned.value == 0.1
     again.load_state_dict(knob.state_dict())
     assert [again.base(step) for step in range(20, 100)] == [knob.base(step) for step in range(20, 100)]
+    before_bends = {name: value for name, value in knob.state_dict().items() if name != "bend"}
+    again.load_state_dict(before_bends)
+    assert again.base(60) == line(60)
 
 
 def test_others_agree_on_a_bend_as_from_this_step_on() -> None:
