@@ -34,16 +34,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 import hdet
-from hdet.controllers import Calibrate, Regularize, Ruled
-from hdet.recipes.recommended import choose
+from hdet.controllers import Regularize, Ruled
+from hdet.recipes.recommended import ALONG_A_LINE, choose
 
 ROOT = Path(__file__).parents[1]
 TASKS = ("teacher", "ratings", "tabular", "digits_conv", "denoise", "text_small")
 STARTS = {start.name: start for start in LEARNING_RATES + DECAYS + ALL_OFF + NINE}
 CHOSEN = ("lr x0.1", "lr x1", "lr x10", "lr x30", "decay x0.1", "decay x10")
-TABLES: dict[str, Ruled] = {"learning_rate": Calibrate(), "weight_decay": Regularize()}
+TABLES: dict[str, Ruled] = {"learning_rate": ALONG_A_LINE, "weight_decay": Regularize()}
 PARTS = [f"{knob}: {part.kind}" for knob, table in TABLES.items() for part in table.parts]
 AND = " and "
+FALL = "learning_rate: fall"
+"""It asks for no move, and shapes the rate of every run."""
 TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarted": hdet.Rewind(overshoot=None)}
 """What the guard does, and the guard that does not: without one there is no new start either."""
 
@@ -118,7 +120,7 @@ def changed(cell: Cell, parts: Sequence[str], folder: Path) -> Iterator[Cell]:
     result = cells.load(folder, cell)
     if result is not None:
         for part in parts:
-            if set(part.split(AND)) & set(result.details["spoke"]):
+            if set(part.split(AND)) & {*result.details["spoke"], FALL}:
                 yield Cell(cell.task, part, cell.setting, cell.steps, cell.seed)
 
 

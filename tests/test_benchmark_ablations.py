@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -23,6 +24,7 @@ from search_parts.found import all_tasks
 from search_parts.task import Setting
 
 import hdet
+from hdet.recipes.recommended import choose
 
 FACTORS = ["learning_rate: stall", "weight_decay: slope_sum gate=9", "guard: overshoot=None"]
 
@@ -89,11 +91,18 @@ def test_a_table_of_runs_and_the_cells_that_broke(tmp_path: Path, capsys: pytest
     assert "broke: tabular: no disk" in capsys.readouterr().err
 
 
+def test_the_tables_are_the_recipes() -> None:
+    model = torch.nn.Linear(2, 2)
+    chosen = choose(model, torch.optim.AdamW(model.parameters()), total_steps=100)
+    assert {one.knob.label: one.knob.controller for one in chosen if one.knob is not None} == rules.TABLES
+
+
 def test_only_runs_that_a_part_had_a_say_in_are_made_again(tmp_path: Path) -> None:
     cell = Cell("tabular", "hdet", screen.BEST["tabular"], 800, 0)
     cells.save(tmp_path, cell, result(0.2, ["learning_rate: stall"]))
-    again = [one.contender for one in rules.changed(cell, ["learning_rate: stall", "learning_rate: lower"], tmp_path)]
-    assert again == ["learning_rate: stall"]
+    parts = ["learning_rate: stall", "learning_rate: lower", rules.FALL]
+    assert [one.contender for one in rules.changed(cell, parts, tmp_path)] == ["learning_rate: stall", rules.FALL]
+    assert rules.FALL in rules.PARTS
     together = rules.AND.join(["learning_rate: lower", "learning_rate: stall"])
     assert [one.contender for one in rules.changed(cell, [together], tmp_path)] == [together]
 

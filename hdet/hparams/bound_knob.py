@@ -301,7 +301,7 @@ class BoundKnob:
         self._counted = self.shift
         return made
 
-    def numbers(self, step: int) -> tuple[float, float, float]:
+    def learned_numbers(self, step: int) -> tuple[float, float, float]:
         """What has been learned: the shift, and power and offset of the bend, as from this step on."""
         bend = self.bend.to(self.bend.power, self.schedule, step)
         return self.shift, bend.power, bend.offset

@@ -59,8 +59,9 @@ class Agreed:
         An average over groups that can be gone has to be made before a step is committed, so not as a window closes.
         """
         engine = self.search.engine
-        opening = engine.step_count == engine.cycle.window.start
-        learned = [number for knob in engine.knobs for number in knob.numbers(engine.step_count)] if opening else []
+        step = engine.step_count
+        opening = step == engine.cycle.window.start
+        learned = [number for knob in engine.knobs for number in knob.learned_numbers(step)] if opening else []
         told = torch.cat([loss.reshape(1).double(), in_parts(learned).to(loss.device)])
         self.manager.allreduce(told).wait()
         self._learned = together(told[1:]) if opening else None
@@ -83,10 +84,12 @@ class Agreed:
                 f"or return the loss from the model"
             )
         step = engine.step_count
-        means = zip(engine.knobs, zip(*[iter(learned)] * 3, strict=True), strict=True)
-        differing = [(knob, mean) for knob, mean in means if knob.numbers(step) != mean]
-        for knob, (shift, power, offset) in differing:
-            knob.agree(shift, Bend(step, power, offset))
+        differing = False
+        for place, knob in enumerate(engine.knobs):
+            shift, power, offset = learned[3 * place : 3 * place + 3]
+            if knob.learned_numbers(step) != (shift, power, offset):
+                knob.agree(shift, Bend(step, power, offset))
+                differing = True
         if differing:
             engine.reapply()
 

@@ -329,6 +329,7 @@ class Bends(Wish):
     kind = "bends"
 
     def judge(self, state: NoState, estimate: Estimate, context: Context) -> Judgement:
+        Shown.context = context
         return Judgement(0.0, state, power=estimate.slope)
 
 
@@ -336,10 +337,17 @@ def test_a_power_bends_what_is_left_of_the_schedule_and_a_resumed_run_has_it() -
     line = LinearDecay(0.1, total_steps=100, warmup=0.1)
     knob, again = (bound(controller=Bends(), schedule=line) for _ in range(2))
     before = knob.values(20, [0])
+    for step in (20, 21, 22):
+        knob.put_in_force(step, [0])  # works out some steps more
     assert knob.judge(Estimate(slope=0.5, stderr=0.1), Context(step=20, total_steps=100, length=10)) == 0.0
     assert knob.values(20, [0]) == before
     assert knob.base(60) == pytest.approx(line(20) * (line(60) / line(20)) ** 0.5)
     assert knob.learned.value == 0.1
+    knob.put_in_force(23, [0])
+    assert knob.bindings[0].read() == knob.base(23) != line(23)
+    wish(knob, 0.5, step=60)
+    shown = [Shown.context.schedule_now, Shown.context.schedule_next]
+    assert shown == pytest.approx([knob.base(59), knob.base(60)])
     again.load_state_dict(knob.state_dict())
     assert [again.base(step) for step in range(20, 100)] == [knob.base(step) for step in range(20, 100)]
     before_bends = {name: value for name, value in knob.state_dict().items() if name != "bend"}
@@ -351,7 +359,7 @@ def test_others_agree_on_a_bend_as_from_this_step_on() -> None:
     line = LinearDecay(0.1, total_steps=100, warmup=0.1)
     knob, other = (bound(controller=Bends(), schedule=line) for _ in range(2))
     knob.judge(Estimate(slope=0.5, stderr=0.1), Context(step=20, total_steps=100, length=10))
-    shift, power, offset = knob.numbers(50)
+    shift, power, offset = knob.learned_numbers(50)
     other.agree(shift, Bend(50, power, offset))
-    assert other.numbers(50) == (shift, power, offset)
+    assert other.learned_numbers(50) == (shift, power, offset)
     assert [other.base(step) for step in (50, 70, 99)] == pytest.approx([knob.base(step) for step in (50, 70, 99)])

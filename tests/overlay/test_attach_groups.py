@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import hdet
 from hdet.errors import ConfigError, MatchError
+from hdet.recipes.recommended import ALONG_A_LINE
 
 STEPS = 60
 PATTERNS = {"head": "2.*", "biases": "*bias"}
@@ -136,6 +137,7 @@ def test_named_groups_go_by_their_names_and_others_by_their_number() -> None:
             groups = [{**group, "name": name} for group, name in zip(groups, expected, strict=True)]
         search = attach(model, torch.optim.SGD(groups, lr=0.1), rates="groups")
         assert list(search.shifts) == [f"learning_rate[{name}]" for name in expected]
+        assert all(knob.controller.common == ALONG_A_LINE for knob in search.engine.knobs)
         search.detach()
 
 

@@ -15,11 +15,12 @@ from hdet.spec import register
 class Fall(Rule):
     """Once a schedule falls, take what is left of its fall to a power, by how far the model overfits.
 
-    Where held-out loss is no higher than training loss, steps at a high rate still bring something, so the power is
-    `least`. Of each share of the held-out loss that it lies above the training loss (a mean over about three windows)
-    the power is larger by `gain` times that, up to `most`. It asks for no move: all other rules say what they would
-    without it. Where either loss is not known, or they are not on one scale (see `hdet.controllers.vetoes.NeedsGap`),
-    the fall stays as given.
+    With gap = (held-out loss - training loss) / held-out loss, a mean over about three windows, the power is
+
+        min(least + gain max(gap, 0), most).
+
+    It asks for no move. A window that does not tell both losses keeps the mean of those before, and where none has told
+    them the fall stays as given. So it does where they are not on one scale (see `hdet.controllers.vetoes.NeedsGap`).
 
     Args:
         least: power where nothing is overfitted; 1 is the schedule as given.
