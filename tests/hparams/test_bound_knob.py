@@ -337,14 +337,14 @@ def test_a_power_bends_what_is_left_of_the_schedule_and_a_resumed_run_has_it() -
     line = LinearDecay(0.1, total_steps=100, warmup=0.1)
     knob, again = (bound(controller=Bends(), schedule=line) for _ in range(2))
     before = knob.values(20, [0])
-    for step in (20, 21, 22):
+    for step in (20, 21, 22, 23):
         knob.put_in_force(step, [0])  # works out some steps more
     assert knob.judge(Estimate(slope=0.5, stderr=0.1), Context(step=20, total_steps=100, length=10)) == 0.0
     assert knob.values(20, [0]) == before
     assert knob.base(60) == pytest.approx(line(20) * (line(60) / line(20)) ** 0.5)
     assert knob.learned.value == 0.1
-    knob.put_in_force(23, [0])
-    assert knob.bindings[0].read() == knob.base(23) != line(23)
+    knob.put_in_force(24, [0])
+    assert knob.bindings[0].read() == knob.base(24) != line(24)
     wish(knob, 0.5, step=60)
     shown = [Shown.context.schedule_now, Shown.context.schedule_next]
     assert shown == pytest.approx([knob.base(59), knob.base(60)])
