@@ -5,43 +5,37 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hdet.hparams.schedule import Schedule
-
 
 @dataclass(frozen=True)
 class Bend:
-    """From step `since` on, a schedule's value v is v exp(offset) (v / v(since))^(power - 1).
+    """A schedule's value v becomes exp(log_factor) v^power.
 
-    So it goes on from where it is, and what is left of its fall is the given one to a power: below 1 it stays high
-    for longer and ends steeper, above 1 the other way round.
+    Below a power of 1 what is left of a fall stays high for longer and ends steeper, above 1 the other way round.
 
     Attributes:
-        since: the step from which on the power is in force.
         power: of the schedule; 1 as given.
-        offset: how far the value at `since` lies above the schedule as given, in its logarithm.
+        log_factor: in the logarithm of the knob's own unit; 0 as given.
     """
 
-    since: int = 0
     power: float = 1.0
-    offset: float = 0.0
+    log_factor: float = 0.0
 
-    def of(self, schedule: Schedule, step: int) -> float:
-        """The value at a step.
+    def of(self, value: float) -> float:
+        """What a schedule's value becomes; one that is not positive stays as it is.
 
-        >>> from hdet.schedules import LinearDecay
-        >>> line = LinearDecay(1.0, total_steps=10, warmup=0.1)
-        >>> [round(Bend(since=1, power=0.5).of(line, step), 3) for step in (1, 5, 9)]
-        [1.0, 0.745, 0.333]
+        >>> Bend(power=0.5).of(0.25)
+        0.5
         """
-        value = schedule(step)
-        if self.power == 1.0 and self.offset == 0.0:
+        if self == Bend() or value <= 0.0:
             return value
-        anchor = schedule(self.since)
-        if value <= 0.0 or anchor <= 0.0:
-            return value
-        return value * math.exp(self.offset + (self.power - 1.0) * math.log(value / anchor))
+        return math.exp(self.log_factor + self.power * math.log(value))
 
-    def to(self, power: float, schedule: Schedule, step: int) -> Bend:
-        """With another power from a step on, without a jump there."""
-        value = schedule(step)
-        return Bend(step, power, math.log(self.of(schedule, step) / value) if value > 0.0 else self.offset)
+    def to(self, power: float, value: float) -> Bend:
+        """With another power, and without a jump where the schedule has this value.
+
+        >>> Bend().to(0.5, 0.25).of(0.25)
+        0.25
+        """
+        if power == self.power or value <= 0.0:
+            return self
+        return Bend(power, self.log_factor + (self.power - power) * math.log(value))

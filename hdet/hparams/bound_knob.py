@@ -92,7 +92,7 @@ class BoundKnob:
     def base(self, step: int) -> float:
         """The shared centre at a step, within bounds."""
         low, high = self.spec.bounds
-        value = self.bend.of(self.schedule, step)
+        value = self.bend.of(self.schedule(step))
         if self.shift != 0.0:
             value = self.spec.space.apply(value, self.shift)
         return min(max(value, low), high)
@@ -260,7 +260,7 @@ class BoundKnob:
         self.state, self.reasons = judged.state, judged.reasons
         move = self._move(float(judged.move))
         if judged.power is not None:
-            self._take(self.bend.to(judged.power, self.schedule, run.step))
+            self._take(self.bend.to(judged.power, self.schedule(run.step)))
         return move
 
     def retreat(self, worked: float, run: Context) -> float:
@@ -275,7 +275,7 @@ class BoundKnob:
 
     def _context(self, run: Context) -> Context:
         step = run.step
-        now, following = (self.bend.of(self.schedule, at) for at in (max(step - 1, 0), step))
+        now, following = (self.bend.of(self.schedule(at)) for at in (max(step - 1, 0), step))
         if self.schedule.total_steps is None:
             self.peak = max(self.peak, now, following)
         return replace(
@@ -301,10 +301,10 @@ class BoundKnob:
         self._counted = self.shift
         return made
 
-    def learned_numbers(self, step: int) -> tuple[float, float, float]:
-        """What has been learned: the shift, and power and offset of the bend, as from this step on."""
-        bend = self.bend.to(self.bend.power, self.schedule, step)
-        return self.shift, bend.power, bend.offset
+    @property
+    def learned_numbers(self) -> tuple[float, float, float]:
+        """What has been learned: the shift, and the bend's two numbers."""
+        return self.shift, self.bend.power, self.bend.log_factor
 
     def agree(self, shift: float, bend: Bend) -> None:
         """Take what others that explore the same agreed on; the next move that is returned counts the shift."""

@@ -59,9 +59,8 @@ class Agreed:
         An average over groups that can be gone has to be made before a step is committed, so not as a window closes.
         """
         engine = self.search.engine
-        step = engine.step_count
-        opening = step == engine.cycle.window.start
-        learned = [number for knob in engine.knobs for number in knob.learned_numbers(step)] if opening else []
+        opening = engine.step_count == engine.cycle.window.start
+        learned = [number for knob in engine.knobs for number in knob.learned_numbers] if opening else []
         told = torch.cat([loss.reshape(1).double(), in_parts(learned).to(loss.device)])
         self.manager.allreduce(told).wait()
         self._learned = together(told[1:]) if opening else None
@@ -83,12 +82,11 @@ class Agreed:
                 f"learned is averaged with the loss; write search.loss(loss).backward() in each pass, in all groups, "
                 f"or return the loss from the model"
             )
-        step = engine.step_count
         differing = False
         for place, knob in enumerate(engine.knobs):
-            shift, power, offset = learned[3 * place : 3 * place + 3]
-            if knob.learned_numbers(step) != (shift, power, offset):
-                knob.agree(shift, Bend(step, power, offset))
+            shift, power, log_factor = learned[3 * place : 3 * place + 3]
+            if knob.learned_numbers != (shift, power, log_factor):
+                knob.agree(shift, Bend(power, log_factor))
                 differing = True
         if differing:
             engine.reapply()
