@@ -51,6 +51,8 @@ class WindowRecord:
         best_schedule: by knob of a population, in its last window, the value at each step of the run in the line of
             the replica that it ended as. Such a knob has no `course`: no replica need have trained at its base.
         noise_scale: what `hdet.Engine(noise_scale=True)` read of the gradients of micro-batches; empty without.
+        powers: by knob, the power to which what is left of its schedule is taken after this window
+            (`hdet.controllers.rules.Fall`); absent where it stays as given.
         mean_loss: over all replicas that stayed finite; `None` where `losses` has them all, or none did.
     """
 
@@ -77,6 +79,7 @@ class WindowRecord:
     mean_loss: float | None = None
     best_schedule: dict[str, list[float]] = field(default_factory=dict)
     noise_scale: dict[str, float | None] = field(default_factory=dict)
+    powers: dict[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:

@@ -326,6 +326,7 @@ class Cycle:
             closing=now - began,
             learned={k.name: {**record.learned[k.name], "closed": k.learned.value} for k in self.knobs},
             reasons=reasons,
+            powers={knob.name: knob.bend.power for knob in self.knobs if knob.bend.power != 1.0},
             noise_scale=asdict(noise) if noise is not None else {},
             best_schedule=self._best_schedule() if self.step_count == self._last_step else {},
         )

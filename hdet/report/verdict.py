@@ -95,6 +95,7 @@ class Verdict:
         stop: the step at which the history ends.
         progress: whether the run's loss fell at all (`hdet.report.reading.made_progress`).
         retreats: the guard's moves.
+        power: to which what is left of its schedule was taken in the end; 1 as given.
     """
 
     knob: str
@@ -109,6 +110,7 @@ class Verdict:
     stop: int
     progress: bool = True
     retreats: list[Retreat] = field(default_factory=list)
+    power: float = 1.0
 
     @property
     def factor(self) -> float | None:
@@ -139,6 +141,8 @@ class Verdict:
         """What moved it, and when."""
         said = [f"{name} in {course.words}" for name, course in (("up", self.up), ("down", self.down)) if course]
         said += [retreat.words for retreat in self.retreats]
+        if self.power != 1.0:
+            said.append(f"falls {'slower' if self.power < 1.0 else 'faster'} than given (power {self.power:.2f})")
         return "; ".join(said) if said else "nothing"
 
     @property
@@ -202,6 +206,7 @@ def _verdict(windows: list[WindowRecord], knob: str, progress: bool) -> Verdict:
             Retreat(kind, [one.step for one in made], math.fsum(one.amount for one in made))
             for kind, made in retreats.items()
         ],
+        power=windows[-1].powers.get(knob, 1.0),
     )
 
 

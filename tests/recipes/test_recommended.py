@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,6 +182,38 @@ def test_only_its_own_line_falls_by_how_far_the_model_overfits() -> None:
     cosine = chosen(model, adamw(model), schedule=Cosine(0.02, STEPS, warmup=0.3))["learning rate"]
     assert [rule.kind for rule in own.controller.rules][-1] == "fall"
     assert cosine.controller == Calibrate()
+
+
+@pytest.mark.parametrize(("examples", "power"), [(None, 0.75), (512, 1.5)], ids=["fresh", "repeated"])
+def test_a_run_falls_slower_on_fresh_data_and_faster_on_repeated(examples: int | None, power: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(count: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(count, 20, generator=generator)
+        return x, x[:, :1].sin() + 0.5 * torch.randn(count, 1, generator=generator)
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 128), nn.ReLU(), nn.Linear(128, 1))
+    optimizer = adamw(model, lr=3e-3)
+    loss = nn.functional.mse_loss
+    held_out = Probe(lambda model, batch: loss(model(batch[0]), batch[1]), [drawn(64) for _ in range(8)])
+    search = hdet.attach(model, optimizer, probe=held_out, total_steps=4 * STEPS, quiet=True)
+    kept = drawn(examples) if examples else None
+    for _ in range(4 * STEPS):
+        x, y = kept or drawn(64)
+        search.loss(loss(model(x), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    records = search.history.windows
+    line = LinearDecay(peak=1.0, total_steps=4 * STEPS, warmup=0.3)
+    assert records[-1].powers == {"learning_rate": power}
+    assert [record.stop for record in records if not record.powers][-1] <= 120
+    for before, record in pairwise(records):
+        course = record.course["learning_rate"]
+        given = [line(step) for step in range(record.start, record.stop)]
+        bent = [course[0] * (one / given[0]) ** before.powers.get("learning_rate", 1.0) for one in given]
+        assert course == pytest.approx(bent)
 
 
 def test_groups_at_rate_0_stay_there_and_the_others_are_explored() -> None:

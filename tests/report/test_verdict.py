@@ -213,3 +213,23 @@ def test_mirrored_evidence_and_moves_give_the_mirrored_verdict(run: list[tuple[f
     assert (one.support, one.trust) == (other.support, other.trust)
     assert abs(one.asked) <= 10.0
     assert 0.0 <= one.support <= 1.0 + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("powers", "told"),
+    [
+        ([{}, {}], "nothing"),
+        ([{}, {"rate": 0.75}], "falls slower than given (power 0.75)"),
+        ([{"rate": 0.75}, {"rate": 1.5}], "falls faster than given (power 1.50)"),
+        ([{"rate": 0.75}, {}], "nothing"),
+    ],
+    ids=["as given", "slower", "faster in the end", "as given in the end"],
+)
+def test_how_its_schedule_falls_is_told_with_what_moved_it(powers: list[dict[str, float]], told: str) -> None:
+    assert verdict(*(record(number, powers=power) for number, power in enumerate(powers))).moved == told
+
+
+def test_a_fall_is_told_after_moves() -> None:
+    found = verdict(record(0, move=0.1), record(1, powers={"rate": 0.75}))
+    assert found.moved.endswith("; falls slower than given (power 0.75)")
+    assert found.moved.startswith("up in 1 window")
