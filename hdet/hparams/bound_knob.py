@@ -260,6 +260,8 @@ class BoundKnob:
         self.state, self.reasons = judged.state, judged.reasons
         move = self._move(float(judged.move))
         if judged.power is not None:
+            if not 0.0 < judged.power < math.inf:
+                raise ConfigError(f"{self.name}: {type(self.controller).__name__} asked for a power of {judged.power}")
             self._take(self.bend.to(judged.power, self.schedule(run.step)))
         return move
 

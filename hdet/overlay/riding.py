@@ -313,9 +313,9 @@ class Riding:
             return
         if not self.losses.seen:
             self.warn(
-                "hdet was told no training loss: the guard cannot see whether training stands still, nor can the rule "
-                "that lowers a learning rate there; return the loss from the model, or write "
-                "search.loss(loss).backward()"
+                "hdet was told no training loss: the guard cannot see whether training stands still, nor can the rules "
+                "that lower a learning rate there, and that hold it up where nothing is overfitted; return the loss "
+                "from the model, or write search.loss(loss).backward()"
             )
         for fault in record.faults:
             if fault["kind"] in WENT_BACK and self.engine.home.is_leader:

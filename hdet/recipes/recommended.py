@@ -41,7 +41,7 @@ GUARD = (
 )
 DEFAULT_GUARD = Rewind()
 ALONG_A_LINE = Calibrate(rules=(*Calibrate().rules, Fall()))
-"""Of a learning rate whose schedule is a straight line, the recipe's own."""
+"""Of a learning rate whose schedule is a straight line to 0, the recipe's own."""
 FORWARD = ("dropout", "label_smoothing")
 """The recipe's knobs of the forward pass."""
 BY_FORWARD_PASSES = "training batches run at two levels at a window's end, on both sides along the probe's gradient"
@@ -144,8 +144,8 @@ def _rate(
     # Where the peak is not known, nothing can be looked ahead at.
     line = Line(stride=stride) if course.total_steps is not None else Line(stride=stride, preview=0.0)
     evidence = GroupLines(line=line) if pooled else line
-    # Another form of a schedule than the recipe's own is somebody's decision.
-    controller = ALONG_A_LINE if isinstance(as_given, LinearDecay) else Calibrate()
+    # Another form of a schedule than the recipe's own, or a rate to end at, is somebody's decision.
+    controller = ALONG_A_LINE if isinstance(as_given, LinearDecay) and as_given.floor == 0.0 else Calibrate()
     label = f"learning_rate[{name}]" if name and groups is not None else None
     knob = LearningRate(
         name=label,

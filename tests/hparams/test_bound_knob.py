@@ -355,6 +355,13 @@ def test_a_power_bends_what_is_left_of_the_schedule_and_a_resumed_run_has_it() -
     assert again.base(60) == line(60)
 
 
+@pytest.mark.parametrize("power", [0.0, -1.0, math.inf, math.nan])
+def test_a_power_that_bends_no_schedule_is_refused(power: float) -> None:
+    knob = bound(controller=Bends(), schedule=LinearDecay(0.1, total_steps=100, warmup=0.1))
+    with pytest.raises(ConfigError, match="Bends asked for a power of"):
+        knob.judge(Estimate(slope=power, stderr=0.1), Context(step=20, total_steps=100, length=10))
+
+
 def test_others_agree_on_a_bend() -> None:
     line = LinearDecay(0.1, total_steps=100, warmup=0.1)
     knob, other = (bound(controller=Bends(), schedule=line) for _ in range(2))

@@ -1,4 +1,4 @@
-"""How a schedule falls: slower where nothing is overfitted, faster where it is."""
+"""How a schedule falls: slower where nothing is overfitted."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ class Fall(Rule):
 
         min(least + gain max(gap, 0), most).
 
-    It asks for no move. A window that does not tell both losses keeps the mean of those before, and where none has told
-    them the fall stays as given. So it does where they are not on one scale (see `hdet.controllers.vetoes.NeedsGap`).
+    It asks for no move. A window that does not tell both losses, or one of them as 0 or less, keeps the mean of those
+    before, and where none has told them the fall stays as given. So it does where the training loss is far below the
+    held-out one from the beginning, since the two are not on one scale (see `hdet.controllers.vetoes.NeedsGap`); a
+    training loss that is too high for what it is compared with shows nowhere.
 
     Args:
         least: power where nothing is overfitted; 1 is the schedule as given.
         gain: of the power over that of the gap.
-        most: largest power.
+        most: largest power. Above 1 the rate falls faster where the model overfits, and a decay that acts through the
+            rate (AdamW's) does less in the end.
 
-    >>> fall, falling = Fall(), Context(schedule_now=1.0, schedule_next=0.9, total_steps=100, loss=0.8)
+    >>> fall, falling = Fall(), Context(schedule_now=1.0, schedule_next=0.9, total_steps=100, loss=0.9)
     >>> estimate = Estimate(slope=0.0, stderr=0.1, level=1.0)
     >>> fall.power(fall.observe(fall.start(), estimate, falling), estimate, falling)
-    1.15
+    0.95
     """
 
     least: float = Field(default=0.75, gt=0, le=1)
     gain: float = Field(default=2.0, ge=0, le=100)
-    most: float = Field(default=1.5, ge=1, le=10)
+    most: float = Field(default=1.0, ge=1, le=10)
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
         return False
@@ -44,7 +47,8 @@ class Fall(Rule):
         return GapState()
 
     def observe(self, state: GapState, estimate: Estimate, context: Context) -> GapState:
-        return state if estimate.offset > 0 else state.after(estimate, context)
+        told = min(estimate.level or 0.0, context.loss or 0.0) > 0.0  # a share of nothing, or of less, is none
+        return state.after(estimate, context) if told and estimate.offset <= 0 else state
 
     def retreat(self, state: GapState, context: Context) -> GapState:
         return state.forgotten()
