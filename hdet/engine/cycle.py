@@ -23,6 +23,7 @@ from hdet.engine.tally import Losses, Tally, WindowLosses
 from hdet.errors import ConfigError, DivergedError
 from hdet.evidence import Collector, Harvest, Scene, Window
 from hdet.history import History, WindowRecord
+from hdet.hparams import WeightDecay
 from hdet.replicas import Replica, Terms, tensors
 from hdet.replicas.alike import require_alike
 from hdet.replicas.anchor import Anchor
@@ -398,6 +399,9 @@ class Cycle:
             windows_left=left,
             length=window.stop - window.start,
             loss=loss,
+            decay_shift=max(
+                (abs(knob.shift) for knob in self.knobs if isinstance(knob.spec, WeightDecay)), default=0.0
+            ),
         )
 
     def _converge(self, closed: WindowLosses, harvest: Harvest) -> tuple[bool, dict[str, Estimate]]:

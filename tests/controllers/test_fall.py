@@ -24,14 +24,14 @@ def power(gaps: list[float | None], fall: Fall | None = None, **context: float) 
 
 
 @pytest.mark.parametrize(
-    ("gap", "expected"), [(-0.5, 0.75), (0.0, 0.75), (0.05, 0.85), (0.1, 0.95), (0.2, 1.0)], ids=str
+    ("gap", "expected"), [(-0.5, 0.75), (0.0, 0.75), (0.1, 0.95), (0.2, 1.15), (0.24, 1.23)], ids=str
 )
 def test_the_power_grows_with_the_gap(gap: float, expected: float) -> None:
     assert power([gap]) == pytest.approx(expected)
 
 
 def test_the_power_has_an_end() -> None:
-    assert power([0.1] + [0.9] * 9) == 1.0
+    assert power([0.1] + [0.9] * 9) == 1.5
     assert power([0.1] + [0.9] * 9, Fall(most=2.0)) == 2.0
 
 
@@ -48,6 +48,14 @@ def test_it_says_nothing_before_the_fall_or_without_an_end_or_a_loss() -> None:
     assert power([None]) is None
     endless = Context(schedule_now=1.0, schedule_next=0.9, loss=1.0)
     assert Fall().power(GapState(weight=1.0), Estimate(slope=0.0, stderr=0.1), endless) is None
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.24])
+def test_once_decay_has_moved_the_fall_goes_on_as_given(gap: float) -> None:
+    assert power([gap], decay_shift=0.41) == 1.0
+    assert power([gap], decay_shift=0.39) == power([gap]) != 1.0
+    assert power([None], decay_shift=0.41) is None
+    assert power([gap], Fall(settled=1.0), decay_shift=0.41) == power([gap])
 
 
 def test_losses_on_two_scales_leave_the_fall_as_given() -> None:

@@ -186,10 +186,12 @@ def test_only_its_own_line_falls_by_how_far_the_model_overfits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("examples", "powers"), [(None, {"learning_rate": 0.75}), (512, {})], ids=["fresh", "repeated"]
+    ("examples", "decay", "powers"),
+    [(None, 0.0, {"learning_rate": 0.75}), (512, 0.0, {"learning_rate": 1.5}), (512, 0.01, {})],
+    ids=["fresh", "repeated", "repeated, and decay goes up"],
 )
-def test_a_run_falls_slower_on_fresh_data_and_as_given_on_repeated(
-    examples: int | None, powers: dict[str, float]
+def test_a_run_falls_slower_on_fresh_data_and_faster_on_repeated(
+    examples: int | None, decay: float, powers: dict[str, float]
 ) -> None:
     generator = torch.Generator().manual_seed(0)
 
@@ -200,7 +202,7 @@ def test_a_run_falls_slower_on_fresh_data_and_as_given_on_repeated(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 128), nn.ReLU(), nn.Linear(128, 1))
-    optimizer = adamw(model, lr=3e-3)
+    optimizer = adamw(model, lr=3e-3, weight_decay=decay)
     loss = nn.functional.mse_loss
     held_out = Probe(lambda model, batch: loss(model(batch[0]), batch[1]), [drawn(64) for _ in range(8)])
     search = hdet.attach(model, optimizer, probe=held_out, total_steps=4 * STEPS, quiet=True)
@@ -211,6 +213,8 @@ def test_a_run_falls_slower_on_fresh_data_and_as_given_on_repeated(
         optimizer.step()
         optimizer.zero_grad()
     records = search.history.windows
+    if decay:
+        assert search.engine.learned["weight_decay"].value > 2.0 * decay
     line = LinearDecay(peak=1.0, total_steps=4 * STEPS, warmup=0.3)
     assert records[-1].powers == powers
     assert not any(record.powers for record in records if record.stop < 120)
