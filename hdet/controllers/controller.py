@@ -32,8 +32,8 @@ class Context:
         spread: the largest absolute level of this window.
         warming: whether the schedule is still rising.
         loss: mean training loss of the window that has closed, over replicas that stayed finite; None if unknown.
-        decay_shift: how far weight decay stood from what was given in that window, in logarithms; of several knobs the
-            largest, 0 where none is explored.
+        decay_shift: how far weight decay stood from what was given in that window, either way, in its coordinates; of
+            several knobs the largest, 0 where none is explored.
     """
 
     base: float = 1.0

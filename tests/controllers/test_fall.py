@@ -55,7 +55,7 @@ def test_once_decay_has_moved_the_fall_goes_on_as_given(gap: float) -> None:
     assert power([gap], decay_shift=0.41) == 1.0
     assert power([gap], decay_shift=0.39) == power([gap]) != 1.0
     assert power([None], decay_shift=0.41) is None
-    assert power([gap], Fall(settled=1.0), decay_shift=0.41) == power([gap])
+    assert power([gap], Fall(most_decay_shift=1.0), decay_shift=0.41) == power([gap])
 
 
 def test_losses_on_two_scales_leave_the_fall_as_given() -> None:

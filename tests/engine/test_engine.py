@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -504,3 +504,32 @@ def test_a_schedule_without_end_may_start_at_zero(problem: Any) -> None:
         engine.step([1.0, 1.0])
     assert engine.bases["learning_rate"] == pytest.approx(np.log1p(6) * np.exp(0.4))
     assert engine.knobs[0].peak == pytest.approx(np.log1p(6))
+
+
+@hdet.spec.register
+class Witness(Hold):
+    """Keeps every context it is asked in."""
+
+    kind = "witness"
+    seen: ClassVar[list[Context]] = []
+
+    def step(self, state: NoState, estimate: Estimate, context: Context) -> tuple[float, NoState]:
+        self.seen.append(context)
+        return super().step(state, estimate, context)
+
+
+def test_a_controller_is_told_how_far_decay_had_been_moved(problem: Any, train: Any) -> None:
+    """Either way, of two knobs the farther, and as it was in force in the window."""
+    Witness.seen.clear()
+    model = problem.model()
+    groups = [{"params": [p], "weight_decay": 0.1} for p in model.parameters()]
+    decays = [
+        hdet.WeightDecay(name=f"decay {index}", groups=[index], spread=TwoLevel(0), controller=Push(move=move))
+        for index, move in enumerate((-0.3, 0.1))
+    ]
+    rate = hdet.LearningRate(spread=TwoLevel(0), controller=Witness())
+    engine = Engine(
+        hdet.replicate(model, torch.optim.AdamW(groups, lr=0.01), n=2), [*decays, rate], window=7, total_steps=STEPS
+    )
+    train(engine)
+    assert [context.decay_shift for context in Witness.seen] == pytest.approx([0.0, 0.3, 0.6, 0.9, 1.2])

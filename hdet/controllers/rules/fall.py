@@ -28,8 +28,9 @@ class Fall(Rule):
         least: power where nothing is overfitted; 1 is the schedule as given.
         gain: of the power over that of the gap.
         most: largest power.
-        settled: how far weight decay may have been moved, in logarithms; beyond, the fall goes on as given. Decay acts
-            through the rate, so a rate that falls otherwise would undo what has been learned of it, or overdo it.
+        most_decay_shift: how far weight decay may have been moved either way, in its coordinates (logarithms by
+            default); beyond, the fall goes on as given. Decay acts through the rate, so a rate that falls otherwise would
+            undo what has been learned of it, or overdo it.
 
     >>> fall, falling = Fall(), Context(schedule_now=1.0, schedule_next=0.9, total_steps=100, loss=0.8)
     >>> estimate = Estimate(slope=0.0, stderr=0.1, level=1.0)
@@ -40,7 +41,7 @@ class Fall(Rule):
     least: float = Field(default=0.75, gt=0, le=1)
     gain: float = Field(default=2.0, ge=0, le=100)
     most: float = Field(default=1.5, ge=1, le=10)
-    settled: float = Field(default=0.4, ge=0)
+    most_decay_shift: float = Field(default=0.4, ge=0)
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
         return False
@@ -61,6 +62,6 @@ class Fall(Rule):
     def power(self, state: GapState, estimate: Estimate, context: Context) -> float | None:
         if context.total_steps is None or context.schedule_next >= context.schedule_now or state.weight == 0.0:
             return None
-        if state.other_scale or context.decay_shift > self.settled:
+        if state.other_scale or context.decay_shift > self.most_decay_shift:
             return 1.0
         return min(self.least + self.gain * max(0.0, state.mean), self.most)
