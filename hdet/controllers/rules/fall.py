@@ -29,8 +29,8 @@ class Fall(Rule):
         gain: of the power over that of the gap.
         most: largest power.
         most_decay_shift: how far weight decay may have been moved either way, in its coordinates (logarithms by
-            default); beyond, the fall goes on as given. Decay acts through the rate, so a rate that falls otherwise would
-            undo what has been learned of it, or overdo it.
+            default); beyond, the fall goes on as given. Decay acts through the rate, so a rate that falls otherwise
+            would undo what has been learned of it, or overdo it.
 
     >>> fall, falling = Fall(), Context(schedule_now=1.0, schedule_next=0.9, total_steps=100, loss=0.8)
     >>> estimate = Estimate(slope=0.0, stderr=0.1, level=1.0)
