@@ -4,8 +4,9 @@
 
 Models of 16 square matrices of float32 under AdamW; P is the bytes of the parameters that are trained. A row trains a
 few windows with and without hdet and counts the storages of all tensors that are alive in mid-window. What the guard
-keeps lies in host memory where there is a device, and is counted apart. "A moment" is the most that is alive at a
-window's end above what stays. Then what is foretold of models that no memory here would hold.
+and the tail keep lies in host memory where there is a device, and is counted apart, the tail's late in a run. "A
+moment" is the most that is alive at a window's end above what stays. Then what is foretold of models that no memory
+here would hold.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from hdet.recipes.footprint import Footprint, footprint
 from hdet.recipes.recommended import choose
 
 LAYERS = 16
+
+WINDOWS, LATE = 4, 16
+"""Of the 20 of a run, after how many is counted: before the tail has begun, and when both its means are there."""
 
 SMALLEST = 4096
 """Bytes of the storages that are counted: a loss is none of them."""
@@ -75,10 +79,11 @@ class Peak(TorchDispatchMode):
 
 @dataclass
 class Counted:
-    """Bytes: beyond plain training in mid-window, of these the guard's, and for a moment at a window's end."""
+    """Bytes: beyond plain training in mid-window, of these the guard's and the tail's, and for a moment at a window's
+    end."""
 
     held: int
-    guard: int
+    kept: int
     momentary: int
 
 
@@ -120,7 +125,7 @@ def plain(side: int, frozen: bool, steps: int) -> int:
     return alive() - before
 
 
-def searched(side: int, frozen: bool, options: dict[str, Any], windows: int = 4, window: int = 8) -> Counted:
+def searched(side: int, frozen: bool, options: dict[str, Any], windows: int = WINDOWS, window: int = 8) -> Counted:
     """What a search holds after some windows, all but what plain training does."""
     base = plain(side, frozen, 2)
     before = alive()
@@ -158,6 +163,8 @@ def searched(side: int, frozen: bool, options: dict[str, Any], windows: int = 4,
     for anchor in guard:
         kept += [*anchor._parameters.values(), *anchor._buffers.values()]
         kept += [value for state in anchor.optimizer_state()["state"].values() for value in state.values()]
+    for part in engine.cycle.tail.parts if engine.cycle.tail is not None else ():
+        kept += part.weights
     return Counted(held, sum(storages(kept).values()), momentary)
 
 
@@ -165,7 +172,7 @@ def foretold(side: int, frozen: bool, options: dict[str, Any]) -> Footprint:
     with torch.device("meta"):
         model, optimizer = build(side, frozen)
     if "merge" in options:
-        return footprint(model, optimizer, guard=None, **options)
+        return footprint(model, optimizer, guard=None, tail=None, **options)
     given = {name: options[name] for name in ("knobs", "exclude") if name in options}
     chosen = choose(model, optimizer, 160, stride=options.get("stride"), **given)
     knobs = [choice.knob for choice in chosen if choice.knob is not None]
@@ -210,13 +217,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a sixteenth of the parameters")
     side = 128 if parser.parse_args().quick else 512
     torch.set_num_threads(1)
-    print(f"{'counted, and as foretold':<33}{'P, MiB':>8}{'device':>16}{'host':>16}{'a moment':>16}")
+    print(f"{'counted, and as foretold':<33}{'P, MiB':>8}{'device':>16}{'host':>16}{'host, late':>16}{'a moment':>16}")
     for name, (frozen, options) in ROWS.items():
         counted, told = searched(side, frozen, options), foretold(side, frozen, options)
         p = told.parameters
         pairs = (
-            (counted.held - counted.guard, told.bytes("device")),
-            (counted.guard, told.bytes("host")),
+            (counted.held - counted.kept, told.bytes("device")),
+            (counted.kept, told.bytes("host")),
+            (searched(side, frozen, options, windows=LATE).kept, told.bytes("host", late=True)),
             (counted.momentary, told.momentary),
         )
         print(f"{name:<33}{p / 2**20:8.2f}" + "".join(f"{a / p:8.2f}{b / p:6.2f} P" for a, b in pairs), flush=True)

@@ -31,6 +31,7 @@ from hdet import (
 )
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Rewind
+from hdet.engine.tail import TailAverage
 from hdet.history import History
 from hdet.hparams import (
     AttentionTemperature,
@@ -82,6 +83,7 @@ __all__ = [
     "Rewind",
     "Scalar",
     "Search",
+    "TailAverage",
     "WeightDecay",
     "attach",
     "checkpoints",

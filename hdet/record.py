@@ -53,6 +53,9 @@ class WindowRecord:
         noise_scale: what `hdet.Engine(noise_scale=True)` read of the gradients of micro-batches; empty without.
         powers: by knob, the power to which what is left of its schedule is taken after this window
             (`hdet.controllers.rules.Fall`); absent where it stays as given.
+        tail: in a run's last window, where averaged weights took the place of the last ones (`hdet.TailAverage`): the
+            step that they are averaged from (`start`), the `difference` of their held-out loss to that of the last
+            weights, and its `stderr`; else empty.
         mean_loss: over all replicas that stayed finite; `None` where `losses` has them all, or none did.
     """
 
@@ -80,6 +83,7 @@ class WindowRecord:
     best_schedule: dict[str, list[float]] = field(default_factory=dict)
     noise_scale: dict[str, float | None] = field(default_factory=dict)
     powers: dict[str, float] = field(default_factory=dict)
+    tail: dict[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:

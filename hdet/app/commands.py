@@ -99,7 +99,7 @@ def _run(declared: RunConfig, folder: Path, *, compare: bool, force: bool, resum
     if declared.knobs is None:
         training = prepared.training
         choices = declared.choices(training.model, training.engine.optimizers[0])
-        console.print(describe(choices), markup=False, soft_wrap=True)
+        console.print(describe(choices, guard=declared.guard, tail=declared.tail), markup=False, soft_wrap=True)
     try:
         result = prepared(compare=compare, watcher=Display(console))
     except KeyboardInterrupt:

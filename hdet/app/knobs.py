@@ -18,6 +18,7 @@ from hdet.app.tasks import Task
 from hdet.controllers import Controller, Rule, Veto
 from hdet.controllers.estimators import Estimator
 from hdet.engine.guard import Guard
+from hdet.engine.tail import Tail
 from hdet.errors import ConfigError
 from hdet.evidence import Evidence
 from hdet.hparams import Design, Knob, Schedule, Space, Spread
@@ -28,7 +29,7 @@ from hdet.windows import Windows
 
 ROOTS: tuple[type[Spec], ...] = (
     *(Task, Optimizer, Signal, Knob, Space, Spread, Design, Schedule, Evidence, Estimator),
-    *(Controller, Rule, Veto, Windows, Merge, Guard),
+    *(Controller, Rule, Veto, Windows, Merge, Guard, Tail),
 )
 FAMILIES = {root.family: root for root in ROOTS}
 STEPS = 1000

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from torch.optim import Optimizer
 
 from hdet.engine.guard import Guard
+from hdet.engine.tail import Tail
 from hdet.errors import ConfigError, IdentifiabilityError
 from hdet.evidence.contrast import Contrast
 from hdet.hparams.bound_knob import BoundKnob
@@ -14,6 +15,7 @@ from hdet.hparams.knob import Knob
 from hdet.merging import Merge
 from hdet.replicas import Replicas
 from hdet.signals import Objective, Probe, Signal
+from hdet.spec import Spec
 
 
 def declared(argument: str, given: object, *kinds: type) -> None:
@@ -182,17 +184,17 @@ def common_total(knobs: Sequence[BoundKnob], given: int | None) -> int | None:
     return next(iter(lengths.values()), None)
 
 
-def guarded(guard: Guard | None, signal: Signal) -> None:
-    """A guard is one, and has a held-out loss to judge by."""
-    declared("guard", guard, Guard, type(None))
-    if guard is not None and not isinstance(signal, Probe):
+def judged_by_a_probe(name: str, given: Spec | None, family: type[Spec], signal: Signal) -> None:
+    """A guard or a tail is one, and has a held-out loss to judge by."""
+    declared(name, given, family, type(None))
+    if given is not None and not isinstance(signal, Probe):
         raise ConfigError(
-            f"guard={type(guard).__name__}() compares the held-out loss at two points; give the engine "
+            f"{name}={type(given).__name__}() compares the held-out loss at two points; give the engine "
             f"signal=hdet.Probe(...) (in a run file, signal: probe)"
         )
 
 
-def one_model(merge: Merge, guard: Guard | None, knobs: Sequence[BoundKnob]) -> None:
+def one_model(merge: Merge, guard: Guard | None, tail: Tail | None, knobs: Sequence[BoundKnob]) -> None:
     """What looks at the one model that all replicas become needs a merge that makes them one."""
     if merge.makes_alike:
         return
@@ -200,6 +202,11 @@ def one_model(merge: Merge, guard: Guard | None, knobs: Sequence[BoundKnob]) -> 
         raise ConfigError(
             f"the merge {merge.kind} leaves replicas apart, and {type(guard).__name__} would judge the first of them "
             f"and send all back to its point; give guard=None (Exploit itself gives up members that do badly)"
+        )
+    if tail is not None:
+        raise ConfigError(
+            f"the merge {merge.kind} leaves replicas apart, and {type(tail).__name__} would give all of them one mean "
+            f"of the weights; give tail=None"
         )
     lines = [knob.name for knob in knobs if not knob.evidence.diverges]
     if lines:

@@ -19,6 +19,7 @@ from hdet.engine.plan import Plan
 from hdet.engine.probe_size import ProbeSize
 from hdet.engine.same_probe import require_same_probe
 from hdet.engine.standstill import Standstill
+from hdet.engine.tail import FollowedTail
 from hdet.engine.tally import Losses, Tally, WindowLosses
 from hdet.errors import ConfigError, DivergedError
 from hdet.evidence import Collector, Harvest, Scene, Window
@@ -78,6 +79,9 @@ class Cycle:
         self.collectors: list[Collector] = [source.collect(scene, plan.judged_by(source)) for source in plan.evidence]
         self.observes_passes = any(_has(collector, "exit") for collector in self.collectors)
         self.watch: Watch | None = plan.guard.watch(scene) if plan.guard is not None else None
+        # A Schedule-Free optimizer's weights are an average already.
+        averages = plan.tail is not None and not self.moving.evaluates_average
+        self.tail = plan.tail.follow(scene) if plan.tail is not None and averages else None
         self.merger = plan.merge.at_work(scene)
         self.noise_scale: NoiseScale | None = None
         self.noise = NoiseMeter(self.home, paired=plan.paired) if plan.noise_scale else None
@@ -289,6 +293,7 @@ class Cycle:
         moves = {knob.name: 0.0 for knob in self.knobs}
         reasons: dict[str, dict[str, str]] = {}
         merged, faults = False, list(closed.faults)
+        ended: dict[str, float] = {}
         self._sound = closed.valid
         if closed.valid.any():
             self.restores = 0
@@ -307,6 +312,8 @@ class Cycle:
             if went_back is not None:
                 faults.append(went_back.fault)
                 moves = _sum(moves, went_back.moves)
+            elif self.tail is not None:
+                ended = self._follow_tail(self.tail, harvest)
         else:
             self.restores += 1
             faults.append(recovery.restore(self.plan, self.anchor))
@@ -330,6 +337,7 @@ class Cycle:
             powers={knob.name: knob.bend.power for knob in self.knobs if knob.bend.power != 1.0},
             noise_scale=asdict(noise) if noise is not None else {},
             best_schedule=self._best_schedule() if self.step_count == self._last_step else {},
+            tail=ended,
         )
         record.hints.extend(self._probe_size.look(self.history.latest, record))
         if self.step_count == self._last_step:
@@ -456,9 +464,23 @@ class Cycle:
             self._forget_weights()
         return went_back
 
+    def _follow_tail(self, tail: FollowedTail, harvest: Harvest) -> dict[str, float]:
+        """Take the window into the tail; after the run's last step, what it ends with."""
+        over = self.step_count == self._last_step
+        if over:
+            self.home.advance(now=True)
+        with self.home.lent_buffers(harvest.valid.tolist()):
+            tail.add(harvest)
+            mean, told = tail.best(harvest) if over else (None, {})
+        if mean is not None:
+            tail.put(mean)
+        return told
+
     def _forget_weights(self) -> None:
         """The weights are earlier ones again: nothing is kept of those since."""
         self._forget_averages()
+        if self.tail is not None:
+            self.tail.forget()
         self._forget_values()
         for collector in self.collectors:
             collector.forget()

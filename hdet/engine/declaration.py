@@ -25,6 +25,7 @@ def declaration(plan: Plan) -> dict[str, str]:
         "seed": str(plan.seed),
         "total_steps": str(plan.total_steps),
         "guard": _told(plain(plan.guard)),
+        "tail": _told(plain(plan.tail)),
         "optimizer's groups": _told(_settings(plan)),
     }
 

@@ -17,6 +17,7 @@ from hdet.engine.guard import Guard
 from hdet.engine.loop_checks import LoopChecks, PlainDropouts
 from hdet.engine.noise_scale import NoiseScale
 from hdet.engine.plan import Bind, Plan
+from hdet.engine.tail import Tail
 from hdet.engine.tally import Losses
 from hdet.errors import StepError
 from hdet.evidence import Evidence
@@ -55,6 +56,7 @@ class Engine:
         anchor: where the last converged point is kept: beside the model, or on the host.
         averages: where window-averaged weights are kept; see `hdet.replicas.average`.
         guard: goes back where training went wrong, such as `hdet.Rewind()`; needs a probe.
+        tail: which weights the run ends with, such as `hdet.TailAverage()`; needs a probe. None keeps the last ones.
         objective: the training loss and training batches, for evidence that evaluates them by itself
             (`MixedDifference`).
         noise_scale: read the gradient noise scale off each step's micro-batches (`hdet.micro_batches`, at least 2):
@@ -100,6 +102,7 @@ class Engine:
         anchor: Literal["device", "host"] = "device",
         averages: Literal["device", "host"] = "device",
         guard: Guard | None = None,
+        tail: Tail | None = None,
         objective: Objective | None = None,
         noise_scale: bool = False,
         bind: Bind | None = None,
@@ -119,6 +122,7 @@ class Engine:
             anchor=anchor,
             averages=averages,
             guard=guard,
+            tail=tail,
             objective=objective,
             bind=bind,
             noise_scale=noise_scale,

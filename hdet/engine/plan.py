@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from hdet.engine import admission
 from hdet.engine.defaults import complete
 from hdet.engine.guard import Guard
+from hdet.engine.tail import Tail
 from hdet.errors import ConfigError
 from hdet.evidence import Contrast, Evidence
 from hdet.evidence.scene import Gradients
@@ -59,6 +60,7 @@ class Plan:
         anchor: Place,
         averages: Place,
         guard: Guard | None,
+        tail: Tail | None,
         objective: Objective | None,
         noise_scale: bool,
         bind: Bind | None,
@@ -87,6 +89,7 @@ class Plan:
         self.anchor: Final[Place] = anchor
         self.averages: Final[Place] = averages
         self.guard: Final = guard
+        self.tail: Final = tail
         self.objective: Final = objective
         self.noise_scale: Final = noise_scale
         bind = bind if bind is not None else lambda knob, model, optimizer: knob.bind(model, optimizer)
@@ -112,13 +115,14 @@ class Plan:
             admission.identifiable(knob, replicas, signal, objective, gradients)
         self.paired: Final = admission.paired(bound, replicas)
         self.total_steps: Final = admission.common_total(bound, total_steps)
-        admission.guarded(guard, signal)
+        admission.judged_by_a_probe("guard", guard, Guard, signal)
+        admission.judged_by_a_probe("tail", tail, Tail, signal)
         sources: dict[Evidence, None] = {}
         for knob in bound:
             assert isinstance(knob.evidence, Evidence)  # each that can be declared is one
             sources[knob.evidence] = None
         self.evidence: Final = list(sources)
-        admission.one_model(merge, guard, bound)
+        admission.one_model(merge, guard, tail, bound)
         self.explored: Final = any(knob.evidence.diverges and knob.spec.spread.width for knob in bound)
         self.apart: Final = replicas.diverge and (gradients == "local" or self.explored or not merge.makes_alike)
 

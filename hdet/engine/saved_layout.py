@@ -63,6 +63,13 @@ class KnobPart(Strict):
     counted: float | None = Field(default=None, allow_inf_nan=False)
 
 
+class TailPart(Strict):
+    start: int = Field(ge=0)
+    steps: int = Field(ge=1)
+    values: list[Any]
+    buffers: dict[str, Any]
+
+
 class MergePart(Strict):
     declared: dict[str, Any]
     state: dict[str, Any]
@@ -77,6 +84,7 @@ class StatePart(Strict):
     converged: PointPart
     opening: dict[str, ReplicaPart] | None
     watch: dict[str, Any] | None
+    tail: list[TailPart] = Field(default_factory=list)
     merge: MergePart | None = None
     knobs: dict[str, KnobPart]
     collectors: list[dict[str, Any]]
@@ -97,6 +105,7 @@ def require_fit(cycle: Cycle, state: Mapping[str, Any]) -> None:
         _require_optimizer(place, optimizer, part["optimizer"])
     if state["open"] is not None:
         _require_averages(cycle, state["open"]["averages"])
+    _require_averages(cycle, {f"of the tail ({part['start']})": part for part in state.get("tail", ())})
 
 
 def require_layout(part: type[Strict], given: object, *place: str) -> None:

@@ -8,6 +8,7 @@ Layout (format 3)::
     met                        whether the replicas had been made one by then; states without it: after window 0
     window, start, shifts      the window that opened there; every knob's shift and controller state
     watch                      what the guard knows, the point it would go back to included
+    tail                       means of the weights over the end of the run, as far as it has come
     merge                      its declaration, and what it remembers between windows
     open                       the window under way: step, tally, evidence, and each replica's model and optimizer
 """
@@ -59,6 +60,7 @@ def state_dict(cycle: Cycle, leave_out: Collection[str] = ()) -> dict[str, Any]:
         else cycle.anchor.state_dict(fresh=fresh, leave_out=leave_out),
         "opening": _replicas(cycle, leave_out) if apart else None,
         "watch": cycle.watch.state_dict(leave_out) if cycle.watch is not None else None,
+        "tail": cycle.tail.state_dict() if cycle.tail is not None else [],
         "knobs": {knob.name: knob.state_dict() for knob in cycle.knobs},
         "collectors": [collector.state_dict() for collector in cycle.collectors],
         "merge": {"declared": cycle.plan.merge.to_dict(), "state": cycle.merger.state_dict()},
@@ -234,6 +236,8 @@ def _load_point(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> No
         held_optimizer.load(optimizer, start["optimizer"])
     if cycle.watch is not None:
         cycle.watch.load_state_dict(state["watch"])
+    if cycle.tail is not None:
+        cycle.tail.load_state_dict(state.get("tail", ()))
     cycle.restores = state["restores"]
     cycle.step_count = state["converged"]["step"]
 
@@ -302,6 +306,7 @@ def config(cycle: Cycle) -> dict[str, Any]:
         "gradients": cycle.plan.gradients,
         "total_steps": cycle.plan.total_steps,
         "guard": cycle.watch.spec.to_dict() if cycle.watch is not None else None,
+        "tail": plain(cycle.plan.tail),
     }
 
 

@@ -35,10 +35,12 @@ def attach(engine: Any, *, probe: Probe, **options: Any) -> Search:
     weights, the optimizer that DeepSpeed steps holds parts of the model on each rank. Nothing diverges, so it need not
     be whole: every rank multiplies the same factor into its part, and the probe reads the model's weights.
 
-    | stage | learning rate, weight decay | dropout and other knobs of the forward pass | guard |
-    |---|---|---|---|
-    | 0, float32 | yes | yes | yes |
-    | 0, bf16; 1; 2; 3 | yes | refused: gradients leave a pass in parts | yes, master weights and moments included |
+    | stage | learning rate, weight decay | dropout and other knobs of the forward pass | guard | tail |
+    |---|---|---|---|---|
+    | 0, float32 | yes | yes | yes | yes |
+    | 0, bf16; 1; 2; 3 | yes | refused: gradients leave a pass in parts | yes, master weights and moments too | no |
+
+    (A tail's mean of the weights would be the model's alone, and master weights are what DeepSpeed saves.)
 
     Under stage 3 the probe's points are written into each rank's partitions, and gathered by layers as in training.
 
@@ -61,6 +63,11 @@ def attach(engine: Any, *, probe: Probe, **options: Any) -> Search:
     if not isinstance(optimizer, Optimizer):
         _refuse_forward(options.get("knobs", ()), stage, type(optimizer).__name__)
         _refuse_rates(options.get("rates", "together"), stage, type(optimizer).__name__)
+        if options.setdefault("tail", None) is not None:
+            raise ConfigError(
+                f"a tail's mean of the weights would be the model's alone, and DeepSpeed's {type(optimizer).__name__} "
+                f"saves its own master weights; leave tail= out"
+            )
         options["exclude"] = sorted({*options.get("exclude", ()), *FORWARD})
         optimizer = EngineOptimizer.of(engine)
         if optimizer.shards is not None:

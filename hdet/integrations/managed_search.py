@@ -22,6 +22,7 @@ from hdet.record import WindowRecord
 OPTIONS = frozenset(inspect.signature(attach).parameters) - {"model", "optimizer", "probe"}
 WITHOUT = {
     "guard": "whether a run goes back is decided by one group's own probe, and all must go back together",
+    "tail": "which weights a run ends with is decided by one group's own probe, and all must end with the same",
     "noise_scale": "a pass's gradient is the groups' mean as it leaves backward",
     "replicas": "each group makes the search by itself",
 }

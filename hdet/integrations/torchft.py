@@ -53,8 +53,9 @@ def attach(manager: Manager, model: nn.Module, optimizer: Any, *, probe: Probe, 
         model: in torchft's DistributedDataParallel, as the loop calls it.
         optimizer: torchft's, or the one in it.
         probe: held-out loss, the same in all groups.
-        options: of `hdet.attach`, without `guard`, `noise_scale` and `replicas`. `micro_batches` is 1 by default, and
-            the loop calls `search.loss(...)` in each pass, in all groups. `history` is another path in each group.
+        options: of `hdet.attach`, without `guard`, `tail`, `noise_scale` and `replicas`. `micro_batches` is 1 by
+            default, and the loop calls `search.loss(...)` in each pass, in all groups. `history` is another path in
+            each group.
 
     Raises:
         ConfigError: the manager's quorum is asynchronous, a group is of several processes, an option or a knob cannot
@@ -68,7 +69,7 @@ def attach(manager: Manager, model: nn.Module, optimizer: Any, *, probe: Probe, 
     bare_optimizer: Optimizer = getattr(optimizer, "optim", optimizer)
     agreed = Agreed(manager, bare_optimizer)
     options["exclude"] = sorted({*options.get("exclude", ()), *FORWARD})
-    options["guard"] = None
+    options["guard"] = options["tail"] = None
     seats = options.pop("micro_batches", 1)
     with ExitStack() as undo:
         undo.callback(bare_optimizer.register_step_pre_hook(agreed.take_mean).remove)  # before the search's own
@@ -224,6 +225,8 @@ def _refuse(engine: Engine) -> None:
             )
     if plan.guard is not None:
         raise ConfigError("a guard goes by the first replica, whose managed group may be gone; leave guard= out")
+    if plan.tail is not None:
+        raise ConfigError("a tail is judged at the first replica, whose managed group may be gone; leave tail= out")
     if isinstance(plan.merge, Exploit):
         raise ConfigError(
             "Exploit copies single replicas to others, which torchft's Manager cannot; take another merge"

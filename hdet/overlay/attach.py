@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard
+from hdet.engine.tail import Tail
 from hdet.errors import ConfigError
 from hdet.history import History
 from hdet.hparams import Knob, LearningRate, Schedule
@@ -24,7 +25,7 @@ from hdet.overlay.search import Search
 from hdet.overlay.split_groups import Patterns, SplitGroups
 from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
-from hdet.recipes.recommended import DEFAULT_GUARD, choose, describe, own_schedule
+from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL, choose, describe, own_schedule
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.chained_optimizer import chained
 from hdet.signals import Objective, Probe
@@ -51,6 +52,7 @@ def attach(
     objective: Objective | None = None,
     window: int | Windows | None = None,
     guard: Guard | None = DEFAULT_GUARD,
+    tail: Tail | None = DEFAULT_TAIL,
     anchor: Literal["device", "host"] = "device",
     averages: Literal["device", "host"] = "device",
     stride: int | None = None,
@@ -91,6 +93,8 @@ def attach(
         objective: the training loss and training batches, for evidence that evaluates them by itself.
         window: steps between two readings, or a rule for them; by default `hdet.windows.GrowingWindow()`.
         guard: goes back where training went wrong; `None` goes on whatever happens.
+        tail: after the last step the model holds weights averaged over the tail of the run, where the probe proves them
+            better than the last ones; `None` leaves these.
         anchor, averages: where the window's first weights, and its averaged weights, are kept.
         stride: of averaged weights, take every stride-th step's; by default as many as leave at least 128 in a window.
         noise_scale: read the gradient noise scale off the micro-batches of each step, where they are at least 2, in one
@@ -159,7 +163,7 @@ def attach(
         explored = [_relative(choice.knob, found, optimizer, model, course_of) for choice in choices if choice.knob]
         found.driven = found.driven and any(isinstance(knob, LearningRate) for knob in explored)
         if not quiet:
-            print(describe(choices, guarded=guard is not None))
+            print(describe(choices, guard=guard, tail=tail))
 
         # Whichever engine is made, one record.
         kept = History.given(history)
@@ -177,6 +181,7 @@ def attach(
                 total_steps=total_steps,
                 history=kept,
                 guard=guard,
+                tail=tail,
                 anchor=anchor,
                 averages=averages,
                 # Until the first step has counted its passes there is one seat.

@@ -14,20 +14,21 @@ from torch.optim import SGD, Optimizer
 from hdet.engine import admission
 from hdet.engine.defaults import complete
 from hdet.engine.guard import Guard, Rewind
+from hdet.engine.tail import Tail, TailAverage
 from hdet.errors import ConfigError
 from hdet.evidence import Analytic, Contrast, Evidence, GroupLines, Line, MixedDifference, OuterLine, Recursion
 from hdet.evidence.parts.sketch import sizes
 from hdet.hparams.clipping import ClipNorm
 from hdet.hparams.knob import Knob
 from hdet.merging import Mean, Merge, Outer
-from hdet.recipes.recommended import DEFAULT_GUARD
+from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL
 from hdet.replicas import tensors
 from hdet.replicas.chained_optimizer import chained, steps_by
 from hdet.replicas.held_optimizer import OF_GRADIENTS
 from hdet.replicas.schedule_free import is_schedule_free
 
 Place = Literal["device", "host"]
-When = Literal["always", "early", "window's end"]
+When = Literal["always", "early", "late", "window's end"]
 Link = Literal["memory", "host link", "network"]
 
 END: When = "window's end"
@@ -44,8 +45,8 @@ class Held:
         what: in words.
         where: in which memory.
         size: bytes, of sharded weights one rank's.
-        when: `always`; `early`, while the warm-up is looked ahead of; or for a moment at a `window's end`, one after
-            the other.
+        when: `always`; `early`, while the warm-up is looked ahead of; `late`, over the tail of the run; or for a moment
+            at a `window's end`, one after the other.
     """
 
     what: str
@@ -84,11 +85,10 @@ class Footprint:
     held: tuple[Held, ...]
     moved: tuple[Moved, ...]
 
-    def bytes(self, where: Place, *, early: bool = False) -> int:
-        """What is held throughout; `early` with what is held in the warm-up besides."""
-        return sum(
-            part.size for part in self.held if part.where == where and part.when in ("always", early and "early")
-        )
+    def bytes(self, where: Place, *, early: bool = False, late: bool = False) -> int:
+        """What is held throughout; `early` with what is held in the warm-up besides, `late` over the run's tail."""
+        times = ("always", early and "early", late and "late")
+        return sum(part.size for part in self.held if part.where == where and part.when in times)
 
     @property
     def momentary(self) -> int:
@@ -135,6 +135,7 @@ def footprint(
     knobs: Sequence[Knob],
     *,
     guard: Guard | None = DEFAULT_GUARD,
+    tail: Tail | None = DEFAULT_TAIL,
     anchor: Place = "device",
     averages: Place = "device",
     replicas: int = 1,
@@ -148,7 +149,7 @@ def footprint(
     Args:
         model, optimizer: as training would begin with them.
         knobs: what is explored, such as those of `hdet.recipes.recommended.choose`.
-        guard, anchor, averages: as of `hdet.recommended`.
+        guard, tail, anchor, averages: as of `hdet.recommended`.
         replicas: N over all processes, of which each tells the others a few numbers.
         merge: as of `hdet.Engine`; of replicas that are alike a mean holds nothing, and `hdet.merges.Outer` steps.
             (What a merge of your own holds is not counted.)
@@ -166,6 +167,8 @@ def footprint(
     2.0
     >>> round(found.bytes("host") / found.parameters, 3)  # the best point: weights and both moments
     3.0
+    >>> round(found.bytes("host", late=True) / found.parameters, 3)  # and two means over the tail
+    5.0
     """
     merge = merge if merge is not None else Mean()
     weights = _Weights.of(model, optimizer)
@@ -215,6 +218,12 @@ def footprint(
             held.append(Held("the first point", place, point + begun, "early"))
         held.append(Held("weights put aside while the guard looks", "device", point, END))
         moved.append(Moved("the best point, where it is bettered", *_copied(point + state, place), "window"))
+    if isinstance(tail, TailAverage) and not is_schedule_free(optimizer):
+        means = len(tail.starts) * (weights.wide + weights.buffers)
+        held.append(Held("means of the weights over the tail of the run", tail.keep, means, "late"))
+        held.append(Held("weights put aside while they are compared", "device", weights.size + weights.buffers, END))
+        size = weights.wide + weights.buffers
+        moved.append(Moved("the window's mean, into the tail's", *_copied(size, tail.keep), "window"))
     if replicas > 1:
         moved.append(Moved("losses and marks of the replicas", "network", 8 * NUMBERS * replicas, "window"))
     return Footprint(weights.size, tuple(held), tuple(moved))

@@ -16,6 +16,7 @@ from hdet.controllers.rules import Fall
 from hdet.engine.defaults import complete
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard, Rewind
+from hdet.engine.tail import Tail, TailAverage
 from hdet.errors import ConfigError, MatchError
 from hdet.evidence import Analytic, GroupLines, Line, MixedDifference
 from hdet.history import History
@@ -40,6 +41,8 @@ GUARD = (
     "with a lower rate; where the first steps were far too large it begins anew"
 )
 DEFAULT_GUARD = Rewind()
+TAIL = "  at the end, weights averaged over the tail of the run, where the probe proves them better than the last ones"
+DEFAULT_TAIL = TailAverage()
 ALONG_A_LINE = Calibrate(rules=(*Calibrate().rules, Fall()))
 """Of a learning rate whose schedule is a straight line to 0, the recipe's own."""
 FORWARD = ("dropout", "label_smoothing")
@@ -332,6 +335,7 @@ def recommended(
     exclude: Sequence[str] = (),
     window: int | Windows | None = None,
     guard: Guard | None = DEFAULT_GUARD,
+    tail: Tail | None = DEFAULT_TAIL,
     anchor: Literal["device", "host"] = "device",
     averages: Literal["device", "host"] = "device",
     stride: int | None = None,
@@ -342,12 +346,14 @@ def recommended(
 
     Learning rate, weight decay, dropout and label smoothing are explored where the model and optimizer have
     them, all by counterfactual evidence. A guard (`hdet.Rewind`) goes back to the best point where training went
-    wrong. What was chosen, and why, is printed.
+    wrong. The run ends with weights averaged over its tail where the probe proves them better (`hdet.TailAverage`).
+    What was chosen, and why, is printed.
 
     Held beyond plain training: the window's first weights (`anchor`), the mean of its weights (`averages`), for each
     knob of the forward pass the sketches of `hdet.evidence.Contrast`, and in host memory the guard's copy of model and
-    optimizer state, early in the warm-up two; docs/overhead.md has the sizes. Every window evaluates the probe several
-    times, and short runs have short windows: there a probe larger than a training batch can take longer than training.
+    optimizer state, early in the warm-up two, and late in the run the tail's two means of the weights; docs/overhead.md
+    has the sizes. Every window evaluates the probe several times, and short runs have short windows: there a probe
+    larger than a training batch can take longer than training.
 
     Args:
         model, optimizer: the rates set in the optimizer are the starting point; the first group's is the peak of
@@ -368,6 +374,7 @@ def recommended(
             "label_smoothing".
         window: steps between two readings, or a rule for them; by default `hdet.windows.GrowingWindow()`.
         guard: instead of `hdet.Rewind()`; None goes on whatever happens.
+        tail: instead of `hdet.TailAverage()`; None ends with the last weights.
         anchor, averages: where the window's first weights, and its averaged weights, are kept.
         stride: of averaged weights, take every stride-th step's; by default as many as leave at least 128 in a window.
         noise_scale: read the gradient noise scale off the micro-batches (`engine.noise_scale`).
@@ -400,7 +407,7 @@ def recommended(
         warmup_steps=warmup_steps,
     )
     if not quiet:
-        print(describe(choices, guarded=guard is not None))
+        print(describe(choices, guard=guard, tail=tail))
     return Engine(
         replicas if replicas is not None else in_process.micro_batches(model, optimizer, micro_batches),
         [choice.knob for choice in choices if choice.knob is not None],
@@ -411,18 +418,20 @@ def recommended(
         total_steps=total_steps,
         history=history,
         guard=guard,
+        tail=tail,
         anchor=anchor,
         averages=averages,
         noise_scale=noise_scale,
     )
 
 
-def describe(choices: Sequence[Choice], *, guarded: bool = True) -> str:
+def describe(
+    choices: Sequence[Choice], *, guard: Guard | None = DEFAULT_GUARD, tail: Tail | None = DEFAULT_TAIL
+) -> str:
     """The choices in words, a line each."""
     lines = ["hdet explores, without any replica diverging:"]
     for choice in choices:
         mark = "+" if choice.knob is not None else "-"
         lines.append(f"  {mark} {choice.subject}: {choice.reason}")
-    if guarded:
-        lines.append(GUARD)
+    lines += [GUARD] * (guard is not None) + [TAIL] * (tail is not None)
     return "\n".join(lines)

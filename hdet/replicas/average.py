@@ -158,12 +158,13 @@ class RunningMean:
 def _take(mean: Tensor, own: Tensor, weight: float, travellers: list[tuple[Tensor, Then]]) -> None:
     """Move a mean towards a tensor: at once where they lie together, else when it has come to the host."""
     if own.device == mean.device or mean.device.type != "cpu":
-        _average_(mean, own, weight)
+        towards_(mean, own, weight)
     else:
-        travellers.append((own, partial(_average_, mean, weight=weight)))
+        travellers.append((own, partial(towards_, mean, weight=weight)))
 
 
-def _average_(mean: Tensor, own: Tensor, weight: float) -> None:
+def towards_(mean: Tensor, own: Tensor, weight: float) -> None:
+    """mean + weight (own - mean) in the mean's memory, wherever the other lies."""
     if weight == 1.0:
         mean.copy_(own)
     else:

@@ -155,7 +155,7 @@ def held(name: str, parts: int, quiet: bool, normed: bool, chained: bool = False
             )
         search = None
         if attached:
-            search = attach(model, optimizer, schedule=None, knobs=HELD, exclude=["dropout"])
+            search = attach(model, optimizer, schedule=None, knobs=HELD, exclude=["dropout"], tail=None)
         loop(model, optimizer, search, parts, quiet, alike=name == "tensor parallel")
         found.append(ends(model, optimizer))
         if search is not None:
@@ -255,7 +255,7 @@ def own_buffers(parts: int) -> bool:
         model = DistributedDataParallel(Remembering(), broadcast_buffers=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
         if explored:
-            attach(model, optimizer, schedule=None, knobs=HELD[:1], exclude=["weight_decay"])
+            attach(model, optimizer, schedule=None, knobs=HELD[:1], exclude=["weight_decay"], tail=None)
         for step in range(STEPS):
             for part in range(parts):
                 loss_of(model, batch(step, 10 * dist.get_rank() + part)).backward()
@@ -276,6 +276,36 @@ def looked_at() -> int:
     loop(model, optimizer, search, 1, False, alike=False)
     search.state_dict()
     return search.engine.step_count
+
+
+def tailed(name: str, normed: bool) -> Found:
+    """A run that ends with the mean of its tail: whether it is that of the steps, and the ends of what follows data."""
+    model = WRAPS[name](network(normed))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5 if normed else 4.0, foreach=False)
+    tail = hdet.TailAverage(starts=(0.4,), significance=0.0)
+    search = attach(
+        model, optimizer, micro_batches=1, schedule=None, knobs=HELD[:1], exclude=["weight_decay", "dropout"], tail=tail
+    )
+    path: list[list[Tensor]] = []
+    for step in range(STEPS):
+        loop(model, optimizer, search, 1, quiet=False, alike=name == "tensor parallel", steps=[step])
+        if step + 1 < STEPS:
+            path.append([full(parameter) for parameter in model.parameters()])
+        else:
+            start = int(search.history.windows[-1].tail["start"])
+    ended = [full(parameter) for parameter in model.parameters()]
+    # The last step's weights are nobody's to see; the mean of all but them tells what they were.
+    count = STEPS - start
+    last = [count * mean - sum(same) for mean, same in zip(ended, zip(*path[start:], strict=True), strict=True)]
+    moved = [float((one - before).norm()) for one, before in zip(last, path[-1], strict=True)]
+    usual = [float((one - before).norm()) for one, before in zip(path[-1], path[-2], strict=True)]
+    return {
+        "start": start,
+        "a step away": all(0.0 < one < 20 * other + 1e-3 for one, other in zip(moved, usual, strict=True)),
+        "weights": ended,
+        "statistics": [full(buffer) for key, buffer in model.named_buffers() if "running" in key],
+        "history": told(search),
+    }
 
 
 def grouped(name: str) -> Found:

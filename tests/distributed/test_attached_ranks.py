@@ -69,6 +69,22 @@ def step_size() -> float:
     return sum(0.01 * w.numel() / float(w.norm()) / sum(n**0.5 for n in w.shape) for w in matrices) / 2
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "normed"),
+    [("ddp", 2, True), ("fsdp", 2, False), ("hsdp", 4, False), ("tensor parallel", 2, False)],
+)
+def test_all_ranks_end_with_the_mean_of_the_tail(name: str, ranks: int, normed: bool, assert_same: Any) -> None:
+    """Of sharded weights each rank averages its part; the statistics of BatchNorm are the ranks' mean."""
+    first, *others = launch(attached.tailed, ranks, name, normed)
+    assert first["start"] == 12
+    for other in (first, *others):
+        assert other["a step away"]
+        assert_same(other["weights"], first["weights"])
+        assert_same(other["statistics"], first["statistics"])
+        assert other["history"] == first["history"]
+    assert len(first["statistics"]) == 2 * normed
+
+
 def test_batch_statistics_of_the_ranks_do_not_pass_for_a_slope(assert_same: Any) -> None:
     (own, other), (lent, _) = launch(attached.normed, 2, False), launch(attached.normed, 2, True)
     told = [[record["estimates"]["learning_rate"]["slope"] for record in one["history"]] for one in (own, lent)]

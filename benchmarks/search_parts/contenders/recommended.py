@@ -16,6 +16,8 @@ from search_parts.contender import Contender, Outcome, begin, step_replicas
 from search_parts.meter import Meter
 from search_parts.task import Problem, Setting, Task, split
 
+TAIL = hdet.TailAverage()
+"""The recipe's, whose comparison is paid for, too."""
 TURN_OF = {"restored": "rewound"}
 """Where all replicas became non-finite the anchor comes back, and a guard has every controller retreat."""
 
@@ -45,8 +47,9 @@ class Recommended(Contender):
             return problem.example_losses(model, batch).view(task.sub_batches, -1).mean(dim=1)
 
         engine = self.engine(task, setting, problem, model, hdet.Probe(loss, lambda w: [problem.probe(w)]), steps, seed)
+        at_the_end = (1 + len(TAIL.starts)) * TAIL.draws * len(_first(problem.probe(0)))
         for step in range(steps):
-            if meter.passes + 3 * task.batch > task.budget:
+            if meter.passes + 3 * task.batch + at_the_end > task.budget:
                 engine.finish()  # more was probed than planned; the schedule is next to 0 here
                 break
             step_replicas(task, engine, problem.loss, split(problem.batch(step), task.micro_batches))

@@ -119,7 +119,15 @@ def _held(declared: RunConfig, engine: Engine) -> str:
         parts = held_by_merge(declared.merge, model, optimizer, explored=explored)
         lines = [f"weights: {_bytes(size)} in each of {len(engine.home.hosts)} models that come apart"]
         return "\n".join([*lines, *(f"{part.what}: {_bytes(part.size)}, {part.when}" for part in parts)])
-    found = footprint(model, optimizer, knobs, guard=declared.guard, replicas=engine.home.size, merge=declared.merge)
+    found = footprint(
+        model,
+        optimizer,
+        knobs,
+        guard=declared.guard,
+        tail=declared.tail,
+        replicas=engine.home.size,
+        merge=declared.merge,
+    )
     return f"{found}\n"
 
 

@@ -16,6 +16,7 @@ from hdet.app.run.signal import DeclaredProbe, Signal
 from hdet.app.tasks import Task, Workload
 from hdet.document import override, read
 from hdet.engine.guard import Guard, Rewind
+from hdet.engine.tail import Tail, TailAverage
 from hdet.errors import ConfigError
 from hdet.evidence import Divergent, Evidence
 from hdet.hparams import Knob, LearningRate, Schedule
@@ -50,6 +51,7 @@ class RunConfig(Spec):
         evidence: where comparisons come from, for knobs that do not say.
         merge: how the replicas become one.
         guard: goes back where training went wrong; `rewind` where the knobs are recommended ones.
+        tail: which weights the run ends with; `tail_average` where the knobs are recommended ones, else the last.
         clip: the largest norm of a replica's gradient; `None` leaves gradients as they are.
         warmup_steps: of the recommended learning rate, at least, as of `hdet.recommended`; 0 leaves the schedule alone.
         start: the path of a checkpoint, such as another run's `model.pt`, whose model the run sets out from.
@@ -79,6 +81,7 @@ class RunConfig(Spec):
     evidence: Evidence = Divergent()
     merge: Merge = Mean()
     guard: Guard | None = None
+    tail: Tail | None = None
     clip: float | None = Field(default=None, gt=0.0)
     warmup_steps: int | None = Field(default=None, ge=0)
     start: str | None = None
@@ -104,6 +107,7 @@ class RunConfig(Spec):
         if resolved.get("knobs") in (None, "recommended"):
             resolved["knobs"] = None
             resolved.setdefault("guard", Rewind.kind)
+            resolved.setdefault("tail", TailAverage.kind)
             resolved["schedule"] = resolved.get("schedule") or {"kind": LinearDecay.kind, "warmup": WARMUP}
         for name, field in cls.model_fields.items():
             value = resolved.get(name)

@@ -116,6 +116,8 @@ def show_result(console: Console, result: Result, folder: RunFolder) -> None:
     if result.plain is not None:
         table.add_row("without", _loss(result.plain["test_loss"]), f"{result.plain['seconds']:.0f}")
     console.print(table)
+    if result.ended:
+        console.print(f"it {result.ended}", soft_wrap=True, markup=False)
     if result.faults:
         console.print(f"{result.faults} faults on the way; see {folder.history}", soft_wrap=True, markup=False)
     console.print(f"written to {folder.path}", soft_wrap=True, markup=False)

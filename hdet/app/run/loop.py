@@ -75,6 +75,7 @@ class Training:
             seed=config.seed,
             total_steps=config.steps,
             guard=config.guard,
+            tail=config.tail,
         )
 
     @property

@@ -21,7 +21,7 @@ from hdet.app.run.launching import leads, led
 from hdet.app.run.loop import Training, Watcher
 from hdet.app.run.plain import train_plain
 from hdet.errors import ConfigError, HdetError, MissingExtraError
-from hdet.report import Verdict, overview, verdicts
+from hdet.report import Verdict, ending, overview, verdicts
 
 NUMBERS = ("test_loss", "train_loss", "steps", "seconds", "faults")
 """What `result.json` holds of a run as numbers: a study's metrics are among these."""
@@ -39,6 +39,7 @@ class Result:
         facts: what data the task loaded.
         plain: the same run without hdet, `test_loss` and `seconds`, where it was asked for.
         faults: how many faults the history holds.
+        ended: which weights it ended with, in words; nothing for the last ones.
         versions: of Python and of the packages the numbers depend on.
     """
 
@@ -50,6 +51,7 @@ class Result:
     facts: dict[str, str]
     plain: dict[str, float | None] | None = None
     faults: int = 0
+    ended: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,6 +149,7 @@ class Run:
             knobs=verdicts(history),
             facts=dict(self.workload.facts),
             faults=sum(len(record.faults) for record in history),
+            ended=ending(history),
             versions={"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
         )
         if result.knobs and leads():

@@ -1,0 +1,401 @@
+"""The tail: which weights a run ends with, and that all else is as it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import schedulefree
+import torch
+from torch import Tensor, nn
+
+import hdet
+from hdet import Engine, TailAverage
+from hdet.controllers import Hold
+from hdet.engine.tail import Tail
+from hdet.errors import CheckpointError, ConfigError
+from hdet.record import WindowRecord
+from hdet.replicas import tensors
+from hdet.spreads import TwoLevel
+
+WINDOW, TOTAL = 4, 20
+CALM, RESTLESS, WILD = 0.02, 0.15, 0.2
+"""Rates at which the last weights are still on their way, and at which they are those of the last few batches."""
+
+
+def engine_of(
+    problem: Any, rate: float = RESTLESS, *middle: nn.Module, n: int = 1, copies: bool = False, **options: Any
+) -> Engine:
+    model = problem.model(*middle)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    home = (hdet.replicate if copies else hdet.micro_batches)(model, optimizer, n=n)
+    knobs = options.pop("knobs", [hdet.LearningRate(evidence=hdet.evidence.Line(), controller=Hold())])
+    given = {"window": WINDOW, "signal": problem.probe(), "total_steps": TOTAL, "tail": TailAverage(), **options}
+    return Engine(home, knobs, **given)
+
+
+def weights_of(engine: Engine, host: int = 0) -> list[Tensor]:
+    return tensors.clones(tensors.parameters(engine.hosts[host][0]))
+
+
+def noisy(step: int, index: int) -> tuple[Tensor, Tensor]:
+    """Eight examples with so much noise that a step in ten goes the wrong way."""
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    x = torch.randn(8, 4, generator=generator)
+    return x, x.sum(dim=1, keepdim=True) + 3.0 * torch.randn(8, 1, generator=generator)
+
+
+def walked(engine: Engine, train: Any, until: int | None = None, **options: Any) -> list[list[Tensor]]:
+    """Train; the weights after each update."""
+    path: list[list[Tensor]] = []
+    train(engine, until, batch=noisy, after_update=lambda step: path.append(weights_of(engine)), **options)
+    return path
+
+
+def mean(path: list[list[Tensor]]) -> list[Tensor]:
+    return [torch.stack(same).double().mean(dim=0).float() for same in zip(*path, strict=True)]
+
+
+def close(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.allclose(*pair, atol=1e-6) for pair in zip(some, others, strict=True))
+
+
+def held_out(problem: Any, engine: Engine, weights: list[Tensor]) -> np.ndarray[Any, Any]:
+    """[J] losses of the probe at some weights."""
+    with tensors.substituted(tensors.parameters(engine.hosts[0][0]), weights):
+        losses: np.ndarray[Any, Any] = problem.probe().measure(engine.hosts[0][0], 0).numpy()
+        return losses
+
+
+# -- which weights it ends with -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("starts", [(0.4, 0.7), (0.7,), (0.0,), (0.4, 0.45)])
+@pytest.mark.parametrize("significance", [0.0, 1.0, 100.0])
+def test_it_ends_with_the_mean_that_the_probe_prefers(
+    starts: tuple[float, ...], significance: float, problem: Any, train: Any
+) -> None:
+    """Of the means from the first window on that opens at or after each start; else with the last weights."""
+    engine = engine_of(problem, tail=TailAverage(starts=starts, significance=significance))
+    path = walked(engine, train)
+    firsts = sorted({next(step for step in range(0, TOTAL, WINDOW) if step >= start * TOTAL) for start in starts})
+    means = {first: mean(path[first:]) for first in firsts}
+    last = held_out(problem, engine, path[-1])
+    bounds = {}
+    for first, weights in means.items():
+        gained = held_out(problem, engine, weights) - last
+        bounds[first] = gained.mean() + significance * gained.std(ddof=1) / len(gained) ** 0.5
+    best = min(bounds, key=lambda first: bounds[first])
+    told = engine.history.windows[-1].tail
+    if bounds[best] < 0.0:
+        assert told["start"] == best
+        assert close(weights_of(engine), means[best])
+        assert bounds[best] == pytest.approx(told["difference"] + significance * told["stderr"], rel=1e-3)
+    else:
+        assert told == {}
+        assert all(map(torch.equal, weights_of(engine), path[-1]))
+    assert (bounds[best] < 0.0) == (significance < 100.0)  # both happen here
+    assert not any(record.tail for record in engine.history.windows[:-1])
+
+
+def test_where_the_last_weights_are_better_they_stay(problem: Any, train: Any) -> None:
+    engine = engine_of(problem, CALM, tail=TailAverage(significance=0.0))
+    path: list[list[Tensor]] = []
+    train(engine, after_update=lambda step: path.append(weights_of(engine)))
+    assert all(map(torch.equal, weights_of(engine), path[-1]))
+    assert engine.history.windows[-1].tail == {}
+
+
+def test_until_the_end_training_is_what_it_was_bit_for_bit(problem: Any, train: Any) -> None:
+    paths = []
+    for tail in (None, TailAverage()):
+        engine = engine_of(problem, tail=tail)
+        paths.append(walked(engine, train))
+    for one, other in zip(*paths, strict=True):
+        assert all(map(torch.equal, one, other))
+    assert not all(map(torch.equal, weights_of(engine), paths[0][-1]))
+
+
+def test_windows_count_by_their_lengths(problem: Any, train: Any) -> None:
+    """And a run that ends before its time has its tail, too."""
+    window = hdet.windows.GrowingWindow(fraction=0.3, minimum=2)
+    engine = engine_of(problem, window=window, total_steps=30, tail=TailAverage(starts=(0.4,)))
+    path = walked(engine, train, until=28)
+    engine.finish()
+    told = engine.history.windows[-1].tail
+    lengths = {record.stop - record.start for record in engine.history.windows if record.start >= told["start"]}
+    assert len(lengths) > 1
+    assert close(weights_of(engine), mean(path[int(told["start"]) :]))
+
+
+def test_of_replicas_that_came_apart_it_is_the_mean_of_all(problem: Any, train: Any, assert_alike: Any) -> None:
+    knob = hdet.LearningRate(spread=TwoLevel(0.3))
+    tail = TailAverage(starts=(0.7,), significance=0.0)
+    engine = engine_of(problem, 0.4, n=3, copies=True, knobs=[knob], gradients="local", tail=tail)
+    rows: list[list[Tensor]] = []
+    train(engine, batch=noisy, after_update=lambda step: rows.append(mean([weights_of(engine, h) for h in range(3)])))
+    assert_alike(engine)
+    assert close(weights_of(engine), mean(rows[int(engine.history.windows[-1].tail["start"]) :]))
+
+
+def test_running_statistics_are_averaged_and_other_buffers_stay(problem: Any, train: Any) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("passes", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.passes += 1.0
+            return x
+
+    engine = engine_of(problem, WILD, nn.BatchNorm1d(6, momentum=0.5), Counting())
+    model = engine.hosts[0][0]
+    ends: list[dict[str, Tensor]] = []
+
+    def after(step: int) -> None:
+        if (step + 1) % WINDOW == 0:
+            ends.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+
+    train(engine, batch=noisy, after_update=after)
+    first = int(engine.history.windows[-1].tail["start"]) // WINDOW
+    held = dict(model.named_buffers())
+    for name in ("2.running_mean", "2.running_var"):
+        assert torch.allclose(held[name], torch.stack([end[name] for end in ends[first:]]).mean(dim=0), atol=1e-6)
+        assert not torch.equal(held[name], ends[-1][name])
+    for name in ("2.num_batches_tracked", "3.passes"):
+        assert torch.equal(held[name], ends[-1][name])
+
+
+# -- what it compares on --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draws", [1, 3, 99])
+def test_it_compares_on_the_batches_of_the_last_windows(draws: int, problem: Any, train: Any) -> None:
+    """Each drawn once for all weights; batches in a list are the same in all windows, and are read once."""
+    asked: list[int] = []
+
+    def batches(window: int) -> list[Any]:
+        asked.append(window)
+        return [problem.batch(-2 - window, j) for j in range(3)]
+
+    engine = engine_of(problem, signal=hdet.Probe(problem.loss, batches), tail=TailAverage(draws=draws))
+    train(engine, TOTAL - 1, batch=noisy)
+    asked.clear()
+    train(engine, batch=noisy)
+    windows = TOTAL // WINDOW
+    of_the_window, compared = asked[: -min(draws, windows)], asked[-min(draws, windows) :]
+    assert compared == list(range(windows - min(draws, windows), windows))
+    assert set(of_the_window) == {windows - 1}
+
+
+def test_batches_in_a_list_are_compared_on_once(problem: Any, train: Any) -> None:
+    counts = []
+    for tail in (None, TailAverage()):
+        evaluated: list[Any] = []
+
+        def loss(model: nn.Module, batch: Any, seen: list[Any] = evaluated) -> Tensor:
+            seen.append(batch)
+            own: Tensor = problem.loss(model, batch)
+            return own
+
+        signal = hdet.Probe(loss, [problem.batch(-1, j) for j in range(3)])
+        train(engine_of(problem, signal=signal, tail=tail), batch=noisy)
+        counts.append(len(evaluated))
+    assert counts[1] - counts[0] == 3 * 3  # sub-batches, at the last weights and at two means
+
+
+def test_a_mean_whose_losses_are_not_finite_is_not_taken(problem: Any, train: Any) -> None:
+    """The last weights stay, though they are no better."""
+    probe = problem.probe()
+    last: list[Tensor] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        own: Tensor = problem.loss(model, batch)
+        return own if last and all(map(torch.equal, tensors.parameters(model), last)) else own * float("nan")
+
+    engine = engine_of(problem, signal=hdet.Probe(loss, probe.batches), tail=TailAverage(significance=0.0))
+    with pytest.warns(UserWarning, match="not finite"):
+        train(engine, batch=noisy, after_update=lambda step: last.__setitem__(slice(None), weights_of(engine)))
+    assert all(map(torch.equal, weights_of(engine), last))
+
+
+# -- a run that is stopped, goes back, or trains other parameters ---------------------------------
+
+
+@pytest.mark.parametrize("stop", [6, 8, 14, 17, 19])
+def test_stopped_at_any_step_and_resumed_it_ends_the_same(
+    stop: int, problem: Any, train: Any, assert_same: Any, tmp_path: Any
+) -> None:
+    norm = nn.BatchNorm1d(6)
+    whole = engine_of(problem, WILD, copy.deepcopy(norm))
+    train(whole, batch=noisy)
+    assert whole.history.windows[-1].tail
+    begun = engine_of(problem, WILD, copy.deepcopy(norm))
+    train(begun, stop, batch=noisy)
+    torch.save(begun.state_dict(), tmp_path / "state.pt")
+    resumed = engine_of(problem, WILD, copy.deepcopy(norm))
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt"))
+    train(resumed, batch=noisy)
+    assert resumed.history.windows[-1].tail == whole.history.windows[-1].tail
+    assert_same(resumed.hosts[0][0].state_dict(), whole.hosts[0][0].state_dict())
+
+
+def test_a_state_of_a_run_that_is_over_has_no_tail(problem: Any, train: Any, assert_same: Any) -> None:
+    engine = engine_of(problem)
+    train(engine, batch=noisy)
+    state = copy.deepcopy(engine.state_dict())
+    assert state["tail"] == []
+    other = engine_of(problem)
+    other.load_state_dict(state)
+    assert_same(other.hosts[0][0].state_dict(), engine.hosts[0][0].state_dict())
+
+
+def test_a_state_without_a_tail_begins_it_anew(problem: Any, train: Any) -> None:
+    """As of a sharded checkpoint."""
+    engine = engine_of(problem)
+    train(engine, 13, batch=noisy)
+    state = copy.deepcopy(engine.state_dict())
+    del state["tail"]
+    engine.load_state_dict(state)
+    path = walked(engine, train, loss=problem.loss)
+    told = engine.history.windows[-1].tail
+    assert told["start"] in (12, 16)
+    assert close(weights_of(engine), mean(path[-(TOTAL - int(told["start"])) :])) or told["start"] == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda parts: parts[0]["values"].pop(), "averaged weights"),
+        (lambda parts: parts[0].update(values=[v[:1] for v in parts[0]["values"]]), "averaged weights"),
+        (lambda parts: parts[0].update(steps=0), "tail.0.steps"),
+        (lambda parts: parts[0].pop("start"), "tail.0.start"),
+    ],
+)
+def test_a_tail_that_does_not_fit_is_refused(change: Any, said: str, problem: Any, train: Any) -> None:
+    engine = engine_of(problem)
+    train(engine, 13, batch=noisy)
+    state = copy.deepcopy(engine.state_dict())
+    change(state["tail"])
+    before = engine.step_count
+    with pytest.raises(CheckpointError, match=said):
+        engine.load_state_dict(state)
+    assert engine.step_count == before
+
+
+def test_a_state_with_another_tail_is_refused(problem: Any, train: Any) -> None:
+    engine = engine_of(problem)
+    train(engine, 13, batch=noisy)
+    with pytest.raises(CheckpointError, match="tail"):
+        engine_of(problem, tail=None).load_state_dict(copy.deepcopy(engine.state_dict()))
+
+
+def test_where_all_failed_the_tail_begins_anew(problem: Any, train: Any) -> None:
+    """The window that failed is in no mean, nor those before it."""
+    engine = engine_of(problem, tail=TailAverage(starts=(0.0,)))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        own: Tensor = problem.loss(model, batch)
+        return own * float("nan") if 8 <= engine.step_count < 12 else own
+
+    path = walked(engine, train, loss=loss)
+    assert engine.history.windows[2].faults[-1]["kind"] == "restored"
+    assert engine.history.windows[-1].tail["start"] == 12
+    assert close(weights_of(engine), mean(path[12:]))
+
+
+def test_where_all_failed_in_the_last_window_the_restored_weights_stay(problem: Any, train: Any) -> None:
+    engine = engine_of(problem)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        own: Tensor = problem.loss(model, batch)
+        return own * float("nan") if engine.step_count >= 16 else own
+
+    path = walked(engine, train, loss=loss)
+    assert all(map(torch.equal, weights_of(engine), path[15]))
+    assert engine.history.windows[-1].tail == {}
+
+
+def test_where_other_parameters_can_change_it_begins_anew(problem: Any, train: Any) -> None:
+    """A parameter thawed within a window counts from the next one on."""
+    model = problem.model()
+    first, last = model[0], model[2]
+    optimizer = torch.optim.SGD(last.parameters(), lr=RESTLESS)
+    for parameter in first.parameters():
+        parameter.requires_grad_(False)
+    knob = hdet.LearningRate(evidence=hdet.evidence.Line(), controller=Hold())
+    home = hdet.micro_batches(model, optimizer, n=1)
+    tail = TailAverage(starts=(0.0,), significance=0.0)
+    engine = Engine(home, [knob], window=WINDOW, signal=problem.probe(), total_steps=TOTAL, tail=tail)
+    walked(engine, train, until=8)
+    for parameter in first.parameters():
+        parameter.requires_grad_(True)
+    walked(engine, train, until=TOTAL - 1)
+    (part,) = engine.state_dict()["tail"]
+    assert (part["start"], part["steps"]) == (12, 4)
+
+
+# -- where there is none, and what is refused -----------------------------------------------------
+
+
+def test_a_run_of_unknown_length_has_none(problem: Any, train: Any) -> None:
+    knob = hdet.LearningRate(evidence=hdet.evidence.Line(preview=0.0), controller=Hold())
+    engine = engine_of(problem, knobs=[knob], total_steps=None)
+    path = walked(engine, train, until=WINDOW * 4)
+    assert engine.state_dict()["tail"] == []
+    assert all(map(torch.equal, weights_of(engine), path[-1]))
+
+
+def test_a_schedule_free_optimizer_has_none(problem: Any, train: Any) -> None:
+    model = problem.model()
+    optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01)
+    optimizer.train()
+    knob = hdet.LearningRate(evidence=hdet.evidence.Line(), controller=Hold())
+    home = hdet.micro_batches(model, optimizer, n=1)
+    engine = Engine(home, [knob], window=WINDOW, signal=problem.probe(), total_steps=TOTAL, tail=TailAverage())
+    path = walked(engine, train)
+    assert all(map(torch.equal, weights_of(engine), path[-1]))
+
+
+def test_without_evidence_that_averages_it_keeps_its_own_mean(problem: Any, train: Any) -> None:
+    knob = hdet.Momentum(evidence=hdet.evidence.Recursion(), controller=Hold())
+    model = problem.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    home = hdet.micro_batches(model, optimizer, n=1)
+    engine = Engine(home, [knob], window=WINDOW, signal=problem.probe(), total_steps=TOTAL, tail=TailAverage())
+    path = walked(engine, train)
+    assert close(weights_of(engine), mean(path[int(engine.history.windows[-1].tail["start"]) :]))
+
+
+@pytest.mark.parametrize("starts", [(), (0.7, 0.4), (0.4, 0.4), (-0.1,), (1.0,), (float("nan"),)])
+def test_starts_are_shares_of_the_run_that_rise(starts: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match="starts"):
+        TailAverage(starts=starts)
+
+
+def test_a_tail_needs_a_probe_and_one_model(problem: Any) -> None:
+    with pytest.raises(ConfigError, match=r"tail=TailAverage\(\) compares the held-out loss"):
+        engine_of(problem, knobs=[hdet.LearningRate(spread=TwoLevel(0.1))], n=2, copies=True, signal=None)
+    with pytest.raises(ConfigError, match="tail must be of type Tail"):
+        engine_of(problem, tail=0.4)
+    members = [hdet.LearningRate(evidence=hdet.evidence.Population())]
+    with pytest.raises(ConfigError, match="give tail=None"):
+        engine_of(problem, knobs=members, n=4, copies=True, merge=hdet.merges.Exploit(), gradients="local")
+
+
+def test_a_record_tells_of_it_in_json(problem: Any, train: Any) -> None:
+    engine = engine_of(problem)
+    train(engine, batch=noisy)
+    record = engine.history.windows[-1]
+    assert sorted(record.tail) == ["difference", "start", "stderr"]
+    assert WindowRecord.from_json(record.to_json()).tail == record.tail
+    assert json.loads(record.to_json())["tail"]["start"] in (8, 16)
+
+
+def test_it_is_declared_by_its_kind() -> None:
+    assert TailAverage.kind == "tail_average"
+    assert Tail.from_dict({"kind": "tail_average", "starts": [0.5]}) == TailAverage(starts=(0.5,))
