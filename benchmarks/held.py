@@ -77,6 +77,7 @@ class Held(Recommended):
             seed=seed,
             total_steps=steps,
             guard=self.guard,
+            tail=self.tail,
         )
 
     def explores(self, knob: hdet.Knob) -> bool:

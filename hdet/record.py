@@ -55,7 +55,7 @@ class WindowRecord:
             (`hdet.controllers.rules.Fall`); absent where it stays as given.
         tail: in a run's last window, where averaged weights took the place of the last ones (`hdet.TailAverage`): the
             step that they are averaged from (`start`), the `difference` of their held-out loss to that of the last
-            weights, and its `stderr`; else empty.
+            weights, and its `stderr` (without these two where the last weights' loss is not finite); else empty.
         mean_loss: over all replicas that stayed finite; `None` where `losses` has them all, or none did.
     """
 
@@ -92,6 +92,23 @@ class WindowRecord:
             return self.mean_loss
         sound = [value for value in self.losses if value is not None]
         return float(np.mean(sound)) if sound else math.nan
+
+    @property
+    def ending(self) -> str:
+        """In a run's last window which weights it ended with, in words; nothing for the last ones.
+
+        >>> record = WindowRecord(4, 52, 60, {}, {}, [1.0], {}, {}, False)
+        >>> record.tail.update(start=31, difference=-0.0268, stderr=0.0101)
+        >>> print(record.ending)
+        ends with the mean of the weights from step 31 on, whose held-out loss is 0.0268 ± 0.0101 below that of the last
+        """
+        if not self.tail:
+            return ""
+        ends = f"ends with the mean of the weights from step {self.tail['start']:.0f} on, "
+        if "difference" not in self.tail:
+            return ends + "since the held-out loss of the last is not finite"
+        gain, error = -self.tail["difference"], self.tail["stderr"]
+        return ends + f"whose held-out loss is {gain:.4f} ± {error:.4f} below that of the last"
 
     def range(self, knob: str) -> tuple[float, float]:
         """The lowest and the highest value of a knob at the window's last step."""

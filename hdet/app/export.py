@@ -117,7 +117,7 @@ def _rate(known: Sequence[str], given: str | None, run: Path) -> str:
 def as_yaml(windows: Sequence[WindowRecord]) -> str:
     """By knob, from the step that each piece begins at: a base for each step, or one that holds until the next piece.
 
-    A first line says so where the run went back to an earlier point.
+    A first line says so where the run went back to an earlier point, and where it ended with averaged weights.
 
     >>> records = [
     ...     WindowRecord(0, 0, 2, {"lr": 0.2}, {}, [1.0], {}, {}, False, course={"lr": [0.1, 0.2]}),
@@ -130,8 +130,8 @@ def as_yaml(windows: Sequence[WindowRecord]) -> str:
         0: [0.1, 0.2]
         2: 0.2
     """
-    kept, total = len(kept_steps(windows)), windows[-1].stop
-    lines = [] if kept == total else [f"# As it was at {_when(kept, total)}."]
+    as_it_was = len(kept_steps(windows)) == windows[-1].stop and not windows[-1].tail
+    lines = [] if as_it_was else [f"# As it was at {_when(windows)}."]
     for knob in knobs_of(windows):
         course = recorded_course(windows, knob)
         lines += [f"{json.dumps(knob)}:", f"  total_steps: {len(course)}", "  bases:"]
@@ -153,11 +153,14 @@ def as_lambda_lr(windows: Sequence[WindowRecord], knob: str, *, run: str) -> str
     named = {"knob": ascii(knob)[1:-1], "run": ascii(run)[1:-1]}
     plain = {name: text.replace('"', "'").replace("\\", "/") for name, text in named.items()}
     values = textwrap.fill(", ".join(map(repr, course)) + ",", 116, initial_indent="    ", subsequent_indent="    ")
-    return LAMBDA.format(**plain, when=f"at {_when(len(kept_steps(windows)), len(course))}", values=values)
+    return LAMBDA.format(**plain, when=f"at {_when(windows)}", values=values)
 
 
-def _when(kept: int, total: int) -> str:
-    """Which steps a course is of."""
+def _when(windows: Sequence[WindowRecord]) -> str:
+    """Which steps a course is of, and what else the run did with its weights."""
+    kept, total = len(kept_steps(windows)), windows[-1].stop
+    steps = f"the {kept} steps that led to its final weights, stretched over all {total}"
     if kept == total:
-        return f"each of its {total} steps"
-    return f"the {kept} steps that led to its final weights, stretched over all {total}"
+        steps = f"each of its {total} steps"
+    averaged = windows[-1].tail.get("start")
+    return steps if averaged is None else f"{steps}; its weights were averaged from step {averaged:.0f} on"

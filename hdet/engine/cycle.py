@@ -79,9 +79,10 @@ class Cycle:
         self.collectors: list[Collector] = [source.collect(scene, plan.judged_by(source)) for source in plan.evidence]
         self.observes_passes = any(_has(collector, "exit") for collector in self.collectors)
         self.watch: Watch | None = plan.guard.watch(scene) if plan.guard is not None else None
+        self.tail: FollowedTail | None = None
         # A Schedule-Free optimizer's weights are an average already.
-        averages = plan.tail is not None and not self.moving.evaluates_average
-        self.tail = plan.tail.follow(scene) if plan.tail is not None and averages else None
+        if plan.tail is not None and plan.total_steps is not None and not self.moving.evaluates_average:
+            self.tail = plan.tail.follow(scene, plan.total_steps)
         self.merger = plan.merge.at_work(scene)
         self.noise_scale: NoiseScale | None = None
         self.noise = NoiseMeter(self.home, paired=plan.paired) if plan.noise_scale else None
@@ -312,7 +313,7 @@ class Cycle:
             if went_back is not None:
                 faults.append(went_back.fault)
                 moves = _sum(moves, went_back.moves)
-            elif self.tail is not None:
+            elif self.tail is not None and self.tail.covers(window.start):
                 ended = self._follow_tail(self.tail, harvest)
         else:
             self.restores += 1
@@ -462,6 +463,8 @@ class Cycle:
             self.met = went_back.alike
             self.merger.forget()
             self._forget_weights()
+            if self.tail is not None:
+                self.tail.forget()
         return went_back
 
     def _follow_tail(self, tail: FollowedTail, harvest: Harvest) -> dict[str, float]:
@@ -471,7 +474,7 @@ class Cycle:
             self.home.advance(now=True)
         with self.home.lent_buffers(harvest.valid.tolist()):
             tail.add(harvest)
-            mean, told = tail.best(harvest) if over else (None, {})
+            mean, told = tail.best(harvest.window.index) if over else (None, {})
         if mean is not None:
             tail.put(mean)
         return told
@@ -479,8 +482,6 @@ class Cycle:
     def _forget_weights(self) -> None:
         """The weights are earlier ones again: nothing is kept of those since."""
         self._forget_averages()
-        if self.tail is not None:
-            self.tail.forget()
         self._forget_values()
         for collector in self.collectors:
             collector.forget()
@@ -500,15 +501,33 @@ class Cycle:
 
     # -- how a run ends, and goes on --------------------------------------------------------------
 
-    def finish(self) -> WindowRecord | None:
-        """End the run now: closes and merges a window under way."""
+    def finish(self, *, last_weights: bool = False) -> WindowRecord | None:
+        """End the run now: closes and merges a window under way.
+
+        Args:
+            last_weights: end with these, whatever the tail has.
+        """
         if self.finished:
             return None
         self._last_step = self.step_count
+        if last_weights:
+            self.tail = None
         if self.tally.steps:
             return self.close_window()
+        if self.tail is not None and self.tail.parts:
+            self._settle_tail(self.tail)
         self.end()
         return None
+
+    def _settle_tail(self, tail: FollowedTail) -> None:
+        """Between two windows: what the run ends with goes into the record of the one that has closed."""
+        with self.home.lent_buffers(self._sound.tolist()):
+            mean, told = tail.best(self.window.index - 1)
+        if mean is not None:
+            tail.put(mean)
+            record = replace(self.history.windows[-1], tail=told)
+            self.history.truncate(record.window)
+            recording.append(self.history, record, self.home, self.tally.sums.device)
 
     def end(self) -> None:
         """The last step is made: every knob is at its base."""

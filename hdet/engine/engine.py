@@ -298,7 +298,8 @@ class Engine:
         These are the averages that evidence keeps (`Line`, `Analytic`, a probe with `at="average"`); no second copy is
         held. They are of the window under way, or, before its first step that is averaged (`stride`), of the window
         before. Where there is none (the run has just begun, was taken up or went back) the weights are as they are.
-        With a Schedule-Free optimizer they are its own average. Buffers are not averaged. Where replicas come apart it
+        With a Schedule-Free optimizer they are its own average. Buffers are not averaged. What a run has ended with
+        (`hdet.TailAverage`) is another mean, and is in the models already. Where replicas come apart it
         is the mean over those that are finite, and a collective.
 
         Raises:
@@ -307,7 +308,10 @@ class Engine:
         return self.cycle.averaged()
 
     def finish(self) -> WindowRecord | None:
-        """End the run now: closes and merges a window under way. Every replica then holds the result."""
+        """End the run now: closes and merges a window under way. Every replica then holds the result.
+
+        With a tail (`hdet.TailAverage`) that is its mean where that is better, as after the run's last step.
+        """
         return self.cycle.finish()
 
     def state_dict(self) -> dict[str, Any]:

@@ -64,10 +64,13 @@ class KnobPart(Strict):
 
 
 class TailPart(Strict):
+    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
     start: int = Field(ge=0)
     steps: int = Field(ge=1)
-    values: list[Any]
-    buffers: dict[str, Any]
+    flags: list[bool]
+    values: list[Tensor]
+    buffers: dict[str, Tensor]
 
 
 class MergePart(Strict):
@@ -105,7 +108,6 @@ def require_fit(cycle: Cycle, state: Mapping[str, Any]) -> None:
         _require_optimizer(place, optimizer, part["optimizer"])
     if state["open"] is not None:
         _require_averages(cycle, state["open"]["averages"])
-    _require_averages(cycle, {f"of the tail ({part['start']})": part for part in state.get("tail", ())})
 
 
 def require_layout(part: type[Strict], given: object, *place: str) -> None:

@@ -306,7 +306,6 @@ def config(cycle: Cycle) -> dict[str, Any]:
         "gradients": cycle.plan.gradients,
         "total_steps": cycle.plan.total_steps,
         "guard": cycle.watch.spec.to_dict() if cycle.watch is not None else None,
-        "tail": plain(cycle.plan.tail),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
@@ -16,13 +17,17 @@ from hdet.evidence.parts.line_fit import along
 from hdet.replicas import tensors
 from hdet.replicas.average import towards_
 from hdet.spec import Spec, register
+from hdet.user_warning import warn
+
+STATISTICS = ("running_mean", "running_var")
+"""Buffers that follow the batches, by the last part of their names."""
 
 
 class Tail(Spec, family="tail"):
     """Decides at the run's end which weights it ends with."""
 
-    def follow(self, scene: Scene) -> FollowedTail:
-        """The tail at work on one engine's replicas."""
+    def follow(self, scene: Scene, total_steps: int) -> FollowedTail:
+        """The tail at work on one engine's replicas, in a run that is to have so many steps."""
         raise NotImplementedError
 
 
@@ -33,22 +38,23 @@ class TailAverage(Tail):
     The mean of the weights over the steps from s to the end is worked out for a few s. At the end the probe compares
     each with the last weights, on the same batches. With d the difference of the held-out losses (below 0 where the
     mean is better) and e its standard error over sub-batches, the mean with the lowest d + significance e is taken, if
-    that is below 0; else the weights stay as they are. Training itself does not change.
+    that is below 0; else the weights stay as they are. Until then training does not change.
 
     Averages smooth what the last steps did by chance. Where data repeat they also overfit less. Where data are always
     new the last weights of a rate that falls to 0 are as good or better, and stay. (Suffix averages: Rakhlin, Shamir
     and Sridharan 2012, arXiv 1109.5647; over the end of a network's training: Izmailov et al. 2018, arXiv 1803.05407.)
 
-    Running statistics (buffers whose names begin with `running_`, as BatchNorm's) are averaged over the windows' ends;
-    other buffers and the optimizer's state are left as they are. A run whose length is not known beforehand has no
-    tail, and neither has one under a Schedule-Free optimizer, whose weights are an average already. Where the run goes
-    back to an earlier point, the tail begins anew.
+    Batch statistics (`running_mean`, `running_var`) are averaged over the windows' ends; other buffers and the
+    optimizer's state are left as they are, and what is kept beside the weights (zeros of a pruning mask, master weights
+    of an optimizer's own) is not asked. A run whose length is not known beforehand has no tail, and neither has one
+    under a Schedule-Free optimizer, whose weights are an average already. Where a guard goes back to an earlier point,
+    and where other parameters are trained from some window on, the tail begins anew.
 
     Args:
         starts: where means begin, as shares of the run, rising. Each begins with the first window that opens there.
         significance: standard errors by which a mean has to be better.
         draws: where a probe's batches are a function of the window's number, of how many windows: the last one and
-            those before. (Batches in a list are always the same.)
+            those before, which the function is asked for again. (Batches in a list are always the same.)
         keep: where the means are kept: a copy of the trained weights, in float32 at least, for each start.
 
     >>> TailAverage(starts=(0.5,)).starts
@@ -69,62 +75,56 @@ class TailAverage(Tail):
             )
         return starts
 
-    def follow(self, scene: Scene) -> FollowedTail:
-        return FollowedTail(self, scene)
+    def follow(self, scene: Scene, total_steps: int) -> FollowedTail:
+        return FollowedTail(self, scene, total_steps)
 
 
 class TailMean:
-    """The mean of weights and buffers over some windows on end.
+    """The mean of weights and batch statistics over some windows on end.
 
     Attributes:
-        start: the first step. steps: how many. weights: in the model's order. buffers: running statistics, by name.
+        start: the first step. steps: how many.
+        flags: which of the model's parameters can change. weights: the mean of these, in the model's order.
+        buffers: that of the batch statistics, by name.
     """
 
-    def __init__(self, start: int, device: torch.device | str | None) -> None:
+    def __init__(self, start: int, flags: Sequence[bool], live: Sequence[Tensor], device: str | None) -> None:
         self.start, self.steps = start, 0
-        self.weights: list[Tensor] = []
+        self.flags = list(flags)
+        self.weights = [torch.empty_like(v, dtype=tensors.wide_type(v.dtype), device=device) for v in live]
         self.buffers: dict[str, Tensor] = {}
-        self._device = device
 
     @torch.no_grad()
     def take(self, weights: Sequence[Tensor], buffers: Mapping[str, Tensor], steps: int) -> None:
-        """Take in the means of so many steps more."""
+        """Take in the means of so many steps more; of buffers whose shapes change there is none."""
         if not self.steps:
-            self.weights = [self._memory(value) for value in weights]
-            self.buffers = {name: self._memory(value) for name, value in buffers.items()}
+            self.buffers = {name: tensors.wide(value).clone() for name, value in buffers.items()}
         self.steps += steps
-        pairs = zip([*self.weights, *self.buffers.values()], [*weights, *buffers.values()], strict=True)
-        for mean, value in pairs:
-            towards_(mean, value, steps / self.steps)
-
-    def fits(self, weights: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> bool:
-        """Whether these are the same weights and buffers, by their shapes."""
-        return _layout(self.weights, self.buffers) == _layout(weights, buffers)
-
-    def _memory(self, value: Tensor) -> Tensor:
-        return torch.empty_like(value, dtype=tensors.wide_type(value.dtype), device=self._device)
+        share = steps / self.steps
+        for mean, value in zip(self.weights, weights, strict=True):
+            towards_(mean, value, share)
+        kept = {n: m for n, m in self.buffers.items() if n in buffers and buffers[n].shape == m.shape}
+        for name, mean in kept.items():
+            towards_(mean, buffers[name], share)
+        self.buffers = kept
 
     def state_dict(self) -> dict[str, Any]:
-        names, values = list(self.buffers), tensors.clones(list(self.buffers.values()))
         return {
             "start": self.start,
             "steps": self.steps,
+            "flags": list(self.flags),
             "values": tensors.clones(self.weights),
-            "buffers": dict(zip(names, values, strict=True)),
+            "buffers": dict(zip(self.buffers, tensors.clones(list(self.buffers.values())), strict=True)),
         }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self.start, self.steps = state["start"], 0
-        self.take(state["values"], state["buffers"], state["steps"])
 
 
 class FollowedTail:
     """Keeps a mean from each start on, in parts: of the windows between two starts, and of those after the last."""
 
-    def __init__(self, spec: TailAverage, scene: Scene) -> None:
+    def __init__(self, spec: TailAverage, scene: Scene, total_steps: int) -> None:
         self.spec = spec
         self.scene = scene
+        self.starts = [start * total_steps for start in spec.starts]
         self.parts: list[TailMean] = []
         if not scene.averages.strides:
             scene.follow(None)
@@ -133,36 +133,48 @@ class FollowedTail:
         """The run goes on from another point."""
         self.parts = []
 
+    def covers(self, step: int) -> bool:
+        """Whether a window that opens at this step is in a mean."""
+        return step >= self.starts[0]
+
     def add(self, harvest: Harvest) -> None:
-        """A window has closed."""
-        window = harvest.window
-        if window.total_steps is None:
-            return
-        begun = [start for start in self.spec.starts if window.start >= start * window.total_steps]
-        if not begun:
-            return
+        """A window that is covered has closed."""
+        window, moving = harvest.window, self.scene.moving
         weights = self.scene.averaged(harvest.valid, self.scene.averages.strides[0])
-        buffers = running_statistics(self.scene.replicas.hosts[0][0])
-        if self.parts and not self.parts[-1].fits(weights, buffers):
-            self.forget()  # other parameters are trained from here on
-        first = begun[-1] * window.total_steps
-        if not self.parts or self.parts[-1].start < first:
-            self.parts.append(TailMean(window.start, self._device))
+        if self.parts and not self._fits(self.parts[-1].flags, self.parts[-1].weights):
+            self.forget()
+        begun = [first for first in self.starts if window.start >= first]
+        if not self.parts or self.parts[-1].start < begun[-1]:
+            self.parts.append(TailMean(window.start, moving.flags, moving.values(), self._device))
+        buffers = batch_statistics(self.scene.replicas.hosts[0][0])
         self.parts[-1].take(weights, buffers, window.stop - window.start)
 
-    def best(self, harvest: Harvest) -> tuple[TailMean | None, dict[str, float]]:
-        """The run is over: the mean that is proved to be best, if one is.
+    def best(self, window: int) -> tuple[TailMean | None, dict[str, float]]:
+        """The run is over: the mean that the probe finds best, if any is better than the last weights.
+
+        Args:
+            window: the number of the last one.
 
         Returns:
             It, and numbers to record: its first step (`start`), the `difference` of its held-out loss to that of the
-            last weights, and the `stderr` of that. `None` and nothing where the last weights are to stay.
+            last weights, and the `stderr` of that; of last weights whose loss is not finite there is no difference.
+            `None` and nothing where the last weights are to stay.
         """
         means, self.parts = list(reversed(self.parts)), []
         for newer, older in pairwise(means):
             older.take(newer.weights, newer.buffers, newer.steps)  # so each is a mean up to the end
-        chosen, told, least = None, {}, 0.0
-        for mean, losses in zip(means, self._losses(harvest, means), strict=True):
-            better = along((0.0, 1.0), losses)
+        if not means:
+            return None, {}
+        last, *others = self._losses(window, means)
+        chosen: TailMean | None = None
+        told: dict[str, float] = {}
+        least = 0.0
+        for mean, losses in zip(means, others, strict=True):
+            if not np.isfinite(losses).all():
+                continue
+            if not np.isfinite(last).all():
+                return mean, {"start": mean.start}
+            better = along((0.0, 1.0), np.stack([last, losses]))
             bound = better.slope + self.spec.significance * better.stderr
             if bound < least:
                 least, chosen = bound, mean
@@ -175,62 +187,85 @@ class FollowedTail:
             live, values = self._places(host, mean)
             tensors.copy_(live, values)
 
-    def _losses(self, harvest: Harvest, means: Sequence[TailMean]) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
-        """By mean, [2, J] probe losses of the last weights and of it, the same in every process."""
-        if not means:
-            return []
-        scene, probe, index = self.scene, self.scene.probe, harvest.window.index
+    def _losses(self, window: int, means: Sequence[TailMean]) -> NDArray[np.float64]:
+        """[1 + means, J] probe losses of the last weights and of each mean, the same in every process.
+
+        Of several draws a sub-batch's is the mean over draws, since what these have in common has a scatter too.
+        """
+        scene, probe = self.scene, self.scene.probe
         model, optimizer = scene.replicas.hosts[0]
-        windows = range(max(0, index - self.spec.draws + 1), index + 1) if callable(probe.batches) else [index]
-        drawn = [(window, probe.draw(window)) for window in windows]
 
-        def measured() -> Tensor:
-            return torch.cat([probe.measure(model, window, optimizer, batches) for window, batches in drawn])
-
-        with scene.at_base():
-            found = [measured()]
+        def measured(at: int, batches: Sequence[Any]) -> Tensor:
+            found = [probe.measure(model, at, optimizer, batches)]
             for mean in means:
                 live, values = self._places(0, mean)
                 with tensors.substituted(live, values):
-                    found.append(measured())
+                    found.append(probe.measure(model, at, optimizer, batches))
+            return torch.stack(found)
+
+        with scene.at_base():
+            first = measured(window, probe.draw(window))
+            others = [measured(*drawn) for drawn in self._earlier(window, first.device)]
+        table = torch.stack([first, *(other for other in others if other.shape == first.shape)]).mean(dim=0)
         # Every process uses the losses of the first process: others may differ in the last bits.
-        rows = scene.replicas.gather(torch.cat(found).expand(len(scene.replicas.local), -1))
-        last, *others = rows[0].reshape(len(found), -1)
-        return [np.stack([last, losses]) for losses in others]
+        rows = scene.replicas.gather(table.flatten().expand(len(scene.replicas.local), -1))
+        told: NDArray[np.float64] = rows[0].reshape(len(table), -1)
+        return told
+
+    def _earlier(self, window: int, device: torch.device) -> list[tuple[int, list[Any]]]:
+        """The batches of windows before the last; none where they are the last one's, or a process has them no more."""
+        probe, replicas = self.scene.probe, self.scene.replicas
+        if not callable(probe.batches):
+            return []
+        drawn, gone = [], ""
+        try:
+            drawn = [(at, probe.draw(at)) for at in range(max(0, window - self.spec.draws + 1), window)]
+        except Exception as error:  # a run that is over is not to be lost by it, and other processes hear of it
+            gone = f"{type(error).__name__}: {error}"
+        row = torch.full((len(replicas.local), 1), float(bool(gone)), device=device)
+        if not (replicas.gather(row) == 1.0).any():
+            return drawn
+        warn(
+            f"the probe's function does not give the batches of earlier windows again "
+            f"({gone or 'in another process'}), so the weights that the run ends with were chosen on the last window's"
+        )
+        return []
 
     def _places(self, host: int, mean: TailMean) -> tuple[list[Tensor], list[Tensor]]:
-        """A model's weights and running statistics, and what a mean has for each."""
+        """A model's weights and batch statistics, and what a mean has for each."""
         model = self.scene.replicas.hosts[host][0]
         tensors.reshard(model)
-        live = running_statistics(model)
+        live = batch_statistics(model)
+        names = [name for name, value in mean.buffers.items() if name in live and live[name].shape == value.shape]
         weights = self.scene.moving.values(host)
-        return [*weights, *(live[name] for name in mean.buffers)], [*mean.weights, *mean.buffers.values()]
+        return [*weights, *(live[n] for n in names)], [*mean.weights, *(mean.buffers[n] for n in names)]
 
     @property
     def _device(self) -> str | None:
         return "cpu" if self.spec.keep == "host" else None
 
+    def _fits(self, flags: Sequence[bool], weights: Sequence[Tensor]) -> bool:
+        """Whether these are of the parameters that can change now."""
+        moving = self.scene.moving
+        return list(flags) == moving.flags and [w.shape for w in weights] == [v.shape for v in moving.values()]
+
     def state_dict(self) -> list[dict[str, Any]]:
-        """The means so far, by window's parts."""
+        """The parts so far."""
         return [part.state_dict() for part in self.parts]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Restore `state_dict`; a checkpoint that has none begins the tail anew."""
+        """Restore `state_dict`; where that is of other parameters than can change now, the tail begins anew."""
         self.parts = []
         for saved in state:
-            self.parts.append(TailMean(saved["start"], self._device))
-            self.parts[-1].load_state_dict(saved)
+            if self._fits(saved["flags"], saved["values"]):
+                part = TailMean(saved["start"], saved["flags"], self.scene.moving.values(), self._device)
+                part.take(saved["values"], saved["buffers"], saved["steps"])
+                self.parts.append(part)
 
 
-def running_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """By name this rank's part of each buffer that follows the batches, as BatchNorm's `running_mean` does."""
+def batch_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """By name this rank's part of each running mean and variance, as BatchNorm keeps them."""
     named = ((name, tensors.local(buffer.detach())) for name, buffer in model.named_buffers())
     return {
-        name: buffer
-        for name, buffer in named
-        if buffer.is_floating_point() and name.rpartition(".")[2].startswith("running_")
+        name: buffer for name, buffer in named if name.rpartition(".")[2] in STATISTICS and buffer.is_floating_point()
     }
-
-
-def _layout(weights: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> tuple[list[torch.Size], dict[str, torch.Size]]:
-    return [value.shape for value in weights], {name: value.shape for name, value in buffers.items()}

@@ -26,6 +26,7 @@ from hdet.overlay.split_groups import Patterns, SplitGroups
 from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
 from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL, choose, describe, own_schedule
+from hdet.record import WindowRecord
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.chained_optimizer import chained
 from hdet.signals import Objective, Probe
@@ -191,8 +192,15 @@ def attach(
 
         search = Search(model, optimizer, build, found, micro_batches if replicas is None else len(replicas.local))
         search.undo_when_detached(undo.pop_all().close)
+    if not quiet and search.engine.home.is_leader:
+        search.on_window(_say_ending)
     _searches[optimizer] = weakref.ref(search)
     return search
+
+
+def _say_ending(record: WindowRecord) -> None:
+    if record.ending:
+        print(f"hdet {record.ending}")
 
 
 def searched(optimizer: Optimizer) -> bool:

@@ -92,9 +92,9 @@ class Riding:
         self.lending.take_out_forward()
 
     def finish(self) -> None:
-        """Close the window under way: the run is over."""
+        """Close the window under way: the run is over, before its time, and what was trained stays."""
         with self.lending.all_in_force():
-            record = self.engine.finish()
+            record = self.engine.cycle.finish(last_weights=True)
         self._tell(record)
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hdet.report.ending import ending
 from hdet.report.figures import course, evidence, losses, overview, save_figures
 from hdet.report.html_page import page
 from hdet.report.importance import Importance, Interaction, importances, interactions
@@ -16,7 +15,6 @@ __all__ = [
     "ReportedRun",
     "Verdict",
     "course",
-    "ending",
     "evidence",
     "importances",
     "interactions",

@@ -9,7 +9,6 @@ from typing import Any
 from hdet.nested import flat
 from hdet.report.advice import as_python, as_yaml
 from hdet.report.charts import colour_of, objection, reason
-from hdet.report.ending import ending
 from hdet.report.importance import importances, interactions
 from hdet.report.reading import made_progress
 from hdet.report.reported import ReportedRun
@@ -47,7 +46,7 @@ def of_run(number: int, run: ReportedRun) -> dict[str, Any]:
         "earned": earned,
         "steps": run.windows[-1].stop,
         "windows": len(run.windows),
-        "ended": ending(run.windows),
+        "ended": run.windows[-1].ending,
         "verdicts": found,
         "warned": "" if made_progress(run.windows) else NO_PROGRESS,
         "importances": importances(run.windows),

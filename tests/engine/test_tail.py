@@ -175,7 +175,7 @@ def test_running_statistics_are_averaged_and_other_buffers_stay(problem: Any, tr
 
 @pytest.mark.parametrize("draws", [1, 3, 99])
 def test_it_compares_on_the_batches_of_the_last_windows(draws: int, problem: Any, train: Any) -> None:
-    """Each drawn once for all weights; batches in a list are the same in all windows, and are read once."""
+    """Each drawn once for all weights."""
     asked: list[int] = []
 
     def batches(window: int) -> list[Any]:
@@ -186,10 +186,8 @@ def test_it_compares_on_the_batches_of_the_last_windows(draws: int, problem: Any
     train(engine, TOTAL - 1, batch=noisy)
     asked.clear()
     train(engine, batch=noisy)
-    windows = TOTAL // WINDOW
-    of_the_window, compared = asked[: -min(draws, windows)], asked[-min(draws, windows) :]
-    assert compared == list(range(windows - min(draws, windows), windows))
-    assert set(of_the_window) == {windows - 1}
+    last, compared = TOTAL // WINDOW - 1, min(draws, TOTAL // WINDOW)
+    assert [window for window in asked if window != last] == list(range(last + 1 - compared, last))
 
 
 def test_batches_in_a_list_are_compared_on_once(problem: Any, train: Any) -> None:
@@ -208,6 +206,34 @@ def test_batches_in_a_list_are_compared_on_once(problem: Any, train: Any) -> Non
     assert counts[1] - counts[0] == 3 * 3  # sub-batches, at the last weights and at two means
 
 
+def test_draws_that_are_all_the_same_prove_no_more_than_one(problem: Any, train: Any) -> None:
+    told = []
+    held = problem.probe().batches
+    for batches in (held, lambda window: held):
+        engine = engine_of(problem, signal=hdet.Probe(problem.loss, batches))
+        train(engine, batch=noisy)
+        told.append(engine.history.windows[-1].tail)
+    assert told[0] == pytest.approx(told[1])
+
+
+@pytest.mark.parametrize("gone", [KeyError, StopIteration])
+def test_batches_that_a_function_gives_once_are_done_without(gone: type[Exception], problem: Any, train: Any) -> None:
+    """The run ends, and says on what its end was judged."""
+
+    def batches(window: int) -> Any:
+        if window < engine.cycle.window.index:
+            raise gone(window)
+        return problem.probe().batches
+
+    engine = engine_of(problem, signal=hdet.Probe(problem.loss, batches))
+    with pytest.warns(UserWarning, match=f"batches of earlier windows again .{gone.__name__}"):
+        train(engine, batch=noisy)
+    listed = engine_of(problem)
+    train(listed, batch=noisy)
+    assert engine.finished
+    assert engine.history.windows[-1].tail == listed.history.windows[-1].tail != {}
+
+
 def test_a_mean_whose_losses_are_not_finite_is_not_taken(problem: Any, train: Any) -> None:
     """The last weights stay, though they are no better."""
     probe = problem.probe()
@@ -221,6 +247,26 @@ def test_a_mean_whose_losses_are_not_finite_is_not_taken(problem: Any, train: An
     with pytest.warns(UserWarning, match="not finite"):
         train(engine, batch=noisy, after_update=lambda step: last.__setitem__(slice(None), weights_of(engine)))
     assert all(map(torch.equal, weights_of(engine), last))
+
+
+def test_last_weights_whose_losses_are_not_finite_are_not_kept(problem: Any, train: Any) -> None:
+    last: list[Tensor] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        own: Tensor = problem.loss(model, batch)
+        return own / 0.0 if last and all(map(torch.equal, tensors.parameters(model), last)) else own
+
+    engine = engine_of(problem, signal=hdet.Probe(loss, problem.probe().batches))
+    path = walked(engine, train, until=TOTAL - 1)
+    with pytest.warns(UserWarning, match="not finite"):
+        train(engine, batch=noisy, after_update=lambda step: last.extend(weights_of(engine)))
+    record = engine.history.windows[-1]
+    assert record.tail == {"start": 16}
+    assert (
+        record.ending
+        == "ends with the mean of the weights from step 16 on, since the held-out loss of the last is not finite"
+    )
+    assert close(weights_of(engine), mean([*path[16:], last]))
 
 
 # -- a run that is stopped, goes back, or trains other parameters ---------------------------------
@@ -255,47 +301,51 @@ def test_a_state_of_a_run_that_is_over_has_no_tail(problem: Any, train: Any, ass
 
 
 def test_a_state_without_a_tail_begins_it_anew(problem: Any, train: Any) -> None:
-    """As of a sharded checkpoint."""
-    engine = engine_of(problem)
-    train(engine, 13, batch=noisy)
+    """As of a sharded checkpoint, or of an engine that had none; and an engine without one takes no notice of it."""
+    engine = engine_of(problem, tail=TailAverage(starts=(0.4,), significance=0.0))
+    path = walked(engine, train, until=12)
     state = copy.deepcopy(engine.state_dict())
+    alone = engine_of(problem, tail=None)
+    alone.load_state_dict(copy.deepcopy(state))
+    assert all(map(torch.equal, weights_of(alone), path[-1]))
     del state["tail"]
     engine.load_state_dict(state)
-    path = walked(engine, train, loss=problem.loss)
-    told = engine.history.windows[-1].tail
-    assert told["start"] in (12, 16)
-    assert close(weights_of(engine), mean(path[-(TOTAL - int(told["start"])) :])) or told["start"] == 12
+    path += walked(engine, train)
+    assert engine.history.windows[-1].tail["start"] == 12
+    assert close(weights_of(engine), mean(path[12:]))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change",
     [
-        (lambda parts: parts[0]["values"].pop(), "averaged weights"),
-        (lambda parts: parts[0].update(values=[v[:1] for v in parts[0]["values"]]), "averaged weights"),
-        (lambda parts: parts[0].update(steps=0), "tail.0.steps"),
-        (lambda parts: parts[0].pop("start"), "tail.0.start"),
+        lambda part: part["values"].pop(),
+        lambda part: part.update(values=[value[:1] for value in part["values"]]),
+        lambda part: part.update(flags=[not flag for flag in part["flags"]]),
     ],
 )
-def test_a_tail_that_does_not_fit_is_refused(change: Any, said: str, problem: Any, train: Any) -> None:
+def test_a_tail_of_other_parameters_is_begun_anew(change: Any, problem: Any, train: Any) -> None:
+    engine = engine_of(problem, tail=TailAverage(starts=(0.4,), significance=0.0))
+    train(engine, 12, batch=noisy)
+    state = copy.deepcopy(engine.state_dict())
+    change(state["tail"][0])
+    engine.load_state_dict(state)
+    train(engine, batch=noisy)
+    assert engine.history.windows[-1].tail["start"] == 12
+
+
+@pytest.mark.parametrize("lacking", ["start", "steps", "flags", "values", "buffers"])
+def test_a_state_whose_tail_lacks_something_is_refused(lacking: str, problem: Any, train: Any) -> None:
     engine = engine_of(problem)
     train(engine, 13, batch=noisy)
     state = copy.deepcopy(engine.state_dict())
-    change(state["tail"])
-    before = engine.step_count
-    with pytest.raises(CheckpointError, match=said):
+    del state["tail"][0][lacking]
+    with pytest.raises(CheckpointError, match=f"tail.0.{lacking}"):
         engine.load_state_dict(state)
-    assert engine.step_count == before
+    assert engine.step_count == 13
 
 
-def test_a_state_with_another_tail_is_refused(problem: Any, train: Any) -> None:
-    engine = engine_of(problem)
-    train(engine, 13, batch=noisy)
-    with pytest.raises(CheckpointError, match="tail"):
-        engine_of(problem, tail=None).load_state_dict(copy.deepcopy(engine.state_dict()))
-
-
-def test_where_all_failed_the_tail_begins_anew(problem: Any, train: Any) -> None:
-    """The window that failed is in no mean, nor those before it."""
+def test_a_window_in_which_all_failed_is_left_out(problem: Any, train: Any) -> None:
+    """The run goes on from the weights that the means lead to."""
     engine = engine_of(problem, tail=TailAverage(starts=(0.0,)))
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -304,6 +354,23 @@ def test_where_all_failed_the_tail_begins_anew(problem: Any, train: Any) -> None
 
     path = walked(engine, train, loss=loss)
     assert engine.history.windows[2].faults[-1]["kind"] == "restored"
+    assert engine.history.windows[-1].tail["start"] == 0
+    assert close(weights_of(engine), mean([*path[:8], *path[12:]]))
+
+
+def test_where_a_guard_goes_back_it_begins_anew(problem: Any, train: Any) -> None:
+    class Once(hdet.engine.guard.Rewind):
+        kind = "once"
+
+        def watch(self, scene: Any) -> Any:
+            watch = super().watch(scene)
+            look = watch.look
+            watch.look = lambda harvest, *told: "rewound" if harvest.window.index == 2 else look(harvest, *told)
+            return watch
+
+    engine = engine_of(problem, tail=TailAverage(starts=(0.0,), significance=0.0), guard=Once(overshoot=None))
+    path = walked(engine, train)
+    assert engine.history.windows[2].faults[-1]["kind"] == "rewound"
     assert engine.history.windows[-1].tail["start"] == 12
     assert close(weights_of(engine), mean(path[12:]))
 
@@ -339,15 +406,48 @@ def test_where_other_parameters_can_change_it_begins_anew(problem: Any, train: A
     assert (part["start"], part["steps"]) == (12, 4)
 
 
+def test_of_buffers_that_grow_there_is_no_mean(problem: Any, train: Any) -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("running_mean", torch.zeros(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.running_mean = torch.cat([self.running_mean, torch.ones(1)])
+            return x
+
+    engine = engine_of(problem, RESTLESS, Growing())
+    path = walked(engine, train)
+    told = engine.history.windows[-1].tail
+    assert told["start"] in (8, 16)
+    assert close(weights_of(engine), mean(path[int(told["start"]) :]))
+    assert torch.equal(engine.hosts[0][0][2].running_mean, torch.ones(TOTAL))  # type: ignore[index]
+
+
 # -- where there is none, and what is refused -----------------------------------------------------
 
 
 def test_a_run_of_unknown_length_has_none(problem: Any, train: Any) -> None:
     knob = hdet.LearningRate(evidence=hdet.evidence.Line(preview=0.0), controller=Hold())
     engine = engine_of(problem, knobs=[knob], total_steps=None)
-    path = walked(engine, train, until=WINDOW * 4)
+    path = walked(engine, train, until=WINDOW * 4 + 2)
     assert engine.state_dict()["tail"] == []
+    engine.finish()
     assert all(map(torch.equal, weights_of(engine), path[-1]))
+
+
+@pytest.mark.parametrize("stop", [7, 8, 10, 12, 14, 16])
+def test_a_run_that_ends_before_its_time_ends_with_as_much_as_there_is(stop: int, problem: Any, train: Any) -> None:
+    """None before its first start; between two windows it is told in the record of the one that has closed."""
+    engine = engine_of(problem, tail=TailAverage(starts=(0.4,), significance=0.0))
+    path = walked(engine, train, until=stop)
+    engine.finish()
+    told = engine.history.windows[-1].tail
+    better = stop > 8 and held_out(problem, engine, mean(path[8:])).mean() < held_out(problem, engine, path[-1]).mean()
+    assert told.get("start") == (8 if better else None)
+    assert close(weights_of(engine), mean(path[8:]) if better else path[-1])
+    assert [record.window for record in engine.history.windows] == list(range(-(-stop // WINDOW)))
 
 
 def test_a_schedule_free_optimizer_has_none(problem: Any, train: Any) -> None:

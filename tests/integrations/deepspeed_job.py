@@ -313,6 +313,7 @@ def main(folder: Path) -> None:
         "secondary partitions": refusal(3, zero={"zero_hpz_partition_size": 2}, guard=None),
         "rates of groups at stage 3": refusal(3, rates="groups"),
         "rates by patterns": refusal(1, rates={"head": "3.*"}),
+        "tail": refusal(1, tail=hdet.TailAverage()),
         **refused_of_an_optimizer(),
     }
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")

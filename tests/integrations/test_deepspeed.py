@@ -118,6 +118,9 @@ def test_what_cannot_be_had_is_refused_by_stage_and_reason(ranks: list[Found]) -
         assert "runs ZeRO stage 3 with zero_hpz_partition_size" in refused["secondary partitions"]
         assert "judged by gradients of the probe, and under ZeRO stage 3" in refused["rates of groups at stage 3"]
         assert "cuts the optimizer's groups, and under ZeRO stage 1" in refused["rates by patterns"]
+        assert (
+            "a tail's mean of the weights would be the model's alone, and DeepSpeed's DeepSpeedZero" in refused["tail"]
+        )
         assert "keeps master weights apart from the model, in parts on each rank" in refused["given itself"]
         assert "hdet does not know where DeepSpeed's DeepSpeedZeroOptimizer keeps" in refused["unknown"]
         assert "of a part of DeepSpeed's optimizer has" in refused["another part"]

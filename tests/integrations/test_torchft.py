@@ -140,6 +140,7 @@ def test_what_cannot_do_without_a_replica_is_refused(tmp_path: Path, monkeypatch
                 "managed replica groups meet at the ends of windows only": {"gradients": "shared"},
                 "line evidence needs numbers of every replica": {"evidence": hdet.evidence.Line()},
                 "a guard goes by the first replica": {"guard": hdet.Rewind()},
+                "a tail is judged at the first replica": {"tail": hdet.TailAverage()},
                 "Exploit copies single replicas": {"merge": hdet.merges.Exploit()},
             }.items():
                 replicas = hdet.torchft.distribute(manager, model, optimizer, group=0, groups=2)
@@ -153,6 +154,7 @@ def test_what_cannot_do_without_a_replica_is_refused(tmp_path: Path, monkeypatch
             probe = example.declared(WINDOW)["signal"]
             for message, options in {
                 "guard= cannot be had under torchft": {"guard": hdet.Rewind()},
+                "tail= cannot be had under torchft": {"tail": hdet.TailAverage()},
                 "noise_scale= cannot be had under torchft": {"noise_scale": True},
                 "dropout is judged by the gradient of each pass, and under torchft": {"knobs": [hdet.Dropout()]},
                 "no such option": {"windows": 3},

@@ -84,7 +84,14 @@ def test_held_it_is_the_loop_without_it_bit_for_bit(name: str, parts: int, asser
         search = None
         if attached:
             search = hdet.attach(
-                model, optimizer, probe=probe(), total_steps=STEPS, scheduler=scheduler, knobs=HELD, quiet=True
+                model,
+                optimizer,
+                probe=probe(),
+                total_steps=STEPS,
+                scheduler=scheduler,
+                knobs=HELD,
+                tail=None,
+                quiet=True,
             )
         loop(model, optimizer, scheduler, search, parts=lambda step: parts)
         found.append(copy.deepcopy(states(model, optimizer, scheduler)))

@@ -202,8 +202,8 @@ def both(train: Train, build: Callable[[nn.Module], Any], **options: Any) -> tup
         if hasattr(optimizer, "train"):
             optimizer.train()
         if attached:
-            given: dict[str, Any] = {"probe": probe(), "schedule": None, "knobs": HELD, "window": 5, **options}
-            search = hdet.attach(model, optimizer, quiet=True, **given)
+            given: dict[str, Any] = {"probe": probe(), "schedule": None, "knobs": HELD, "window": 5, "tail": None}
+            search = hdet.attach(model, optimizer, quiet=True, **{**given, **options})
         train(model, optimizer, search)
         ends.append(copy.deepcopy([model.state_dict(), optimizer.state_dict(), torch.get_rng_state()]))
     assert search is not None
@@ -265,6 +265,7 @@ def test_compiled_it_is_what_it_was_bit_for_bit(what: str, assert_same: Any) -> 
                 knobs=HELD[:2],
                 exclude=["dropout"],
                 window=5,
+                tail=None,
                 quiet=True,
             )
         step = torch.compile(optimizer.step, backend="aot_eager") if what in ("step", "both") else optimizer.step

@@ -204,6 +204,15 @@ def test_steps_that_were_thrown_away_are_not_replayed(points: list[tuple[int, st
         assert (said in exported) == bool(points)
 
 
+def test_an_export_says_where_the_run_ended_with_averaged_weights() -> None:
+    windows = gone_back()
+    for averaged in (False, True):
+        if averaged:
+            windows[-1].tail.update(start=4.0, difference=-0.1, stderr=0.01)
+        for exported in (as_yaml(windows), as_lambda_lr(windows, "rate", run="a run")):
+            assert ("its weights were averaged from step 4 on" in exported) == averaged
+
+
 def test_a_run_that_ended_where_it_began_has_no_course() -> None:
     with pytest.raises(ConfigError, match="so no step led to its final weights"):
         hdet.schedules.Replay.of(gone_back((4, "restored", 0)), "rate")

@@ -16,8 +16,6 @@ from search_parts.contender import Contender, Outcome, begin, step_replicas
 from search_parts.meter import Meter
 from search_parts.task import Problem, Setting, Task, split
 
-TAIL = hdet.TailAverage()
-"""The recipe's, whose comparison is paid for, too."""
 TURN_OF = {"restored": "rewound"}
 """Where all replicas became non-finite the anchor comes back, and a guard has every controller retreat."""
 
@@ -34,6 +32,7 @@ class Recommended(Contender):
     order = 1
     uses_library = True
     guard: hdet.Rewind | None = hdet.Rewind()
+    tail: hdet.TailAverage | None = hdet.TailAverage()
     warmup_steps: int | None = None
 
     def prepare(self, task: Task, setting: Setting) -> None:
@@ -47,7 +46,9 @@ class Recommended(Contender):
             return problem.example_losses(model, batch).view(task.sub_batches, -1).mean(dim=1)
 
         engine = self.engine(task, setting, problem, model, hdet.Probe(loss, lambda w: [problem.probe(w)]), steps, seed)
-        at_the_end = (1 + len(TAIL.starts)) * TAIL.draws * len(_first(problem.probe(0)))
+        # The tail's probes come after the last step, and are paid for, too.
+        tail = self.tail
+        at_the_end = (1 + len(tail.starts)) * tail.draws * len(_first(problem.probe(0))) if tail is not None else 0
         for step in range(steps):
             if meter.passes + 3 * task.batch + at_the_end > task.budget:
                 engine.finish()  # more was probed than planned; the schedule is next to 0 here
@@ -86,6 +87,7 @@ class Recommended(Contender):
             warmup_steps=self.warmup_steps,
             knobs=self.knobs(model, optimizer, steps),
             guard=self.guard,
+            tail=self.tail,
         )
 
     def schedule(self, peak: float, steps: int) -> Schedule | None:

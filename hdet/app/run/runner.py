@@ -21,7 +21,7 @@ from hdet.app.run.launching import leads, led
 from hdet.app.run.loop import Training, Watcher
 from hdet.app.run.plain import train_plain
 from hdet.errors import ConfigError, HdetError, MissingExtraError
-from hdet.report import Verdict, ending, overview, verdicts
+from hdet.report import Verdict, overview, verdicts
 
 NUMBERS = ("test_loss", "train_loss", "steps", "seconds", "faults")
 """What `result.json` holds of a run as numbers: a study's metrics are among these."""
@@ -149,7 +149,7 @@ class Run:
             knobs=verdicts(history),
             facts=dict(self.workload.facts),
             faults=sum(len(record.faults) for record in history),
-            ended=ending(history),
+            ended=history[-1].ending,
             versions={"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
         )
         if result.knobs and leads():
