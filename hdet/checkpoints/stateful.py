@@ -79,8 +79,8 @@ class Stateful:
     - `control`: bytes by `torch.save` of plain numbers: window, step, bases, controllers, parameter groups.
 
     What a guard would go back to is not in it: after a load it looks for the best point anew, and has no first one. Nor
-    are tensors that a merge remembers: an outer optimizer has none before its first step, so a new engine could be no
-    template for them. `CheckpointFolder` stores them too.
+    are the means of a tail, which begins anew, nor tensors that a merge remembers: an outer optimizer has none before
+    its first step, so a new engine could be no template for them. `CheckpointFolder` stores the merge's too.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -25,7 +25,7 @@ from hdet.overlay.search import Search
 from hdet.overlay.split_groups import Patterns, SplitGroups
 from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
-from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL, choose, describe, own_schedule
+from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL, choose, describe, own_schedule, tail_of
 from hdet.record import WindowRecord
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.chained_optimizer import chained
@@ -94,7 +94,7 @@ def attach(
         objective: the training loss and training batches, for evidence that evaluates them by itself.
         window: steps between two readings, or a rule for them; by default `hdet.windows.GrowingWindow()`.
         guard: goes back where training went wrong; `None` goes on whatever happens.
-        tail: after the last step the model holds weights averaged over the tail of the run, where the probe proves them
+        tail: after the last step the model holds weights averaged over the tail of the run, where the probe finds them
             better than the last ones; `None` leaves these.
         anchor, averages: where the window's first weights, and its averaged weights, are kept.
         stride: of averaged weights, take every stride-th step's; by default as many as leave at least 128 in a window.
@@ -163,6 +163,7 @@ def attach(
         )
         explored = [_relative(choice.knob, found, optimizer, model, course_of) for choice in choices if choice.knob]
         found.driven = found.driven and any(isinstance(knob, LearningRate) for knob in explored)
+        tail = tail_of(tail, optimizer, total_steps)
         if not quiet:
             print(describe(choices, guard=guard, tail=tail))
 

@@ -219,6 +219,8 @@ def footprint(
         held.append(Held("weights put aside while the guard looks", "device", point, END))
         moved.append(Moved("the best point, where it is bettered", *_copied(point + state, place), "window"))
     if isinstance(tail, TailAverage) and not is_schedule_free(optimizer):
+        if not strides:
+            held.append(Held("the average weights", averages, weights.wide))
         means = len(tail.starts) * (weights.wide + weights.buffers)
         held.append(Held("means of the weights over the tail of the run", tail.keep, means, "late"))
         held.append(Held("weights put aside while they are compared", "device", weights.size + weights.buffers, END))

@@ -28,6 +28,7 @@ from hdet.hparams.update import Groups
 from hdet.recipes import dropouts
 from hdet.replicas import Replicas, in_process
 from hdet.replicas.distributed import refusals
+from hdet.replicas.schedule_free import is_schedule_free
 from hdet.signals import Objective, Probe
 from hdet.windows import GrowingWindow, Windows
 
@@ -41,7 +42,7 @@ GUARD = (
     "with a lower rate; where the first steps were far too large it begins anew"
 )
 DEFAULT_GUARD = Rewind()
-TAIL = "  at the end, weights averaged over the tail of the run, where the probe proves them better than the last ones"
+TAIL = "  at the end, weights averaged over the tail of the run, where the probe finds them better than the last ones"
 DEFAULT_TAIL = TailAverage()
 ALONG_A_LINE = Calibrate(rules=(*Calibrate().rules, Fall()))
 """Of a learning rate whose schedule is a straight line to 0, the recipe's own."""
@@ -346,7 +347,7 @@ def recommended(
 
     Learning rate, weight decay, dropout and label smoothing are explored where the model and optimizer have
     them, all by counterfactual evidence. A guard (`hdet.Rewind`) goes back to the best point where training went
-    wrong. The run ends with weights averaged over its tail where the probe proves them better (`hdet.TailAverage`).
+    wrong. The run ends with weights averaged over its tail where the probe finds them better (`hdet.TailAverage`).
     What was chosen, and why, is printed.
 
     Held beyond plain training: the window's first weights (`anchor`), the mean of its weights (`averages`), for each
@@ -406,6 +407,7 @@ def recommended(
         stride=stride,
         warmup_steps=warmup_steps,
     )
+    tail = tail_of(tail, optimizer, total_steps)
     if not quiet:
         print(describe(choices, guard=guard, tail=tail))
     return Engine(
@@ -423,6 +425,11 @@ def recommended(
         averages=averages,
         noise_scale=noise_scale,
     )
+
+
+def tail_of(tail: Tail | None, optimizer: Optimizer, total_steps: int | None) -> Tail | None:
+    """The tail that a run can have: none of unknown length, nor under an optimizer that averages by itself."""
+    return None if total_steps is None or is_schedule_free(optimizer) else tail
 
 
 def describe(

@@ -33,9 +33,10 @@ class Probe:
             once as a 1-dim tensor (one forward pass for all is the cheapest). It must be the loss you care
             about, differentiable and the lower the better: no accuracy, no label smoothing, no auxiliary terms.
         batches: a list, or a DataLoader, of batches that make up J >= 2 sub-batches, or a function from the window's
-            number to them (fresh ones each window; it must return the same on every process). Data the model does not
-            train on. Eight sub-batches do well; their scatter gives the standard errors. They are of equal size, since
-            each counts alike: a last batch that is smaller than all others is warned of (`drop_last=True`).
+            number to them (fresh ones each window; it must return the same on every process, and when asked again,
+            of earlier windows too). Data the model does not train on. Eight sub-batches do well; their scatter gives
+            the standard errors. They are of equal size, since each counts alike: a last batch that is smaller than all
+            others is warned of (`drop_last=True`).
         at: judge the `last` weights of a window or their `average` over it.
         stride: with `average`, take every stride-th step's weights; by default as many as leave at least 128 in the
             window.

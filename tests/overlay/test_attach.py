@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRSc
 import hdet
 from hdet.controllers import Hold
 from hdet.errors import StepError
+from hdet.replicas import tensors
 from hdet.schedules import Replay
 from hdet.spreads import TwoLevel
 
@@ -251,6 +252,41 @@ def test_as_a_context_manager_it_closes_the_window_under_way_and_detaches() -> N
     assert [record.stop for record in seen] == [5, 10, 13]
     assert not model._forward_pre_hooks
     assert search.finished
+
+
+def restless(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, hdet.Search]:
+    """A search under a rate at which a step undoes the last one, so that any mean is better than the last weights."""
+    seeded()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=4.0)
+    tail = hdet.TailAverage(starts=(0.4,), significance=0.0)
+    given = {"probe": probe(), "total_steps": STEPS, "schedule": None, "window": 5, "guard": None, "tail": tail}
+    return model, optimizer, hdet.attach(model, optimizer, knobs=HELD[:1], exclude=["dropout"], **given, **options)
+
+
+def test_it_says_which_weights_it_ended_with(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those are in the model when the last step returns."""
+    model, optimizer, search = restless()
+    loop(model, optimizer, search=search, stop=STEPS - 1)
+    assert "at the end, weights averaged over the tail of the run" in capsys.readouterr().out
+    loop(model, optimizer, search=search, start=STEPS - 1)
+    record = search.history.windows[-1]
+    assert record.tail["difference"] < 0.0
+    assert capsys.readouterr().out == f"hdet {record.ending}\n"
+    *_, quiet = restless(quiet=True)
+    loop(quiet.model, quiet.optimizer, search=quiet)
+    assert quiet.history.windows[-1].tail == record.tail
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("stop", [STEPS - 2, STEPS - 5])
+def test_a_search_that_is_left_before_its_end_keeps_what_was_trained(stop: int) -> None:
+    model, optimizer, search = restless(quiet=True)
+    with search:
+        loop(model, optimizer, search=search, stop=stop)
+        trained = tensors.clones(tensors.parameters(model))
+    assert all(map(torch.equal, tensors.parameters(model), trained))
+    assert search.history.windows[-1].tail == {}
 
 
 def closed_pass(model: nn.Module, optimizer: torch.optim.Optimizer, search: hdet.Search, step: int) -> Tensor:

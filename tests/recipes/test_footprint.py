@@ -128,6 +128,12 @@ def test_an_outer_rate_without_an_outer_step_is_refused() -> None:
         footprint(*pair(), [OuterLearningRate()])
 
 
+def test_a_tail_beside_evidence_that_averages_nothing_has_a_mean_of_its_own() -> None:
+    told, without = (footprint(*pair(), [], tail=tail) for tail in (hdet.TailAverage(starts=(0.5,)), None))
+    assert told.bytes("device") - without.bytes("device") == told.parameters
+    assert told.bytes("host", late=True) - without.bytes("host", late=True) == told.parameters
+
+
 def test_an_optimizer_that_cannot_be_tried_is_named() -> None:
     model, _ = pair()
     with pytest.raises(ConfigError, match="what LBFGS holds cannot be known before its first step"):

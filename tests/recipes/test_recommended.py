@@ -9,6 +9,7 @@ from typing import Any
 
 import explicit_loop
 import pytest
+import schedulefree
 import torch
 from torch import Tensor, nn
 
@@ -501,3 +502,11 @@ def test_dropout_that_is_a_number_in_the_config_is_found_and_not_called_none() -
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     (said,) = [choice.reason for choice in choose(model, optimizer, 10) if choice.subject == "dropout"]
     assert "found attention_dropout=0.1 in the model's config, but not explorable" in said
+
+
+def test_a_tail_is_told_of_where_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for optimizer, told in ((torch.optim.AdamW, True), (schedulefree.AdamWScheduleFree, False)):
+        model = nn.Linear(8, 1)
+        probe = hdet.Probe(lambda model, x: model(x).square().mean(1), [torch.ones(8, 8)])
+        hdet.recommended(model, optimizer(model.parameters(), lr=1e-3), total_steps=STEPS, probe=probe)
+        assert ("averaged over the tail of the run" in capsys.readouterr().out) == told
