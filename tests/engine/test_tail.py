@@ -269,6 +269,54 @@ def test_last_weights_whose_losses_are_not_finite_are_not_kept(problem: Any, tra
     assert close(weights_of(engine), mean([*path[16:], last]))
 
 
+def test_where_no_loss_is_finite_the_last_weights_stay(problem: Any, train: Any) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        own: Tensor = problem.loss(model, batch)
+        return own / 0.0 if engine.step_count == TOTAL else own
+
+    engine = engine_of(problem, signal=hdet.Probe(loss, problem.probe().batches))
+    with pytest.warns(UserWarning, match="not finite"):
+        path = walked(engine, train)
+    assert all(map(torch.equal, weights_of(engine), path[-1]))
+    assert engine.history.windows[-1].tail == {}
+
+
+def test_a_sub_batchs_loss_is_its_mean_over_the_draws(problem: Any, train: Any) -> None:
+    def batches(window: int) -> list[Any]:
+        return [problem.batch(-2 - window, j) for j in range(3)]
+
+    probe = hdet.Probe(problem.loss, batches)
+    engine = engine_of(problem, signal=probe, tail=TailAverage(starts=(0.4,), significance=0.0, draws=3))
+    path = walked(engine, train)
+    gained = []
+    for weights in (mean(path[8:]), path[-1]):
+        with tensors.substituted(tensors.parameters(engine.hosts[0][0]), weights):
+            gained.append(np.mean([probe.measure(engine.hosts[0][0], w).numpy() for w in (4, 3, 2)], axis=0))
+    told, differences = engine.history.windows[-1].tail, gained[0] - gained[1]
+    assert told["difference"] == pytest.approx(differences.mean(), rel=1e-3)
+    assert told["stderr"] == pytest.approx(differences.std(ddof=1) / 3**0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("keep", ["host", "device"])
+def test_half_precision_is_averaged_in_single(keep: Any, problem: Any, train: Any) -> None:
+    """And rounded once, at the end."""
+    model = problem.model().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RESTLESS)
+    knob = hdet.LearningRate(evidence=hdet.evidence.Line(), controller=Hold())
+    home = hdet.micro_batches(model, optimizer, n=1)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        own: Tensor = problem.loss(model, tuple(part.bfloat16() for part in batch)).float()
+        return own
+
+    signal = hdet.Probe(loss, problem.probe().batches)
+    tail = TailAverage(starts=(0.4,), significance=0.0, keep=keep)
+    engine = Engine(home, [knob], window=1, signal=signal, total_steps=TOTAL, tail=tail)
+    path = walked(engine, train, loss=loss)
+    assert engine.history.windows[-1].tail["start"] == 8
+    assert all(map(torch.equal, weights_of(engine), [value.bfloat16() for value in mean(path[8:])]))
+
+
 # -- a run that is stopped, goes back, or trains other parameters ---------------------------------
 
 
