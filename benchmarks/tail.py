@@ -49,7 +49,7 @@ class LastWeights(Recommended):
 
 
 class FixedLine(Recommended):
-    """A straight line that no window moves; the probe is asked at the end alone."""
+    """A straight line that no window moves, its windows' probes paid for all the same."""
 
     name = "line"
     guard = None

@@ -19,7 +19,7 @@ from hdet.engine.plan import Plan
 from hdet.engine.probe_size import ProbeSize
 from hdet.engine.same_probe import require_same_probe
 from hdet.engine.standstill import Standstill
-from hdet.engine.tail import FollowedTail
+from hdet.engine.tail import FollowedTail, possible
 from hdet.engine.tally import Losses, Tally, WindowLosses
 from hdet.errors import ConfigError, DivergedError
 from hdet.evidence import Collector, Harvest, Scene, Window
@@ -79,10 +79,8 @@ class Cycle:
         self.collectors: list[Collector] = [source.collect(scene, plan.judged_by(source)) for source in plan.evidence]
         self.observes_passes = any(_has(collector, "exit") for collector in self.collectors)
         self.watch: Watch | None = plan.guard.watch(scene) if plan.guard is not None else None
-        self.tail: FollowedTail | None = None
-        # A Schedule-Free optimizer's weights are an average already.
-        if plan.tail is not None and plan.total_steps is not None and not self.moving.evaluates_average:
-            self.tail = plan.tail.follow(scene, plan.total_steps)
+        tail = possible(plan.tail, self.hosts[0][1], plan.total_steps)
+        self.tail = tail.follow(scene, plan.total_steps) if tail is not None and plan.total_steps is not None else None
         self.merger = plan.merge.at_work(scene)
         self.noise_scale: NoiseScale | None = None
         self.noise = NoiseMeter(self.home, paired=plan.paired) if plan.noise_scale else None
@@ -469,12 +467,15 @@ class Cycle:
 
     def _follow_tail(self, tail: FollowedTail, harvest: Harvest) -> dict[str, float]:
         """Take the window into the tail; after the run's last step, what it ends with."""
-        over = self.step_count == self._last_step
-        if over:
-            self.home.advance(now=True)
         with self.home.lent_buffers(harvest.valid.tolist()):
             tail.add(harvest)
-            mean, told = tail.best(harvest.window.index) if over else (None, {})
+        return self._settle(tail, harvest.window.index) if self.step_count == self._last_step else {}
+
+    def _settle(self, tail: FollowedTail, window: int) -> dict[str, float]:
+        """The run is over: let the models hold what it ends with, and return what is recorded of that."""
+        self.home.advance(now=True)
+        with self.home.lent_buffers(self._sound.tolist()):
+            mean, told = tail.best(window)
         if mean is not None:
             tail.put(mean)
         return told
@@ -514,20 +515,13 @@ class Cycle:
             self.tail = None
         if self.tally.steps:
             return self.close_window()
-        if self.tail is not None and self.tail.parts:
-            self._settle_tail(self.tail)
-        self.end()
-        return None
-
-    def _settle_tail(self, tail: FollowedTail) -> None:
-        """Between two windows: what the run ends with goes into the record of the one that has closed."""
-        with self.home.lent_buffers(self._sound.tolist()):
-            mean, told = tail.best(self.window.index - 1)
-        if mean is not None:
-            tail.put(mean)
+        told = self._settle(self.tail, self.window.index - 1) if self.tail is not None and self.tail.parts else {}
+        if told:  # into the record of the window that has closed
             record = replace(self.history.windows[-1], tail=told)
             self.history.truncate(record.window)
             recording.append(self.history, record, self.home, self.tally.sums.device)
+        self.end()
+        return None
 
     def end(self) -> None:
         """The last step is made: every knob is at its base."""

@@ -1,4 +1,4 @@
-"""The tail: a run ends with averaged weights where a held-out loss proves them better than the last ones."""
+"""The tail: a run ends with averaged weights where a held-out loss finds them better than the last ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hdet.evidence import Harvest, Scene
 from hdet.evidence.parts.line_fit import along
 from hdet.replicas import tensors
 from hdet.replicas.average import towards_
+from hdet.replicas.schedule_free import is_schedule_free
 from hdet.spec import Spec, register
 from hdet.user_warning import warn
 
@@ -33,7 +35,7 @@ class Tail(Spec, family="tail"):
 
 @register
 class TailAverage(Tail):
-    """End with the weights averaged over the tail of the run, if they are proved to be better than the last ones.
+    """End with the weights averaged over the tail of the run, if the probe finds them better than the last ones.
 
     The mean of the weights over the steps from s to the end is worked out for a few s. At the end the probe compares
     each with the last weights, on the same batches. With d the difference of the held-out losses (below 0 where the
@@ -77,6 +79,11 @@ class TailAverage(Tail):
 
     def follow(self, scene: Scene, total_steps: int) -> FollowedTail:
         return FollowedTail(self, scene, total_steps)
+
+
+def possible(tail: Tail | None, optimizer: Optimizer, total_steps: int | None) -> Tail | None:
+    """The tail that a run can have: none of unknown length, nor under an optimizer that averages by itself."""
+    return None if total_steps is None or is_schedule_free(optimizer) else tail
 
 
 class TailMean:
@@ -256,11 +263,12 @@ class FollowedTail:
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Restore `state_dict`; where that is of other parameters than can change now, the tail begins anew."""
         self.parts = []
+        if not all(self._fits(saved["flags"], saved["values"]) for saved in state):
+            return
         for saved in state:
-            if self._fits(saved["flags"], saved["values"]):
-                part = TailMean(saved["start"], saved["flags"], self.scene.moving.values(), self._device)
-                part.take(saved["values"], saved["buffers"], saved["steps"])
-                self.parts.append(part)
+            part = TailMean(saved["start"], saved["flags"], self.scene.moving.values(), self._device)
+            part.take(saved["values"], saved["buffers"], saved["steps"])
+            self.parts.append(part)
 
 
 def batch_statistics(model: nn.Module) -> dict[str, Tensor]:

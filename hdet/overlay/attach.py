@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard
-from hdet.engine.tail import Tail
+from hdet.engine.tail import Tail, possible
 from hdet.errors import ConfigError
 from hdet.history import History
 from hdet.hparams import Knob, LearningRate, Schedule
@@ -25,7 +25,7 @@ from hdet.overlay.search import Search
 from hdet.overlay.split_groups import Patterns, SplitGroups
 from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
-from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL, choose, describe, own_schedule, tail_of
+from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL, choose, describe, own_schedule
 from hdet.record import WindowRecord
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.chained_optimizer import chained
@@ -163,7 +163,7 @@ def attach(
         )
         explored = [_relative(choice.knob, found, optimizer, model, course_of) for choice in choices if choice.knob]
         found.driven = found.driven and any(isinstance(knob, LearningRate) for knob in explored)
-        tail = tail_of(tail, optimizer, total_steps)
+        tail = possible(tail, optimizer, total_steps)
         if not quiet:
             print(describe(choices, guard=guard, tail=tail))
 

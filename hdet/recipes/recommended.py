@@ -16,7 +16,7 @@ from hdet.controllers.rules import Fall
 from hdet.engine.defaults import complete
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard, Rewind
-from hdet.engine.tail import Tail, TailAverage
+from hdet.engine.tail import Tail, TailAverage, possible
 from hdet.errors import ConfigError, MatchError
 from hdet.evidence import Analytic, GroupLines, Line, MixedDifference
 from hdet.history import History
@@ -28,7 +28,6 @@ from hdet.hparams.update import Groups
 from hdet.recipes import dropouts
 from hdet.replicas import Replicas, in_process
 from hdet.replicas.distributed import refusals
-from hdet.replicas.schedule_free import is_schedule_free
 from hdet.signals import Objective, Probe
 from hdet.windows import GrowingWindow, Windows
 
@@ -407,7 +406,7 @@ def recommended(
         stride=stride,
         warmup_steps=warmup_steps,
     )
-    tail = tail_of(tail, optimizer, total_steps)
+    tail = possible(tail, optimizer, total_steps)
     if not quiet:
         print(describe(choices, guard=guard, tail=tail))
     return Engine(
@@ -425,11 +424,6 @@ def recommended(
         averages=averages,
         noise_scale=noise_scale,
     )
-
-
-def tail_of(tail: Tail | None, optimizer: Optimizer, total_steps: int | None) -> Tail | None:
-    """The tail that a run can have: none of unknown length, nor under an optimizer that averages by itself."""
-    return None if total_steps is None or is_schedule_free(optimizer) else tail
 
 
 def describe(
