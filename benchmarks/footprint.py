@@ -29,7 +29,7 @@ from hdet.recipes.recommended import choose
 LAYERS = 16
 
 WINDOWS, LATE = 4, 16
-"""Of the 20 of a run, after how many is counted: before the tail has begun, and when both its means are there."""
+"""Of the 20 of a run, after how many is counted: before the tail has begun, and when all its means are there."""
 
 SMALLEST = 4096
 """Bytes of the storages that are counted: a loss is none of them."""

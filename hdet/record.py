@@ -54,8 +54,9 @@ class WindowRecord:
         powers: by knob, the power to which what is left of its schedule is taken after this window
             (`hdet.controllers.rules.Fall`); absent where it stays as given.
         tail: in a run's last window, where averaged weights took the place of the last ones (`hdet.TailAverage`): the
-            step that they are averaged from (`start`), the `difference` of their held-out loss to that of the last
-            weights, and its `stderr` (without these two where the last weights' loss is not finite); else empty.
+            first step that they are averaged over (`start`), the one after the last (`stop`), the `difference` of their
+            held-out loss to that of the last weights, and its `stderr` (without these two where the last weights' loss
+            is not finite); else empty.
         mean_loss: over all replicas that stayed finite; `None` where `losses` has them all, or none did.
     """
 
@@ -98,17 +99,28 @@ class WindowRecord:
         """In a run's last window which weights it ended with, in words; nothing for the last ones.
 
         >>> record = WindowRecord(4, 52, 60, {}, {}, [1.0], {}, {}, False)
-        >>> record.tail.update(start=31, difference=-0.0268, stderr=0.0101)
+        >>> record.tail.update(start=31, stop=60, difference=-0.0268, stderr=0.0101)
         >>> print(record.ending)
         ends with the mean of the weights from step 31 on, whose held-out loss is 0.0268 ± 0.0101 below that of the last
+        >>> record.tail.update(stop=48)
+        >>> print(record.ending.partition(",")[0])
+        ends with the mean of the weights of steps 31 to 47
         """
         if not self.tail:
             return ""
-        ends = f"ends with the mean of the weights from step {self.tail['start']:.0f} on, "
+        ends = f"ends with the mean of the weights {self.averaged}, "
         if "difference" not in self.tail:
             return ends + "since the held-out loss of the last is not finite"
         gain, error = -self.tail["difference"], self.tail["stderr"]
         return ends + f"whose held-out loss is {gain:.4f} ± {error:.4f} below that of the last"
+
+    @property
+    def averaged(self) -> str:
+        """Over which steps the weights are averaged that the run ended with, in words; nothing where they are not."""
+        if not self.tail:
+            return ""
+        first, last = int(self.tail["start"]), int(self.tail.get("stop", self.stop)) - 1
+        return f"from step {first} on" if last + 1 == self.stop else f"of steps {first} to {last}"
 
     def range(self, knob: str) -> tuple[float, float]:
         """The lowest and the highest value of a knob at the window's last step."""

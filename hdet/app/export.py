@@ -162,5 +162,5 @@ def _when(windows: Sequence[WindowRecord]) -> str:
     steps = f"the {kept} steps that led to its final weights, stretched over all {total}"
     if kept == total:
         steps = f"each of its {total} steps"
-    averaged = windows[-1].tail.get("start")
-    return steps if averaged is None else f"{steps}; its weights were averaged from step {averaged:.0f} on"
+    averaged = windows[-1].averaged
+    return f"{steps}; its weights are the mean of those {averaged}" if averaged else steps

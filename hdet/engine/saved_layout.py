@@ -67,6 +67,7 @@ class TailPart(Strict):
     model_config = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
     start: int = Field(ge=0)
+    stop: int = Field(ge=1)
     steps: int = Field(ge=1)
     flags: list[bool]
     values: list[Tensor]

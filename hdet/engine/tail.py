@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Literal
 
 import numpy as np
@@ -35,16 +36,19 @@ class Tail(Spec, family="tail"):
 
 @register
 class TailAverage(Tail):
-    """End with the weights averaged over the tail of the run, if the probe finds them better than the last ones.
+    """End with weights averaged over a stretch of the run, if the probe finds them better than the last ones.
 
-    The mean of the weights over the steps from s to the end is worked out for a few s. At the end the probe compares
-    each with the last weights, on the same batches. With d the difference of the held-out losses (below 0 where the
-    mean is better) and e its standard error over sub-batches, the mean with the lowest d + significance e is taken, if
-    that is below 0; else the weights stay as they are. Until then training does not change.
+    The run's tail is cut into parts at a few shares of the run. The mean of the weights is worked out for each part,
+    and so for every stretch from the beginning of one part to the end of the same or a later one. At the end the probe
+    compares each stretch with the last weights, on the same batches. With d the difference of the held-out losses
+    (below 0 where the mean is better) and e its standard error over sub-batches, the mean with the lowest
+    d + significance e is taken, if that is below 0; else the weights stay as they are. Until then training does not
+    change.
 
-    Averages smooth what the last steps did by chance. Where data repeat they also overfit less. Where data are always
-    new the last weights of a rate that falls to 0 are as good or better, and stay. (Suffix averages: Rakhlin, Shamir
-    and Sridharan 2012, arXiv 1109.5647; over the end of a network's training: Izmailov et al. 2018, arXiv 1803.05407.)
+    Averages smooth what the last steps did by chance. Where data repeat they also overfit less, and a stretch that ends
+    before the run does stops early. Where data are always new the last weights of a rate that falls to 0 are as good or
+    better, and stay. (Suffix averages: Rakhlin, Shamir and Sridharan 2012, arXiv 1109.5647; over the end of a network's
+    training: Izmailov et al. 2018, arXiv 1803.05407.)
 
     Batch statistics (`running_mean`, `running_var`) are averaged over the windows' ends; other buffers and the
     optimizer's state are left as they are, and what is kept beside the weights (zeros of a pruning mask, master weights
@@ -53,17 +57,19 @@ class TailAverage(Tail):
     and where other parameters are trained from some window on, the tail begins anew.
 
     Args:
-        starts: where means begin, as shares of the run, rising. Each begins with the first window that opens there.
-        significance: standard errors by which a mean has to be better.
+        starts: where parts begin, as shares of the run, rising. Each begins with the first window that opens there, and
+            ends where the next one begins.
+        significance: standard errors by which a mean has to be better. A mean that the last window's batches find worse
+            by as many is compared on no others.
         draws: where a probe's batches are a function of the window's number, of how many windows: the last one and
             those before, which the function is asked for again. (Batches in a list are always the same.)
-        keep: where the means are kept: a copy of the trained weights, in float32 at least, for each start.
+        keep: where the means are kept: a copy of the trained weights, in float32 at least, for each part.
 
     >>> TailAverage(starts=(0.5,)).starts
     (0.5,)
     """
 
-    starts: tuple[float, ...] = Field(default=(0.4, 0.7), min_length=1)
+    starts: tuple[float, ...] = Field(default=(0.2, 0.4, 0.7), min_length=1)
     significance: float = Field(default=1.0, ge=0, le=100)
     draws: int = Field(default=4, ge=1)
     keep: Literal["host", "device"] = "host"
@@ -90,23 +96,24 @@ class TailMean:
     """The mean of weights and batch statistics over some windows on end.
 
     Attributes:
-        start: the first step. steps: how many.
+        start, stop: the first step, and the one after the last. steps: how many, without those of windows left out.
         flags: which of the model's parameters can change. weights: the mean of these, in the model's order.
         buffers: that of the batch statistics, by name.
     """
 
-    def __init__(self, start: int, flags: Sequence[bool], live: Sequence[Tensor], device: str | None) -> None:
-        self.start, self.steps = start, 0
+    def __init__(self, start: int, flags: Sequence[bool], live: Sequence[Tensor], device: str | None = None) -> None:
+        self.start, self.stop, self.steps = start, start, 0
         self.flags = list(flags)
         self.weights = [torch.empty_like(v, dtype=tensors.wide_type(v.dtype), device=device) for v in live]
         self.buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def take(self, weights: Sequence[Tensor], buffers: Mapping[str, Tensor], steps: int) -> None:
+    def take(self, weights: Sequence[Tensor], buffers: Mapping[str, Tensor], steps: int, stop: int) -> None:
         """Take in the means of so many steps more; of buffers whose shapes change there is none."""
         if not self.steps:
             self.buffers = {name: tensors.wide(value).clone() for name, value in buffers.items()}
         self.steps += steps
+        self.stop = stop
         share = steps / self.steps
         for mean, value in zip(self.weights, weights, strict=True):
             towards_(mean, value, share)
@@ -118,6 +125,7 @@ class TailMean:
     def state_dict(self) -> dict[str, Any]:
         return {
             "start": self.start,
+            "stop": self.stop,
             "steps": self.steps,
             "flags": list(self.flags),
             "values": tensors.clones(self.weights),
@@ -125,8 +133,43 @@ class TailMean:
         }
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """The mean over parts on end, each counted by its steps."""
+
+    parts: Sequence[TailMean]
+
+    @property
+    def start(self) -> int:
+        return self.parts[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.parts[-1].stop
+
+    def weights(self) -> Iterator[Tensor]:
+        """One tensor at a time: no copy of the model is made."""
+        return map(self._mean, zip(*(part.weights for part in self.parts), strict=True))
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """With their names; of those that are in all parts with one shape."""
+        for name, first in self.parts[0].buffers.items():
+            found = [part.buffers[name] for part in self.parts if name in part.buffers]
+            if len(found) == len(self.parts) and all(other.shape == first.shape for other in found):
+                yield name, self._mean(found)
+
+    def _mean(self, values: Sequence[Tensor]) -> Tensor:
+        if len(values) == 1:
+            return values[0]
+        mean, steps = values[0].clone(), self.parts[0].steps
+        for value, part in zip(values[1:], self.parts[1:], strict=True):
+            steps += part.steps
+            towards_(mean, value, part.steps / steps)
+        return mean
+
+
 class FollowedTail:
-    """Keeps a mean from each start on, in parts: of the windows between two starts, and of those after the last."""
+    """Keeps the mean of each part: of the windows between two starts, and of those after the last."""
 
     def __init__(self, spec: TailAverage, scene: Scene, total_steps: int) -> None:
         self.spec = spec
@@ -141,7 +184,7 @@ class FollowedTail:
         self.parts = []
 
     def covers(self, step: int) -> bool:
-        """Whether a window that opens at this step is in a mean."""
+        """Whether a window that opens at this step is in a part."""
         return step >= self.starts[0]
 
     def add(self, harvest: Harvest) -> None:
@@ -154,69 +197,80 @@ class FollowedTail:
         if not self.parts or self.parts[-1].start < begun[-1]:
             self.parts.append(TailMean(window.start, moving.flags, moving.values(), self._device))
         buffers = batch_statistics(self.scene.replicas.hosts[0][0])
-        self.parts[-1].take(weights, buffers, window.stop - window.start)
+        self.parts[-1].take(weights, buffers, window.stop - window.start, window.stop)
 
-    def best(self, window: int) -> tuple[TailMean | None, dict[str, float]]:
-        """The run is over: the mean that the probe finds best, if any is better than the last weights.
+    def best(self, window: int) -> tuple[Stretch | None, dict[str, float]]:
+        """The run is over: the stretch whose mean the probe finds best, if any is better than the last weights.
 
         Args:
             window: the number of the last one.
 
         Returns:
-            It, and numbers to record: its first step (`start`), the `difference` of its held-out loss to that of the
-            last weights, and the `stderr` of that; of last weights whose loss is not finite there is no difference.
-            `None` and nothing where the last weights are to stay.
+            It, and numbers to record: its first step (`start`), the one after its last (`stop`), the `difference` of
+            its held-out loss to that of the last weights, and the `stderr` of that; of last weights whose loss is not
+            finite there is no difference. `None` and nothing where the last weights are to stay.
         """
-        means, self.parts = list(reversed(self.parts)), []
-        for newer, older in pairwise(means):
-            older.take(newer.weights, newer.buffers, newer.steps)  # so each is a mean up to the end
-        if not means:
+        parts, self.parts = self.parts, []
+        if not parts:
             return None, {}
-        last, *others = self._losses(window, means)
-        chosen: TailMean | None = None
-        told: dict[str, float] = {}
-        least = 0.0
-        for mean, losses in zip(means, others, strict=True):
-            if not np.isfinite(losses).all():
-                continue
-            if not np.isfinite(last).all():
-                return mean, {"start": mean.start}
-            better = along((0.0, 1.0), np.stack([last, losses]))
-            bound = better.slope + self.spec.significance * better.stderr
-            if bound < least:
-                least, chosen = bound, mean
-                told = {"start": mean.start, "difference": better.slope, "stderr": better.stderr}
-        return chosen, told
+        stretches = [Stretch(parts[i : j + 1]) for j in reversed(range(len(parts))) for i in reversed(range(j + 1))]
+        stretches, (last, *others) = self._losses(window, stretches)
+        means = [own for own in zip(stretches, others, strict=True) if np.isfinite(own[1]).all()]
+        if not np.isfinite(last).all():
+            return (means[0][0], {"start": means[0][0].start, "stop": means[0][0].stop}) if means else (None, {})
+        bounds = [self._bound(losses, last) for _, losses in means]
+        if min(bounds, default=0.0) >= 0.0:
+            return None, {}
+        best, losses = means[int(np.argmin(bounds))]
+        gained = along((0.0, 1.0), np.stack([last, losses]))
+        return best, {"start": best.start, "stop": best.stop, "difference": gained.slope, "stderr": gained.stderr}
 
-    def put(self, mean: TailMean) -> None:
-        """Let every model hold a mean."""
+    def _bound(self, losses: NDArray[np.float64], beside: NDArray[np.float64]) -> float:
+        """What these losses lie above others by, at most."""
+        gained = along((0.0, 1.0), np.stack([beside, losses]))
+        return gained.slope + self.spec.significance * gained.stderr
+
+    def put(self, stretch: Stretch) -> None:
+        """Let every model hold the mean."""
         for host in range(len(self.scene.replicas.hosts)):
-            live, values = self._places(host, mean)
-            tensors.copy_(live, values)
+            self._put(host, stretch)
 
-    def _losses(self, window: int, means: Sequence[TailMean]) -> NDArray[np.float64]:
-        """[1 + means, J] probe losses of the last weights and of each mean, the same in every process.
+    def _losses(self, window: int, stretches: list[Stretch]) -> tuple[list[Stretch], NDArray[np.float64]]:
+        """Stretches that the first draw does not find worse, and [1 + these, J] losses of the last weights and of them.
 
         Of several draws a sub-batch's is the mean over draws, since what these have in common has a scatter too.
         """
-        scene, probe = self.scene, self.scene.probe
-        model, optimizer = scene.replicas.hosts[0]
+        with self.scene.at_base():
+            first = self._measured(window, self.scene.probe.draw(window), stretches)
+            table = self._agreed(first)
+            stays = [True, *(not self._worse(table[0], losses) for losses in table[1:])]
+            stretches = list(compress(stretches, stays[1:]))
+            tables = [table[stays]]
+            if stretches:
+                earlier = self._earlier(window, first.device)
+                tables += [self._agreed(self._measured(*drawn, stretches)) for drawn in earlier]
+        return stretches, np.mean([own for own in tables if own.shape == tables[0].shape], axis=0)
 
-        def measured(at: int, batches: Sequence[Any]) -> Tensor:
-            found = [probe.measure(model, at, optimizer, batches)]
-            for mean in means:
-                live, values = self._places(0, mean)
-                with tensors.substituted(live, values):
-                    found.append(probe.measure(model, at, optimizer, batches))
-            return torch.stack(found)
+    def _worse(self, last: NDArray[np.float64], losses: NDArray[np.float64]) -> bool:
+        """Whether a mean's losses lie above those of the last weights by as many standard errors as are asked for."""
+        return bool(np.isfinite(last).all() and np.isfinite(losses).all()) and self._bound(last, losses) < 0.0
 
-        with scene.at_base():
-            first = measured(window, probe.draw(window))
-            others = [measured(*drawn) for drawn in self._earlier(window, first.device)]
-        table = torch.stack([first, *(other for other in others if other.shape == first.shape)]).mean(dim=0)
-        # Every process uses the losses of the first process: others may differ in the last bits.
-        rows = scene.replicas.gather(table.flatten().expand(len(scene.replicas.local), -1))
-        told: NDArray[np.float64] = rows[0].reshape(len(table), -1)
+    def _measured(self, at: int, batches: Sequence[Any], stretches: Sequence[Stretch]) -> Tensor:
+        """[1 + stretches, J] probe losses of the last weights and of each mean."""
+        probe, (model, optimizer) = self.scene.probe, self.scene.replicas.hosts[0]
+        found = [probe.measure(model, at, optimizer, batches)]
+        tensors.reshard(model)
+        for stretch in stretches:
+            with tensors.put_aside([*self.scene.moving.values(), *batch_statistics(model).values()]):
+                self._put(0, stretch)
+                found.append(probe.measure(model, at, optimizer, batches))
+        return torch.stack(found)
+
+    def _agreed(self, table: Tensor) -> NDArray[np.float64]:
+        """What the first process has of it: in others the last bits may differ."""
+        replicas = self.scene.replicas
+        rows = replicas.gather(table.flatten().expand(len(replicas.local), -1))
+        told: NDArray[np.float64] = rows[0].reshape(table.shape)
         return told
 
     def _earlier(self, window: int, device: torch.device) -> list[tuple[int, list[Any]]]:
@@ -238,14 +292,16 @@ class FollowedTail:
         )
         return []
 
-    def _places(self, host: int, mean: TailMean) -> tuple[list[Tensor], list[Tensor]]:
-        """A model's weights and batch statistics, and what a mean has for each."""
+    @torch.no_grad()
+    def _put(self, host: int, stretch: Stretch) -> None:
         model = self.scene.replicas.hosts[host][0]
         tensors.reshard(model)
+        for own, mean in zip(self.scene.moving.values(host), stretch.weights(), strict=True):
+            own.copy_(mean)
         live = batch_statistics(model)
-        names = [name for name, value in mean.buffers.items() if name in live and live[name].shape == value.shape]
-        weights = self.scene.moving.values(host)
-        return [*weights, *(live[n] for n in names)], [*mean.weights, *(mean.buffers[n] for n in names)]
+        for name, mean in stretch.buffers():
+            if name in live and live[name].shape == mean.shape:
+                live[name].copy_(mean)
 
     @property
     def _device(self) -> str | None:
@@ -267,7 +323,7 @@ class FollowedTail:
             return
         for saved in state:
             part = TailMean(saved["start"], saved["flags"], self.scene.moving.values(), self._device)
-            part.take(saved["values"], saved["buffers"], saved["steps"])
+            part.take(saved["values"], saved["buffers"], saved["steps"], saved["stop"])
             self.parts.append(part)
 
 

@@ -41,7 +41,7 @@ GUARD = (
     "with a lower rate; where the first steps were far too large it begins anew"
 )
 DEFAULT_GUARD = Rewind()
-TAIL = "  at the end, weights averaged over the tail of the run, where the probe finds them better than the last ones"
+TAIL = "  at the end, weights averaged over a stretch of the run, where the probe finds them better than the last ones"
 DEFAULT_TAIL = TailAverage()
 ALONG_A_LINE = Calibrate(rules=(*Calibrate().rules, Fall()))
 """Of a learning rate whose schedule is a straight line to 0, the recipe's own."""
@@ -346,14 +346,14 @@ def recommended(
 
     Learning rate, weight decay, dropout and label smoothing are explored where the model and optimizer have
     them, all by counterfactual evidence. A guard (`hdet.Rewind`) goes back to the best point where training went
-    wrong. The run ends with weights averaged over its tail where the probe finds them better (`hdet.TailAverage`).
-    What was chosen, and why, is printed.
+    wrong. The run ends with weights averaged over a stretch of it where the probe finds them better
+    (`hdet.TailAverage`). What was chosen, and why, is printed.
 
     Held beyond plain training: the window's first weights (`anchor`), the mean of its weights (`averages`), for each
     knob of the forward pass the sketches of `hdet.evidence.Contrast`, and in host memory the guard's copy of model and
-    optimizer state, early in the warm-up two, and late in the run the tail's two means of the weights; docs/overhead.md
-    has the sizes. Every window evaluates the probe several times, and short runs have short windows: there a probe
-    larger than a training batch can take longer than training.
+    optimizer state, early in the warm-up two, and late in the run the tail's three means of the weights;
+    docs/overhead.md has the sizes. Every window evaluates the probe several times, and short runs have short windows:
+    there a probe larger than a training batch can take longer than training.
 
     Args:
         model, optimizer: the rates set in the optimizer are the starting point; the first group's is the peak of

@@ -310,8 +310,15 @@ def wide(tensor: Tensor) -> Tensor:
 @contextmanager
 def substituted(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
     """Put `values` in place of `tensors` inside the block, in their own memory, and put them back after."""
+    with put_aside(tensors):
+        copy_(tensors, values)
+        yield
+
+
+@contextmanager
+def put_aside(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """After the block `tensors` hold what they hold now, in their own memory, whatever is written over them inside."""
     saved = clones(tensors)
-    copy_(tensors, values)
     try:
         yield
     finally:

@@ -308,6 +308,29 @@ def tailed(name: str, normed: bool) -> Found:
     }
 
 
+def stopped(name: str, normed: bool) -> Found:
+    """A run whose last third climbs: whether it ends with the mean of weights from before."""
+    model = WRAPS[name](network(normed))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+    tail = hdet.TailAverage(starts=(0.3, 0.6), significance=0.0)
+    search = attach(
+        model, optimizer, micro_batches=1, schedule=None, knobs=HELD[:1], exclude=["weight_decay", "dropout"], tail=tail
+    )
+    path: list[list[Tensor]] = []
+    for step in range(STEPS):
+        optimizer.param_groups[0]["maximize"] = step >= 2 * STEPS // 3
+        loop(model, optimizer, search, 1, quiet=False, alike=name == "tensor parallel", steps=[step])
+        path.append([full(parameter) for parameter in model.parameters()])
+    ended = search.history.windows[-1].tail
+    means = [torch.stack(same).mean(0) for same in zip(*path[int(ended["start"]) : int(ended["stop"])], strict=True)]
+    return {
+        "ended": ended,
+        "the mean": all(torch.allclose(*pair, atol=1e-5) for pair in zip(path[-1], means, strict=True)),
+        "weights": path[-1],
+        "history": told(search),
+    }
+
+
 def grouped(name: str) -> Found:
     """A learning rate for each of three groups, by patterns on names."""
     model = WRAPS[name](network())

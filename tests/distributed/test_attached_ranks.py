@@ -85,6 +85,18 @@ def test_all_ranks_end_with_the_mean_of_the_tail(name: str, ranks: int, normed: 
     assert len(first["statistics"]) == 2 * normed
 
 
+@pytest.mark.parametrize(("name", "normed"), [("ddp", True), ("fsdp", False)])
+def test_all_ranks_end_with_weights_from_before_more_training_did_harm(
+    name: str, normed: bool, assert_same: Any
+) -> None:
+    first, other = launch(attached.stopped, 2, name, normed)
+    assert (first["ended"]["start"], first["ended"]["stop"]) == (8, 16)
+    assert first["the mean"]
+    assert other["the mean"]
+    assert_same(other["weights"], first["weights"])
+    assert other["history"] == first["history"]
+
+
 def test_batch_statistics_of_the_ranks_do_not_pass_for_a_slope(assert_same: Any) -> None:
     (own, other), (lent, _) = launch(attached.normed, 2, False), launch(attached.normed, 2, True)
     told = [[record["estimates"]["learning_rate"]["slope"] for record in one["history"]] for one in (own, lent)]

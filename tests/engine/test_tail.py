@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -73,32 +74,49 @@ def held_out(problem: Any, engine: Engine, weights: list[Tensor]) -> np.ndarray[
 # -- which weights it ends with -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("starts", [(0.4, 0.7), (0.7,), (0.0,), (0.4, 0.45)])
+def astray(step: int, index: int) -> tuple[Tensor, Tensor]:
+    """Batches whose targets lead away from the right ones over the last two fifths of the run."""
+    x, y = noisy(step, index)
+    return x, y if step < 12 else y - 10.0 * x.sum(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("starts", [(0.2, 0.4, 0.7), (0.4, 0.7), (0.7,), (0.0,), (0.4, 0.45), (0.0, 0.2, 0.4, 0.6)])
 @pytest.mark.parametrize("significance", [0.0, 1.0, 100.0])
+@pytest.mark.parametrize("batch", [noisy, astray])
 def test_it_ends_with_the_mean_that_the_probe_prefers(
-    starts: tuple[float, ...], significance: float, problem: Any, train: Any
+    starts: tuple[float, ...], significance: float, batch: Any, problem: Any, train: Any
 ) -> None:
-    """Of the means from the first window on that opens at or after each start; else with the last weights."""
+    """Of all stretches of parts, which begin with the first window at or after a start; else with the last weights."""
     engine = engine_of(problem, tail=TailAverage(starts=starts, significance=significance))
-    path = walked(engine, train)
-    firsts = sorted({next(step for step in range(0, TOTAL, WINDOW) if step >= start * TOTAL) for start in starts})
-    means = {first: mean(path[first:]) for first in firsts}
+    path: list[list[Tensor]] = []
+    train(engine, batch=batch, after_update=lambda step: path.append(weights_of(engine)))
+    begins = sorted({next(step for step in range(0, TOTAL, WINDOW) if step >= start * TOTAL) for start in starts})
+    means = {(first, stop): mean(path[first:stop]) for first, stop in combinations([*begins, TOTAL], 2)}
     last = held_out(problem, engine, path[-1])
-    bounds = {}
-    for first, weights in means.items():
-        gained = held_out(problem, engine, weights) - last
-        bounds[first] = gained.mean() + significance * gained.std(ddof=1) / len(gained) ** 0.5
-    best = min(bounds, key=lambda first: bounds[first])
+    gains = {stretch: held_out(problem, engine, weights) - last for stretch, weights in means.items()}
+    bounds = {own: gain.mean() + significance * gain.std(ddof=1) / len(gain) ** 0.5 for own, gain in gains.items()}
+    best = min(bounds, key=lambda own: bounds[own])
     told = engine.history.windows[-1].tail
     if bounds[best] < 0.0:
-        assert told["start"] == best
+        assert (told["start"], told["stop"]) == best
         assert close(weights_of(engine), means[best])
-        assert bounds[best] == pytest.approx(told["difference"] + significance * told["stderr"], rel=1e-3)
+        assert told["difference"] == pytest.approx(gains[best].mean(), rel=1e-3)
+        assert told["stderr"] == pytest.approx(gains[best].std(ddof=1) / len(last) ** 0.5, rel=1e-3)
     else:
         assert told == {}
         assert all(map(torch.equal, weights_of(engine), path[-1]))
     assert (bounds[best] < 0.0) == (significance < 100.0)  # both happen here
     assert not any(record.tail for record in engine.history.windows[:-1])
+
+
+def test_where_more_training_does_harm_it_ends_with_weights_from_before(problem: Any, train: Any) -> None:
+    engine = engine_of(problem, tail=TailAverage(starts=(0.2, 0.6)))
+    path: list[list[Tensor]] = []
+    train(engine, batch=astray, after_update=lambda step: path.append(weights_of(engine)))
+    record = engine.history.windows[-1]
+    assert (record.tail["start"], record.tail["stop"]) == (4, 12)
+    assert close(weights_of(engine), mean(path[4:12]))
+    assert record.ending.startswith("ends with the mean of the weights of steps 4 to 11, whose held-out loss is ")
 
 
 def test_where_the_last_weights_are_better_they_stay(problem: Any, train: Any) -> None:
@@ -141,6 +159,25 @@ def test_of_replicas_that_came_apart_it_is_the_mean_of_all(problem: Any, train: 
     assert close(weights_of(engine), mean(rows[int(engine.history.windows[-1].tail["start"]) :]))
 
 
+def test_knobs_are_at_their_bases_while_means_are_compared(problem: Any, train: Any) -> None:
+    """At the last step each replica had a level of its own."""
+    seen: list[tuple[float, float]] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if engine.finished or engine.step_count == TOTAL:
+            seen.append((engine.hosts[0][1].param_groups[0]["lr"], engine.knobs[0].base(TOTAL)))
+        own: Tensor = problem.loss(model, batch)
+        return own
+
+    signal = hdet.Probe(loss, problem.probe().batches)
+    knob = hdet.LearningRate(spread=TwoLevel(0.3))
+    engine = engine_of(problem, 0.4, n=2, copies=True, knobs=[knob], gradients="local", signal=signal)
+    train(engine, batch=noisy)
+    assert len(seen) >= 3 * 7
+    assert all(rate == base for rate, base in seen[-3 * 7 :])
+    assert engine.history.windows[-1].values["learning_rate"][0] != engine.history.windows[-1].bases["learning_rate"]
+
+
 def test_running_statistics_are_averaged_and_other_buffers_stay(problem: Any, train: Any) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -161,10 +198,11 @@ def test_running_statistics_are_averaged_and_other_buffers_stay(problem: Any, tr
             ends.append({name: buffer.clone() for name, buffer in model.named_buffers()})
 
     train(engine, batch=noisy, after_update=after)
-    first = int(engine.history.windows[-1].tail["start"]) // WINDOW
+    told = engine.history.windows[-1].tail
+    averaged = ends[int(told["start"]) // WINDOW : int(told["stop"]) // WINDOW]
     held = dict(model.named_buffers())
     for name in ("2.running_mean", "2.running_var"):
-        assert torch.allclose(held[name], torch.stack([end[name] for end in ends[first:]]).mean(dim=0), atol=1e-6)
+        assert torch.allclose(held[name], torch.stack([end[name] for end in averaged]).mean(dim=0), atol=1e-6)
         assert not torch.equal(held[name], ends[-1][name])
     for name in ("2.num_batches_tracked", "3.passes"):
         assert torch.equal(held[name], ends[-1][name])
@@ -190,6 +228,31 @@ def test_it_compares_on_the_batches_of_the_last_windows(draws: int, problem: Any
     assert [window for window in asked if window != last] == list(range(last + 1 - compared, last))
 
 
+def test_what_the_last_draw_finds_worse_is_compared_on_no_others(problem: Any, train: Any) -> None:
+    """Where the last weights are the best by far they are alone asked of once, each mean once."""
+    asked: list[int] = []
+
+    def batches(window: int) -> list[Any]:
+        asked.append(window)
+        return [problem.batch(-2 - window, j) for j in range(3)]
+
+    counts = []
+    for tail in (None, TailAverage(draws=1), TailAverage(draws=4)):
+        evaluated: list[Any] = []
+
+        def loss(model: nn.Module, batch: Any, seen: list[Any] = evaluated) -> Tensor:
+            seen.append(batch)
+            own: Tensor = problem.loss(model, batch)
+            return own
+
+        engine = engine_of(problem, CALM, signal=hdet.Probe(loss, batches), tail=tail)
+        asked.clear()
+        train(engine)
+        counts.append((len(evaluated), len(asked)))
+        assert engine.history.windows[-1].tail == {}
+    assert counts[1] == counts[2] != counts[0]
+
+
 def test_batches_in_a_list_are_compared_on_once(problem: Any, train: Any) -> None:
     counts = []
     for tail in (None, TailAverage()):
@@ -203,7 +266,7 @@ def test_batches_in_a_list_are_compared_on_once(problem: Any, train: Any) -> Non
         signal = hdet.Probe(loss, [problem.batch(-1, j) for j in range(3)])
         train(engine_of(problem, signal=signal, tail=tail), batch=noisy)
         counts.append(len(evaluated))
-    assert counts[1] - counts[0] == 3 * 3  # sub-batches, at the last weights and at two means
+    assert counts[1] - counts[0] == 3 * 7  # sub-batches, at the last weights and at six stretches of three parts
 
 
 def test_draws_that_are_all_the_same_prove_no_more_than_one(problem: Any, train: Any) -> None:
@@ -261,7 +324,7 @@ def test_last_weights_whose_losses_are_not_finite_are_not_kept(problem: Any, tra
     with pytest.warns(UserWarning, match="not finite"):
         train(engine, batch=noisy, after_update=lambda step: last.extend(weights_of(engine)))
     record = engine.history.windows[-1]
-    assert record.tail == {"start": 16}
+    assert record.tail == {"start": 16, "stop": 20}
     assert (
         record.ending
         == "ends with the mean of the weights from step 16 on, since the held-out loss of the last is not finite"
@@ -539,7 +602,7 @@ def test_a_record_tells_of_it_in_json(problem: Any, train: Any) -> None:
     engine = engine_of(problem)
     train(engine, batch=noisy)
     record = engine.history.windows[-1]
-    assert sorted(record.tail) == ["difference", "start", "stderr"]
+    assert sorted(record.tail) == ["difference", "start", "stderr", "stop"]
     assert WindowRecord.from_json(record.to_json()).tail == record.tail
     assert json.loads(record.to_json())["tail"]["start"] in (8, 16)
 

@@ -206,11 +206,12 @@ def test_steps_that_were_thrown_away_are_not_replayed(points: list[tuple[int, st
 
 def test_an_export_says_where_the_run_ended_with_averaged_weights() -> None:
     windows = gone_back()
-    for averaged in (False, True):
-        if averaged:
-            windows[-1].tail.update(start=4.0, difference=-0.1, stderr=0.01)
+    for stop, told in ((None, None), (10, "from step 4 on"), (8, "of steps 4 to 7")):
+        if stop is not None:
+            windows[-1].tail.update(start=4, stop=stop, difference=-0.1, stderr=0.01)
         for exported in (as_yaml(windows), as_lambda_lr(windows, "rate", run="a run")):
-            assert ("its weights were averaged from step 4 on" in exported) == averaged
+            assert ("its weights are the mean of those" in exported) == (told is not None)
+            assert told is None or f"its weights are the mean of those {told}" in exported
 
 
 def test_a_run_that_ended_where_it_began_has_no_course() -> None:

@@ -41,7 +41,7 @@ def test_late_in_a_run_it_holds_the_tail_too(row: str) -> None:
     told = benchmark.foretold(128, frozen, options)
     assert counted.held - counted.kept == pytest.approx(told.bytes("device"), rel=0.1, abs=4096)
     assert counted.kept == pytest.approx(told.bytes("host", late=True), rel=0.1, abs=4096)
-    assert told.bytes("host", late=True) == told.bytes("host") + 2 * told.parameters
+    assert told.bytes("host", late=True) == told.bytes("host") + 3 * told.parameters
 
 
 @pytest.mark.parametrize("row", ["recipe, no forward knob", "rates of groups, no forward knob"])
@@ -132,6 +132,15 @@ def test_a_tail_beside_evidence_that_averages_nothing_has_a_mean_of_its_own() ->
     told, without = (footprint(*pair(), [], tail=tail) for tail in (hdet.TailAverage(starts=(0.5,)), None))
     assert told.bytes("device") - without.bytes("device") == told.parameters
     assert told.bytes("host", late=True) - without.bytes("host", late=True) == told.parameters
+
+
+def test_of_buffers_a_tail_has_batch_statistics_alone() -> None:
+    """Of a BatchNorm two of its three, and of a table of positions nothing."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    model.register_buffer("positions", torch.zeros(1000))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told, without = (footprint(model, optimizer, [], tail=tail) for tail in (hdet.TailAverage(starts=(0.5,)), None))
+    assert told.bytes("host", late=True) - without.bytes("host", late=True) == told.parameters + 2 * 8 * 4
 
 
 def test_an_optimizer_that_cannot_be_tried_is_named() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
@@ -46,9 +48,10 @@ class Recommended(Contender):
             return problem.example_losses(model, batch).view(task.sub_batches, -1).mean(dim=1)
 
         engine = self.engine(task, setting, problem, model, hdet.Probe(loss, lambda w: [problem.probe(w)]), steps, seed)
-        # The tail's probes come after the last step, and are paid for, too.
+        # The tail's probes come after the last step, and are paid for, too: of the last weights and of every stretch.
         tail = self.tail
-        at_the_end = (1 + len(tail.starts)) * tail.draws * len(_first(problem.probe(0))) if tail is not None else 0
+        compared = 1 + math.comb(len(tail.starts) + 1, 2) if tail is not None else 0
+        at_the_end = compared * tail.draws * len(_first(problem.probe(0))) if tail is not None else 0
         for step in range(steps):
             if meter.passes + 3 * task.batch + at_the_end > task.budget:
                 engine.finish()  # more was probed than planned; the schedule is next to 0 here
@@ -108,7 +111,8 @@ class Recommended(Contender):
         """Example-passes that the recipe's probes take in a run of some steps.
 
         The engine runs with losses that only look at the weights, so no example goes through the model; the
-        probes it asks for are counted.
+        probes it asks for are counted. At the end all means are compared on all draws: a schedule that the budget cuts
+        off costs more than some steps less.
         """
         meter = Meter()
         problem = task.problem(0, setting.dropout)
@@ -123,7 +127,9 @@ class Recommended(Contender):
             meter.add(forward=size, backward=size if torch.is_grad_enabled() else 0)
             return weigh(model, batch) * scale
 
-        engine = self.engine(task, setting, problem, model, hdet.Probe(loss, [None]), steps, 0)
+        every = copy.copy(self)
+        every.tail = self.tail.replace(significance=100.0) if self.tail is not None else None
+        engine = every.engine(task, setting, problem, model, hdet.Probe(loss, lambda _: [None]), steps, 0)
         for _ in range(steps):
             step_replicas(task, engine, weigh, [None] * task.micro_batches)
         return meter.passes
