@@ -10,9 +10,11 @@ from hdet.controllers.estimate import Estimate
 
 # Share of the mean gap that is kept from window to window: a memory of about three windows.
 _KEPT = 0.7
-# Gap of the first window, as a share of the held-out loss, above which the two losses are not on one scale: nothing can
+# Gap of the first windows, as a share of the held-out loss, above which the two losses are not on one scale: nothing can
 # be overfitted as early. A training loss that was divided by two or more micro-batches is further below.
 OTHER_SCALE = 0.25
+# Of how many windows all have to show it: in one, steps that are far too large may have raised the loss by as much.
+_SHOW_IT = 3
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,13 @@ class GapState:
     Attributes:
         mean: as a share of the held-out loss, over about three windows.
         weight: of the windows in that mean.
-        begun: whether a window has told a gap.
-        other_scale: whether the first that did showed two losses that are not on one scale.
+        told: how many windows have told a gap, of the first few.
+        other_scale: whether all of these showed two losses that are not on one scale.
     """
 
     mean: float = 0.0
     weight: float = 0.0
-    begun: bool = False
+    told: int = 0
     other_scale: bool = False
 
     def after(self, estimate: Estimate, context: Context) -> GapState:
@@ -37,12 +39,15 @@ class GapState:
         if gap is None:
             return self
         weight = _KEPT * self.weight + 1.0
-        other_scale = self.other_scale if self.begun else gap > OTHER_SCALE
-        return GapState(self.mean + (gap - self.mean) / weight, weight, True, other_scale)
+        other_scale = self.other_scale
+        if self.told < _SHOW_IT:
+            other_scale = gap > OTHER_SCALE and (other_scale or self.told == 0)
+        told = min(self.told + 1, _SHOW_IT)
+        return GapState(self.mean + (gap - self.mean) / weight, weight, told, other_scale)
 
     def forgotten(self) -> GapState:
         """The state after the run went back: whether the losses are on one scale is still known."""
-        return GapState(begun=self.begun, other_scale=self.other_scale)
+        return GapState(told=self.told, other_scale=self.other_scale)
 
 
 def gap_of(estimate: Estimate, context: Context) -> float | None:

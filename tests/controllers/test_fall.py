@@ -76,8 +76,8 @@ def test_what_was_read_ahead_of_the_base_does_not_count() -> None:
 
 
 def test_after_a_rewind_the_mean_begins_anew_and_the_scale_is_remembered() -> None:
-    state = GapState(mean=0.4, weight=2.0, begun=True, other_scale=True)
-    assert Fall().retreat(state, Context()) == GapState(begun=True, other_scale=True)
+    state = GapState(mean=0.4, weight=2.0, told=3, other_scale=True)
+    assert Fall().retreat(state, Context()) == GapState(told=3, other_scale=True)
 
 
 def test_it_asks_for_no_move_and_its_power_goes_with_anothers() -> None:

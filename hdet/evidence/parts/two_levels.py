@@ -33,7 +33,7 @@ class Levels:
     a window called for its bound (`|t| > CERTAIN`), it rests until the run is twice as long.
 
     Losses on two scales cannot be compared, and then such a base rests for good. The first window that tells a training
-    loss shows it, by the rule of `hdet.controllers.vetoes.NeedsGap`.
+    loss shows it: one whose gap is as large as those by which `hdet.controllers.vetoes.NeedsGap` knows it.
 
     Attributes:
         half: [K] half the distance between a knob's levels, in coordinate units; 0 for a knob that rests.
