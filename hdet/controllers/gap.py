@@ -10,11 +10,11 @@ from hdet.controllers.estimate import Estimate
 
 # Share of the mean gap that is kept from window to window: a memory of about three windows.
 _KEPT = 0.7
-# Gap of the first windows, as a share of the held-out loss, above which the two losses are not on one scale: nothing can
-# be overfitted as early. A training loss that was divided by two or more micro-batches is further below.
+# Gap of the first windows, as a share of the held-out loss, above which the two losses are not on one scale: nothing
+# can be overfitted as early. A training loss that was divided by two or more micro-batches is further below.
 OTHER_SCALE = 0.25
 # Of how many windows all have to show it: in one, steps that are far too large may have raised the loss by as much.
-_SHOW_IT = 3
+SHOW_IT = 3
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class GapState:
             return self
         weight = _KEPT * self.weight + 1.0
         other_scale = self.other_scale
-        if self.told < _SHOW_IT:
+        if self.told < SHOW_IT:
             other_scale = gap > OTHER_SCALE and (other_scale or self.told == 0)
-        told = min(self.told + 1, _SHOW_IT)
+        told = min(self.told + 1, SHOW_IT)
         return GapState(self.mean + (gap - self.mean) / weight, weight, told, other_scale)
 
     def forgotten(self) -> GapState:

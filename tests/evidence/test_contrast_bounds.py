@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import explicit_loop
@@ -93,6 +94,25 @@ def test_a_loss_divided_by_the_micro_batches_is_no_sign_of_overfitting(micro_bat
     resumed = make([regulariser(Contrast(bound_from=0.5))], window=5, windows=6, probe=constant)
     resumed.load_state_dict(again.state_dict())
     assert [collector.levels.other_scale for collector in resumed.cycle.collectors] == [True]
+
+
+@pytest.mark.parametrize(("low", "explored"), [(1, [2, 3, 4, 5]), (2, [3, 4, 5]), (3, [])])
+def test_all_of_the_first_three_windows_have_to_show_another_scale(low: int, explored: list[int]) -> None:
+    """One whose held-out loss rose by steps that were far too large does not; a run resumed among them counts on."""
+
+    def losses(step: int) -> float:
+        return 0.5 if step < 5 * low else 0.9
+
+    def fresh() -> Engine:
+        return make([regulariser(Contrast(bound_from=0.0))], window=5, windows=6, probe=constant)
+
+    with pytest.warns(UserWarning, match="not on one scale") if not explored else nullcontext():
+        assert explored_windows(fresh(), losses) == explored
+    begun, resumed = fresh(), fresh()
+    train(begun, 10, report=lambda step, own: torch.tensor(losses(step)))
+    resumed.load_state_dict(begun.state_dict())
+    with pytest.warns(UserWarning, match="not on one scale") if not explored else nullcontext():
+        assert explored_windows(resumed, losses) == [number - 2 for number in explored]
 
 
 def test_a_knob_that_acts_in_eval_mode_is_explored_on_its_bound_from_the_start() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hdet.controllers import Estimate
-from hdet.controllers.gap import OTHER_SCALE
+from hdet.controllers.gap import OTHER_SCALE, SHOW_IT
 from hdet.evidence.parts.line_fit import along
 from hdet.evidence.parts.losses_at import Point, Write, losses_at
 from hdet.evidence.scene import Harvest, Scene, Window
@@ -32,13 +32,14 @@ class Levels:
     loss by two standard errors and 2 %. (Knobs that also act in eval mode are no regularisers, and never rest.) Where
     a window called for its bound (`|t| > CERTAIN`), it rests until the run is twice as long.
 
-    Losses on two scales cannot be compared, and then such a base rests for good. The first window that tells a training
-    loss shows it: one whose gap is as large as those by which `hdet.controllers.vetoes.NeedsGap` knows it.
+    Losses on two scales cannot be compared, and then such a base rests for good. The first windows that tell a training
+    loss show it, by the rule of `hdet.controllers.vetoes.NeedsGap`.
 
     Attributes:
         half: [K] half the distance between a knob's levels, in coordinate units; 0 for a knob that rests.
         centre: [K] their middle, as an offset from the base; 0 but near a bound.
-        other_scale: whether training and held-out loss are on two scales; None until a window has told.
+        other_scale: whether training and held-out loss are on two scales; None until windows have told.
+        shown: the windows that have shown it, until then.
         called: [K] the step at which the last window that left no doubt ended, with the sign of its slope; 0 without.
     """
 
@@ -49,6 +50,7 @@ class Levels:
         self.half = np.zeros(len(knobs))
         self.centre = np.zeros(len(knobs))
         self.other_scale: bool | None = None
+        self.shown: set[int] = set()
         self.called = np.zeros(len(knobs))
 
     def place(self, window: Window, step: int, training: float) -> None:
@@ -81,28 +83,33 @@ class Levels:
         level = float(held_out.mean())
         gap = level - training
         if self.other_scale is None:
-            # Nothing is overfitted as early: a first gap this large shows another loss, or one that was divided.
-            self.other_scale = gap > OTHER_SCALE * abs(level)
+            # Nothing is overfitted as early: gaps this large show another loss, or one that was divided.
+            self.shown.add(window.index)  # by number: the window that a checkpoint was taken in is placed twice
+            if gap <= OTHER_SCALE * abs(level):
+                self.other_scale = False
+            elif len(self.shown) == SHOW_IT:
+                self.other_scale = True
             if self.other_scale:
                 warn(
-                    f"the first window's training loss is {training:.4g} and the probe's loss {level:.4g}, so the two "
-                    f"are not on one scale, and knobs of the forward pass that lie on a bound (dropout at 0) stay "
-                    f"there; give engine.step the mean loss of each replica's batch, undivided by the number of "
-                    f"micro-batches"
+                    f"the training loss is far below the probe's from the first window on (now {training:.4g} and "
+                    f"{level:.4g}), so the two are not on one scale, and knobs of the forward pass that lie on a bound "
+                    f"(dropout at 0) stay there; give engine.step the mean loss of each replica's batch, undivided by "
+                    f"the number of micro-batches"
                 )
         error = float(held_out.std(ddof=1)) / math.sqrt(len(held_out))
-        return early or bool(self.other_scale) or not gap > 2.0 * error + MARGIN * abs(training)
+        return early or self.other_scale is not False or not gap > 2.0 * error + MARGIN * abs(training)
 
     def forget(self) -> None:
         """What windows called for, of a run that has gone back."""
         self.called[:] = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"other_scale": self.other_scale, "called": self.called.tolist()}
+        return {"other_scale": self.other_scale, "shown": sorted(self.shown), "called": self.called.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.other_scale = state["other_scale"]
-        # States of older versions have none.
+        # States of older versions have neither.
+        self.shown = set(state.get("shown", ()))
         self.called = np.array(state.get("called", np.zeros(len(self.knobs))))
 
     def told(self, estimates: Mapping[int, Estimate], harvest: Harvest) -> dict[str, Estimate]:
