@@ -108,19 +108,21 @@ class WindowRecord:
         """
         if not self.tail:
             return ""
-        ends = f"ends with the mean of the weights {self.averaged}, "
+        ends = f"ends with the mean of the weights {self.averaged_over}, "
         if "difference" not in self.tail:
             return ends + "since the held-out loss of the last is not finite"
         gain, error = -self.tail["difference"], self.tail["stderr"]
         return ends + f"whose held-out loss is {gain:.4f} ± {error:.4f} below that of the last"
 
     @property
-    def averaged(self) -> str:
+    def averaged_over(self) -> str:
         """Over which steps the weights are averaged that the run ended with, in words; nothing where they are not."""
         if not self.tail:
             return ""
         first, last = int(self.tail["start"]), int(self.tail.get("stop", self.stop)) - 1
-        return f"from step {first} on" if last + 1 == self.stop else f"of steps {first} to {last}"
+        if last + 1 == self.stop:
+            return f"from step {first} on"
+        return f"of steps {first} to {last}" if first < last else f"of step {first}"
 
     def range(self, knob: str) -> tuple[float, float]:
         """The lowest and the highest value of a knob at the window's last step."""

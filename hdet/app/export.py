@@ -162,5 +162,5 @@ def _when(windows: Sequence[WindowRecord]) -> str:
     steps = f"the {kept} steps that led to its final weights, stretched over all {total}"
     if kept == total:
         steps = f"each of its {total} steps"
-    averaged = windows[-1].averaged
-    return f"{steps}; its weights are the mean of those {averaged}" if averaged else steps
+    averaged = windows[-1].averaged_over
+    return f"{steps}; it ended with the mean of the weights {averaged}" if averaged else steps

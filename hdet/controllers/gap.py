@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
@@ -13,8 +13,30 @@ _KEPT = 0.7
 # Gap of the first windows, as a share of the held-out loss, above which the two losses are not on one scale: nothing
 # can be overfitted as early. A training loss that was divided by two or more micro-batches is further below.
 OTHER_SCALE = 0.25
-# Of how many windows all have to show it: in one, steps that are far too large may have raised the loss by as much.
-SHOW_IT = 3
+DECIDED = 3
+
+
+def told_of_scale(told: int, shows_it: bool) -> tuple[int, bool]:
+    """Whether losses are on two scales: where the first window shows it, and one of the two after it.
+
+    In one window steps that are far too large may have raised the held-out loss by as much, and in one a training loss
+    that fell fast may hide what it was divided by.
+
+    Args:
+        told: what the windows before have told, of those that say (0 at first).
+        shows_it: whether the window's gap does.
+
+    Returns:
+        What they have told now, up to 3, which nothing changes any more, and whether losses count as on two scales.
+
+    >>> told_of_scale(0, False)
+    (3, False)
+    >>> told_of_scale(*told_of_scale(0, True)[:1], False), told_of_scale(2, False)
+    ((2, True), (3, False))
+    """
+    if told == 0:
+        return (1, True) if shows_it else (DECIDED, False)
+    return (DECIDED, True) if shows_it else (told + 1, told + 1 < DECIDED)
 
 
 @dataclass(frozen=True)
@@ -24,8 +46,8 @@ class GapState:
     Attributes:
         mean: as a share of the held-out loss, over about three windows.
         weight: of the windows in that mean.
-        told: how many windows have told a gap, of the first few.
-        other_scale: whether all of these showed two losses that are not on one scale.
+        told: what the first windows have told of the losses' scale; see `told_of_scale`.
+        other_scale: whether the two are not on one scale.
     """
 
     mean: float = 0.0
@@ -38,12 +60,18 @@ class GapState:
         gap = gap_of(estimate, context)
         if gap is None:
             return self
-        weight = _KEPT * self.weight + 1.0
-        other_scale = self.other_scale
-        if self.told < SHOW_IT:
-            other_scale = gap > OTHER_SCALE and (other_scale or self.told == 0)
-        told = min(self.told + 1, SHOW_IT)
-        return GapState(self.mean + (gap - self.mean) / weight, weight, told, other_scale)
+        state = self.of_scale(gap)
+        # What a window seemed to tell that showed two scales where there is one was no gap.
+        kept = 0.0 if self.other_scale and not state.other_scale else _KEPT * self.weight
+        weight = kept + 1.0
+        return replace(state, mean=self.mean + (gap - self.mean) / weight, weight=weight)
+
+    def of_scale(self, gap: float) -> GapState:
+        """The state after a window whose gap tells of the losses' scale alone."""
+        if self.told == DECIDED:
+            return self
+        told, other_scale = told_of_scale(self.told, gap > OTHER_SCALE)
+        return replace(self, told=told, other_scale=other_scale)
 
     def forgotten(self) -> GapState:
         """The state after the run went back: whether the losses are on one scale is still known."""

@@ -8,7 +8,7 @@ Layout (format 3)::
     met                        whether the replicas had been made one by then; states without it: after window 0
     window, start, shifts      the window that opened there; every knob's shift and controller state
     watch                      what the guard knows, the point it would go back to included
-    tail                       means of the weights over the end of the run, as far as it has come
+    tail                       means of the weights over parts of the run, as far as it has come
     merge                      its declaration, and what it remembers between windows
     open                       the window under way: step, tally, evidence, and each replica's model and optimizer
 """

@@ -60,7 +60,7 @@ class TailAverage(Tail):
         starts: where parts begin, as shares of the run, rising. Each begins with the first window that opens there, and
             ends where the next one begins.
         significance: standard errors by which a mean has to be better. A mean that the last window's batches find worse
-            by as many is compared on no others.
+            by as many, one at least, is compared on no others.
         draws: where a probe's batches are a function of the window's number, of how many windows: the last one and
             those before, which the function is asked for again. (Batches in a list are always the same.)
         keep: where the means are kept: a copy of the trained weights, in float32 at least, for each part.
@@ -104,14 +104,15 @@ class TailMean:
     def __init__(self, start: int, flags: Sequence[bool], live: Sequence[Tensor], device: str | None = None) -> None:
         self.start, self.stop, self.steps = start, start, 0
         self.flags = list(flags)
-        self.weights = [torch.empty_like(v, dtype=tensors.wide_type(v.dtype), device=device) for v in live]
+        self._device = device
+        self.weights = [self._wide(value) for value in live]
         self.buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def take(self, weights: Sequence[Tensor], buffers: Mapping[str, Tensor], steps: int, stop: int) -> None:
         """Take in the means of so many steps more; of buffers whose shapes change there is none."""
         if not self.steps:
-            self.buffers = {name: tensors.wide(value).clone() for name, value in buffers.items()}
+            self.buffers = {name: self._wide(value).copy_(value) for name, value in buffers.items()}
         self.steps += steps
         self.stop = stop
         share = steps / self.steps
@@ -121,6 +122,9 @@ class TailMean:
         for name, mean in kept.items():
             towards_(mean, buffers[name], share)
         self.buffers = kept
+
+    def _wide(self, value: Tensor) -> Tensor:
+        return torch.empty_like(value, dtype=tensors.wide_type(value.dtype), device=self._device)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -211,7 +215,7 @@ class FollowedTail:
             finite there is no difference. `None` and nothing where the last weights are to stay.
         """
         parts, self.parts = self.parts, []
-        if not parts:
+        if not parts or not all(self._fits(part.flags, part.weights) for part in parts):
             return None, {}
         stretches = [Stretch(parts[i : j + 1]) for j in reversed(range(len(parts))) for i in reversed(range(j + 1))]
         stretches, (last, *others) = self._losses(window, stretches)
@@ -241,30 +245,36 @@ class FollowedTail:
         Of several draws a sub-batch's is the mean over draws, since what these have in common has a scatter too.
         """
         with self.scene.at_base():
-            first = self._measured(window, self.scene.probe.draw(window), stretches)
+            (first,) = self._measured([(window, self.scene.probe.draw(window))], stretches)
             table = self._agreed(first)
             stays = [True, *(not self._worse(table[0], losses) for losses in table[1:])]
             stretches = list(compress(stretches, stays[1:]))
             tables = [table[stays]]
             if stretches:
-                earlier = self._earlier(window, first.device)
-                tables += [self._agreed(self._measured(*drawn, stretches)) for drawn in earlier]
+                tables += map(self._agreed, self._measured(self._earlier(window, first.device), stretches))
         return stretches, np.mean([own for own in tables if own.shape == tables[0].shape], axis=0)
 
     def _worse(self, last: NDArray[np.float64], losses: NDArray[np.float64]) -> bool:
-        """Whether a mean's losses lie above those of the last weights by as many standard errors as are asked for."""
-        return bool(np.isfinite(last).all() and np.isfinite(losses).all()) and self._bound(last, losses) < 0.0
+        """Whether a mean loses to the last weights by as many standard errors as it has to win by, one at least."""
+        if not (np.isfinite(last).all() and np.isfinite(losses).all()):
+            return False  # whatever it means is decided on all draws
+        lost = along((0.0, 1.0), np.stack([last, losses]))
+        return lost.slope > max(1.0, self.spec.significance) * lost.stderr
 
-    def _measured(self, at: int, batches: Sequence[Any], stretches: Sequence[Stretch]) -> Tensor:
-        """[1 + stretches, J] probe losses of the last weights and of each mean."""
+    def _measured(self, draws: Sequence[tuple[int, Sequence[Any]]], stretches: Sequence[Stretch]) -> list[Tensor]:
+        """For each draw [1 + stretches, J] probe losses of the last weights and of each mean."""
         probe, (model, optimizer) = self.scene.probe, self.scene.replicas.hosts[0]
-        found = [probe.measure(model, at, optimizer, batches)]
-        tensors.reshard(model)
-        for stretch in stretches:
-            with tensors.put_aside([*self.scene.moving.values(), *batch_statistics(model).values()]):
-                self._put(0, stretch)
-                found.append(probe.measure(model, at, optimizer, batches))
-        return torch.stack(found)
+
+        def losses() -> list[Tensor]:
+            return [probe.measure(model, at, optimizer, batches) for at, batches in draws]
+
+        rows = [losses()]
+        with tensors.put_aside(self.scene.moving.values()):
+            for stretch in stretches:
+                with tensors.put_aside(list(batch_statistics(model).values())):
+                    self._put(0, stretch)
+                    rows.append(losses())
+        return [torch.stack(draw) for draw in zip(*rows, strict=True)]
 
     def _agreed(self, table: Tensor) -> NDArray[np.float64]:
         """What the first process has of it: in others the last bits may differ."""

@@ -69,10 +69,13 @@ def test_a_window_whose_losses_have_no_share_does_not_count(level: float, loss: 
     assert fall.observe(fall.start(), Estimate(slope=0.0, stderr=0.1, level=level), context) == fall.start()
 
 
-def test_what_was_read_ahead_of_the_base_does_not_count() -> None:
+def test_what_was_read_ahead_of_the_base_tells_of_the_losses_scale_alone() -> None:
     fall, context = Fall(), Context(loss=1.0, **FALLING)  # type: ignore[arg-type]
-    ahead = Estimate(slope=0.0, stderr=0.1, level=2.0, offset=0.5)
-    assert fall.observe(fall.start(), ahead, context) == fall.start()
+    for level, other_scale in ((2.0, True), (1.2, False)):
+        state = fall.start()
+        for _ in range(3):
+            state = fall.observe(state, Estimate(slope=0.0, stderr=0.1, level=level, offset=0.5), context)
+        assert state == GapState(told=3, other_scale=other_scale)
 
 
 def test_after_a_rewind_the_mean_begins_anew_and_the_scale_is_remembered() -> None:

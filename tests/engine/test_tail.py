@@ -253,6 +253,70 @@ def test_what_the_last_draw_finds_worse_is_compared_on_no_others(problem: Any, t
     assert counts[1] == counts[2] != counts[0]
 
 
+@pytest.mark.parametrize(("worse", "draws"), [(0.1, 4), (0.9, 4), (1.1, 1)])
+def test_a_mean_that_loses_by_less_than_is_asked_for_is_compared_on_all(
+    worse: float, draws: int, problem: Any, train: Any
+) -> None:
+    """Of the last draw alone it loses by some standard errors, of the three before it wins by far."""
+    last: list[Tensor] = []
+    asked: list[int] = []
+    scatter = torch.tensor([-1.0, 0.0, 1.0])  # whose standard error over three is 1 / sqrt(3)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if not last:
+            return 0.0 * model[0].weight.sum() + batch.sum()
+        at, j = int(batch[0]), int(batch[1])
+        is_last = all(map(torch.equal, tensors.parameters(model), last))
+        asked.append(at)
+        gained = worse / 3**0.5 + float(scatter[j]) if at == TOTAL // WINDOW - 1 else -9.0 + 0.1 * float(scatter[j])
+        return 1.0 + (0.0 if is_last else gained) + 0.0 * model[0].weight.sum()
+
+    def batches(window: int) -> list[Tensor]:
+        return [torch.tensor([float(window), float(j)]) for j in range(3)]
+
+    engine = engine_of(problem, signal=hdet.Probe(loss, batches), tail=TailAverage(starts=(0.4,)))
+    train(engine, TOTAL - 1, batch=noisy)
+    train(engine, batch=noisy, after_update=lambda step: last.extend(weights_of(engine)))
+    assert len(set(asked)) == draws
+    assert (engine.history.windows[-1].tail != {}) == (draws > 1)
+
+
+def test_each_mean_is_compared_with_its_own_batch_statistics(problem: Any, train: Any) -> None:
+    """And the last weights, on every draw, with theirs."""
+
+    def batches(window: int) -> list[Any]:
+        return [problem.batch(-2 - window, j) for j in range(3)]
+
+    probe = hdet.Probe(problem.loss, batches)
+    tail = TailAverage(starts=(0.2, 0.6), significance=0.0, draws=3)
+    engine = engine_of(problem, WILD, nn.BatchNorm1d(6, momentum=0.5), signal=probe, tail=tail)
+    model = engine.hosts[0][0]
+    held: list[dict[str, Tensor]] = []
+    train(engine, batch=noisy, after_update=lambda step: held.append(copy.deepcopy(model.state_dict())))
+    ended, told = copy.deepcopy(model.state_dict()), engine.history.windows[-1].tail
+
+    def of(state: dict[str, Tensor]) -> np.ndarray[Any, Any]:
+        model.load_state_dict(state)
+        return np.mean([probe.measure(model, window).numpy() for window in (4, 3, 2)], axis=0)
+
+    assert told["difference"] == pytest.approx((of(ended) - of(held[-1])).mean(), rel=1e-4)
+
+
+def test_of_parameters_that_can_change_no_more_there_is_no_mean(problem: Any, train: Any) -> None:
+    """Of a layer that the optimizer does not hold, frozen within the window after which the run is ended."""
+    model = problem.model()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=RESTLESS)
+    knob = hdet.LearningRate(evidence=hdet.evidence.Line(), controller=Hold())
+    home = hdet.micro_batches(model, optimizer, n=1)
+    tail = TailAverage(starts=(0.4,), significance=0.0)
+    engine = Engine(home, [knob], window=WINDOW, signal=problem.probe(), total_steps=TOTAL, tail=tail)
+    path = walked(engine, train, until=14)
+    model[0].requires_grad_(False)
+    path += walked(engine, train, until=16)
+    engine.finish()
+    assert all(map(torch.equal, weights_of(engine), path[-1]))
+
+
 def test_batches_in_a_list_are_compared_on_once(problem: Any, train: Any) -> None:
     counts = []
     for tail in (None, TailAverage()):
@@ -444,7 +508,7 @@ def test_a_tail_of_other_parameters_is_begun_anew(change: Any, problem: Any, tra
     assert engine.history.windows[-1].tail["start"] == 12
 
 
-@pytest.mark.parametrize("lacking", ["start", "steps", "flags", "values", "buffers"])
+@pytest.mark.parametrize("lacking", ["start", "stop", "steps", "flags", "values", "buffers"])
 def test_a_state_whose_tail_lacks_something_is_refused(lacking: str, problem: Any, train: Any) -> None:
     engine = engine_of(problem)
     train(engine, 13, batch=noisy)

@@ -210,8 +210,8 @@ def test_an_export_says_where_the_run_ended_with_averaged_weights() -> None:
         if stop is not None:
             windows[-1].tail.update(start=4, stop=stop, difference=-0.1, stderr=0.01)
         for exported in (as_yaml(windows), as_lambda_lr(windows, "rate", run="a run")):
-            assert ("its weights are the mean of those" in exported) == (told is not None)
-            assert told is None or f"its weights are the mean of those {told}" in exported
+            assert ("it ended with the mean of the weights" in exported) == (told is not None)
+            assert told is None or f"it ended with the mean of the weights {told}" in exported
 
 
 def test_a_run_that_ended_where_it_began_has_no_course() -> None:

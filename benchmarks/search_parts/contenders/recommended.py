@@ -26,7 +26,7 @@ class Recommended(Contender):
     """`hdet.recommended` with its defaults, told the length of the run and given the task's probe.
 
     Probes are paid for by training fewer steps. How many probes there will be depends a little on what they say:
-    the run is planned with the least, and ends when the budget is spent.
+    the run is planned with the least (at its end with the most), and ends when the budget is spent.
     """
 
     name = "hdet"
@@ -102,7 +102,7 @@ class Recommended(Contender):
         return ()
 
     def affordable_steps(self, task: Task, setting: Setting) -> int:
-        """Steps that, with the least probes there can be, cost no more than the budget."""
+        """Steps that, with the probes that a run is planned with, cost no more than the budget."""
         # What is probed does not depend on the rates, only on whether there is decay and dropout at all.
         alike = Setting(task.grid.lrs[0], 1e-4 if setting.decay else 0.0, 0.1 if setting.dropout else 0.0)
         return _affordable(type(self), task.rehearsed(), alike)
@@ -127,6 +127,7 @@ class Recommended(Contender):
             meter.add(forward=size, backward=size if torch.is_grad_enabled() else 0)
             return weigh(model, batch) * scale
 
+        # The rehearsal's losses have a scatter of some 3 %: no mean that is worse is that by 100 standard errors.
         every = copy.copy(self)
         every.tail = self.tail.replace(significance=100.0) if self.tail is not None else None
         engine = every.engine(task, setting, problem, model, hdet.Probe(loss, lambda _: [None]), steps, 0)

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
-from hdet.controllers.gap import GapState
+from hdet.controllers.gap import GapState, gap_of
 from hdet.controllers.part import Rule
 from hdet.spec import register
 
@@ -51,7 +51,12 @@ class Fall(Rule):
 
     def observe(self, state: GapState, estimate: Estimate, context: Context) -> GapState:
         told = min(estimate.level or 0.0, context.loss or 0.0) > 0.0  # a share of nothing, or of less, is none
-        return state.after(estimate, context) if told and estimate.offset <= 0 else state
+        if not told:
+            return state
+        if estimate.offset <= 0:
+            return state.after(estimate, context)
+        gap = gap_of(estimate, context)  # while it looks ahead, of the losses' scale alone
+        return state if gap is None else state.of_scale(gap)
 
     def retreat(self, state: GapState, context: Context) -> GapState:
         return state.forgotten()

@@ -35,7 +35,8 @@ class NeedsGap(_Gap):
     A training loss above the held-out one is of another kind (dropout, label smoothing, a penalty), or of a window in
     which the loss fell fast. It tells of no overfitting, so a raise then ends at the schedule as given (a shift of 0).
     Both losses must be known, and on one scale: a held-out loss that is above the training loss by a quarter of itself
-    in each of the first three windows shows one that was divided by the number of micro-batches.
+    in the first window that tells both, and in one of the two after it, shows one that was divided by the number of
+    micro-batches.
 
     Args:
         min_gap: smallest |held-out loss - training loss|, as a share of the held-out loss.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hdet.controllers import Estimate
-from hdet.controllers.gap import OTHER_SCALE, SHOW_IT
+from hdet.controllers.gap import DECIDED, OTHER_SCALE, told_of_scale
 from hdet.evidence.parts.line_fit import along
 from hdet.evidence.parts.losses_at import Point, Write, losses_at
 from hdet.evidence.scene import Harvest, Scene, Window
@@ -39,7 +39,7 @@ class Levels:
         half: [K] half the distance between a knob's levels, in coordinate units; 0 for a knob that rests.
         centre: [K] their middle, as an offset from the base; 0 but near a bound.
         other_scale: whether training and held-out loss are on two scales; None until windows have told.
-        shown: the windows that have shown it, until then.
+        told_of_scale: what windows have told of it (`hdet.controllers.gap.told_of_scale`), and the last that did.
         called: [K] the step at which the last window that left no doubt ended, with the sign of its slope; 0 without.
     """
 
@@ -50,7 +50,7 @@ class Levels:
         self.half = np.zeros(len(knobs))
         self.centre = np.zeros(len(knobs))
         self.other_scale: bool | None = None
-        self.shown: set[int] = set()
+        self.told_of_scale = (0, -1)
         self.called = np.zeros(len(knobs))
 
     def place(self, window: Window, step: int, training: float) -> None:
@@ -84,11 +84,11 @@ class Levels:
         gap = level - training
         if self.other_scale is None:
             # Nothing is overfitted as early: gaps this large show another loss, or one that was divided.
-            self.shown.add(window.index)  # by number: the window that a checkpoint was taken in is placed twice
-            if gap <= OTHER_SCALE * abs(level):
-                self.other_scale = False
-            elif len(self.shown) == SHOW_IT:
-                self.other_scale = True
+            told, last = self.told_of_scale
+            if window.index > last:  # the window that a checkpoint was taken in is placed twice
+                told, other_scale = told_of_scale(told, gap > OTHER_SCALE * abs(level))
+                self.told_of_scale = (told, window.index)
+                self.other_scale = other_scale if told == DECIDED else None
             if self.other_scale:
                 warn(
                     f"the training loss is far below the probe's from the first window on (now {training:.4g} and "
@@ -104,12 +104,17 @@ class Levels:
         self.called[:] = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"other_scale": self.other_scale, "shown": sorted(self.shown), "called": self.called.tolist()}
+        return {
+            "other_scale": self.other_scale,
+            "told_of_scale": list(self.told_of_scale),
+            "called": self.called.tolist(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.other_scale = state["other_scale"]
         # States of older versions have neither.
-        self.shown = set(state.get("shown", ()))
+        told, last = state.get("told_of_scale", self.told_of_scale)
+        self.told_of_scale = (told, last)
         self.called = np.array(state.get("called", np.zeros(len(self.knobs))))
 
     def told(self, estimates: Mapping[int, Estimate], harvest: Harvest) -> dict[str, Estimate]:
