@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.controllers import Estimate
 from hdet.evidence import Harvest, Scene
 from hdet.evidence.parts.line_fit import along
 from hdet.replicas import tensors
@@ -222,17 +223,13 @@ class FollowedTail:
         means = [own for own in zip(stretches, others, strict=True) if np.isfinite(own[1]).all()]
         if not np.isfinite(last).all():
             return (means[0][0], {"start": means[0][0].start, "stop": means[0][0].stop}) if means else (None, {})
-        bounds = [self._bound(losses, last) for _, losses in means]
+        gains = [_difference(last, losses) for _, losses in means]
+        bounds = [gain.slope + self.spec.significance * gain.stderr for gain in gains]
         if min(bounds, default=0.0) >= 0.0:
             return None, {}
-        best, losses = means[int(np.argmin(bounds))]
-        gained = along((0.0, 1.0), np.stack([last, losses]))
-        return best, {"start": best.start, "stop": best.stop, "difference": gained.slope, "stderr": gained.stderr}
-
-    def _bound(self, losses: NDArray[np.float64], beside: NDArray[np.float64]) -> float:
-        """What these losses lie above others by, at most."""
-        gained = along((0.0, 1.0), np.stack([beside, losses]))
-        return gained.slope + self.spec.significance * gained.stderr
+        at = int(np.argmin(bounds))
+        best, gain = means[at][0], gains[at]
+        return best, {"start": best.start, "stop": best.stop, "difference": gain.slope, "stderr": gain.stderr}
 
     def put(self, stretch: Stretch) -> None:
         """Let every model hold the mean."""
@@ -250,15 +247,15 @@ class FollowedTail:
             stays = [True, *(not self._worse(table[0], losses) for losses in table[1:])]
             stretches = list(compress(stretches, stays[1:]))
             tables = [table[stays]]
-            if stretches:
-                tables += map(self._agreed, self._measured(self._earlier(window, first.device), stretches))
+            if stretches and (earlier := self._earlier(window, first.device)):
+                tables += map(self._agreed, self._measured(earlier, stretches))
         return stretches, np.mean([own for own in tables if own.shape == tables[0].shape], axis=0)
 
     def _worse(self, last: NDArray[np.float64], losses: NDArray[np.float64]) -> bool:
         """Whether a mean loses to the last weights by as many standard errors as it has to win by, one at least."""
         if not (np.isfinite(last).all() and np.isfinite(losses).all()):
             return False  # whatever it means is decided on all draws
-        lost = along((0.0, 1.0), np.stack([last, losses]))
+        lost = _difference(last, losses)
         return lost.slope > max(1.0, self.spec.significance) * lost.stderr
 
     def _measured(self, draws: Sequence[tuple[int, Sequence[Any]]], stretches: Sequence[Stretch]) -> list[Tensor]:
@@ -335,6 +332,11 @@ class FollowedTail:
             part = TailMean(saved["start"], saved["flags"], self.scene.moving.values(), self._device)
             part.take(saved["values"], saved["buffers"], saved["steps"], saved["stop"])
             self.parts.append(part)
+
+
+def _difference(some: NDArray[np.float64], others: NDArray[np.float64]) -> Estimate:
+    """How far the second [J] losses lie above the first, as a slope."""
+    return along((0.0, 1.0), np.stack([some, others]))
 
 
 def batch_statistics(model: nn.Module) -> dict[str, Tensor]:
