@@ -164,7 +164,7 @@ def searched(side: int, frozen: bool, options: dict[str, Any], windows: int = WI
         kept += [*anchor._parameters.values(), *anchor._buffers.values()]
         kept += [value for state in anchor.optimizer_state()["state"].values() for value in state.values()]
     for part in engine.cycle.tail.parts if engine.cycle.tail is not None else ():
-        kept += [*part.weights, *part.buffers.values()]
+        kept += part.weights
     return Counted(held, sum(storages(kept).values()), momentary)
 
 

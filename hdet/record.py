@@ -54,9 +54,9 @@ class WindowRecord:
         powers: by knob, the power to which what is left of its schedule is taken after this window
             (`hdet.controllers.rules.Fall`); absent where it stays as given.
         tail: in a run's last window, where averaged weights took the place of the last ones (`hdet.TailAverage`): the
-            first step that they are averaged over (`start`), the one after the last (`stop`), the `difference` of their
-            held-out loss to that of the last weights, and its `stderr` (without these two where the last weights' loss
-            is not finite); else empty.
+            share of these (`last`), of each of the `parts` that have one the first step (`start`), the one after the
+            last (`stop`) and the `share`; the `difference` of the held-out loss to that of the last weights, and its
+            `stderr` (without these two where the last weights' loss is not finite); else empty.
         mean_loss: over all replicas that stayed finite; `None` where `losses` has them all, or none did.
     """
 
@@ -84,7 +84,7 @@ class WindowRecord:
     best_schedule: dict[str, list[float]] = field(default_factory=dict)
     noise_scale: dict[str, float | None] = field(default_factory=dict)
     powers: dict[str, float] = field(default_factory=dict)
-    tail: dict[str, float] = field(default_factory=dict)
+    tail: dict[str, Any] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -99,16 +99,19 @@ class WindowRecord:
         """In a run's last window which weights it ended with, in words; nothing for the last ones.
 
         >>> record = WindowRecord(4, 52, 60, {}, {}, [1.0], {}, {}, False)
-        >>> record.tail.update(start=31, stop=60, difference=-0.0268, stderr=0.0101)
-        >>> print(record.ending)
-        ends with the mean of the weights from step 31 on, whose held-out loss is 0.0268 ± 0.0101 below that of the last
-        >>> record.tail.update(stop=48)
+        >>> part = {"start": 31, "stop": 60, "share": 0.8}
+        >>> record.tail.update(last=0.2, parts=[part], difference=-0.0268, stderr=0.0101)
+        >>> print(record.ending.partition("), ")[0])
+        ends with averaged weights (80 % from step 31 on, 20 % the last
+        >>> print(record.ending.partition("), ")[2])
+        whose held-out loss is 0.0268 ± 0.0101 below that of the last
+        >>> record.tail.update(last=0.0, parts=[part | {"stop": 48, "share": 1.0}])
         >>> print(record.ending.partition(",")[0])
-        ends with the mean of the weights of steps 31 to 47
+        ends with averaged weights (those of steps 31 to 47)
         """
         if not self.tail:
             return ""
-        ends = f"ends with the mean of the weights {self.averaged_over}, "
+        ends = f"ends with averaged weights ({self.averaged_over}), "
         if "difference" not in self.tail:
             return ends + "since the held-out loss of the last is not finite"
         gain, error = -self.tail["difference"], self.tail["stderr"]
@@ -119,10 +122,16 @@ class WindowRecord:
         """Over which steps the weights are averaged that the run ended with, in words; nothing where they are not."""
         if not self.tail:
             return ""
-        first, last = int(self.tail["start"]), int(self.tail.get("stop", self.stop)) - 1
-        if last + 1 == self.stop:
-            return f"from step {first} on"
-        return f"of steps {first} to {last}" if first < last else f"of step {first}"
+        shares = {self._steps(part["start"], part["stop"]): part["share"] for part in self.tail["parts"]}
+        if self.tail["last"]:
+            shares["the last"] = self.tail["last"]
+        told = [f"{share:.0%} {steps}".replace("%", " %") for steps, share in shares.items()]
+        return f"those {next(iter(shares))}" if len(shares) == 1 else ", ".join(told)
+
+    def _steps(self, start: int, stop: int) -> str:
+        if stop == self.stop:
+            return f"from step {start} on"
+        return f"of steps {start} to {stop - 1}" if stop - start > 1 else f"of step {start}"
 
     def range(self, knob: str) -> tuple[float, float]:
         """The lowest and the highest value of a knob at the window's last step."""

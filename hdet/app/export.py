@@ -163,4 +163,4 @@ def _when(windows: Sequence[WindowRecord]) -> str:
     if kept == total:
         steps = f"each of its {total} steps"
     averaged = windows[-1].averaged_over
-    return f"{steps}; it ended with the mean of the weights {averaged}" if averaged else steps
+    return f"{steps}; it ended with averaged weights ({averaged})" if averaged else steps

@@ -475,9 +475,9 @@ class Cycle:
         """The run is over: let the models hold what it ends with, and return what is recorded of that."""
         self.home.advance(now=True)
         with self.home.lent_buffers(self._sound.tolist()):
-            stretch, told = tail.best(window)
-        if stretch is not None:
-            tail.put(stretch)
+            mixture, told = tail.best(window)
+        if mixture is not None:
+            tail.put(mixture)
         return told
 
     def _forget_weights(self) -> None:

@@ -71,7 +71,7 @@ class TailPart(Strict):
     steps: int = Field(ge=1)
     flags: list[bool]
     values: list[Tensor]
-    buffers: dict[str, Tensor]
+    layers: list[str]
 
 
 class MergePart(Strict):

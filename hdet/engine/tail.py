@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import combinations
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +14,8 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.controllers import Estimate
+from hdet.engine.batch_statistics import BatchStatistics, Statistics, keeping, statistics_of
+from hdet.engine.mixture import Pair, Shares, lowest, nodes
 from hdet.evidence import Harvest, Scene
 from hdet.evidence.parts.line_fit import along
 from hdet.replicas import tensors
@@ -23,8 +24,11 @@ from hdet.replicas.schedule_free import is_schedule_free
 from hdet.spec import Spec, register
 from hdet.user_warning import warn
 
-STATISTICS = ("running_mean", "running_var")
-"""Buffers that follow the batches, by the last part of their names."""
+LAST = (0, 0)
+"""Among `nodes`, the last weights."""
+
+Draw = tuple[int, Sequence[Any]]
+"""A window's number, and the probe's batches of it."""
 
 
 class Tail(Spec, family="tail"):
@@ -37,33 +41,33 @@ class Tail(Spec, family="tail"):
 
 @register
 class TailAverage(Tail):
-    """End with weights averaged over a stretch of the run, if the probe finds them better than the last ones.
+    """End with averaged weights, if the probe finds them better than the last ones.
 
-    The run's tail is cut into parts at a few shares of the run. The mean of the weights is worked out for each part,
-    and so for every stretch from the beginning of one part to the end of the same or a later one. At the end the probe
-    compares each stretch with the last weights, on the same batches. With d the difference of the held-out losses
-    (below 0 where the mean is better) and e its standard error over sub-batches, the mean with the lowest
-    d + significance e is taken, if that is below 0; else the weights stay as they are. Until then training does not
-    change.
+    The run's tail is cut into parts at a few shares of the run, and the mean of the weights is worked out for each.
+    At the end the probe compares mixtures of these means and of the last weights: each by itself and each pair half and
+    half. A quadratic goes through these losses; its lowest point tells which two parts are best mixed with the last
+    weights, and at which shares. With d the difference of a held-out loss to that of the last weights (below 0 where
+    the mixture is better) and e its standard error over sub-batches, the mixture with the lowest d + significance e is
+    taken, if that is below 0; else the weights stay as they are. Until then training does not change.
 
-    Averages smooth what the last steps did by chance. Where data repeat they also overfit less, and a stretch that ends
-    before the run does stops early. Where data are always new the last weights of a rate that falls to 0 are as good or
-    better, and stay. (Suffix averages: Rakhlin, Shamir and Sridharan 2012, arXiv 1109.5647; over the end of a network's
-    training: Izmailov et al. 2018, arXiv 1803.05407.)
+    Averages smooth what the last steps did by chance. Where data repeat they also overfit less, and an early part's
+    mean stops early. Where data are always new the last weights of a rate that falls to 0 are as good or better, and
+    stay. (Suffix averages: Rakhlin, Shamir and Sridharan 2012, arXiv 1109.5647; over the end of a network's training:
+    Izmailov et al. 2018, arXiv 1803.05407; shares that are learnt: Li et al. 2022, arXiv 2205.13104.)
 
-    Batch statistics (`running_mean`, `running_var`) are averaged over the windows' ends; other buffers and the
-    optimizer's state are left as they are, and what is kept beside the weights (zeros of a pruning mask, master weights
-    of an optimizer's own) is not asked. A run whose length is not known beforehand has no tail, and neither has one
-    under a Schedule-Free optimizer, whose weights are an average already. Where a guard goes back to an earlier point,
-    and where other parameters are trained from some window on, the tail begins anew.
+    BatchNorm's running statistics are those of the mixture, as far as a held-out batch tells how they change with the
+    weights. Other buffers and the optimizer's state are left as they are, and what is kept beside the weights (zeros of
+    a pruning mask, master weights of an optimizer's own) is not asked. A run whose length is not known beforehand has
+    no tail, and neither has one under a Schedule-Free optimizer, whose weights are an average already. Where a guard
+    goes back to an earlier point, and where other parameters are trained from some window on, the tail begins anew.
 
     Args:
         starts: where parts begin, as shares of the run, rising. Each begins with the first window that opens there, and
             ends where the next one begins.
-        significance: standard errors by which a mean has to be better. A mean that the last window's batches find worse
-            by as many, one at least, is compared on no others.
+        significance: standard errors by which a mixture has to be better.
         draws: where a probe's batches are a function of the window's number, of how many windows: the last one and
-            those before, which the function is asked for again. (Batches in a list are always the same.)
+            those before, which the function is asked for again, for the two parts that the last one's call for.
+            (Batches in a list are always the same.)
         keep: where the means are kept: a copy of the trained weights, in float32 at least, for each part.
 
     >>> TailAverage(starts=(0.5,)).starts
@@ -84,6 +88,20 @@ class TailAverage(Tail):
             )
         return starts
 
+    def most_evaluations(self, model: nn.Module) -> int:
+        """How often a window's probe is evaluated at the run's end at the most.
+
+        All mixtures on the last draw, those of two parts on the others, and the best of all on each; once more for each
+        on the last draw for BatchNorm's statistics.
+
+        >>> TailAverage().most_evaluations(nn.Linear(2, 2)), TailAverage().most_evaluations(nn.BatchNorm1d(2))
+        (32, 43)
+        """
+        size = 1 + len(self.starts)
+        every, two = nodes(range(size), size), nodes(range(min(3, size)), size)
+        restated = len(every) + 1 if keeping(model) else 0
+        return len(every) + (self.draws - 1) * len(two) + self.draws + restated
+
     def follow(self, scene: Scene, total_steps: int) -> FollowedTail:
         return FollowedTail(self, scene, total_steps)
 
@@ -94,38 +112,28 @@ def possible(tail: Tail | None, optimizer: Optimizer, total_steps: int | None) -
 
 
 class TailMean:
-    """The mean of weights and batch statistics over some windows on end.
+    """The mean of the weights over some windows on end.
 
     Attributes:
         start, stop: the first step, and the one after the last. steps: how many, without those of windows left out.
         flags: which of the model's parameters can change. weights: the mean of these, in the model's order.
-        buffers: that of the batch statistics, by name.
+        layers: names of the BatchNorm layers whose statistics followed the batches at its end.
     """
 
     def __init__(self, start: int, flags: Sequence[bool], live: Sequence[Tensor], device: str | None = None) -> None:
         self.start, self.stop, self.steps = start, start, 0
         self.flags = list(flags)
-        self._device = device
-        self.weights = [self._wide(value) for value in live]
-        self.buffers: dict[str, Tensor] = {}
+        self.weights = [torch.empty_like(own, dtype=tensors.wide_type(own.dtype), device=device) for own in live]
+        self.layers: list[str] = []
 
     @torch.no_grad()
-    def take(self, weights: Sequence[Tensor], buffers: Mapping[str, Tensor], steps: int, stop: int) -> None:
-        """Take in the means of so many steps more; of buffers whose shapes change there is none."""
-        if not self.steps:
-            self.buffers = {name: self._wide(value).copy_(value) for name, value in buffers.items()}
+    def take(self, weights: Sequence[Tensor], steps: int, stop: int, layers: Iterable[str]) -> None:
+        """Take in the mean of so many steps more."""
         self.steps += steps
         self.stop = stop
-        share = steps / self.steps
+        self.layers = list(layers)
         for mean, value in zip(self.weights, weights, strict=True):
-            towards_(mean, value, share)
-        kept = {n: m for n, m in self.buffers.items() if n in buffers and buffers[n].shape == m.shape}
-        for name, mean in kept.items():
-            towards_(mean, buffers[name], share)
-        self.buffers = kept
-
-    def _wide(self, value: Tensor) -> Tensor:
-        return torch.empty_like(value, dtype=tensors.wide_type(value.dtype), device=self._device)
+            towards_(mean, value, steps / self.steps)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -133,44 +141,68 @@ class TailMean:
             "stop": self.stop,
             "steps": self.steps,
             "flags": list(self.flags),
+            "layers": list(self.layers),
             "values": tensors.clones(self.weights),
-            "buffers": dict(zip(self.buffers, tensors.clones(list(self.buffers.values())), strict=True)),
         }
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """The mean over parts on end, each counted by its steps."""
+class Mixture:
+    """A mean of the last weights and of the parts', by shares.
 
+    Attributes:
+        shares: [1 + parts], that of the last weights first.
+        statistics: of BatchNorm layers, for it.
+    """
+
+    shares: Shares
     parts: Sequence[TailMean]
+    statistics: Statistics
 
-    @property
-    def start(self) -> int:
-        return self.parts[0].start
+    def told(self) -> dict[str, Any]:
+        """To record: the last weights' share (`last`), and of each part that has one its steps and its `share`."""
+        counted = [(part, float(share)) for part, share in zip(self.parts, self.shares[1:], strict=True) if share]
+        told = [{"start": part.start, "stop": part.stop, "share": share} for part, share in counted]
+        return {"last": float(self.shares[0]), "parts": told}
 
-    @property
-    def stop(self) -> int:
-        return self.parts[-1].stop
 
-    def weights(self) -> Iterator[Tensor]:
-        """One tensor at a time: no copy of the model is made."""
-        return map(self._mean, zip(*(part.weights for part in self.parts), strict=True))
+class MixtureLosses:
+    """Held-out losses of mixtures, in the first model, whose last weights are put aside meanwhile.
 
-    def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """With their names; of those that are in all parts with one shape."""
-        for name, first in self.parts[0].buffers.items():
-            found = [part.buffers[name] for part in self.parts if name in part.buffers]
-            if len(found) == len(self.parts) and all(other.shape == first.shape for other in found):
-                yield name, self._mean(found)
+    Args:
+        last: a copy of the last weights.
+        draw: the last window and its batches, which tell how BatchNorm's statistics change with the weights.
+    """
 
-    def _mean(self, values: Sequence[Tensor]) -> Tensor:
-        if len(values) == 1:
-            return values[0]
-        mean, steps = values[0].clone(), self.parts[0].steps
-        for value, part in zip(values[1:], self.parts[1:], strict=True):
-            steps += part.steps
-            towards_(mean, value, part.steps / steps)
-        return mean
+    def __init__(self, scene: Scene, parts: Sequence[TailMean], last: Sequence[Tensor], draw: Draw) -> None:
+        self.scene, self.parts, self.last = scene, parts, last
+        self.model, self.optimizer = scene.replicas.hosts[0]
+        held = keeping(self.model)
+        window, batches = draw
+        self._statistics = BatchStatistics(
+            {name: held[name] for name in parts[-1].layers if name in held},
+            lambda: [scene.probe.loss(self.model, batch) for batch in batches],
+            lambda: scene.probe.evaluated(self.model, window, self.optimizer),
+        )
+        self._found: dict[tuple[float, ...], Statistics] = {}
+
+    def of(self, draws: Sequence[Draw], at: Iterable[Shares]) -> list[NDArray[np.float64]]:
+        """For each draw [mixtures, J] probe losses, those of the first process: elsewhere the last bits may differ."""
+        probe, replicas = self.scene.probe, self.scene.replicas
+        rows = []
+        for shares in at:
+            write(self.model, self.scene.moving.values(), mixed(shares, self.last, self.parts))
+            self.statistics(shares).put(self.model)
+            rows.append([probe.measure(self.model, at, self.optimizer, batches) for at, batches in draws])
+        tables = [torch.stack(own) for own in zip(*rows, strict=True)]
+        return [replicas.gather(t.flatten().expand(len(replicas.local), -1))[0].reshape(t.shape) for t in tables]
+
+    def statistics(self, shares: Shares) -> Statistics:
+        """Of the mixture that the model holds; of the last weights their own."""
+        key = tuple(shares.tolist())
+        if key not in self._found:
+            self._found[key] = self._statistics.last if shares[0] == 1.0 else self._statistics.of_present()
+        return self._found[key]
 
 
 class FollowedTail:
@@ -201,96 +233,85 @@ class FollowedTail:
         begun = [first for first in self.starts if window.start >= first]
         if not self.parts or self.parts[-1].start < begun[-1]:
             self.parts.append(TailMean(window.start, moving.flags, moving.values(), self._device))
-        buffers = batch_statistics(self.scene.replicas.hosts[0][0])
-        self.parts[-1].take(weights, buffers, window.stop - window.start, window.stop)
+        layers = keeping(self.scene.replicas.hosts[0][0])
+        followed = [name for name, layer in layers.items() if layer.training]
+        self.parts[-1].take(weights, window.stop - window.start, window.stop, followed)
 
-    def best(self, window: int) -> tuple[Stretch | None, dict[str, float]]:
-        """The run is over: the stretch whose mean the probe finds best, if any is better than the last weights.
+    def best(self, window: int) -> tuple[Mixture | None, dict[str, Any]]:
+        """The run is over: the mixture that the probe finds best, if any is better than the last weights.
+
+        The last draw tells which two parts are best mixed with the last weights, if any are; of these all draws tell.
 
         Args:
             window: the number of the last one.
 
         Returns:
-            It, and numbers to record: its first step (`start`), the one after its last (`stop`), the `difference` of
-            its held-out loss to that of the last weights, and the `stderr` of that; of last weights whose loss is not
-            finite there is no difference. `None` and nothing where the last weights are to stay.
+            It, and what to record: its shares (`Mixture.told`), the `difference` of its held-out loss to that of the
+            last weights, and the `stderr` of that; of last weights whose loss is not finite there is no difference.
+            `None` and nothing where the last weights are to stay.
         """
         parts, self.parts = self.parts, []
         if not parts or not all(self._fits(part.flags, part.weights) for part in parts):
             return None, {}
-        stretches = [Stretch(parts[i : j + 1]) for j in reversed(range(len(parts))) for i in reversed(range(j + 1))]
-        stretches, (last, *others) = self._losses(window, stretches)
-        means = [own for own in zip(stretches, others, strict=True) if np.isfinite(own[1]).all()]
-        if not np.isfinite(last).all():
-            return (means[0][0], {"start": means[0][0].start, "stop": means[0][0].stop}) if means else (None, {})
-        gains = [_difference(last, losses) for _, losses in means]
-        bounds = [gain.slope + self.spec.significance * gain.stderr for gain in gains]
-        if min(bounds, default=0.0) >= 0.0:
+        draw = (window, self.scene.probe.draw(window))
+        buffers = statistics_of(self.scene.replicas.hosts[0][0])
+        with (
+            self.scene.at_base(),
+            tensors.put_aside(buffers),
+            tensors.put_aside(self.scene.moving.values()) as last,
+        ):
+            compared = MixtureLosses(self.scene, parts, last, draw)
+            shares, told = self._best(compared, draw)
+            if shares is None:
+                return None, {}
+            best = Mixture(shares, parts, compared.statistics(shares))
+        return best, best.told() | told
+
+    def _best(self, compared: MixtureLosses, draw: Draw) -> tuple[Shares | None, dict[str, float]]:
+        """The shares to end with, and the difference; None where the last weights are to stay."""
+        size = 1 + len(compared.parts)
+        grid = nodes(range(size), size)
+        (table,) = compared.of([draw], grid.values())
+        losses = dict(zip(grid, table, strict=True))
+        if not np.isfinite(losses[LAST]).all():
+            sound = [grid[k, k] for k in reversed(range(1, size)) if np.isfinite(losses[k, k]).all()]
+            return (sound[0], {}) if sound else (None, {})
+        of = _promising(losses, size)
+        if len(of) == 1:
             return None, {}
-        at = int(np.argmin(bounds))
-        best, gain = means[at][0], gains[at]
-        return best, {"start": best.start, "stop": best.stop, "difference": gain.slope, "stderr": gain.stderr}
+        grid = nodes(of, size)
+        earlier = self._earlier(draw[0])
+        table = _over_draws([[losses[pair] for pair in grid], *compared.of(earlier, grid.values())])
+        shares = list(grid.values())
+        at, _ = lowest(of, dict(zip(grid, table - table[0], strict=True)), size)
+        if not any(np.array_equal(at, node) for node in shares):
+            shares.append(at)
+            table = np.concatenate([table, _over_draws(compared.of([draw, *earlier], [at]))])
+        gains = [along((0.0, 1.0), np.stack([table[0], own])) for own in table]
+        bounds = [gain.slope + self.spec.significance * gain.stderr for gain in gains]
+        best = int(np.argmin(bounds))
+        if bounds[best] >= 0.0:
+            return None, {}
+        return shares[best], {"difference": gains[best].slope, "stderr": gains[best].stderr}
 
-    def put(self, stretch: Stretch) -> None:
-        """Let every model hold the mean."""
-        for host in range(len(self.scene.replicas.hosts)):
-            self._put(host, stretch)
+    def put(self, mixture: Mixture) -> None:
+        """Let every model hold it."""
+        for host, (model, _) in enumerate(self.scene.replicas.hosts):
+            live = self.scene.moving.values(host)
+            write(model, live, mixed(mixture.shares, live, mixture.parts))
+            mixture.statistics.put(model)
 
-    def _losses(self, window: int, stretches: list[Stretch]) -> tuple[list[Stretch], NDArray[np.float64]]:
-        """Stretches that the first draw does not find worse, and [1 + these, J] losses of the last weights and of them.
-
-        Of several draws a sub-batch's is the mean over draws, since what these have in common has a scatter too.
-        """
-        with self.scene.at_base():
-            (first,) = self._measured([(window, self.scene.probe.draw(window))], stretches)
-            table = self._agreed(first)
-            stays = [True, *(not self._worse(table[0], losses) for losses in table[1:])]
-            stretches = list(compress(stretches, stays[1:]))
-            tables = [table[stays]]
-            if stretches and (earlier := self._earlier(window, first.device)):
-                tables += map(self._agreed, self._measured(earlier, stretches))
-        return stretches, np.mean([own for own in tables if own.shape == tables[0].shape], axis=0)
-
-    def _worse(self, last: NDArray[np.float64], losses: NDArray[np.float64]) -> bool:
-        """Whether a mean loses to the last weights by as many standard errors as it has to win by, one at least."""
-        if not (np.isfinite(last).all() and np.isfinite(losses).all()):
-            return False  # whatever it means is decided on all draws
-        lost = _difference(last, losses)
-        return lost.slope > max(1.0, self.spec.significance) * lost.stderr
-
-    def _measured(self, draws: Sequence[tuple[int, Sequence[Any]]], stretches: Sequence[Stretch]) -> list[Tensor]:
-        """For each draw [1 + stretches, J] probe losses of the last weights and of each mean."""
-        probe, (model, optimizer) = self.scene.probe, self.scene.replicas.hosts[0]
-
-        def losses() -> list[Tensor]:
-            return [probe.measure(model, at, optimizer, batches) for at, batches in draws]
-
-        rows = [losses()]
-        with tensors.put_aside(self.scene.moving.values()):
-            for stretch in stretches:
-                with tensors.put_aside(list(batch_statistics(model).values())):
-                    self._put(0, stretch)
-                    rows.append(losses())
-        return [torch.stack(draw) for draw in zip(*rows, strict=True)]
-
-    def _agreed(self, table: Tensor) -> NDArray[np.float64]:
-        """What the first process has of it: in others the last bits may differ."""
-        replicas = self.scene.replicas
-        rows = replicas.gather(table.flatten().expand(len(replicas.local), -1))
-        told: NDArray[np.float64] = rows[0].reshape(table.shape)
-        return told
-
-    def _earlier(self, window: int, device: torch.device) -> list[tuple[int, list[Any]]]:
+    def _earlier(self, window: int) -> list[Draw]:
         """The batches of windows before the last; none where they are the last one's, or a process has them no more."""
         probe, replicas = self.scene.probe, self.scene.replicas
         if not callable(probe.batches):
             return []
-        drawn, gone = [], ""
+        gone, drawn = "", list[Draw]()
         try:
             drawn = [(at, probe.draw(at)) for at in range(max(0, window - self.spec.draws + 1), window)]
         except Exception as error:  # a run that is over is not to be lost by it, and other processes hear of it
             gone = f"{type(error).__name__}: {error}"
-        row = torch.full((len(replicas.local), 1), float(bool(gone)), device=device)
+        row = torch.full((len(replicas.local), 1), float(bool(gone)), device=self.scene.moving.values()[0].device)
         if not (replicas.gather(row) == 1.0).any():
             return drawn
         warn(
@@ -298,17 +319,6 @@ class FollowedTail:
             f"({gone or 'in another process'}), so the weights that the run ends with were chosen on the last window's"
         )
         return []
-
-    @torch.no_grad()
-    def _put(self, host: int, stretch: Stretch) -> None:
-        model = self.scene.replicas.hosts[host][0]
-        tensors.reshard(model)
-        for own, mean in zip(self.scene.moving.values(host), stretch.weights(), strict=True):
-            own.copy_(mean)
-        live = batch_statistics(model)
-        for name, mean in stretch.buffers():
-            if name in live and live[name].shape == mean.shape:
-                live[name].copy_(mean)
 
     @property
     def _device(self) -> str | None:
@@ -330,18 +340,44 @@ class FollowedTail:
             return
         for saved in state:
             part = TailMean(saved["start"], saved["flags"], self.scene.moving.values(), self._device)
-            part.take(saved["values"], saved["buffers"], saved["steps"], saved["stop"])
+            part.take(saved["values"], saved["steps"], saved["stop"], saved["layers"])
             self.parts.append(part)
 
 
-def _difference(some: NDArray[np.float64], others: NDArray[np.float64]) -> Estimate:
-    """How far the second [J] losses lie above the first, as a slope."""
-    return along((0.0, 1.0), np.stack([some, others]))
+def mixed(shares: Shares, last: Sequence[Tensor], parts: Sequence[TailMean]) -> Iterator[Tensor]:
+    """The mean of the last weights and of the parts' by shares, one tensor at a time: no copy of the model is made."""
+    for values in zip(last, *(part.weights for part in parts), strict=True):
+        mean = torch.zeros_like(values[0], dtype=tensors.wide_type(values[0].dtype))
+        for value, share in zip(values, shares.tolist(), strict=True):
+            if share:  # what has none may not be finite
+                mean.add_(value.to(mean), alpha=share)
+        yield mean
 
 
-def batch_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """By name this rank's part of each running mean and variance, as BatchNorm keeps them."""
-    named = ((name, tensors.local(buffer.detach())) for name, buffer in model.named_buffers())
-    return {
-        name: buffer for name, buffer in named if name.rpartition(".")[2] in STATISTICS and buffer.is_floating_point()
-    }
+@torch.no_grad()
+def write(model: nn.Module, weights: Sequence[Tensor], values: Iterable[Tensor]) -> None:
+    """Let a model's weights be these."""
+    tensors.reshard(model)
+    for own, value in zip(weights, values, strict=True):
+        own.copy_(value)
+
+
+def _promising(losses: Mapping[Pair, NDArray[np.float64]], size: int) -> Sequence[int]:
+    """The last weights (0), and the one or two parts whose mixture with them has the lowest loss, if that is lower."""
+    above = {pair: own - losses[LAST] for pair, own in losses.items()}
+    best: Sequence[int] = (0,)
+    lowest_yet = 0.0
+    for count in (2, 1):  # one alone where the losses of mixtures of two are not all finite
+        for parts in combinations(range(1, size), count):
+            of = (0, *parts)
+            if all(np.isfinite(above[pair]).all() for pair in nodes(of, size)):
+                _, value = lowest(of, above, size)
+                if value < lowest_yet:
+                    best, lowest_yet = of, value
+    return best
+
+
+def _over_draws(tables: Sequence[Any]) -> NDArray[np.float64]:
+    """[mixtures, J]: of a sub-batch the mean over draws with as many, since what draws have in common scatters too."""
+    arrays = [np.asarray(table, dtype=np.float64) for table in tables]
+    return np.asarray(np.mean([own for own in arrays if own.shape == arrays[0].shape], axis=0))

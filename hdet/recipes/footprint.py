@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from hdet.engine import admission
 from hdet.engine.defaults import complete
 from hdet.engine.guard import Guard, Rewind
-from hdet.engine.tail import Tail, TailAverage, batch_statistics
+from hdet.engine.tail import Tail, TailAverage
 from hdet.errors import ConfigError
 from hdet.evidence import Analytic, Contrast, Evidence, GroupLines, Line, MixedDifference, OuterLine, Recursion
 from hdet.evidence.parts.sketch import sizes
@@ -221,12 +221,10 @@ def footprint(
     if isinstance(tail, TailAverage) and not is_schedule_free(optimizer):
         if not strides:
             held.append(Held("the average weights", averages, weights.wide))
-        statistics = batch_statistics(model).values()
-        mean = weights.wide + sum(own.numel() * tensors.wide_type(own.dtype).itemsize for own in statistics)
-        held.append(Held("means of the weights over the tail of the run", tail.keep, len(tail.starts) * mean, "late"))
-        aside = weights.size + sum(own.nbytes for own in statistics)
-        held.append(Held("weights put aside while they are compared", "device", aside, END))
-        moved.append(Moved("the window's mean, into the tail's", *_copied(mean, tail.keep), "window"))
+        means = len(tail.starts) * weights.wide
+        held.append(Held("means of the weights over the tail of the run", tail.keep, means, "late"))
+        held.append(Held("weights put aside while they are compared", "device", weights.size, END))
+        moved.append(Moved("the window's mean, into the tail's", *_copied(weights.wide, tail.keep), "window"))
     if replicas > 1:
         moved.append(Moved("losses and marks of the replicas", "network", 8 * NUMBERS * replicas, "window"))
     return Footprint(weights.size, tuple(held), tuple(moved))

@@ -41,7 +41,7 @@ GUARD = (
     "with a lower rate; where the first steps were far too large it begins anew"
 )
 DEFAULT_GUARD = Rewind()
-TAIL = "  at the end, weights averaged over a stretch of the run, where the probe finds them better than the last ones"
+TAIL = "  at the end, averaged weights where the probe finds them better than the last ones"
 DEFAULT_TAIL = TailAverage()
 ALONG_A_LINE = Calibrate(rules=(*Calibrate().rules, Fall()))
 """Of a learning rate whose schedule is a straight line to 0, the recipe's own."""
@@ -346,7 +346,7 @@ def recommended(
 
     Learning rate, weight decay, dropout and label smoothing are explored where the model and optimizer have
     them, all by counterfactual evidence. A guard (`hdet.Rewind`) goes back to the best point where training went
-    wrong. The run ends with weights averaged over a stretch of it where the probe finds them better
+    wrong. The run ends with averaged weights where the probe finds them better
     (`hdet.TailAverage`). What was chosen, and why, is printed.
 
     Held beyond plain training: the window's first weights (`anchor`), the mean of its weights (`averages`), for each

@@ -316,11 +316,14 @@ def substituted(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator
 
 
 @contextmanager
-def put_aside(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """After the block `tensors` hold what they hold now, in their own memory, whatever is written over them inside."""
+def put_aside(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """After the block `tensors` hold what they hold now, in their own memory, whatever is written over them inside.
+
+    Inside, copies of them are had.
+    """
     saved = clones(tensors)
     try:
-        yield
+        yield saved
     finally:
         copy_(tensors, saved)
 

@@ -279,7 +279,7 @@ def looked_at() -> int:
 
 
 def tailed(name: str, normed: bool) -> Found:
-    """A run that ends with the mean of its tail: whether it is that of the steps, and the ends of what follows data."""
+    """A run that ends with averaged weights: whether they are those of the steps, and the ends of what follows data."""
     model = WRAPS[name](network(normed))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5 if normed else 4.0, foreach=False)
     tail = hdet.TailAverage(starts=(0.4,), significance=0.0)
@@ -289,18 +289,19 @@ def tailed(name: str, normed: bool) -> Found:
     path: list[list[Tensor]] = []
     for step in range(STEPS):
         loop(model, optimizer, search, 1, quiet=False, alike=name == "tensor parallel", steps=[step])
-        if step + 1 < STEPS:
-            path.append([full(parameter) for parameter in model.parameters()])
-        else:
-            start = int(search.history.windows[-1].tail["start"])
-    ended = [full(parameter) for parameter in model.parameters()]
-    # The last step's weights are nobody's to see; the mean of all but them tells what they were.
-    count = STEPS - start
-    last = [count * mean - sum(same) for mean, same in zip(ended, zip(*path[start:], strict=True), strict=True)]
-    moved = [float((one - before).norm()) for one, before in zip(last, path[-1], strict=True)]
-    usual = [float((one - before).norm()) for one, before in zip(path[-1], path[-2], strict=True)]
+        path.append([full(parameter) for parameter in model.parameters()])
+    (part,) = search.history.windows[-1].tail["parts"]
+    start, share = part["start"], part["share"]
+    # The last step's weights are nobody's to see; what the others leave of the mean tells what they were.
+    *seen, ended = path
+    own = 1.0 - share + share / (STEPS - start)
+    rest = [share / (STEPS - start) * sum(same) for same in zip(*seen[start:], strict=True)]
+    last = [(mean - before) / own for mean, before in zip(ended, rest, strict=True)]
+    moved = [float((one - before).norm()) for one, before in zip(last, seen[-1], strict=True)]
+    usual = [float((one - before).norm()) for one, before in zip(seen[-1], seen[-2], strict=True)]
     return {
         "start": start,
+        "share": share,
         "a step away": all(0.0 < one < 20 * other + 1e-3 for one, other in zip(moved, usual, strict=True)),
         "weights": ended,
         "statistics": [full(buffer) for key, buffer in model.named_buffers() if "running" in key],
@@ -322,7 +323,8 @@ def stopped(name: str, normed: bool) -> Found:
         loop(model, optimizer, search, 1, quiet=False, alike=name == "tensor parallel", steps=[step])
         path.append([full(parameter) for parameter in model.parameters()])
     ended = search.history.windows[-1].tail
-    means = [torch.stack(same).mean(0) for same in zip(*path[int(ended["start"]) : int(ended["stop"])], strict=True)]
+    first = ended["parts"][0]
+    means = [torch.stack(same).mean(0) for same in zip(*path[first["start"] : first["stop"]], strict=True)]
     return {
         "ended": ended,
         "the mean": all(torch.allclose(*pair, atol=1e-5) for pair in zip(path[-1], means, strict=True)),

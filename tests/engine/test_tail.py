@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from itertools import combinations
+from itertools import combinations, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,17 @@ def mean(path: list[list[Tensor]]) -> list[Tensor]:
     return [torch.stack(same).double().mean(dim=0).float() for same in zip(*path, strict=True)]
 
 
+def mixed(told: dict[str, Any], path: list[list[Tensor]]) -> list[Tensor]:
+    """The weights that a record tells of, from those after each update."""
+    shares = [told["last"], *(part["share"] for part in told["parts"])]
+    weights = [path[-1], *(mean(path[part["start"] : part["stop"]]) for part in told["parts"])]
+    assert sum(shares) == pytest.approx(1.0)
+    return [
+        torch.stack([s * w for s, w in zip(shares, same, strict=True)]).sum(dim=0)
+        for same in zip(*weights, strict=True)
+    ]
+
+
 def close(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.allclose(*pair, atol=1e-6) for pair in zip(some, others, strict=True))
 
@@ -80,32 +91,68 @@ def astray(step: int, index: int) -> tuple[Tensor, Tensor]:
     return x, y if step < 12 else y - 10.0 * x.sum(dim=1, keepdim=True)
 
 
+def bound(gain: np.ndarray[Any, Any], significance: float) -> float:
+    return float(gain.mean() + significance * gain.std(ddof=1) / len(gain) ** 0.5)
+
+
+def quadratic(losses: dict[tuple[float, ...], float]) -> float:
+    """The lowest value, on a fine grid of shares, of the quadratic through the losses at some of them."""
+    count = len(next(iter(losses)))
+
+    def terms(shares: Any) -> np.ndarray[Any, Any]:
+        return np.stack([shares[..., i] * shares[..., j] for i in range(count) for j in range(i, count)], axis=-1)
+
+    fitted = np.linalg.lstsq(terms(np.array(list(losses))), np.array(list(losses.values())), rcond=None)[0]
+    grid = [at for at in product(np.linspace(0, 1, 101), repeat=count) if abs(sum(at) - 1) < 1e-9]
+    return float((terms(np.array(grid)) @ fitted).min())
+
+
 @pytest.mark.parametrize("starts", [(0.2, 0.4, 0.7), (0.4, 0.7), (0.7,), (0.0,), (0.4, 0.45), (0.0, 0.2, 0.4, 0.6)])
 @pytest.mark.parametrize("significance", [0.0, 1.0, 100.0])
 @pytest.mark.parametrize("batch", [noisy, astray])
-def test_it_ends_with_the_mean_that_the_probe_prefers(
+def test_it_ends_with_the_mixture_that_the_probe_prefers(
     starts: tuple[float, ...], significance: float, batch: Any, problem: Any, train: Any
 ) -> None:
-    """Of all stretches of parts, which begin with the first window at or after a start; else with the last weights."""
+    """Of the last weights and one or two parts, which begin with the first window at or after a start."""
     engine = engine_of(problem, tail=TailAverage(starts=starts, significance=significance))
     path: list[list[Tensor]] = []
     train(engine, batch=batch, after_update=lambda step: path.append(weights_of(engine)))
     begins = sorted({next(step for step in range(0, TOTAL, WINDOW) if step >= start * TOTAL) for start in starts})
-    means = {(first, stop): mean(path[first:stop]) for first, stop in combinations([*begins, TOTAL], 2)}
+    parts = list(pairwise([*begins, TOTAL]))
     last = held_out(problem, engine, path[-1])
-    gains = {stretch: held_out(problem, engine, weights) - last for stretch, weights in means.items()}
-    bounds = {own: gain.mean() + significance * gain.std(ddof=1) / len(gain) ** 0.5 for own, gain in gains.items()}
-    best = min(bounds, key=lambda own: bounds[own])
+
+    def gain(shares: dict[tuple[int, int], float]) -> np.ndarray[Any, Any]:
+        told = [{"start": part[0], "stop": part[1], "share": share} for part, share in shares.items()]
+        weights = mixed({"last": 1.0 - sum(shares.values()), "parts": told}, path)
+        return held_out(problem, engine, weights) - last
+
+    def nodes(of: tuple[Any, ...]) -> dict[tuple[float, ...], np.ndarray[Any, Any]]:
+        at = {
+            tuple((np.eye(1 + len(of))[[i, j]].sum(axis=0) / 2).tolist())
+            for i, j in product(range(1 + len(of)), repeat=2)
+        }
+        return {shares: gain(dict(zip(of, shares[1:], strict=True))) for shares in at}
+
     told = engine.history.windows[-1].tail
-    if bounds[best] < 0.0:
-        assert (told["start"], told["stop"]) == best
-        assert close(weights_of(engine), means[best])
-        assert told["difference"] == pytest.approx(gains[best].mean(), rel=1e-3)
-        assert told["stderr"] == pytest.approx(gains[best].std(ddof=1) / len(last) ** 0.5, rel=1e-3)
-    else:
-        assert told == {}
+    lows = {
+        of: quadratic({at: float(own.mean()) for at, own in nodes(of).items()})
+        for of in combinations(parts, min(2, len(parts)))
+    }
+    if told == {}:
         assert all(map(torch.equal, weights_of(engine), path[-1]))
-    assert (bounds[best] < 0.0) == (significance < 100.0)  # both happen here
+    else:
+        ended = {(part["start"], part["stop"]): part["share"] for part in told["parts"]}
+        assert set(ended) <= set(parts)
+        assert close(weights_of(engine), mixed(told, path))
+        assert told["difference"] == pytest.approx(gain(ended).mean(), rel=1e-3)
+        assert told["stderr"] == pytest.approx(gain(ended).std(ddof=1) / len(last) ** 0.5, rel=1e-3)
+        best = min((of for of in lows if set(ended) <= set(of)), key=lambda of: lows[of])
+        assert lows[best] <= min(lows.values()) + 1e-3
+        bounds = [bound(own, significance) for own in nodes(best).values()]
+        assert bound(gain(ended), significance) <= min(0.0, *bounds) + 1e-6
+        if significance == 0.0:  # the quadratic is not the loss, but not far from it
+            assert gain(ended).mean() < 0.9 * lows[best] < 0.0
+    assert (told != {}) == (significance < 100.0)  # both happen here
     assert not any(record.tail for record in engine.history.windows[:-1])
 
 
@@ -114,9 +161,10 @@ def test_where_more_training_does_harm_it_ends_with_weights_from_before(problem:
     path: list[list[Tensor]] = []
     train(engine, batch=astray, after_update=lambda step: path.append(weights_of(engine)))
     record = engine.history.windows[-1]
-    assert (record.tail["start"], record.tail["stop"]) == (4, 12)
+    assert record.tail["last"] == 0.0
+    assert record.tail["parts"] == [{"start": 4, "stop": 12, "share": 1.0}]
     assert close(weights_of(engine), mean(path[4:12]))
-    assert record.ending.startswith("ends with the mean of the weights of steps 4 to 11, whose held-out loss is ")
+    assert record.ending.startswith("ends with averaged weights (those of steps 4 to 11), whose held-out loss is ")
 
 
 def test_where_the_last_weights_are_better_they_stay(problem: Any, train: Any) -> None:
@@ -144,9 +192,10 @@ def test_windows_count_by_their_lengths(problem: Any, train: Any) -> None:
     path = walked(engine, train, until=28)
     engine.finish()
     told = engine.history.windows[-1].tail
-    lengths = {record.stop - record.start for record in engine.history.windows if record.start >= told["start"]}
+    (part,) = told["parts"]
+    lengths = {record.stop - record.start for record in engine.history.windows if record.start >= part["start"]}
     assert len(lengths) > 1
-    assert close(weights_of(engine), mean(path[int(told["start"]) :]))
+    assert close(weights_of(engine), mixed(told, path))
 
 
 def test_of_replicas_that_came_apart_it_is_the_mean_of_all(problem: Any, train: Any, assert_alike: Any) -> None:
@@ -156,7 +205,7 @@ def test_of_replicas_that_came_apart_it_is_the_mean_of_all(problem: Any, train: 
     rows: list[list[Tensor]] = []
     train(engine, batch=noisy, after_update=lambda step: rows.append(mean([weights_of(engine, h) for h in range(3)])))
     assert_alike(engine)
-    assert close(weights_of(engine), mean(rows[int(engine.history.windows[-1].tail["start"]) :]))
+    assert close(weights_of(engine), mixed(engine.history.windows[-1].tail, rows))
 
 
 def test_knobs_are_at_their_bases_while_means_are_compared(problem: Any, train: Any) -> None:
@@ -173,39 +222,71 @@ def test_knobs_are_at_their_bases_while_means_are_compared(problem: Any, train: 
     knob = hdet.LearningRate(spread=TwoLevel(0.3))
     engine = engine_of(problem, 0.4, n=2, copies=True, knobs=[knob], gradients="local", signal=signal)
     train(engine, batch=noisy)
-    assert len(seen) >= 3 * 7
-    assert all(rate == base for rate, base in seen[-3 * 7 :])
+    assert len(seen) >= 3 * 10
+    assert all(rate == base for rate, base in seen[-3 * 10 :])
     assert engine.history.windows[-1].values["learning_rate"][0] != engine.history.windows[-1].bases["learning_rate"]
 
 
-def test_running_statistics_are_averaged_and_other_buffers_stay(problem: Any, train: Any) -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("passes", torch.zeros(2))
+class Counting(nn.Module):
+    """A buffer that training changes and BatchNorm does not have."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                self.passes += 1.0
-            return x
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(2))
 
-    engine = engine_of(problem, WILD, nn.BatchNorm1d(6, momentum=0.5), Counting())
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1.0
+        return x
+
+
+@pytest.mark.parametrize("by_batch", [True, False])
+def test_batchnorm_has_the_statistics_of_the_weights_it_ends_with(by_batch: bool, problem: Any, train: Any) -> None:
+    """Its own, changed as those of the probe's batches do; where it evaluates in training, too, and else they stay."""
+    rate = WILD if by_batch else 0.1
+    engine = engine_of(problem, rate, nn.BatchNorm1d(6, momentum=0.25), Counting(), tail=TailAverage(significance=0.0))
     model = engine.hosts[0][0]
-    ends: list[dict[str, Tensor]] = []
+    norm = model[2].train(by_batch)
+    last: dict[str, Tensor] = {}
+    path: list[list[Tensor]] = []
 
     def after(step: int) -> None:
-        if (step + 1) % WINDOW == 0:
-            ends.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+        last.update({name: buffer.clone() for name, buffer in model.named_buffers()})
+        path.append(weights_of(engine))
 
     train(engine, batch=noisy, after_update=after)
     told = engine.history.windows[-1].tail
-    averaged = ends[int(told["start"]) // WINDOW : int(told["stop"]) // WINDOW]
+    assert told["parts"]
+    ended = weights_of(engine)
+    assert close(ended, mixed(told, path))
+
+    def seen(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+        with torch.no_grad(), tensors.substituted(tensors.parameters(model), weights):
+            inputs = [model[:2](x) for x, _ in problem.probe().batches]
+        return sum(x.mean(dim=0) for x in inputs) / len(inputs), sum(x.var(dim=0) for x in inputs) / len(inputs)
+
+    (mean_then, variance_then), (mean_now, variance_now) = seen(path[-1]), seen(ended)
+    shift, ratio = (mean_now - mean_then, variance_now / variance_then) if by_batch else (0.0, 1.0)
     held = dict(model.named_buffers())
-    for name in ("2.running_mean", "2.running_var"):
-        assert torch.allclose(held[name], torch.stack([end[name] for end in averaged]).mean(dim=0), atol=1e-6)
-        assert not torch.equal(held[name], ends[-1][name])
+    assert torch.allclose(held["2.running_mean"], last["2.running_mean"] + shift, atol=1e-5)
+    assert torch.allclose(held["2.running_var"], last["2.running_var"] * ratio, rtol=1e-4)
+    assert torch.equal(held["2.running_mean"], last["2.running_mean"]) == (not by_batch)
     for name in ("2.num_batches_tracked", "3.passes"):
-        assert torch.equal(held[name], ends[-1][name])
+        assert torch.equal(held[name], last[name])
+    assert (norm.momentum, norm.training) == (0.25, by_batch)
+    assert not norm._forward_pre_hooks
+
+
+def test_statistics_that_a_batch_of_one_has_none_of_stay(problem: Any, train: Any) -> None:
+    """A sub-batch of one example has no variance."""
+    alone = [tuple(part[:1] for part in problem.batch(-1, j)) for j in range(4)]
+    signal = hdet.Probe(problem.loss, alone)
+    engine = engine_of(problem, WILD, nn.BatchNorm1d(6), signal=signal, tail=TailAverage(significance=0.0))
+    norm = engine.hosts[0][0][2]
+    last: list[Tensor] = []
+    train(engine, batch=noisy, after_update=lambda step: last.__setitem__(slice(None), [norm.running_mean.clone()]))
+    assert engine.history.windows[-1].tail["parts"]
+    assert torch.equal(norm.running_mean, last[0])
 
 
 # -- what it compares on --------------------------------------------------------------------------
@@ -228,8 +309,8 @@ def test_it_compares_on_the_batches_of_the_last_windows(draws: int, problem: Any
     assert [window for window in asked if window != last] == list(range(last + 1 - compared, last))
 
 
-def test_what_the_last_draw_finds_worse_is_compared_on_no_others(problem: Any, train: Any) -> None:
-    """Where the last weights are the best by far they are alone asked of once, each mean once."""
+def test_where_the_last_draw_calls_for_no_mixture_there_is_no_other(problem: Any, train: Any) -> None:
+    """Where the last weights are the best by far."""
     asked: list[int] = []
 
     def batches(window: int) -> list[Any]:
@@ -250,42 +331,65 @@ def test_what_the_last_draw_finds_worse_is_compared_on_no_others(problem: Any, t
         train(engine)
         counts.append((len(evaluated), len(asked)))
         assert engine.history.windows[-1].tail == {}
-    assert counts[1] == counts[2] != counts[0]
+    assert counts[1] == counts[2]
+    assert counts[1][0] - counts[0][0] == 3 * 10  # sub-batches, at three parts, the last weights and half-way between
 
 
-@pytest.mark.parametrize(("worse", "draws"), [(0.1, 4), (0.9, 4), (1.1, 1)])
-def test_a_mean_that_loses_by_less_than_is_asked_for_is_compared_on_all(
-    worse: float, draws: int, problem: Any, train: Any
+@pytest.mark.parametrize("starts", [(0.4,), (0.4, 0.7), (0.2, 0.4, 0.7), (0.0, 0.2, 0.4, 0.6)])
+@pytest.mark.parametrize("draws", [1, 2, 4])
+def test_no_more_is_evaluated_than_is_told_beforehand(
+    starts: tuple[float, ...], draws: int, problem: Any, train: Any
 ) -> None:
-    """Of the last draw alone it loses by some standard errors, of the three before it wins by far."""
-    last: list[Tensor] = []
-    asked: list[int] = []
-    scatter = torch.tensor([-1.0, 0.0, 1.0])  # whose standard error over three is 1 / sqrt(3)
+    """And as much where the best mixture is none of those asked of first."""
+    counts, tail = [], TailAverage(starts=starts, draws=draws, significance=0.0)
+    for own in (None, tail):
+        evaluated: list[Any] = []
 
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        if not last:
-            return 0.0 * model[0].weight.sum() + batch.sum()
-        at, j = int(batch[0]), int(batch[1])
-        is_last = all(map(torch.equal, tensors.parameters(model), last))
-        asked.append(at)
-        gained = worse / 3**0.5 + float(scatter[j]) if at == TOTAL // WINDOW - 1 else -9.0 + 0.1 * float(scatter[j])
-        return 1.0 + (0.0 if is_last else gained) + 0.0 * model[0].weight.sum()
+        def loss(model: nn.Module, batch: Any, seen: list[Any] = evaluated) -> Tensor:
+            seen.append(batch)
+            own: Tensor = problem.loss(model, batch)
+            return own
 
-    def batches(window: int) -> list[Tensor]:
-        return [torch.tensor([float(window), float(j)]) for j in range(3)]
-
-    engine = engine_of(problem, signal=hdet.Probe(loss, batches), tail=TailAverage(starts=(0.4,)))
-    train(engine, TOTAL - 1, batch=noisy)
-    train(engine, batch=noisy, after_update=lambda step: last.extend(weights_of(engine)))
-    assert len(set(asked)) == draws
-    assert (engine.history.windows[-1].tail != {}) == (draws > 1)
+        probe = hdet.Probe(loss, lambda window: [problem.batch(-2 - window, j) for j in range(3)])
+        engine = engine_of(problem, 0.1, signal=probe, tail=own)
+        train(engine, batch=noisy)
+        counts.append(len(evaluated))
+    told = engine.history.windows[-1].tail
+    assert {told["last"], *(part["share"] for part in told["parts"])} - {0.0, 0.5, 1.0}
+    assert counts[1] - counts[0] == 3 * tail.most_evaluations(engine.hosts[0][0])
 
 
-def test_each_mean_is_compared_with_its_own_batch_statistics(problem: Any, train: Any) -> None:
+def test_a_mean_that_the_last_draw_alone_finds_better_is_not_taken(problem: Any, train: Any) -> None:
+    """The draws before it speak against it; were it for the last one, it would be."""
+
+    def ended(draws: int) -> dict[str, Any]:
+        last: list[Tensor] = []
+
+        def loss(model: nn.Module, batch: Tensor) -> Tensor:
+            if not last:
+                return 0.0 * model[0].weight.sum() + batch.sum()
+            away = sum(float((own - end).abs().sum()) for own, end in zip(tensors.parameters(model), last, strict=True))
+            better = -1.0 if int(batch[0]) == TOTAL // WINDOW - 1 else 1.0
+            return 1.0 + better * away * (1.0 + 0.01 * batch[1]) + 0.0 * model[0].weight.sum()
+
+        def batches(window: int) -> list[Tensor]:
+            return [torch.tensor([float(window), float(j)]) for j in range(3)]
+
+        tail = TailAverage(starts=(0.4,), draws=draws)
+        engine = engine_of(problem, signal=hdet.Probe(loss, batches), tail=tail)
+        train(engine, TOTAL - 1, batch=noisy)
+        train(engine, batch=noisy, after_update=lambda step: last.extend(weights_of(engine)))
+        return engine.history.windows[-1].tail
+
+    assert ended(1)
+    assert not ended(4)
+
+
+def test_each_mixture_is_compared_with_its_own_batch_statistics(problem: Any, train: Any) -> None:
     """And the last weights, on every draw, with theirs."""
 
     def batches(window: int) -> list[Any]:
-        return [problem.batch(-2 - window, j) for j in range(3)]
+        return [problem.batch(-20 - window, j) for j in range(3)]
 
     probe = hdet.Probe(problem.loss, batches)
     tail = TailAverage(starts=(0.2, 0.6), significance=0.0, draws=3)
@@ -330,7 +434,9 @@ def test_batches_in_a_list_are_compared_on_once(problem: Any, train: Any) -> Non
         signal = hdet.Probe(loss, [problem.batch(-1, j) for j in range(3)])
         train(engine_of(problem, signal=signal, tail=tail), batch=noisy)
         counts.append(len(evaluated))
-    assert counts[1] - counts[0] == 3 * 7  # sub-batches, at the last weights and at six stretches of three parts
+    assert (
+        counts[1] - counts[0] == 3 * 11
+    )  # sub-batches, at three parts, the last weights, half-way between, and the best
 
 
 def test_draws_that_are_all_the_same_prove_no_more_than_one(problem: Any, train: Any) -> None:
@@ -340,7 +446,8 @@ def test_draws_that_are_all_the_same_prove_no_more_than_one(problem: Any, train:
         engine = engine_of(problem, signal=hdet.Probe(problem.loss, batches))
         train(engine, batch=noisy)
         told.append(engine.history.windows[-1].tail)
-    assert told[0] == pytest.approx(told[1])
+    assert told[0] != {}
+    assert json.dumps(told[0]) == json.dumps(told[1])
 
 
 @pytest.mark.parametrize("gone", [KeyError, StopIteration])
@@ -388,10 +495,10 @@ def test_last_weights_whose_losses_are_not_finite_are_not_kept(problem: Any, tra
     with pytest.warns(UserWarning, match="not finite"):
         train(engine, batch=noisy, after_update=lambda step: last.extend(weights_of(engine)))
     record = engine.history.windows[-1]
-    assert record.tail == {"start": 16, "stop": 20}
+    assert record.tail == {"last": 0.0, "parts": [{"start": 16, "stop": 20, "share": 1.0}]}
     assert (
         record.ending
-        == "ends with the mean of the weights from step 16 on, since the held-out loss of the last is not finite"
+        == "ends with averaged weights (those from step 16 on), since the held-out loss of the last is not finite"
     )
     assert close(weights_of(engine), mean([*path[16:], last]))
 
@@ -415,11 +522,11 @@ def test_a_sub_batchs_loss_is_its_mean_over_the_draws(problem: Any, train: Any) 
     probe = hdet.Probe(problem.loss, batches)
     engine = engine_of(problem, signal=probe, tail=TailAverage(starts=(0.4,), significance=0.0, draws=3))
     path = walked(engine, train)
-    gained = []
-    for weights in (mean(path[8:]), path[-1]):
+    told, gained = engine.history.windows[-1].tail, []
+    for weights in (mixed(told, path), path[-1]):
         with tensors.substituted(tensors.parameters(engine.hosts[0][0]), weights):
             gained.append(np.mean([probe.measure(engine.hosts[0][0], w).numpy() for w in (4, 3, 2)], axis=0))
-    told, differences = engine.history.windows[-1].tail, gained[0] - gained[1]
+    differences = gained[0] - gained[1]
     assert told["difference"] == pytest.approx(differences.mean(), rel=1e-3)
     assert told["stderr"] == pytest.approx(differences.std(ddof=1) / 3**0.5, rel=1e-3)
 
@@ -440,8 +547,13 @@ def test_half_precision_is_averaged_in_single(keep: Any, problem: Any, train: An
     tail = TailAverage(starts=(0.4,), significance=0.0, keep=keep)
     engine = Engine(home, [knob], window=1, signal=signal, total_steps=TOTAL, tail=tail)
     path = walked(engine, train, loss=loss)
-    assert engine.history.windows[-1].tail["start"] == 8
-    assert all(map(torch.equal, weights_of(engine), [value.bfloat16() for value in mean(path[8:])]))
+    told = engine.history.windows[-1].tail
+    assert 0.0 < told["parts"][0]["share"] < 1.0 == len(told["parts"])
+    wide = mixed(told, [[value.float() for value in weights] for weights in path])
+    ended = [value.float() for value in weights_of(engine)]
+    assert all(torch.allclose(one, other, rtol=2**-8) for one, other in zip(ended, wide, strict=True))
+    nearest = [torch.equal(one, other.bfloat16().float()) for one, other in zip(ended, wide, strict=True)]
+    assert sum(nearest) >= len(nearest) - 1
 
 
 # -- a run that is stopped, goes back, or trains other parameters ---------------------------------
@@ -486,8 +598,9 @@ def test_a_state_without_a_tail_begins_it_anew(problem: Any, train: Any) -> None
     del state["tail"]
     engine.load_state_dict(state)
     path += walked(engine, train)
-    assert engine.history.windows[-1].tail["start"] == 12
-    assert close(weights_of(engine), mean(path[12:]))
+    told = engine.history.windows[-1].tail
+    assert [part["start"] for part in told["parts"]] == [12]
+    assert close(weights_of(engine), mixed(told, path))
 
 
 @pytest.mark.parametrize(
@@ -505,10 +618,10 @@ def test_a_tail_of_other_parameters_is_begun_anew(change: Any, problem: Any, tra
     change(state["tail"][0])
     engine.load_state_dict(state)
     train(engine, batch=noisy)
-    assert engine.history.windows[-1].tail["start"] == 12
+    assert [part["start"] for part in engine.history.windows[-1].tail["parts"]] == [12]
 
 
-@pytest.mark.parametrize("lacking", ["start", "stop", "steps", "flags", "values", "buffers"])
+@pytest.mark.parametrize("lacking", ["start", "stop", "steps", "flags", "values", "layers"])
 def test_a_state_whose_tail_lacks_something_is_refused(lacking: str, problem: Any, train: Any) -> None:
     engine = engine_of(problem)
     train(engine, 13, batch=noisy)
@@ -529,8 +642,9 @@ def test_a_window_in_which_all_failed_is_left_out(problem: Any, train: Any) -> N
 
     path = walked(engine, train, loss=loss)
     assert engine.history.windows[2].faults[-1]["kind"] == "restored"
-    assert engine.history.windows[-1].tail["start"] == 0
-    assert close(weights_of(engine), mean([*path[:8], *path[12:]]))
+    told = engine.history.windows[-1].tail
+    assert [part["start"] for part in told["parts"]] == [0]
+    assert close(weights_of(engine), mixed(told, [*path[:8], *path[12:]]))
 
 
 def test_where_a_guard_goes_back_it_begins_anew(problem: Any, train: Any) -> None:
@@ -546,8 +660,9 @@ def test_where_a_guard_goes_back_it_begins_anew(problem: Any, train: Any) -> Non
     engine = engine_of(problem, tail=TailAverage(starts=(0.0,), significance=0.0), guard=Once(overshoot=None))
     path = walked(engine, train)
     assert engine.history.windows[2].faults[-1]["kind"] == "rewound"
-    assert engine.history.windows[-1].tail["start"] == 12
-    assert close(weights_of(engine), mean(path[12:]))
+    told = engine.history.windows[-1].tail
+    assert [part["start"] for part in told["parts"]] == [12]
+    assert close(weights_of(engine), mixed(told, path))
 
 
 def test_where_all_failed_in_the_last_window_the_restored_weights_stay(problem: Any, train: Any) -> None:
@@ -594,9 +709,7 @@ def test_of_buffers_that_grow_there_is_no_mean(problem: Any, train: Any) -> None
 
     engine = engine_of(problem, RESTLESS, Growing())
     path = walked(engine, train)
-    told = engine.history.windows[-1].tail
-    assert told["start"] in (8, 16)
-    assert close(weights_of(engine), mean(path[int(told["start"]) :]))
+    assert close(weights_of(engine), mixed(engine.history.windows[-1].tail, path))
     assert torch.equal(engine.hosts[0][0][2].running_mean, torch.ones(TOTAL))  # type: ignore[index]
 
 
@@ -619,9 +732,22 @@ def test_a_run_that_ends_before_its_time_ends_with_as_much_as_there_is(stop: int
     path = walked(engine, train, until=stop)
     engine.finish()
     told = engine.history.windows[-1].tail
-    better = stop > 8 and held_out(problem, engine, mean(path[8:])).mean() < held_out(problem, engine, path[-1]).mean()
-    assert told.get("start") == (8 if better else None)
-    assert close(weights_of(engine), mean(path[8:]) if better else path[-1])
+    last = held_out(problem, engine, path[-1]).mean()
+    # Of one part and the last weights the quadratic is a parabola.
+    half, whole = (
+        (
+            held_out(
+                problem, engine, mixed({"last": 1 - s, "parts": [{"start": 8, "stop": stop, "share": s}]}, path)
+            ).mean()
+            for s in (0.5, 1.0)
+        )
+        if stop > 8
+        else (last, last)
+    )
+    better = bool(min(half, whole) < last or 4 * half - whole - 3 * last < 0.0)
+    assert bool(told) == better
+    assert [part["start"] for part in told.get("parts", [])] == [8] * better
+    assert close(weights_of(engine), mixed(told, path) if better else path[-1])
     assert [record.window for record in engine.history.windows] == list(range(-(-stop // WINDOW)))
 
 
@@ -643,7 +769,7 @@ def test_without_evidence_that_averages_it_keeps_its_own_mean(problem: Any, trai
     home = hdet.micro_batches(model, optimizer, n=1)
     engine = Engine(home, [knob], window=WINDOW, signal=problem.probe(), total_steps=TOTAL, tail=TailAverage())
     path = walked(engine, train)
-    assert close(weights_of(engine), mean(path[int(engine.history.windows[-1].tail["start"]) :]))
+    assert close(weights_of(engine), mixed(engine.history.windows[-1].tail, path))
 
 
 @pytest.mark.parametrize("starts", [(), (0.7, 0.4), (0.4, 0.4), (-0.1,), (1.0,), (float("nan"),)])
@@ -666,9 +792,9 @@ def test_a_record_tells_of_it_in_json(problem: Any, train: Any) -> None:
     engine = engine_of(problem)
     train(engine, batch=noisy)
     record = engine.history.windows[-1]
-    assert sorted(record.tail) == ["difference", "start", "stderr", "stop"]
+    assert sorted(record.tail) == ["difference", "last", "parts", "stderr"]
     assert WindowRecord.from_json(record.to_json()).tail == record.tail
-    assert json.loads(record.to_json())["tail"]["start"] in (8, 16)
+    assert json.loads(record.to_json())["tail"]["parts"][0]["start"] in (4, 8, 16)
 
 
 def test_it_is_declared_by_its_kind() -> None:

@@ -208,10 +208,11 @@ def test_an_export_says_where_the_run_ended_with_averaged_weights() -> None:
     windows = gone_back()
     for stop, told in ((None, None), (10, "from step 4 on"), (8, "of steps 4 to 7")):
         if stop is not None:
-            windows[-1].tail.update(start=4, stop=stop, difference=-0.1, stderr=0.01)
+            part = {"start": 4, "stop": stop, "share": 0.75}
+            windows[-1].tail.update(last=0.25, parts=[part], difference=-0.1, stderr=0.01)
         for exported in (as_yaml(windows), as_lambda_lr(windows, "rate", run="a run")):
-            assert ("it ended with the mean of the weights" in exported) == (told is not None)
-            assert told is None or f"it ended with the mean of the weights {told}" in exported
+            assert ("it ended with averaged weights" in exported) == (told is not None)
+            assert told is None or f"it ended with averaged weights (75 % {told}, 25 % the last)" in exported
 
 
 def test_a_run_that_ended_where_it_began_has_no_course() -> None:

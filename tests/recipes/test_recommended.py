@@ -509,4 +509,4 @@ def test_a_tail_is_told_of_where_there_is_one(capsys: pytest.CaptureFixture[str]
         model = nn.Linear(8, 1)
         probe = hdet.Probe(lambda model, x: model(x).square().mean(1), [torch.ones(8, 8)])
         hdet.recommended(model, optimizer(model.parameters(), lr=1e-3), total_steps=STEPS, probe=probe)
-        assert ("averaged over a stretch of the run" in capsys.readouterr().out) == told
+        assert ("at the end, averaged weights" in capsys.readouterr().out) == told

@@ -254,10 +254,11 @@ def test_one_window_is_one() -> None:
 
 def test_a_run_that_ended_with_averaged_weights_says_so_on_top() -> None:
     records = windows()
-    records[-1].tail.update(start=70, difference=-0.0268, stderr=0.0101)
-    said = "ends with the mean of the weights from step 70 on, whose held-out loss is 0.0268 ± 0.0101 below"
+    part = {"start": 70, "stop": records[-1].stop, "share": 1.0}
+    records[-1].tail.update(last=0.0, parts=[part], difference=-0.0268, stderr=0.0101)
+    said = "ends with averaged weights (those from step 70 on), whose held-out loss is 0.0268 ± 0.0101 below"
     assert f"(one run each) {said} that of the last 120 steps, 12 windows" in Reader(page(run(windows=records))).words
-    assert "the mean of the weights" not in Reader(page(run())).words
+    assert "averaged weights" not in Reader(page(run())).words
 
 
 def test_a_run_that_learned_nothing_is_told_on_top() -> None:

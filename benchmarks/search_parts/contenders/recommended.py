@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
@@ -48,10 +47,7 @@ class Recommended(Contender):
             return problem.example_losses(model, batch).view(task.sub_batches, -1).mean(dim=1)
 
         engine = self.engine(task, setting, problem, model, hdet.Probe(loss, lambda w: [problem.probe(w)]), steps, seed)
-        # The tail's probes come after the last step, and are paid for, too: of the last weights and of every stretch.
-        tail = self.tail
-        compared = 1 + math.comb(len(tail.starts) + 1, 2) if tail is not None else 0
-        at_the_end = compared * tail.draws * len(_first(problem.probe(0))) if tail is not None else 0
+        at_the_end = self.at_the_end(problem)
         for step in range(steps):
             if meter.passes + 3 * task.batch + at_the_end > task.budget:
                 engine.finish()  # more was probed than planned; the schedule is next to 0 here
@@ -107,12 +103,17 @@ class Recommended(Contender):
         alike = Setting(task.grid.lrs[0], 1e-4 if setting.decay else 0.0, 0.1 if setting.dropout else 0.0)
         return _affordable(type(self), task.rehearsed(), alike)
 
+    def at_the_end(self, problem: Problem) -> int:
+        """Example-passes that the tail's probes take at the most, after the last step. They are paid for, too."""
+        count = self.tail.most_evaluations(problem.model()) if self.tail is not None else 0
+        return count * len(_first(problem.probe(0)))
+
     def rehearse(self, task: Task, setting: Setting, steps: int) -> int:
         """Example-passes that the recipe's probes take in a run of some steps.
 
         The engine runs with losses that only look at the weights, so no example goes through the model; the
-        probes it asks for are counted. At the end all means are compared on all draws: a schedule that the budget cuts
-        off costs more than some steps less.
+        probes it asks for are counted. Of the tail's there are as many as can be: a schedule that the budget cuts off
+        costs more than some steps less.
         """
         meter = Meter()
         problem = task.problem(0, setting.dropout)
@@ -127,13 +128,12 @@ class Recommended(Contender):
             meter.add(forward=size, backward=size if torch.is_grad_enabled() else 0)
             return weigh(model, batch) * scale
 
-        # The rehearsal's losses have a scatter of some 3 %: no mean that is worse is that by 100 standard errors.
-        every = copy.copy(self)
-        every.tail = self.tail.replace(significance=100.0) if self.tail is not None else None
-        engine = every.engine(task, setting, problem, model, hdet.Probe(loss, lambda _: [None]), steps, 0)
+        bare = copy.copy(self)
+        bare.tail = None
+        engine = bare.engine(task, setting, problem, model, hdet.Probe(loss, lambda _: [None]), steps, 0)
         for _ in range(steps):
             step_replicas(task, engine, weigh, [None] * task.micro_batches)
-        return meter.passes
+        return meter.passes + self.at_the_end(problem)
 
 
 @lru_cache

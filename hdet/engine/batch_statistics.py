@@ -1,0 +1,113 @@
+"""Batch statistics of weights that were not trained at, such as a mean of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hdet.replicas import tensors
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """By name of a BatchNorm layer its running mean and variance, [channels] each."""
+
+    layers: Mapping[str, tuple[Tensor, Tensor]]
+
+    @torch.no_grad()
+    def put(self, model: nn.Module) -> None:
+        """Into a model's layers."""
+        held = keeping(model)
+        for name, values in self.layers.items():
+            tensors.copy_(_running(held[name]), values)
+
+
+def keeping(model: nn.Module) -> dict[str, _BatchNorm]:
+    """By name the BatchNorm layers that keep running statistics."""
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
+    return {name: layer for name, layer in layers if layer.running_mean is not None}
+
+
+def statistics_of(model: nn.Module) -> list[Tensor]:
+    """All that these hold."""
+    return [value for layer in keeping(model).values() for value in _running(layer)]
+
+
+class BatchStatistics:
+    """The running means and variances that BatchNorm layers would have, had the model been trained at other weights.
+
+    A mean of weights has activations of less variance than the weights had, so that the mean of their statistics is
+    not its own. What is needed is how statistics change with the weights, and that a held-out batch tells: of a layer
+    the mean at the last weights, plus by how much the batch's mean differs between the weights and the last ones; the
+    variance at the last weights, times the ratio of the batch's variances. Both are of the same examples, so what the
+    batch has by chance cancels. (Izmailov et al. 2018, arXiv 1803.05407, section 3.2, take a pass over the training
+    data.)
+
+    Args:
+        layers: of the model, which holds the last weights and their statistics now.
+        passes: the model's forward passes over a batch, one after the other.
+        evaluating: a context in which the model evaluates and its buffers are put back after.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, _BatchNorm],
+        passes: Callable[[], object],
+        evaluating: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._layers, self._passes, self._evaluating = layers, passes, evaluating
+        self.last = self._held()
+        self._seen = self._look()
+
+    def of_present(self) -> Statistics:
+        """For the weights that the model holds now."""
+        now, found = self._look(), {}
+        for name, (mean, variance) in self.last.layers.items():
+            (mean_then, variance_then), (mean_now, variance_now) = self._seen.layers[name], now.layers[name]
+            ratio = torch.where(variance_then > 0, variance_now / variance_then, 1.0)
+            found[name] = (mean + (mean_now - mean_then), variance * ratio)
+        return Statistics(found)
+
+    @torch.no_grad()
+    def _look(self) -> Statistics:
+        """The batch's own: the mean over passes of what each layer sees of it, normalising by that, all else as usual.
+
+        A layer that sees one value a channel evaluates, since that has no variance.
+        """
+        if not self._layers:
+            return self.last
+        layers = self._layers.values()
+        held = [(layer.momentum, layer.training) for layer in layers]
+        hooks = [layer.register_forward_pre_hook(_train_if_it_varies) for layer in layers]
+        buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+        try:
+            with tensors.put_aside(buffers), self._evaluating():
+                for layer in layers:
+                    layer.reset_running_stats()
+                    layer.momentum, layer.training = None, True
+                self._passes()
+                return self._held()
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for layer, (momentum, training) in zip(layers, held, strict=True):
+                layer.momentum, layer.training = momentum, training
+
+    def _held(self) -> Statistics:
+        clones = {name: tensors.clones(_running(layer)) for name, layer in self._layers.items()}
+        return Statistics({name: (mean, variance) for name, (mean, variance) in clones.items()})
+
+
+def _running(layer: _BatchNorm) -> tuple[Tensor, Tensor]:
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    return tensors.local(layer.running_mean), tensors.local(layer.running_var)
+
+
+def _train_if_it_varies(layer: nn.Module, inputs: Sequence[Tensor]) -> None:
+    layer.training = inputs[0].numel() > inputs[0].shape[1]
