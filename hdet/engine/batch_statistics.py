@@ -70,7 +70,9 @@ class BatchStatistics:
         for name, (mean, variance) in self.last.layers.items():
             (mean_then, variance_then), (mean_now, variance_now) = self._seen.layers[name], now.layers[name]
             ratio = torch.where(variance_then > 0, variance_now / variance_then, 1.0)
-            found[name] = (mean + (mean_now - mean_then), variance * ratio)
+            changed = (mean + (mean_now - mean_then), variance * ratio)
+            # Where the last weights' are not finite, the batch's own.
+            found[name] = (_sound(changed[0], mean_now), _sound(changed[1], variance_now))
         return Statistics(found)
 
     @torch.no_grad()
@@ -107,6 +109,10 @@ def _running(layer: _BatchNorm) -> tuple[Tensor, Tensor]:
     assert layer.running_mean is not None
     assert layer.running_var is not None
     return tensors.local(layer.running_mean), tensors.local(layer.running_var)
+
+
+def _sound(values: Tensor, others: Tensor) -> Tensor:
+    return torch.where(values.isfinite(), values, others)
 
 
 def _train_if_it_varies(layer: nn.Module, inputs: Sequence[Tensor]) -> None:

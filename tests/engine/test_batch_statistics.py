@@ -1,0 +1,91 @@
+"""BatchNorm's statistics at weights that were not trained at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hdet.engine.batch_statistics import BatchStatistics, Statistics, keeping
+from hdet.replicas import tensors
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 4, 3), nn.BatchNorm2d(4))
+
+
+def batch(seed: int, size: int = 64) -> Tensor:
+    return 1.0 + 2.0 * torch.randn(size, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def followed(model: nn.Module, inputs: Tensor) -> BatchStatistics:
+    with torch.no_grad():
+        return BatchStatistics(
+            keeping(model), lambda: [model(part) for part in inputs.split(16)], lambda: tensors.evaluating(model)
+        )
+
+
+def trained(model: nn.Module, inputs: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """What training over many batches at these weights would have kept."""
+    held = keeping(model)
+    for layer in held.values():
+        layer.reset_running_stats()
+        layer.momentum = None
+    model.train()
+    with torch.no_grad():
+        for part in inputs.split(16):
+            model(part)
+    return {name: (layer.running_mean.clone(), layer.running_var.clone()) for name, layer in held.items()}  # type: ignore[union-attr]
+
+
+def error(found: Statistics, truth: dict[str, tuple[Tensor, Tensor]]) -> float:
+    """Of all means, in standard deviations, and of the logarithms of variances: the root mean square."""
+    parts = []
+    for name, (mean, variance) in truth.items():
+        own_mean, own_variance = found.layers[name]
+        parts += [(own_mean - mean) / variance.sqrt(), (own_variance / variance).log()]
+    return float(torch.cat(parts).square().mean().sqrt())
+
+
+def test_they_are_those_of_training_there_but_for_little() -> None:
+    """Nearer than those of the last weights, and than the held-out batch's own."""
+    model = network()
+    trained(model, batch(1, size=2048))
+    told = followed(model, batch(2))
+    last = told.last
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter) * parameter.std().nan_to_num())
+    found = told.of_present()
+    own = followed(model, batch(2))._seen
+    truth = trained(model, batch(1, size=2048))
+    assert error(found, truth) < 0.5 * error(own, truth)
+    assert error(found, truth) < 0.3 * error(last, truth)
+
+
+def test_at_the_last_weights_they_are_what_they_were() -> None:
+    model = network()
+    model.train()(batch(1))
+    told = followed(model, batch(2))
+    for name, pair in told.of_present().layers.items():
+        for one, other in zip(pair, told.last.layers[name], strict=True):
+            assert torch.allclose(one, other)
+
+
+def test_of_last_weights_that_are_not_finite_they_are_the_batchs_own() -> None:
+    model = network()
+    good = tensors.clones(list(model.parameters()))
+    with torch.no_grad():
+        model[0].weight.fill_(float("nan"))
+    model.train()(batch(1))
+    told = followed(model, batch(2))
+    tensors.copy_(list(model.parameters()), good)
+    found = told.of_present()
+    for name, pair in followed(model, batch(2))._seen.layers.items():
+        assert all(map(torch.equal, found.layers[name], pair))
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(3, track_running_stats=False), nn.InstanceNorm1d(3), nn.Linear(3, 3)])
+def test_layers_that_keep_none_have_none(layer: nn.Module) -> None:
+    assert keeping(nn.Sequential(layer)) == {}
