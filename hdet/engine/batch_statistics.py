@@ -85,7 +85,7 @@ class BatchStatistics:
             return self.last
         layers = self._layers.values()
         held = [(layer.momentum, layer.training) for layer in layers]
-        hooks = [layer.register_forward_pre_hook(_train_if_it_varies) for layer in layers]
+        hooks = [layer.register_forward_pre_hook(_train_if_it_varies, with_kwargs=True) for layer in layers]
         buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
         try:
             with tensors.put_aside(buffers), self._evaluating():
@@ -115,5 +115,6 @@ def _sound(values: Tensor, others: Tensor) -> Tensor:
     return torch.where(values.isfinite(), values, others)
 
 
-def _train_if_it_varies(layer: nn.Module, inputs: Sequence[Tensor]) -> None:
-    layer.training = inputs[0].numel() > inputs[0].shape[1]
+def _train_if_it_varies(layer: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> None:
+    (values,) = (*inputs, *named.values())
+    layer.training = values.numel() > values.shape[1]

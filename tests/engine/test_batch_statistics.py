@@ -86,6 +86,38 @@ def test_of_last_weights_that_are_not_finite_they_are_the_batchs_own() -> None:
         assert all(map(torch.equal, found.layers[name], pair))
 
 
+def test_a_layer_may_have_its_input_by_name() -> None:
+    class Named(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.norm(input=x)
+            return out
+
+    model, other = network(), network()
+    other[1] = Named(other[1])
+    one, two = followed(model, batch(2)), followed(other, batch(2))
+    for pair, same in zip(one._seen.layers.values(), two._seen.layers.values(), strict=True):
+        assert all(map(torch.equal, pair, same))
+
+
+def test_an_error_in_the_users_loss_leaves_nothing_behind() -> None:
+    model = network().train()
+    layers = keeping(model)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def fails() -> None:
+        model(batch(2))
+        raise KeyError("a batch without labels")
+
+    with pytest.raises(KeyError):
+        BatchStatistics(layers, fails, lambda: tensors.evaluating(model))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert all(layer.training and layer.momentum == 0.1 and not layer._forward_pre_hooks for layer in layers.values())
+
+
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(3, track_running_stats=False), nn.InstanceNorm1d(3), nn.Linear(3, 3)])
 def test_layers_that_keep_none_have_none(layer: nn.Module) -> None:
     assert keeping(nn.Sequential(layer)) == {}
