@@ -13,6 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hdet.replicas import tensors
 
 
+MOST = 4.0
+"""Factor by which the variances of a batch and of training may differ by chance."""
+
+
 @dataclass(frozen=True)
 class Statistics:
     """By name of a BatchNorm layer its running mean and variance, [channels] each."""
@@ -42,11 +46,11 @@ class BatchStatistics:
     """The running means and variances that BatchNorm layers would have, had the model been trained at other weights.
 
     A mean of weights has activations of less variance than the weights had, so that the mean of their statistics is
-    not its own. What is needed is how statistics change with the weights, and that a held-out batch tells: of a layer
-    the mean at the last weights, plus by how much the batch's mean differs between the weights and the last ones; the
-    variance at the last weights, times the ratio of the batch's variances. Both are of the same examples, so what the
-    batch has by chance cancels. (Izmailov et al. 2018, arXiv 1803.05407, section 3.2, take a pass over the training
-    data.)
+    not its own. A held-out batch has its own there, but for what it has by chance; and that shows at the last weights,
+    whose statistics are known. So a layer's mean is the batch's, plus by how much the kept one lies above the batch's
+    at the last weights (a standard deviation at most), and its variance the batch's, times their ratio there (`MOST` at
+    most). The limits are for last weights that are far from those of the steps before, which the kept ones are of.
+    (Izmailov et al. 2018, arXiv 1803.05407, section 3.2, take a pass over the training data.)
 
     Args:
         layers: of the model, which holds the last weights and their statistics now.
@@ -69,10 +73,10 @@ class BatchStatistics:
         now, found = self._look(), {}
         for name, (mean, variance) in self.last.layers.items():
             (mean_then, variance_then), (mean_now, variance_now) = self._seen.layers[name], now.layers[name]
-            ratio = torch.where(variance_then > 0, variance_now / variance_then, 1.0)
-            changed = (mean + (mean_now - mean_then), variance * ratio)
-            # Where the last weights' are not finite, the batch's own.
-            found[name] = (_sound(changed[0], mean_now), _sound(changed[1], variance_now))
+            widest = variance_now.sqrt()
+            shift = (mean - mean_then).nan_to_num(0.0).clamp(-widest, widest)
+            factor = (variance / variance_then).nan_to_num(1.0).clamp(1 / MOST, MOST)
+            found[name] = (mean_now + shift, variance_now * torch.where(variance_then > 0, factor, 1.0))
         return Statistics(found)
 
     @torch.no_grad()
@@ -109,10 +113,6 @@ def _running(layer: _BatchNorm) -> tuple[Tensor, Tensor]:
     assert layer.running_mean is not None
     assert layer.running_var is not None
     return tensors.local(layer.running_mean), tensors.local(layer.running_var)
-
-
-def _sound(values: Tensor, others: Tensor) -> Tensor:
-    return torch.where(values.isfinite(), values, others)
 
 
 def _train_if_it_varies(layer: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> None:

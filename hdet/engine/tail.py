@@ -288,7 +288,7 @@ class FollowedTail:
             shares.append(at)
             table = np.concatenate([table, _over_draws(compared.of([draw, *earlier], [at]))])
         gains = [along((0.0, 1.0), np.stack([table[0], own])) for own in table]
-        bounds = [gain.slope + self.spec.significance * gain.stderr for gain in gains]
+        bounds = [gain.slope + self.spec.significance * gain.stderr if gain.known else np.inf for gain in gains]
         best = int(np.argmin(bounds))
         if bounds[best] >= 0.0:
             return None, {}

@@ -66,7 +66,7 @@ def test_they_are_those_of_training_there_but_for_little() -> None:
 
 def test_at_the_last_weights_they_are_what_they_were() -> None:
     model = network()
-    model.train()(batch(1))
+    trained(model, batch(1))
     told = followed(model, batch(2))
     for name, pair in told.of_present().layers.items():
         for one, other in zip(pair, told.last.layers[name], strict=True):

@@ -96,6 +96,7 @@ class Job:
                 micro_batches=PARTS,
                 window=5,
                 guard=None,
+                tail=None,
                 quiet=True,
             )
             self.accelerator.register_for_checkpointing(self.search.all_ranks)

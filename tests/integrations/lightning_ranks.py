@@ -30,7 +30,7 @@ def held(folder: Path) -> tuple[list[Any], list[Any], int]:
     options: dict[str, Any] = {**_under_torchrun(), "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     plain = fit(folder, Classifier("step"), **options)
     options["strategy"] = DDPStrategy(process_group_backend="gloo")
-    explored = search(knobs=HELD)
+    explored = search(knobs=HELD, tail=None)
     return plain, fit(folder, Classifier("step"), explored, **options), len(explored.search.history)
 
 

@@ -44,7 +44,8 @@ def left(rank: int, knobs: Sequence[Any] = ()) -> list[Tensor]:
     if knobs:
         held_out = [ray_trainer.examples(64, torch.Generator().manual_seed(seed)) for seed in range(8)]
         probe = hdet.Probe(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), held_out)
-        options: dict[str, Any] = {"total_steps": STEPS, "scheduler": scheduler, "window": 5, "guard": None}
+        options: dict[str, Any] = {"total_steps": STEPS, "scheduler": scheduler, "window": 5}
+        options |= {"guard": None, "tail": None}
         hdet.attach(model, optimizer, probe=probe, knobs=knobs, quiet=True, **options)
     own = torch.Generator().manual_seed(100 + rank)
     for _ in range(STEPS):

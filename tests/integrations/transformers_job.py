@@ -53,7 +53,7 @@ def outcome(run: Trainer, callback: hdet.transformers.Search | None) -> dict[str
 def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     found = {}
-    for name, options in {"plain": None, "held": {"knobs": HELD}, "searched": {}}.items():
+    for name, options in {"plain": None, "held": {"knobs": HELD, "tail": None}, "searched": {}}.items():
         probe = trainer(gpt2(), folder / "probe", ragged=True).eval_dataset
         callback = hdet.transformers.Search(probe=probe, **options) if options is not None else None
         run = made(folder / name, callback)
