@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hdet.replicas import tensors
 
-
-MOST = 4.0
-"""Factor by which the variances of a batch and of training may differ by chance."""
+CHANCE = 2.0
+"""Standard errors by which a held-out batch's statistics may differ from those of training by chance."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class BatchStatistics:
     A mean of weights has activations of less variance than the weights had, so that the mean of their statistics is
     not its own. A held-out batch has its own there, but for what it has by chance; and that shows at the last weights,
     whose statistics are known. So a layer's mean is the batch's, plus by how much the kept one lies above the batch's
-    at the last weights (a standard deviation at most), and its variance the batch's, times their ratio there (`MOST` at
-    most). The limits are for last weights that are far from those of the steps before, which the kept ones are of.
+    at the last weights, and its variance the batch's, times their ratio there. Differences of more than `CHANCE`
+    standard errors, of as many values as the batch has examples, count as that: kept statistics lag behind, and are of
+    other weights where momentum is small or the last steps went far.
     (Izmailov et al. 2018, arXiv 1803.05407, section 3.2, take a pass over the training data.)
 
     Args:
@@ -65,6 +66,7 @@ class BatchStatistics:
         evaluating: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._layers, self._passes, self._evaluating = layers, passes, evaluating
+        self._examples = dict.fromkeys(layers, 0)
         self.last = self._held()
         self._seen = self._look()
 
@@ -73,10 +75,10 @@ class BatchStatistics:
         now, found = self._look(), {}
         for name, (mean, variance) in self.last.layers.items():
             (mean_then, variance_then), (mean_now, variance_now) = self._seen.layers[name], now.layers[name]
-            widest = variance_now.sqrt()
-            shift = (mean - mean_then).nan_to_num(0.0).clamp(-widest, widest)
-            factor = (variance / variance_then).nan_to_num(1.0).clamp(1 / MOST, MOST)
-            found[name] = (mean_now + shift, variance_now * torch.where(variance_then > 0, factor, 1.0))
+            widest = CHANCE / max(1.0, self._examples[name]) ** 0.5
+            shift = ((mean - mean_then) / variance_then.sqrt()).nan_to_num(0.0).clamp(-widest, widest)
+            factor = (variance / variance_then).log().nan_to_num(0.0).clamp(-(2**0.5) * widest, 2**0.5 * widest).exp()
+            found[name] = (mean_now + shift * variance_now.sqrt(), variance_now * factor)
         return Statistics(found)
 
     @torch.no_grad()
@@ -89,7 +91,11 @@ class BatchStatistics:
             return self.last
         layers = self._layers.values()
         held = [(layer.momentum, layer.training) for layer in layers]
-        hooks = [layer.register_forward_pre_hook(_train_if_it_varies, with_kwargs=True) for layer in layers]
+        self._examples = dict.fromkeys(self._layers, 0)
+        hooks = [
+            layer.register_forward_pre_hook(partial(self._enters, name), with_kwargs=True)
+            for name, layer in self._layers.items()
+        ]
         buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
         try:
             with tensors.put_aside(buffers), self._evaluating():
@@ -104,6 +110,11 @@ class BatchStatistics:
             for layer, (momentum, training) in zip(layers, held, strict=True):
                 layer.momentum, layer.training = momentum, training
 
+    def _enters(self, name: str, layer: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> None:
+        (values,) = (*inputs, *named.values())
+        layer.training = values.numel() > values.shape[1]
+        self._examples[name] += len(values)
+
     def _held(self) -> Statistics:
         clones = {name: tensors.clones(_running(layer)) for name, layer in self._layers.items()}
         return Statistics({name: (mean, variance) for name, (mean, variance) in clones.items()})
@@ -113,8 +124,3 @@ def _running(layer: _BatchNorm) -> tuple[Tensor, Tensor]:
     assert layer.running_mean is not None
     assert layer.running_var is not None
     return tensors.local(layer.running_mean), tensors.local(layer.running_var)
-
-
-def _train_if_it_varies(layer: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> None:
-    (values,) = (*inputs, *named.values())
-    layer.training = values.numel() > values.shape[1]

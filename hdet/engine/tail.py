@@ -274,8 +274,9 @@ class FollowedTail:
         (table,) = compared.of([draw], grid.values())
         losses = dict(zip(grid, table, strict=True))
         if not np.isfinite(losses[LAST]).all():
-            sound = [grid[k, k] for k in reversed(range(1, size)) if np.isfinite(losses[k, k]).all()]
-            return (sound[0], {}) if sound else (None, {})
+            sound = [k for k in range(1, size) if np.isfinite(losses[k, k]).all()]
+            best_part = min(sound, key=lambda k: float(losses[k, k].mean()), default=0)
+            return (grid[best_part, best_part], {}) if sound else (None, {})
         of = _promising(losses, size)
         if len(of) == 1:
             return None, {}
