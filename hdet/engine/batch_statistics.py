@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from hdet.replicas import tensors
 
@@ -34,7 +36,7 @@ class Statistics:
 def keeping(model: nn.Module) -> dict[str, _BatchNorm]:
     """By name the BatchNorm layers that keep running statistics."""
     layers = ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
-    return {name: layer for name, layer in layers if layer.running_mean is not None}
+    return {name: layer for name, layer in layers if layer.running_mean is not None and not is_lazy(layer.running_mean)}
 
 
 def statistics_of(model: nn.Module) -> list[Tensor]:
@@ -55,14 +57,14 @@ class BatchStatistics:
 
     Args:
         layers: of the model, which holds the last weights and their statistics now.
-        passes: the model's forward passes over a batch, one after the other.
+        passes: the model's forward passes over a batch, one each time that it is asked for the next.
         evaluating: a context in which the model evaluates and its buffers are put back after.
     """
 
     def __init__(
         self,
         layers: Mapping[str, _BatchNorm],
-        passes: Callable[[], object],
+        passes: Callable[[], Iterable[object]],
         evaluating: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._layers, self._passes, self._evaluating = layers, passes, evaluating
@@ -85,7 +87,7 @@ class BatchStatistics:
     def _look(self) -> Statistics:
         """The batch's own: the mean over passes of what each layer sees of it, normalising by that, all else as usual.
 
-        A layer that sees one value a channel evaluates, since that has no variance.
+        A layer that sees one value a channel evaluates, since that has no variance, and has what it had before.
         """
         if not self._layers:
             return self.last
@@ -97,27 +99,35 @@ class BatchStatistics:
             for name, layer in self._layers.items()
         ]
         buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+        found = []
         try:
             with tensors.put_aside(buffers), self._evaluating():
                 for layer in layers:
-                    layer.reset_running_stats()
-                    layer.momentum, layer.training = None, True
-                self._passes()
-                return self._held()
+                    layer.momentum, layer.training = 1.0, True
+                    for value in _running(layer):
+                        value.nan_to_num_()  # a share of 0 of NaN is NaN
+                for _ in self._passes():
+                    found.append(self._held().layers)
         finally:
             for hook in hooks:
                 hook.remove()
             for layer, (momentum, training) in zip(layers, held, strict=True):
                 layer.momentum, layer.training = momentum, training
+        return Statistics({name: _mean([own[name] for own in found]) for name in self._layers})
 
-    def _enters(self, name: str, layer: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> None:
-        (values,) = (*inputs, *named.values())
+    def _enters(self, name: str, layer: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
+        values = next(value for value in (*inputs, *named.values()) if isinstance(value, Tensor))
         layer.training = values.numel() > values.shape[1]
         self._examples[name] += len(values)
 
     def _held(self) -> Statistics:
         clones = {name: tensors.clones(_running(layer)) for name, layer in self._layers.items()}
         return Statistics({name: (mean, variance) for name, (mean, variance) in clones.items()})
+
+
+def _mean(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    means, variances = zip(*pairs, strict=True)
+    return torch.stack(means).mean(dim=0), torch.stack(variances).mean(dim=0)
 
 
 def _running(layer: _BatchNorm) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -292,7 +293,7 @@ class Cycle:
         moves = {knob.name: 0.0 for knob in self.knobs}
         reasons: dict[str, dict[str, str]] = {}
         merged, faults = False, list(closed.faults)
-        ended: dict[str, float] = {}
+        ended: dict[str, Any] = {}
         self._sound = closed.valid
         if closed.valid.any():
             self.restores = 0
@@ -465,13 +466,13 @@ class Cycle:
                 self.tail.forget()
         return went_back
 
-    def _follow_tail(self, tail: FollowedTail, harvest: Harvest) -> dict[str, float]:
+    def _follow_tail(self, tail: FollowedTail, harvest: Harvest) -> dict[str, Any]:
         """Take the window into the tail; after the run's last step, what it ends with."""
         with self.home.lent_buffers(harvest.valid.tolist()):
             tail.add(harvest)
         return self._settle(tail, harvest.window.index) if self.step_count == self._last_step else {}
 
-    def _settle(self, tail: FollowedTail, window: int) -> dict[str, float]:
+    def _settle(self, tail: FollowedTail, window: int) -> dict[str, Any]:
         """The run is over: let the models hold what it ends with, and return what is recorded of that."""
         self.home.advance(now=True)
         with self.home.lent_buffers(self._sound.tolist()):

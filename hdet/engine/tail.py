@@ -181,7 +181,7 @@ class MixtureLosses:
         window, batches = draw
         self._statistics = BatchStatistics(
             {name: held[name] for name in parts[-1].layers if name in held},
-            lambda: [scene.probe.loss(self.model, batch) for batch in batches],
+            lambda: (scene.probe.loss(self.model, batch) for batch in batches),
             lambda: scene.probe.evaluated(self.model, window, self.optimizer),
         )
         self._found: dict[tuple[float, ...], Statistics] = {}
@@ -274,15 +274,16 @@ class FollowedTail:
         (table,) = compared.of([draw], grid.values())
         losses = dict(zip(grid, table, strict=True))
         if not np.isfinite(losses[LAST]).all():
-            sound = [k for k in range(1, size) if np.isfinite(losses[k, k]).all()]
-            best_part = min(sound, key=lambda k: float(losses[k, k].mean()), default=0)
-            return (grid[best_part, best_part], {}) if sound else (None, {})
+            return _soundest(grid, losses), {}
         of = _promising(losses, size)
         if len(of) == 1:
             return None, {}
         grid = nodes(of, size)
         earlier = self._earlier(draw[0])
         table = _over_draws([[losses[pair] for pair in grid], *compared.of(earlier, grid.values())])
+        losses = dict(zip(grid, table, strict=True))
+        if not np.isfinite(losses[LAST]).all():
+            return _soundest(grid, losses), {}
         shares = list(grid.values())
         at, _ = lowest(of, dict(zip(grid, table - table[0], strict=True)), size)
         if not any(np.array_equal(at, node) for node in shares):
@@ -376,6 +377,12 @@ def _promising(losses: Mapping[Pair, NDArray[np.float64]], size: int) -> Sequenc
                 if value < lowest_yet:
                     best, lowest_yet = of, value
     return best
+
+
+def _soundest(grid: Mapping[Pair, Shares], losses: Mapping[Pair, NDArray[np.float64]]) -> Shares | None:
+    """In place of last weights whose loss is not finite the part with the lowest one, if any has one."""
+    sound = [pair for pair in grid if pair[0] == pair[1] and np.isfinite(losses[pair]).all()]
+    return grid[min(sound, key=lambda pair: float(losses[pair].mean()))] if sound else None
 
 
 def _over_draws(tables: Sequence[Any]) -> NDArray[np.float64]:

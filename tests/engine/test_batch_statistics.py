@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ def batch(seed: int, size: int = 64) -> Tensor:
 def followed(model: nn.Module, inputs: Tensor) -> BatchStatistics:
     with torch.no_grad():
         return BatchStatistics(
-            keeping(model), lambda: [model(part) for part in inputs.split(16)], lambda: tensors.evaluating(model)
+            keeping(model), lambda: (model(part) for part in inputs.split(16)), lambda: tensors.evaluating(model)
         )
 
 
@@ -108,14 +110,45 @@ def test_an_error_in_the_users_loss_leaves_nothing_behind() -> None:
     layers = keeping(model)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
-    def fails() -> None:
-        model(batch(2))
+    def fails() -> Iterator[Tensor]:
+        yield model(batch(2))
         raise KeyError("a batch without labels")
 
     with pytest.raises(KeyError):
         BatchStatistics(layers, fails, lambda: tensors.evaluating(model))
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     assert all(layer.training and layer.momentum == 0.1 and not layer._forward_pre_hooks for layer in layers.values())
+
+
+@pytest.mark.parametrize("far", [1e2, 1e4, 1e8])
+def test_last_weights_that_went_far_in_a_step_do_not_spoil_them(far: float) -> None:
+    """What is kept is of the weights before; a batch's own is right but for chance."""
+    model = network()
+    trained(model, batch(1, size=2048))
+    good = tensors.clones(list(model.parameters()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(far)
+    told = followed(model, batch(2))
+    tensors.copy_(list(model.parameters()), good)
+    assert error(told.of_present(), trained(model, batch(1, size=2048))) < 0.3
+
+
+def test_of_a_channel_that_was_dead_they_are_the_batchs_own_but_for_chance() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.BatchNorm1d(3))
+    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model[0].bias[0] = -100.0
+    trained(model, inputs)
+    told = followed(model, inputs)
+    with torch.no_grad():
+        model[0].bias[0] = 0.0
+    found = told.of_present()
+    assert error(found, trained(model, inputs)) < 0.5
+
+
+def test_a_layer_that_is_not_made_yet_has_none() -> None:
+    assert keeping(nn.Sequential(nn.LazyBatchNorm1d())) == {}
 
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(3, track_running_stats=False), nn.InstanceNorm1d(3), nn.Linear(3, 3)])

@@ -245,7 +245,7 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("by_batch", [True, False])
 def test_batchnorm_has_the_statistics_of_the_weights_it_ends_with(by_batch: bool, problem: Any, train: Any) -> None:
-    """Those of the probe's batches, corrected by what chance gives them; of a layer that evaluates in training its own."""
+    """Those of the probe's batches, corrected by what is chance in them; a layer in eval mode keeps its own."""
     rate = WILD if by_batch else 0.1
     engine = engine_of(problem, rate, nn.BatchNorm1d(6, momentum=0.25), Counting(), tail=TailAverage(significance=0.0))
     model = engine.hosts[0][0]
@@ -284,6 +284,26 @@ def test_batchnorm_has_the_statistics_of_the_weights_it_ends_with(by_batch: bool
         assert torch.equal(held[name], last[name])
     assert (norm.momentum, norm.training) == (0.25, by_batch)
     assert not norm._forward_pre_hooks
+
+
+def test_where_the_last_weights_stay_their_statistics_do(problem: Any, train: Any) -> None:
+    engine = engine_of(problem, WILD, nn.BatchNorm1d(6), tail=TailAverage(significance=100.0))
+    model = engine.hosts[0][0]
+    last: dict[str, Tensor] = {}
+    train(engine, batch=noisy, after_update=lambda step: last.update(copy.deepcopy(model.state_dict())))
+    assert engine.history.windows[-1].tail == {}
+    assert all(torch.equal(value, last[name]) for name, value in model.state_dict().items())
+
+
+def test_all_copies_end_with_the_statistics(problem: Any, train: Any, assert_alike: Any) -> None:
+    knob = hdet.LearningRate(spread=TwoLevel(0.3))
+    tail = TailAverage(starts=(0.4,), significance=0.0)
+    engine = engine_of(problem, 0.1, nn.BatchNorm1d(6), n=2, copies=True, knobs=[knob], gradients="local", tail=tail)
+    train(engine, batch=noisy)
+    assert engine.history.windows[-1].tail["parts"]
+    assert_alike(engine)
+    one, other = (dict(model.named_buffers()) for model, _ in engine.hosts)
+    assert torch.equal(one["2.running_mean"], other["2.running_mean"])
 
 
 def test_statistics_that_a_batch_of_one_has_none_of_stay(problem: Any, train: Any) -> None:
