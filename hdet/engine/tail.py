@@ -193,7 +193,7 @@ class MixtureLosses:
         for shares in at:
             write(self.model, self.scene.moving.values(), mixed(shares, self.last, self.parts))
             self.statistics(shares).put(self.model)
-            rows.append([probe.measure(self.model, at, self.optimizer, batches) for at, batches in draws])
+            rows.append([probe.measure(self.model, window, self.optimizer, own) for window, own in draws])
         tables = [torch.stack(own) for own in zip(*rows, strict=True)]
         return [replicas.gather(t.flatten().expand(len(replicas.local), -1))[0].reshape(t.shape) for t in tables]
 

@@ -94,8 +94,8 @@ def attach(
         objective: the training loss and training batches, for evidence that evaluates them by itself.
         window: steps between two readings, or a rule for them; by default `hdet.windows.GrowingWindow()`.
         guard: goes back where training went wrong; `None` goes on whatever happens.
-        tail: after the last step the model holds averaged weights, where the probe finds them
-            better than the last ones; `None` leaves these.
+        tail: after the last step the model holds averaged weights, where the probe finds them better than the last;
+            `None` leaves these.
         anchor, averages: where the window's first weights, and its averaged weights, are kept.
         stride: of averaged weights, take every stride-th step's; by default as many as leave at least 128 in a window.
         noise_scale: read the gradient noise scale off the micro-batches of each step, where they are at least 2, in one

@@ -346,8 +346,8 @@ def recommended(
 
     Learning rate, weight decay, dropout and label smoothing are explored where the model and optimizer have
     them, all by counterfactual evidence. A guard (`hdet.Rewind`) goes back to the best point where training went
-    wrong. The run ends with averaged weights where the probe finds them better
-    (`hdet.TailAverage`). What was chosen, and why, is printed.
+    wrong. The run ends with averaged weights where the probe finds them better (`hdet.TailAverage`). What was chosen,
+    and why, is printed.
 
     Held beyond plain training: the window's first weights (`anchor`), the mean of its weights (`averages`), for each
     knob of the forward pass the sketches of `hdet.evidence.Contrast`, and in host memory the guard's copy of model and

@@ -319,7 +319,7 @@ def substituted(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator
 def put_aside(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """After the block `tensors` hold what they hold now, in their own memory, whatever is written over them inside.
 
-    Inside, copies of them are had.
+    It gives the copies that are put back.
     """
     saved = clones(tensors)
     try:
