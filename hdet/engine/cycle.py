@@ -479,6 +479,7 @@ class Cycle:
             mixture, told = tail.best(window)
         if mixture is not None:
             tail.put(mixture)
+        tail.forget()
         return told
 
     def _forget_weights(self) -> None:
@@ -517,10 +518,9 @@ class Cycle:
         if self.tally.steps:
             return self.close_window()
         told = self._settle(self.tail, self.window.index - 1) if self.tail is not None and self.tail.parts else {}
-        if told:  # into the record of the window that has closed
-            record = replace(self.history.windows[-1], tail=told)
-            self.history.truncate(record.window)
-            recording.append(self.history, record, self.home, self.tally.sums.device)
+        if told:
+            device = self.tally.sums.device
+            recording.tell_of_tail(self.history, self.window.index - 1, told, self.home, device)
         self.end()
         return None
 

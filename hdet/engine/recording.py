@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,9 +52,29 @@ def append(history: History, record: WindowRecord, home: Replicas, device: torch
     Raises:
         HdetError: a history could not be written, here or in another process.
     """
+    _together(partial(history.append, record), home, device)
+
+
+def tell_of_tail(history: History, window: int, tail: dict[str, Any], home: Replicas, device: torch.device) -> None:
+    """Into the record of a window that has closed. A history that is another's, or empty, goes without.
+
+    Raises:
+        HdetError: a history could not be written, here or in another process.
+    """
+
+    def write() -> None:
+        if history.latest and history.latest[-1].window == window:
+            *before, last = history.windows
+            history.take_over([*before, replace(last, tail=tail)])
+
+    _together(write, home, device)
+
+
+def _together(write: Callable[[], None], home: Replicas, device: torch.device) -> None:
+    """Every process writes its history; where one cannot, all raise."""
     failure: Exception | None = None
     try:
-        history.append(record)
+        write()
     except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = error
     if isinstance(home, Ranks):

@@ -63,7 +63,7 @@ class KnobPart(Strict):
     counted: float | None = Field(default=None, allow_inf_nan=False)
 
 
-class TailPart(Strict):
+class TailMeanPart(Strict):
     model_config = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
     start: int = Field(ge=0)
@@ -71,7 +71,11 @@ class TailPart(Strict):
     steps: int = Field(ge=1)
     flags: list[bool]
     values: list[Tensor]
+
+
+class TailPart(Strict):
     layers: list[str]
+    parts: list[TailMeanPart]
 
 
 class MergePart(Strict):
@@ -88,7 +92,7 @@ class StatePart(Strict):
     converged: PointPart
     opening: dict[str, ReplicaPart] | None
     watch: dict[str, Any] | None
-    tail: list[TailPart] = Field(default_factory=list)
+    tail: TailPart | None = None
     merge: MergePart | None = None
     knobs: dict[str, KnobPart]
     collectors: list[dict[str, Any]]

@@ -60,7 +60,7 @@ def state_dict(cycle: Cycle, leave_out: Collection[str] = ()) -> dict[str, Any]:
         else cycle.anchor.state_dict(fresh=fresh, leave_out=leave_out),
         "opening": _replicas(cycle, leave_out) if apart else None,
         "watch": cycle.watch.state_dict(leave_out) if cycle.watch is not None else None,
-        "tail": cycle.tail.state_dict() if cycle.tail is not None else [],
+        "tail": cycle.tail.state_dict() if cycle.tail is not None else None,
         "knobs": {knob.name: knob.state_dict() for knob in cycle.knobs},
         "collectors": [collector.state_dict() for collector in cycle.collectors],
         "merge": {"declared": cycle.plan.merge.to_dict(), "state": cycle.merger.state_dict()},
@@ -237,7 +237,7 @@ def _load_point(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> No
     if cycle.watch is not None:
         cycle.watch.load_state_dict(state["watch"])
     if cycle.tail is not None:
-        cycle.tail.load_state_dict(state.get("tail", ()))
+        cycle.tail.load_state_dict(state.get("tail") or {"layers": [], "parts": []})
     cycle.restores = state["restores"]
     cycle.step_count = state["converged"]["step"]
 

@@ -117,21 +117,18 @@ class TailMean:
     Attributes:
         start, stop: the first step, and the one after the last. steps: how many, without those of windows left out.
         flags: which of the model's parameters can change. weights: the mean of these, in the model's order.
-        layers: names of the BatchNorm layers whose statistics followed the batches at its end.
     """
 
     def __init__(self, start: int, flags: Sequence[bool], live: Sequence[Tensor], device: str | None = None) -> None:
         self.start, self.stop, self.steps = start, start, 0
         self.flags = list(flags)
         self.weights = [torch.empty_like(own, dtype=tensors.wide_type(own.dtype), device=device) for own in live]
-        self.layers: list[str] = []
 
     @torch.no_grad()
-    def take(self, weights: Sequence[Tensor], steps: int, stop: int, layers: Iterable[str]) -> None:
+    def take(self, weights: Sequence[Tensor], steps: int, stop: int) -> None:
         """Take in the mean of so many steps more."""
         self.steps += steps
         self.stop = stop
-        self.layers = list(layers)
         for mean, value in zip(self.weights, weights, strict=True):
             towards_(mean, value, steps / self.steps)
 
@@ -141,7 +138,6 @@ class TailMean:
             "stop": self.stop,
             "steps": self.steps,
             "flags": list(self.flags),
-            "layers": list(self.layers),
             "values": tensors.clones(self.weights),
         }
 
@@ -170,17 +166,20 @@ class MixtureLosses:
     """Held-out losses of mixtures, in the first model, whose last weights are put aside meanwhile.
 
     Args:
+        layers: names of the BatchNorm layers whose statistics followed the batches.
         last: a copy of the last weights.
         draw: the last window and its batches, which tell how BatchNorm's statistics change with the weights.
     """
 
-    def __init__(self, scene: Scene, parts: Sequence[TailMean], last: Sequence[Tensor], draw: Draw) -> None:
+    def __init__(
+        self, scene: Scene, parts: Sequence[TailMean], layers: Sequence[str], last: Sequence[Tensor], draw: Draw
+    ) -> None:
         self.scene, self.parts, self.last = scene, parts, last
         self.model, self.optimizer = scene.replicas.hosts[0]
         held = keeping(self.model)
         window, batches = draw
         self._statistics = BatchStatistics(
-            {name: held[name] for name in parts[-1].layers if name in held},
+            {name: held[name] for name in layers if name in held},
             lambda: (scene.probe.loss(self.model, batch) for batch in batches),
             lambda: scene.probe.evaluated(self.model, window, self.optimizer),
         )
@@ -191,7 +190,7 @@ class MixtureLosses:
         probe, replicas = self.scene.probe, self.scene.replicas
         rows = []
         for shares in at:
-            write(self.model, self.scene.moving.values(), mixed(shares, self.last, self.parts))
+            write(self.scene.moving.values(), mixed(shares, self.last, self.parts))
             self.statistics(shares).put(self.model)
             rows.append([probe.measure(self.model, window, self.optimizer, own) for window, own in draws])
         tables = [torch.stack(own) for own in zip(*rows, strict=True)]
@@ -206,19 +205,24 @@ class MixtureLosses:
 
 
 class FollowedTail:
-    """Keeps the mean of each part: of the windows between two starts, and of those after the last."""
+    """Keeps the mean of each part: of the windows between two starts, and of those after the last.
+
+    Attributes:
+        layers: names of the BatchNorm layers whose statistics followed the batches, in the last window taken in.
+    """
 
     def __init__(self, spec: TailAverage, scene: Scene, total_steps: int) -> None:
         self.spec = spec
         self.scene = scene
         self.starts = [start * total_steps for start in spec.starts]
         self.parts: list[TailMean] = []
+        self.layers: list[str] = []
         if not scene.averages.strides:
             scene.follow(None)
 
     def forget(self) -> None:
-        """The run goes on from another point."""
-        self.parts = []
+        """The run is over, or goes on from another point."""
+        self.parts, self.layers = [], []
 
     def covers(self, step: int) -> bool:
         """Whether a window that opens at this step is in a part."""
@@ -233,9 +237,9 @@ class FollowedTail:
         begun = [first for first in self.starts if window.start >= first]
         if not self.parts or self.parts[-1].start < begun[-1]:
             self.parts.append(TailMean(window.start, moving.flags, moving.values(), self._device))
-        layers = keeping(self.scene.replicas.hosts[0][0])
-        followed = [name for name, layer in layers.items() if layer.training]
-        self.parts[-1].take(weights, window.stop - window.start, window.stop, followed)
+        self.parts[-1].take(weights, window.stop - window.start, window.stop)
+        held = keeping(self.scene.replicas.hosts[0][0])
+        self.layers = [name for name, layer in held.items() if layer.training]
 
     def best(self, window: int) -> tuple[Mixture | None, dict[str, Any]]:
         """The run is over: the mixture that the probe finds best, if any is better than the last weights.
@@ -250,7 +254,7 @@ class FollowedTail:
             last weights, and the `stderr` of that; of last weights whose loss is not finite there is no difference.
             `None` and nothing where the last weights are to stay.
         """
-        parts, self.parts = self.parts, []
+        parts = self.parts
         if not parts or not all(self._fits(part.flags, part.weights) for part in parts):
             return None, {}
         draw = (window, self.scene.probe.draw(window))
@@ -260,7 +264,7 @@ class FollowedTail:
             tensors.put_aside(buffers),
             tensors.put_aside(self.scene.moving.values()) as last,
         ):
-            compared = MixtureLosses(self.scene, parts, last, draw)
+            compared = MixtureLosses(self.scene, parts, self.layers, last, draw)
             shares, told = self._best(compared, draw)
             if shares is None:
                 return None, {}
@@ -300,7 +304,7 @@ class FollowedTail:
         """Let every model hold it."""
         for host, (model, _) in enumerate(self.scene.replicas.hosts):
             live = self.scene.moving.values(host)
-            write(model, live, mixed(mixture.shares, live, mixture.parts))
+            write(live, mixed(mixture.shares, live, mixture.parts))
             mixture.statistics.put(model)
 
     def _earlier(self, window: int) -> list[Draw]:
@@ -331,18 +335,19 @@ class FollowedTail:
         moving = self.scene.moving
         return list(flags) == moving.flags and [w.shape for w in weights] == [v.shape for v in moving.values()]
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> dict[str, Any]:
         """The parts so far."""
-        return [part.state_dict() for part in self.parts]
+        return {"layers": list(self.layers), "parts": [part.state_dict() for part in self.parts]}
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`; where that is of other parameters than can change now, the tail begins anew."""
-        self.parts = []
-        if not all(self._fits(saved["flags"], saved["values"]) for saved in state):
+        self.forget()
+        if not all(self._fits(saved["flags"], saved["values"]) for saved in state["parts"]):
             return
-        for saved in state:
+        self.layers = list(state["layers"])
+        for saved in state["parts"]:
             part = TailMean(saved["start"], saved["flags"], self.scene.moving.values(), self._device)
-            part.take(saved["values"], saved["steps"], saved["stop"], saved["layers"])
+            part.take(saved["values"], saved["steps"], saved["stop"])
             self.parts.append(part)
 
 
@@ -357,25 +362,22 @@ def mixed(shares: Shares, last: Sequence[Tensor], parts: Sequence[TailMean]) -> 
 
 
 @torch.no_grad()
-def write(model: nn.Module, weights: Sequence[Tensor], values: Iterable[Tensor]) -> None:
-    """Let a model's weights be these."""
-    tensors.reshard(model)
+def write(weights: Sequence[Tensor], values: Iterable[Tensor]) -> None:
+    """Let weights be these."""
     for own, value in zip(weights, values, strict=True):
         own.copy_(value)
 
 
 def _promising(losses: Mapping[Pair, NDArray[np.float64]], size: int) -> Sequence[int]:
-    """The last weights (0), and the one or two parts whose mixture with them has the lowest loss, if that is lower."""
+    """The last weights (0), and the two parts whose mixture with them has the lowest loss, if that is lower."""
     above = {pair: own - losses[LAST] for pair, own in losses.items()}
     best: Sequence[int] = (0,)
     lowest_yet = 0.0
-    for count in (2, 1):  # one alone where the losses of mixtures of two are not all finite
-        for parts in combinations(range(1, size), count):
-            of = (0, *parts)
-            if all(np.isfinite(above[pair]).all() for pair in nodes(of, size)):
-                _, value = lowest(of, above, size)
-                if value < lowest_yet:
-                    best, lowest_yet = of, value
+    for parts in combinations(range(1, size), min(2, size - 1)):
+        of = (0, *parts)
+        _, value = lowest(of, above, size)
+        if value < lowest_yet:
+            best, lowest_yet = of, value
     return best
 
 

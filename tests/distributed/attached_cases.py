@@ -279,12 +279,25 @@ def looked_at() -> int:
 
 
 def tailed(name: str, normed: bool) -> Found:
-    """A run that ends with averaged weights: whether they are those of the steps, and the ends of what follows data."""
+    """A run that ends with averaged weights: whether they are those of the steps, and the ends of what follows data.
+
+    At its end each rank but the first has losses of its own, as it has their last bits in other runs.
+    """
     model = WRAPS[name](network(normed))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5 if normed else 4.0, foreach=False)
-    tail = hdet.TailAverage(starts=(0.4,), significance=0.0)
+
+    def off(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+        return loss_of(model, given) * (1.0 - 0.5 * dist.get_rank() * (search.engine.step_count == STEPS))
+
     search = attach(
-        model, optimizer, micro_batches=1, schedule=None, knobs=HELD[:1], exclude=["weight_decay", "dropout"], tail=tail
+        model,
+        optimizer,
+        micro_batches=1,
+        schedule=None,
+        knobs=HELD[:1],
+        exclude=["weight_decay", "dropout"],
+        tail=hdet.TailAverage(starts=(0.4,), significance=0.0),
+        probe=hdet.Probe(off, probe().batches),
     )
     path: list[list[Tensor]] = []
     for step in range(STEPS):
@@ -299,7 +312,10 @@ def tailed(name: str, normed: bool) -> Found:
     last = [(mean - before) / own for mean, before in zip(ended, rest, strict=True)]
     moved = [float((one - before).norm()) for one, before in zip(last, seen[-1], strict=True)]
     usual = [float((one - before).norm()) for one, before in zip(seen[-1], seen[-2], strict=True)]
+    losses = [0.0 if normed else float(probe().measure(holding(own), 0).mean()) for own in (ended, last)]
     return {
+        "difference": search.history.windows[-1].tail["difference"],
+        "measured": losses[0] - losses[1],
         "start": start,
         "share": share,
         "a step away": all(0.0 < one < 20 * other + 1e-3 for one, other in zip(moved, usual, strict=True)),
@@ -307,6 +323,33 @@ def tailed(name: str, normed: bool) -> Found:
         "statistics": [full(buffer) for key, buffer in model.named_buffers() if "running" in key],
         "history": told(search),
     }
+
+
+def ended_where_it_was_taken_up(path: str) -> Found:
+    """A run that is taken up between two windows, and ended there; only the first rank has the history."""
+    searches = []
+    for _ in range(2):
+        model = ddp(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=4.0, foreach=False)
+        tail = hdet.TailAverage(starts=(0.0,), significance=0.0)
+        searches.append(
+            attach(model, optimizer, micro_batches=1, knobs=HELD, schedule=None, tail=tail, history=hdet.History(path))
+        )
+        if len(searches) == 1:
+            loop(model, optimizer, searches[0], 1, quiet=False, alike=False, steps=range(4 * WINDOW))
+            dist.barrier()
+    first, second = searches
+    second.load_state_dict(first.state_dict())
+    second.engine.finish()
+    return {"weights": ends(model, optimizer), "tails": [record.tail for record in second.history]}
+
+
+def holding(weights: Sequence[Tensor]) -> nn.Module:
+    """The network in one piece, without BatchNorm, at some weights."""
+    model = network()
+    for own, value in zip(model.parameters(), weights, strict=True):
+        own.detach().copy_(value)
+    return model
 
 
 def stopped(name: str, normed: bool) -> Found:

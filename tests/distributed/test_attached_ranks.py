@@ -10,6 +10,8 @@ import pytest
 import torch
 from launch import launch
 
+import hdet
+
 
 @pytest.mark.parametrize(
     ("name", "ranks", "parts", "quiet", "normed"),
@@ -78,6 +80,8 @@ def test_all_ranks_end_with_the_mean_of_the_tail(name: str, ranks: int, normed: 
     first, *others = launch(attached.tailed, ranks, name, normed)
     assert first["start"] == 12
     assert 0.0 < first["share"] <= 1.0
+    if not normed:
+        assert first["difference"] == pytest.approx(0.75 * first["measured"], rel=1e-3)  # two ranks hold a replica
     for other in (first, *others):
         assert other["a step away"]
         assert_same(other["weights"], first["weights"])
@@ -96,6 +100,16 @@ def test_all_ranks_end_with_weights_from_before_more_training_did_harm(
     assert other["the mean"]
     assert_same(other["weights"], first["weights"])
     assert other["history"] == first["history"]
+
+
+def test_a_run_that_is_ended_where_it_was_taken_up_ends_alike_on_all_ranks(tmp_path: Path, assert_same: Any) -> None:
+    first, other = launch(attached.ended_where_it_was_taken_up, 2, str(tmp_path / "history.jsonl"))
+    *before, last = first["tails"]
+    assert before == [{}] * 3
+    assert last["parts"]
+    assert other["tails"] == []
+    assert_same(other["weights"], first["weights"])
+    assert hdet.History(tmp_path / "history.jsonl").windows[-1].tail == last
 
 
 def test_batch_statistics_of_the_ranks_do_not_pass_for_a_slope(assert_same: Any) -> None:

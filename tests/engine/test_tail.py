@@ -26,6 +26,8 @@ from hdet.spreads import TwoLevel
 WINDOW, TOTAL = 4, 20
 PARTS = ((4, 8), (8, 16), (16, 20))
 """Of `TailAverage()` in so many steps."""
+PART = ("start", "stop", "steps", "flags", "values")
+"""What a state has of each."""
 CALM, RESTLESS, WILD = 0.02, 0.15, 0.2
 """Rates at which the last weights are still on their way, and at which they are those of the last few batches."""
 
@@ -561,6 +563,20 @@ def test_a_sub_batchs_loss_is_its_mean_over_the_draws(problem: Any, train: Any) 
     assert told["stderr"] == pytest.approx(differences.std(ddof=1) / 3**0.5, rel=1e-3)
 
 
+def test_draws_with_other_numbers_of_sub_batches_are_left_out(problem: Any, train: Any) -> None:
+    def batches(window: int) -> list[Any]:
+        return [problem.batch(-2 - window, j) for j in range(3 if window >= 3 else 2)]
+
+    probe = hdet.Probe(problem.loss, batches)
+    engine = engine_of(problem, signal=probe, tail=TailAverage(starts=(0.4,), significance=0.0, draws=4))
+    path = walked(engine, train)
+    told, gained = engine.history.windows[-1].tail, []
+    for weights in (mixed(told, path), path[-1]):
+        with tensors.substituted(tensors.parameters(engine.hosts[0][0]), weights):
+            gained.append(np.mean([probe.measure(engine.hosts[0][0], w).numpy() for w in (4, 3)], axis=0))
+    assert told["difference"] == pytest.approx((gained[0] - gained[1]).mean(), rel=1e-3)
+
+
 @pytest.mark.parametrize("keep", ["host", "device"])
 def test_half_precision_is_averaged_in_single(keep: Any, problem: Any, train: Any) -> None:
     """And rounded once, at the end."""
@@ -611,7 +627,7 @@ def test_a_state_of_a_run_that_is_over_has_no_tail(problem: Any, train: Any, ass
     engine = engine_of(problem)
     train(engine, batch=noisy)
     state = copy.deepcopy(engine.state_dict())
-    assert state["tail"] == []
+    assert state["tail"] == {"layers": [], "parts": []}
     other = engine_of(problem)
     other.load_state_dict(state)
     assert_same(other.hosts[0][0].state_dict(), engine.hosts[0][0].state_dict())
@@ -645,19 +661,20 @@ def test_a_tail_of_other_parameters_is_begun_anew(change: Any, problem: Any, tra
     engine = engine_of(problem, tail=TailAverage(starts=(0.4,), significance=0.0))
     train(engine, 12, batch=noisy)
     state = copy.deepcopy(engine.state_dict())
-    change(state["tail"][0])
+    change(state["tail"]["parts"][0])
     engine.load_state_dict(state)
     train(engine, batch=noisy)
     assert [part["start"] for part in engine.history.windows[-1].tail["parts"]] == [12]
 
 
-@pytest.mark.parametrize("lacking", ["start", "stop", "steps", "flags", "values", "layers"])
+@pytest.mark.parametrize("lacking", ["layers", "parts", *(f"parts.0.{name}" for name in PART)])
 def test_a_state_whose_tail_lacks_something_is_refused(lacking: str, problem: Any, train: Any) -> None:
     engine = engine_of(problem)
     train(engine, 13, batch=noisy)
     state = copy.deepcopy(engine.state_dict())
-    del state["tail"][0][lacking]
-    with pytest.raises(CheckpointError, match=f"tail.0.{lacking}"):
+    of_part, _, name = lacking.rpartition(".")
+    del (state["tail"]["parts"][0] if of_part else state["tail"])[name]
+    with pytest.raises(CheckpointError, match=f"tail.{lacking}"):
         engine.load_state_dict(state)
     assert engine.step_count == 13
 
@@ -722,7 +739,7 @@ def test_where_other_parameters_can_change_it_begins_anew(problem: Any, train: A
     for parameter in first.parameters():
         parameter.requires_grad_(True)
     walked(engine, train, until=TOTAL - 1)
-    (part,) = engine.state_dict()["tail"]
+    (part,) = engine.state_dict()["tail"]["parts"]
     assert (part["start"], part["steps"]) == (12, 4)
 
 
@@ -750,7 +767,7 @@ def test_a_run_of_unknown_length_has_none(problem: Any, train: Any) -> None:
     knob = hdet.LearningRate(evidence=hdet.evidence.Line(preview=0.0), controller=Hold())
     engine = engine_of(problem, knobs=[knob], total_steps=None)
     path = walked(engine, train, until=WINDOW * 4 + 2)
-    assert engine.state_dict()["tail"] == []
+    assert engine.state_dict()["tail"] is None
     engine.finish()
     assert all(map(torch.equal, weights_of(engine), path[-1]))
 
@@ -779,6 +796,48 @@ def test_a_run_that_ends_before_its_time_ends_with_as_much_as_there_is(stop: int
     assert [part["start"] for part in told.get("parts", [])] == [8] * better
     assert close(weights_of(engine), mixed(told, path) if better else path[-1])
     assert [record.window for record in engine.history.windows] == list(range(-(-stop // WINDOW)))
+
+
+def test_a_state_that_is_finished_at_once_ends_as_the_run_would(problem: Any, train: Any, assert_same: Any) -> None:
+    """The record of the window before is in another history."""
+    engine = engine_of(problem, tail=TailAverage(starts=(0.4,), significance=0.0))
+    train(engine, 16, batch=noisy)
+    state = copy.deepcopy(engine.state_dict())
+    engine.finish()
+    assert engine.history.windows[-1].tail
+    other = engine_of(problem, tail=TailAverage(starts=(0.4,), significance=0.0))
+    other.load_state_dict(state)
+    other.finish()
+    assert other.finished
+    assert other.history.windows == []
+    assert_same(other.hosts[0][0].state_dict(), engine.hosts[0][0].state_dict())
+
+
+def test_after_a_loss_that_failed_it_can_be_asked_again(problem: Any, train: Any, assert_same: Any) -> None:
+    whole = engine_of(problem)
+    train(whole, 16, batch=noisy)
+    whole.finish()
+    left = math.inf  # passes until memory is full
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise MemoryError("no more")
+        own: Tensor = problem.loss(model, batch)
+        return own
+
+    engine = engine_of(problem, signal=hdet.Probe(loss, problem.probe().batches))
+    path = walked(engine, train, until=16)
+    left = 20
+    with pytest.raises(MemoryError, match="no more"):
+        engine.finish()
+    assert not engine.finished
+    assert all(map(torch.equal, weights_of(engine), path[-1]))
+    left = math.inf
+    engine.finish()
+    assert_same(engine.hosts[0][0].state_dict(), whole.hosts[0][0].state_dict())
+    assert engine.history.windows[-1].tail == whole.history.windows[-1].tail != {}
 
 
 def test_a_schedule_free_optimizer_has_none(problem: Any, train: Any) -> None:
