@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 from search_parts.contender import Contender
@@ -27,6 +28,7 @@ import hdet
 from hdet.controllers import Hold
 from hdet.evidence import Line
 from hdet.recipes.recommended import choose
+from hdet.replicas import Replicas
 
 # As benchmarks/search.py found them.
 BEST = {
@@ -53,6 +55,22 @@ BEST = {
 RATE, DECAY, DROPOUT = hdet.LearningRate, hdet.WeightDecay, hdet.Dropout
 
 
+def exploring(
+    contender: Recommended, home: Replicas, knobs: Sequence[hdet.Knob], probe: hdet.Probe, steps: int, seed: int
+) -> hdet.Engine:
+    """The recipe's windows, and the contender's guard and tail, with these knobs."""
+    return hdet.Engine(
+        home,
+        knobs,
+        window=hdet.windows.GrowingWindow(),
+        signal=probe,
+        seed=seed,
+        total_steps=steps,
+        guard=contender.guard,
+        tail=contender.tail,
+    )
+
+
 class Held(Recommended):
     """The recipe with some knobs where they were set."""
 
@@ -69,16 +87,9 @@ class Held(Recommended):
     ) -> hdet.Engine:
         optimizer = task.optimizer(problem.groups(model), setting)
         knobs = [choice.knob for choice in choose(model, optimizer, steps) if choice.knob is not None]
-        return hdet.Engine(
-            hdet.micro_batches(model, optimizer, task.micro_batches),
-            [self.held(knob) if isinstance(knob, RATE) else knob for knob in knobs if self.explores(knob)],
-            window=hdet.windows.GrowingWindow(),
-            signal=probe,
-            seed=seed,
-            total_steps=steps,
-            guard=self.guard,
-            tail=self.tail,
-        )
+        knobs = [self.held(knob) if isinstance(knob, RATE) else knob for knob in knobs if self.explores(knob)]
+        home = hdet.micro_batches(model, optimizer, task.micro_batches)
+        return exploring(self, home, knobs, probe, steps, seed)
 
     def explores(self, knob: hdet.Knob) -> bool:
         return isinstance(knob, RATE) or not isinstance(knob, self.kinds)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from held import BEST
+from held import BEST, exploring
 from rules import STARTS
 from search_parts import cell as cells
 from search_parts import runner
@@ -58,16 +58,9 @@ class FixedLine(Recommended):
         self, task: Task, setting: Setting, problem: Problem, model: nn.Module, probe: hdet.Probe, steps: int, seed: int
     ) -> hdet.Engine:
         schedule = LinearDecay(setting.lr, total_steps=steps, warmup=0.3)
-        return hdet.Engine(
-            hdet.micro_batches(model, task.optimizer(problem.groups(model), setting), task.micro_batches),
-            [hdet.LearningRate(schedule=schedule, evidence=hdet.evidence.Line(), controller=Hold())],
-            window=hdet.windows.GrowingWindow(),
-            signal=probe,
-            seed=seed,
-            total_steps=steps,
-            guard=self.guard,
-            tail=self.tail,
-        )
+        knob = hdet.LearningRate(schedule=schedule, evidence=hdet.evidence.Line(), controller=Hold())
+        home = hdet.micro_batches(model, task.optimizer(problem.groups(model), setting), task.micro_batches)
+        return exploring(self, home, [knob], probe, steps, seed)
 
 
 class FixedLineLast(FixedLine):

@@ -14,9 +14,9 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.engine.batch_statistics import BatchStatistics, Statistics, keeping, statistics_of
 from hdet.engine.mixture import Pair, Shares, lowest, nodes
 from hdet.evidence import Harvest, Scene
+from hdet.evidence.parts.batch_statistics import BatchStatistics, Statistics, following, keeping, statistics_of
 from hdet.evidence.parts.line_fit import along
 from hdet.replicas import tensors
 from hdet.replicas.average import towards_
@@ -177,12 +177,8 @@ class MixtureLosses:
         self.scene, self.parts, self.last = scene, parts, last
         self.model, self.optimizer = scene.replicas.hosts[0]
         held = keeping(self.model)
-        window, batches = draw
-        self._statistics = BatchStatistics(
-            {name: held[name] for name in layers if name in held},
-            lambda: (scene.probe.loss(self.model, batch) for batch in batches),
-            lambda: scene.probe.evaluated(self.model, window, self.optimizer),
-        )
+        followed = {name: held[name] for name in layers if name in held}
+        self._statistics = BatchStatistics.by_probe(followed, scene.probe, scene.replicas.hosts[0], *draw)
         self._found: dict[tuple[float, ...], Statistics] = {}
 
     def of(self, draws: Sequence[Draw], at: Iterable[Shares]) -> list[NDArray[np.float64]]:
@@ -238,8 +234,7 @@ class FollowedTail:
         if not self.parts or self.parts[-1].start < begun[-1]:
             self.parts.append(TailMean(window.start, moving.flags, moving.values(), self._device))
         self.parts[-1].take(weights, window.stop - window.start, window.stop)
-        held = keeping(self.scene.replicas.hosts[0][0])
-        self.layers = [name for name, layer in held.items() if layer.training]
+        self.layers = list(following(self.scene.replicas.hosts[0][0]))
 
     def best(self, window: int) -> tuple[Mixture | None, dict[str, Any]]:
         """The run is over: the mixture that the probe finds best, if any is better than the last weights.

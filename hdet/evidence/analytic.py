@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 
 from hdet.controllers import Controller, Estimate, Regularize
 from hdet.errors import ConfigError
+from hdet.evidence.parts.batch_statistics import Statistics
 from hdet.evidence.parts.directional import Block, Direction, Directional, DirectionalCollector
+from hdet.evidence.parts.losses_at import statistics_of_average
 from hdet.evidence.parts.preconditioner import decoupled, preconditioner
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
@@ -154,6 +156,9 @@ class AnalyticCollector(DirectionalCollector):
 
     def centre(self, harvest: Harvest) -> list[Tensor]:
         return self.scene.averaged(harvest.valid, self.stride)
+
+    def statistics(self, harvest: Harvest, centre: Sequence[Tensor]) -> Statistics:
+        return statistics_of_average(self.scene, harvest, self.stride, centre)
 
     def direction(self, k: int, harvest: Harvest) -> Direction:
         binding, pulls = self.bindings[k], [float(pull) for pull in self.pulls[k]]

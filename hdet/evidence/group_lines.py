@@ -16,6 +16,8 @@ from torch import Tensor
 from hdet.controllers import Controller, Estimate, Pooled
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.line import Line, LineCollector, moved_by
+from hdet.evidence.parts.batch_statistics import Statistics
+from hdet.evidence.parts.losses_at import statistics_of_average
 from hdet.evidence.scene import Harvest, Scene
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
@@ -88,9 +90,11 @@ class GroupLinesCollector(Collector):
         scene = self.scene
         flags = zip(*(moved_by(knob, scene) for knob in self.knobs), strict=True)
         groups = [next((k for k, moves in enumerate(own) if moves), -1) for own in flags]
-        start, averaged = scene.origin(), scene.averaged(harvest.valid, self.spec.line.stride)
+        stride = self.spec.line.stride
+        start, averaged = scene.origin(), scene.averaged(harvest.valid, stride)
+        statistics = statistics_of_average(scene, harvest, stride, averaged)
         slopes = GroupSlopes(scene, harvest, groups, start, averaged)
-        return among_the_others(slopes.mean(start), slopes.by_sub_batch(averaged))
+        return among_the_others(slopes.mean(start), slopes.by_sub_batch(averaged, statistics))
 
 
 def among_the_others(gains: NDArray[np.float64], slopes: NDArray[np.float64]) -> list[Estimate]:
@@ -158,15 +162,17 @@ class GroupSlopes:
         rows = self._rows(weights, lambda loss: loss.sum().reshape(1))
         return self._agreed(torch.stack([row for row, _ in rows]).sum(dim=0) / sum(count for _, count in rows))
 
-    def by_sub_batch(self, weights: Sequence[Tensor]) -> NDArray[np.float64]:
-        """[J, K] slopes of each sub-batch's loss at some weights.
+    def by_sub_batch(self, weights: Sequence[Tensor], statistics: Statistics | None = None) -> NDArray[np.float64]:
+        """[J, K] slopes of each sub-batch's loss at some weights, with other statistics of BatchNorm layers or those.
 
         Also one forward and one backward pass of the probe, if its loss gives one number for each of J batches. Where
         it gives all J at once, each is differentiated through the whole batch, at J times the price.
         """
-        return self._agreed(torch.stack([row for row, _ in self._rows(weights, lambda loss: loss)]))
+        return self._agreed(torch.stack([row for row, _ in self._rows(weights, lambda loss: loss, statistics)]))
 
-    def _rows(self, weights: Sequence[Tensor], of: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, int]]:
+    def _rows(
+        self, weights: Sequence[Tensor], of: Callable[[Tensor], Tensor], statistics: Statistics | None = None
+    ) -> list[tuple[Tensor, int]]:
         """[K] slopes of each loss that `of` makes of a batch's, and how many losses the batch gave."""
         rows: list[tuple[Tensor, int]] = []
 
@@ -176,14 +182,14 @@ class GroupSlopes:
             return partial(self._add_product, row)
 
         model = self.scene.replicas.hosts[0][0]
-        with self._at(weights):
+        with self._at(weights, statistics):
             for loss in self._losses():
                 count, device = loss.numel(), loss.device
                 gradients.handed_over(model, of(loss), begin)
         return rows
 
     @contextmanager
-    def _at(self, weights: Sequence[Tensor]) -> Iterator[None]:
+    def _at(self, weights: Sequence[Tensor], statistics: Statistics | None) -> Iterator[None]:
         """The first model at some weights, every knob at its base, ready to be differentiated."""
         scene = self.scene
         scene.replicas.mean_buffers(self.harvest.valid.tolist())
@@ -194,6 +200,8 @@ class GroupSlopes:
             scene.probe.evaluated(model, self.harvest.window.index, optimizer),
             torch.enable_grad(),
         ):
+            if statistics is not None:
+                statistics.put(model)  # which the probe puts back
             yield
 
     def _losses(self) -> Iterator[Tensor]:

@@ -18,8 +18,9 @@ from torch import Tensor
 from hdet.controllers import Calibrate, Controller, Estimate
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
+from hdet.evidence.parts.batch_statistics import Statistics
 from hdet.evidence.parts.line_fit import along
-from hdet.evidence.parts.losses_at import Point, Write, losses_at
+from hdet.evidence.parts.losses_at import Point, Write, losses_at, statistics_of_average
 from hdet.evidence.parts.step_size import step_size
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
@@ -113,19 +114,23 @@ class LineCollector(Collector):
         centres = [self._centre(own, window) for own in knobs]
         moves = [list(map(any, zip(*(moved_by(knob, self.scene) for knob in own), strict=True))) for own in knobs]
 
-        def measure(lines: Sequence[Segment], chosen: Sequence[int], offsets: Sequence[float]) -> NDArray[np.float64]:
+        def measure(
+            lines: Sequence[Segment], chosen: Sequence[int], offsets: Sequence[float], statistics: Statistics | None
+        ) -> NDArray[np.float64]:
             points: list[Point] = [
                 partial(line.at, math.exp(centres[k] + x))
                 for k, line in zip(chosen, lines, strict=True)
                 for x in offsets
             ]
             with self.scene.at_base():
-                losses = losses_at(self.scene, harvest, points, kept, independent=True)
+                losses = losses_at(self.scene, harvest, points, kept, independent=True, statistics=statistics)
             return losses.reshape(len(chosen), len(offsets), -1)
 
-        def read(end: Sequence[Tensor], chosen: Sequence[int], averaged: bool) -> dict[int, Estimate]:
+        def read(
+            end: Sequence[Tensor], chosen: Sequence[int], averaged: bool, statistics: Statistics | None = None
+        ) -> dict[int, Estimate]:
             segments = {k: Segment(start, end, moves[k]) for k in chosen}
-            lines = dict(zip(chosen, measure(list(segments.values()), chosen, ends), strict=True))
+            lines = dict(zip(chosen, measure(list(segments.values()), chosen, ends, statistics), strict=True))
             told = {
                 k: replace(along(ends, line), offset=centres[k], level=float(line.mean())) for k, line in lines.items()
             }
@@ -133,7 +138,8 @@ class LineCollector(Collector):
                 k for k in chosen if any(one.controller.wants_curvature(told[k], averaged=averaged) for one in knobs[k])
             ]
             if curved:
-                for k, line in zip(curved, measure([segments[k] for k in curved], curved, between), strict=True):
+                more = measure([segments[k] for k in curved], curved, between, statistics)
+                for k, line in zip(curved, more, strict=True):
                     fit = along([*ends, *between], np.concatenate([lines[k], line]))
                     told[k] = replace(fit, offset=centres[k], level=told[k].level)
             return told
@@ -145,8 +151,11 @@ class LineCollector(Collector):
         at_average = dict.fromkeys(range(len(knobs)), Estimate.nothing())
         if doubted:
             average = self.scene.averaged(harvest.valid, self.spec.stride)
-            is_last = average is self.scene.moving.values()  # of which there is a copy
-            at_average.update(read(last if is_last else average, doubted, averaged=True))
+            if average is self.scene.moving.values():  # of which there is a copy
+                at_average.update(read(last, doubted, averaged=True))
+            else:
+                statistics = statistics_of_average(self.scene, harvest, self.spec.stride, average, kept)
+                at_average.update(read(average, doubted, averaged=True, statistics=statistics))
         sizes = [step_size(self.scene, own) if self._rises(own, window) else None for own in knobs]
         norms = self.scene.excess if window.start == 0 and any(sizes) else None
         for k, own in enumerate(knobs):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet.evidence.parts.batch_statistics import Statistics
 from hdet.evidence.parts.excess import excess
 from hdet.evidence.parts.unusable import Unusable
 from hdet.replicas import Replicas, tensors
@@ -131,11 +132,13 @@ class Harvest:
     Attributes:
         losses: [N] mean training losses, NaN where not finite.
         valid: [N] replicas whose losses and parameters all stayed finite; at least one.
+        statistics: of BatchNorm layers at averaged weights, by the stride of the average, once evidence asked for them.
     """
 
     window: Window
     losses: NDArray[np.float64]
     valid: NDArray[np.bool_]
+    statistics: dict[int | None, Statistics] = field(default_factory=dict)
 
     @property
     def loss(self) -> float | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hdet.controllers import Estimate
 from hdet.evidence.collector import Collector, Evidence
+from hdet.evidence.parts.batch_statistics import Statistics
 from hdet.evidence.parts.line_fit import Points, along
 from hdet.evidence.parts.losses_at import Write, losses_at
 from hdet.evidence.scene import Harvest, Scene
@@ -72,6 +73,10 @@ class DirectionalCollector(Collector):
         """The weights about which the probe is read, in the order of `Scene.moving`."""
         raise NotImplementedError
 
+    def statistics(self, harvest: Harvest, centre: Sequence[Tensor]) -> Statistics | None:
+        """Of BatchNorm layers at a centre that is not the weights as they are; None for those of these."""
+        return None
+
     def direction(self, k: int, harvest: Harvest) -> Direction:
         """D of the knob `self.knobs[k]`."""
         raise NotImplementedError
@@ -98,8 +103,9 @@ class DirectionalCollector(Collector):
             width = self._width(centre, direction)
             offsets.append([width * point for point in self.spec.points])
             points += [partial(self._moved, centre, direction, x) for x in offsets[-1]]
+        kept, statistics = (centre, None) if keeps_weights else (None, self.statistics(harvest, centre))
         with self.scene.at_base():
-            losses = losses_at(self.scene, harvest, points, centre if keeps_weights else None, independent=True)
+            losses = losses_at(self.scene, harvest, points, kept, independent=True, statistics=statistics)
         lines = losses.reshape(len(offsets), len(self.spec.points), -1)
         for k, x, line in zip(heard, offsets, lines, strict=True):
             if any(x):

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hdet.evidence.parts.batch_statistics import BatchStatistics, Statistics, following, statistics_of
 from hdet.evidence.scene import Harvest, Scene
 from hdet.replicas import tensors
 
@@ -26,6 +27,7 @@ def losses_at(
     kept: Sequence[Tensor] | None = None,
     *,
     independent: bool = False,
+    statistics: Statistics | None = None,
 ) -> NDArray[np.float64]:
     """[P, J] probe losses at P points, the same on every process.
 
@@ -38,6 +40,7 @@ def losses_at(
     Args:
         kept: a copy of the first model's weights as they are, where there is one already.
         independent: no point looks at the models' weights, which are then put back after the last point only.
+        statistics: of BatchNorm layers, at all points; by default those of the last weights.
     """
     window, replicas, probe = harvest.window.index, scene.replicas, scene.probe
     replicas.mean_buffers(harvest.valid.tolist())
@@ -55,7 +58,9 @@ def losses_at(
                 if replica.index != number % replicas.size and not (idle and row == number == 0):
                     continue
                 if replica.host not in aside:
-                    aside[replica.host] = _PutAside(scene, replica.host, kept if replica.host == 0 else None)
+                    aside[replica.host] = _PutAside(
+                        scene, replica.host, kept if replica.host == 0 else None, statistics
+                    )
                 aside[replica.host].write(write)
                 measured = probe.measure(replicas.hosts[replica.host][0], window, replica.optimizer, batches)
                 rows[row, number] = torch.zeros_like(measured) if idle else measured
@@ -74,19 +79,57 @@ def losses_at(
     return losses
 
 
-class _PutAside:
-    """One model's weights, and a copy of them to put back after points were written over them."""
+def statistics_of_average(
+    scene: Scene, harvest: Harvest, stride: int | None, average: Sequence[Tensor], kept: Sequence[Tensor] | None = None
+) -> Statistics:
+    """BatchNorm's statistics at the window-averaged weights of a stride, by what the probe's batches show there.
 
-    def __init__(self, scene: Scene, host: int, kept: Sequence[Tensor] | None) -> None:
+    Averaged weights have activations of less variance than the last ones, whose statistics are kept, and with these
+    their loss is not what it would be. Every process works them out, once a window. It takes two evaluations of the
+    probe, one of them at the last weights.
+
+    Args:
+        kept: a copy of the first model's weights as they are, where there is one already.
+    """
+    layers = following(scene.replicas.hosts[0][0])
+    found = harvest.statistics
+    if layers and stride not in found:
+        scene.replicas.mean_buffers(harvest.valid.tolist())
+        window = harvest.window.index
+        with scene.at_base():
+            batches = scene.probe.draw(window)
+            at_last = BatchStatistics.by_probe(layers, scene.probe, scene.replicas.hosts[0], window, batches)
+            aside = _PutAside(scene, 0, kept, None)
+            try:
+                aside.write(lambda live: tensors.copy_(live, average))
+                found[stride] = at_last.of_present()
+            finally:
+                aside.put_back()
+    return found.get(stride, Statistics({}))
+
+
+class _PutAside:
+    """One model's weights, and a copy of them to put back after points were written over them.
+
+    Args:
+        statistics: of BatchNorm layers, that it has at points.
+    """
+
+    def __init__(self, scene: Scene, host: int, kept: Sequence[Tensor] | None, statistics: Statistics | None) -> None:
         self._model = scene.replicas.hosts[host][0]
         tensors.reshard(self._model)
         self._live = scene.moving.values(host)
         self._kept = tensors.clones(self._live) if kept is None else kept
         self._written = False
+        self._buffers = statistics_of(self._model) if statistics is not None and statistics.layers else []
+        self._kept_buffers = tensors.clones(self._buffers)
+        self._statistics = statistics
 
     def write(self, point: Write) -> None:
         """Put a point in place of the weights."""
         tensors.reshard(self._model)
+        if not self._written and self._statistics is not None:
+            self._statistics.put(self._model)
         self._written = True
         point(self._live)
 
@@ -95,6 +138,7 @@ class _PutAside:
         if self._written:
             tensors.reshard(self._model)
             tensors.copy_(self._live, self._kept)
+            tensors.copy_(self._buffers, self._kept_buffers)
             self._written = False
 
 

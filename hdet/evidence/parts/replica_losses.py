@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from hdet.evidence.parts.batch_statistics import BatchStatistics, following, statistics_of
 from hdet.evidence.scene import Harvest, Scene
-from hdet.replicas import tensors
+from hdet.replicas import Replica, tensors
 from hdet.signals import Probe
 
 
@@ -28,10 +33,20 @@ class ReplicaLosses:
         if not isinstance(probe, Probe):
             return harvest.losses
         batches = probe.draw(window)  # once: the comparison is paired
-        rows = []
-        for replica in replicas.local:
-            weights = scene.moving.values(replica.host) if self._averages else []
-            means = self._averages[replica.host].mean() if self._averages else []
-            with tensors.substituted(weights, means):
-                rows.append(probe.measure(replicas.hosts[replica.host][0], window, replica.optimizer, batches))
+        rows = [self._losses(replica, window, batches) for replica in replicas.local]
         return replicas.gather(torch.stack(rows))
+
+    def _losses(self, replica: Replica, window: int, batches: Sequence[Any]) -> Tensor:
+        """[J] probe losses of a replica, with BatchNorm's statistics of the weights that are asked for."""
+        scene, probe, host = self._scene, self._scene.probe, replica.host
+        model, optimizer = scene.replicas.hosts[host]
+        if not self._averages:
+            return probe.measure(model, window, replica.optimizer, batches)
+        layers = following(model)
+        at_last = BatchStatistics.by_probe(layers, probe, (model, optimizer), window, batches)
+        with (
+            tensors.substituted(scene.moving.values(host), self._averages[host].mean()),
+            tensors.put_aside(statistics_of(model) if layers else []),
+        ):
+            at_last.of_present().put(model)
+            return probe.measure(model, window, replica.optimizer, batches)

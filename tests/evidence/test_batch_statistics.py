@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hdet.engine.batch_statistics import BatchStatistics, Statistics, keeping
+from hdet.evidence.parts.batch_statistics import BatchStatistics, Statistics, keeping
 from hdet.replicas import tensors
 
 

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from hdet.replicas import tensors
+from hdet.signals import Probe
 
 CHANCE = 2.0
 """Standard errors by which a held-out batch's statistics may differ from those of training by chance."""
@@ -39,8 +41,13 @@ def keeping(model: nn.Module) -> dict[str, _BatchNorm]:
     return {name: layer for name, layer in layers if layer.running_mean is not None and not is_lazy(layer.running_mean)}
 
 
+def following(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Of these, by name those whose statistics follow the batches now: they are in training mode."""
+    return {name: layer for name, layer in keeping(model).items() if layer.training}
+
+
 def statistics_of(model: nn.Module) -> list[Tensor]:
-    """All that these hold."""
+    """All that the layers that keep some hold."""
     return [value for layer in keeping(model).values() for value in _running(layer)]
 
 
@@ -71,6 +78,20 @@ class BatchStatistics:
         self._examples = dict.fromkeys(layers, 0)
         self.last = self._held()
         self._seen = self._look()
+
+    @classmethod
+    def by_probe(
+        cls,
+        layers: Mapping[str, _BatchNorm],
+        probe: Probe,
+        host: tuple[nn.Module, Optimizer],
+        window: int,
+        batches: Sequence[Any],
+    ) -> BatchStatistics:
+        """By what a window's probe batches show the layers of a model, which holds the last weights now."""
+        model, optimizer = host
+        passes = lambda: (probe.loss(model, batch) for batch in batches)  # noqa: E731
+        return cls(layers, passes, lambda: probe.evaluated(model, window, optimizer))
 
     def of_present(self) -> Statistics:
         """For the weights that the model holds now."""
