@@ -518,10 +518,10 @@ class Cycle:
         if self.tally.steps:
             return self.close_window()
         told = self._settle(self.tail, self.window.index - 1) if self.tail is not None and self.tail.parts else {}
-        if told:
+        self.end()
+        if told:  # last: where the disk is full, the run has ended all the same
             device = self.tally.sums.device
             recording.tell_of_tail(self.history, self.window.index - 1, told, self.home, device)
-        self.end()
         return None
 
     def end(self) -> None:

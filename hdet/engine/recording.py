@@ -64,8 +64,8 @@ def tell_of_tail(history: History, window: int, tail: dict[str, Any], home: Repl
 
     def write() -> None:
         if history.latest and history.latest[-1].window == window:
-            *before, last = history.windows
-            history.take_over([*before, replace(last, tail=tail)])
+            history.latest[-1] = replace(history.latest[-1], tail=tail)
+            history.take_over(history.windows)
 
     _together(write, home, device)
 

@@ -151,11 +151,9 @@ class LineCollector(Collector):
         at_average = dict.fromkeys(range(len(knobs)), Estimate.nothing())
         if doubted:
             average = self.scene.averaged(harvest.valid, self.spec.stride)
-            if average is self.scene.moving.values():  # of which there is a copy
-                at_average.update(read(last, doubted, averaged=True))
-            else:
-                statistics = statistics_of_average(self.scene, harvest, self.spec.stride, average, kept)
-                at_average.update(read(average, doubted, averaged=True, statistics=statistics))
+            statistics = statistics_of_average(self.scene, harvest, self.spec.stride, average, kept)
+            is_last = average is self.scene.moving.values()  # of which there is a copy
+            at_average.update(read(last if is_last else average, doubted, averaged=True, statistics=statistics))
         sizes = [step_size(self.scene, own) if self._rises(own, window) else None for own in knobs]
         norms = self.scene.excess if window.start == 0 and any(sizes) else None
         for k, own in enumerate(knobs):

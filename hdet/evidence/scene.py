@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.evidence.parts.batch_statistics import Statistics
+from hdet.evidence.parts.batch_statistics import WindowStatistics
 from hdet.evidence.parts.excess import excess
 from hdet.evidence.parts.unusable import Unusable
 from hdet.replicas import Replicas, tensors
@@ -132,13 +132,13 @@ class Harvest:
     Attributes:
         losses: [N] mean training losses, NaN where not finite.
         valid: [N] replicas whose losses and parameters all stayed finite; at least one.
-        statistics: of BatchNorm layers at averaged weights, by the stride of the average, once evidence asked for them.
+        statistics: of BatchNorm layers, as far as evidence has asked for them.
     """
 
     window: Window
     losses: NDArray[np.float64]
     valid: NDArray[np.bool_]
-    statistics: dict[int | None, Statistics] = field(default_factory=dict)
+    statistics: WindowStatistics = field(default_factory=WindowStatistics, compare=False)
 
     @property
     def loss(self) -> float | None:

@@ -52,6 +52,15 @@ def outcome(engine: hdet.Engine) -> Found:
     }
 
 
+def judged_at_averages() -> list[hdet.Knob]:
+    """A rate that is read at averaged weights, of replicas that weight decay sets apart."""
+    line = hdet.evidence.Line(read_average_above=None)
+    return [
+        hdet.LearningRate(evidence=line, controller=Hold()),
+        hdet.WeightDecay(spread=TwoLevel(0.3), evidence=hdet.evidence.Divergent(), controller=Hold()),
+    ]
+
+
 def one_process(
     n: int,
     make: Callable[[], nn.Module] = network,
@@ -109,6 +118,9 @@ def data_parallel() -> Found:
         found[f"batch norm {gradients}"] = many_ranks(
             DistributedDataParallel, batch_normed, home={"exact": True}, gradients=gradients
         )
+    found["averages"] = many_ranks(
+        make=batch_normed, home={"exact": True}, knobs=judged_at_averages(), signal=probe(), gradients="local"
+    )
     found["chained"] = many_ranks(
         DistributedDataParallel, home={"exact": True}, optimizer=chained_of, gradients="local"
     )

@@ -111,6 +111,14 @@ def test_batch_norm_statistics_are_each_replicas_own_until_the_merge(ranks: list
     assert difference(found[3]["buffers"], expected["buffers"]) == 0.0
 
 
+def test_at_averaged_weights_all_ranks_have_the_same_batch_norm_statistics(ranks: list[Found]) -> None:
+    """Points of one line fall to different ranks, and the replicas have come apart."""
+    found = each_rank(ranks, "averages")
+    decided_alike(found)
+    knobs = cases.judged_at_averages()
+    identical(found[0], cases.one_process(4, batch_normed, knobs=knobs, signal=probe(), gradients="local"))
+
+
 @pytest.mark.parametrize("at", ["last", "average"])
 def test_a_probe_judges_ranks_as_it_judges_copies(ranks: list[Found], at: str) -> None:
     found = each_rank(ranks, f"probe {at}")

@@ -18,7 +18,7 @@ import hdet
 from hdet import Engine, TailAverage
 from hdet.controllers import Hold
 from hdet.engine.tail import Tail
-from hdet.errors import CheckpointError, ConfigError
+from hdet.errors import CheckpointError, ConfigError, HdetError
 from hdet.record import WindowRecord
 from hdet.replicas import tensors
 from hdet.spreads import TwoLevel
@@ -811,6 +811,23 @@ def test_a_state_that_is_finished_at_once_ends_as_the_run_would(problem: Any, tr
     assert other.finished
     assert other.history.windows == []
     assert_same(other.hosts[0][0].state_dict(), engine.hosts[0][0].state_dict())
+
+
+def test_where_its_record_cannot_be_written_the_run_has_ended_all_the_same(
+    problem: Any, train: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = hdet.History(tmp_path / "history.jsonl")
+    engine = engine_of(problem, tail=TailAverage(starts=(0.4,), significance=0.0), history=history)
+    train(engine, 16, batch=noisy)
+
+    def full(*given: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("hdet.history.replace", full)
+    with pytest.raises(HdetError, match="could not be written: no space left"):
+        engine.finish()
+    assert engine.finished
+    assert history.latest[-1].tail["parts"]
 
 
 def test_after_a_loss_that_failed_it_can_be_asked_again(problem: Any, train: Any, assert_same: Any) -> None:

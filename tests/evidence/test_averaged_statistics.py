@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import schedulefree
 import torch
 from torch import Tensor, nn
 
@@ -80,7 +81,7 @@ def expected(problem: Any, model: nn.Module, path: list[list[Tensor]]) -> Tensor
         )
         for parameter, *values in zip(own.parameters(), *path, strict=True):
             parameter.copy_(torch.stack(values).mean(dim=0))
-        return at_last.of_present().layers["2"][0]
+        return at_last.carried().layers["2"][0]
 
 
 def first_window(problem: Any, engine: hdet.Engine, train: Any) -> tuple[Tensor, Tensor]:
@@ -201,24 +202,79 @@ def test_training_is_left_as_it_was_bit_for_bit(failing: bool, problem: Any, tra
     assert not norm._forward_pre_hooks
 
 
+def test_a_model_that_is_compiled_whole_has_no_more_graphs(problem: Any) -> None:
+    """Hooks and flags of a look would make one of each of the probe's batches, of which dynamo allows eight."""
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    model: Any = torch.compile(problem.model(nn.BatchNorm1d(6)), backend=count, fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    probe = hdet.Probe(problem.loss, [problem.batch(-1, j) for j in range(12)])
+    home = hdet.micro_batches(model, optimizer, n=1)
+    engine = hdet.Engine(home, held(rate=EVERY, decay=Analytic()), window=4, signal=probe, total_steps=12)
+    for step in range(12):
+        with engine.replicas[0]:
+            loss = problem.loss(model, batch(step))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step(loss.detach())
+    assert engine.finished
+    assert len(graphs) <= 3  # of training, of evaluation, and of evaluation without gradients
+
+
+def test_a_window_asks_for_one_look_at_the_last_weights(problem: Any, train: Any) -> None:
+    """Averages of two strides are of other weights."""
+    seen = Seen(problem)
+    engine = engine_of(problem, held(rate=EVERY, decay=Analytic(stride=5)), seen.probe)
+    train(engine, WINDOW, batch=batch)
+    assert seen.looks == PASSES * 3
+
+
+def test_a_schedule_free_average_has_the_statistics_that_are_kept(problem: Any, train: Any) -> None:
+    """The weights that it evaluates are an average already, and are evaluated as they are."""
+    seen = Seen(problem)
+    model = problem.model(nn.BatchNorm1d(6))
+    optimizer = schedulefree.SGDScheduleFree(model.parameters(), lr=0.1)
+    optimizer.train()
+    knob = hdet.LearningRate(evidence=EVERY, controller=Hold())
+    home = hdet.micro_batches(model, optimizer, n=1)
+    engine = hdet.Engine(home, [knob], window=WINDOW, total_steps=2 * WINDOW, signal=seen.probe)
+    train(engine, WINDOW, batch=batch)
+    assert seen.looks == 0
+
+
 def test_the_loss_is_told_as_it_would_be_after_training_there(problem: Any, train: Any) -> None:
     """Over batches by which the statistics are worked out anew; with those of the last weights it is further off."""
-    engine = engine_of(problem, held(decay=Analytic(width=0.01)), problem.probe())
-    model = engine.hosts[0][0]
+    model = problem.model(nn.BatchNorm1d(6, momentum=0.02))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():  # until the kept ones are those of these weights
+        for step in range(400):
+            model(batch(step + 1000)[0])
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    home = hdet.micro_batches(model, optimizer, n=1)
+    knobs = held(decay=Analytic(width=0.01))
+    engine = hdet.Engine(home, knobs, window=WINDOW, total_steps=2 * WINDOW, signal=problem.probe())
+    start = tensors.clones(tensors.parameters(model))
     path: list[list[Tensor]] = []
-    held_then: list[nn.Module] = []
 
     def after(step: int) -> None:
         path.append(tensors.clones(tensors.parameters(model)))
-        held_then[:] = [copy.deepcopy(model)]
+        if step == WINDOW - 1:
+            torch.optim.swa_utils.update_bn([batch(own)[0] for own in range(100, 400)], model)
 
     train(engine, WINDOW, batch=batch, after_update=after)
+    assert any(not torch.equal(one, other) for one, other in zip(start, path[-1], strict=True))
     told = engine.history.windows[0].estimates["weight_decay"]["level"]
-    own = held_then[0]
+    own = copy.deepcopy(model)
     with torch.no_grad():
         for parameter, *values in zip(own.parameters(), *path, strict=True):
             parameter.copy_(torch.stack(values).mean(dim=0))
     stale = float(problem.probe().measure(own, 0).mean())
-    torch.optim.swa_utils.update_bn([batch(step)[0] for step in range(100, 300)], own)
+    torch.optim.swa_utils.update_bn([batch(step)[0] for step in range(100, 400)], own)
     truth = float(problem.probe().measure(own, 0).mean())
     assert abs(told - truth) < 0.5 * abs(stale - truth)

@@ -154,3 +154,86 @@ def test_a_layer_that_is_not_made_yet_has_none() -> None:
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(3, track_running_stats=False), nn.InstanceNorm1d(3), nn.Linear(3, 3)])
 def test_layers_that_keep_none_have_none(layer: nn.Module) -> None:
     assert keeping(nn.Sequential(layer)) == {}
+
+
+class Twice(nn.Module):
+    """One layer that normalises two inputs that are nothing alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 5)
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mean(dim=(2, 3))
+        both: Tensor = self.norm(self.first(x)) + self.norm(self.first(3.0 - 0.2 * x))
+        return both
+
+
+def test_of_a_layer_that_is_called_twice_they_are_the_mean_of_its_calls() -> None:
+    model = Twice()
+    trained(model, batch(1))
+    told = followed(model, batch(2))
+    with torch.no_grad():
+        seen = [model.first(x) for part in batch(2).split(16) for x in (part.mean((2, 3)), 3 - 0.2 * part.mean((2, 3)))]
+        then = torch.stack([x.mean(dim=0) for x in seen]).mean(dim=0)
+        model.first.weight.mul_(0.5)
+        half = [model.first(x) for part in batch(2).split(16) for x in (part.mean((2, 3)), 3 - 0.2 * part.mean((2, 3)))]
+        now = torch.stack([x.mean(dim=0) for x in half]).mean(dim=0)
+        (kept, _), (found, _) = told.last.layers["norm"], told.carried().layers["norm"]
+    assert torch.allclose(found, kept + now - then, atol=1e-5)
+
+
+@pytest.mark.parametrize("off", [0.0, 5.0])
+def test_carried_they_stay_as_far_from_the_batchs_as_at_the_last_weights(off: float) -> None:
+    """However far that is: dropout or augmentation in training may be why."""
+    model = network()
+    trained(model, batch(1))
+    with torch.no_grad():
+        model[1].running_mean += off
+        model[1].running_var *= 1.0 + off
+        told = followed(model, batch(2))
+        at_last = told.carried()
+        for name, values in told.last.layers.items():
+            assert all(torch.allclose(*pair) for pair in zip(at_last.layers[name], values, strict=True))
+        own = followed(model, batch(2))._seen.layers["1"]
+        model[0].weight.mul_(0.5)
+        now = followed(model, batch(2))._seen.layers["1"]
+        mean, variance = told.carried().layers["1"]
+    assert torch.allclose(mean, told.last.layers["1"][0] + now[0] - own[0], atol=1e-5)
+    assert torch.allclose(variance, told.last.layers["1"][1] * now[1] / own[1], rtol=1e-3)
+
+
+def test_carried_what_is_not_finite_stays_so() -> None:
+    """Evidence shall hear of it."""
+    model = network()
+    trained(model, batch(1))
+    model[1].running_mean[0] = float("nan")
+    with torch.no_grad():
+        found, _ = followed(model, batch(2)).carried().layers["1"]
+    assert found.isnan().tolist() == [True, False, False, False, False]
+
+
+class Wrapped(nn.BatchNorm1d):
+    """Takes its input in a list, as layers of sparse tensors take theirs in an object."""
+
+    def forward(self, holder: list[Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(holder[0])
+
+
+def test_a_layer_whose_input_is_no_tensor_keeps_its_own() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = Wrapped(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            normed: Tensor = self.norm([x.mean(dim=(2, 3))])
+            return normed
+
+    model = Net()
+    trained(model, batch(1))
+    told = followed(model, batch(2))
+    for found in (told.carried(), told.of_present()):
+        assert all(torch.equal(*pair) for pair in zip(found.layers["norm"], told.last.layers["norm"], strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -94,7 +94,7 @@ class BatchStatistics:
         return cls(layers, passes, lambda: probe.evaluated(model, window, optimizer))
 
     def of_present(self) -> Statistics:
-        """For the weights that the model holds now."""
+        """For the weights that the model holds now, within the limits of chance."""
         now, found = self._look(), {}
         for name, (mean, variance) in self.last.layers.items():
             (mean_then, variance_then), (mean_now, variance_now) = self._seen.layers[name], now.layers[name]
@@ -104,46 +104,88 @@ class BatchStatistics:
             found[name] = (mean_now + shift * variance_now.sqrt(), variance_now * factor)
         return Statistics(found)
 
+    def carried(self) -> Statistics:
+        """For the weights that the model holds now: the kept ones, changed as the batch's change with the weights.
+
+        Whatever sets the kept ones apart at the last weights stays: that they lag behind, dropout and augmentation in
+        training, and that they are not finite.
+        """
+        now, found = self._look(), {}
+        for name, (mean, variance) in self.last.layers.items():
+            (mean_then, variance_then), (mean_now, variance_now) = self._seen.layers[name], now.layers[name]
+            eps = self._layers[name].eps
+            found[name] = (mean + (mean_now - mean_then), variance * ((variance_now + eps) / (variance_then + eps)))
+        return Statistics(found)
+
     @torch.no_grad()
     def _look(self) -> Statistics:
-        """The batch's own: the mean over passes of what each layer sees of it, normalising by that, all else as usual.
+        """The batch's own: the mean over what each layer sees of it in each call, normalising by that, else as usual.
 
-        A layer that sees one value a channel evaluates, since that has no variance, and has what it had before.
+        A layer that sees one value a channel evaluates, since that has no variance. One that sees nothing else, or is
+        not called, has what it had before.
         """
         if not self._layers:
             return self.last
         layers = self._layers.values()
         held = [(layer.momentum, layer.training) for layer in layers]
         self._examples = dict.fromkeys(self._layers, 0)
+        found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self._layers}
         hooks = [
-            layer.register_forward_pre_hook(partial(self._enters, name), with_kwargs=True)
+            hook
             for name, layer in self._layers.items()
+            for hook in (
+                layer.register_forward_pre_hook(partial(self._enters, name), with_kwargs=True),
+                layer.register_forward_hook(partial(_leaves, found[name])),
+            )
         ]
         buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
-        found = []
         try:
-            with tensors.put_aside(buffers), self._evaluating():
+            # Compiled, the hooks would make a graph of each batch.
+            with tensors.put_aside(buffers), self._evaluating(), torch.compiler.set_stance("force_eager"):
                 for layer in layers:
                     layer.momentum, layer.training = 1.0, True
                     for value in _running(layer):
                         value.nan_to_num_()  # a share of 0 of NaN is NaN
                 for _ in self._passes():
-                    found.append(self._held().layers)
+                    pass
         finally:
             for hook in hooks:
                 hook.remove()
             for layer, (momentum, training) in zip(layers, held, strict=True):
                 layer.momentum, layer.training = momentum, training
-        return Statistics({name: _mean([own[name] for own in found]) for name in self._layers})
+        return Statistics({name: _mean(own) if own else self.last.layers[name] for name, own in found.items()})
 
     def _enters(self, name: str, layer: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
-        values = next(value for value in (*inputs, *named.values()) if isinstance(value, Tensor))
-        layer.training = values.numel() > values.shape[1]
-        self._examples[name] += len(values)
+        values = next((value for value in (*inputs, *named.values()) if isinstance(value, Tensor)), None)
+        layer.training = values is not None and values.numel() > values.shape[1]
+        self._examples[name] += len(values) if values is not None else 0
 
     def _held(self) -> Statistics:
-        clones = {name: tensors.clones(_running(layer)) for name, layer in self._layers.items()}
-        return Statistics({name: (mean, variance) for name, (mean, variance) in clones.items()})
+        return Statistics({name: _clones(layer) for name, layer in self._layers.items()})
+
+
+@dataclass
+class WindowStatistics:
+    """What is known of them in one window.
+
+    Attributes:
+        at_last: a look at the last weights, once one was needed.
+        averaged: those of averaged weights, by the stride of the average.
+    """
+
+    at_last: BatchStatistics | None = None
+    averaged: dict[int | None, Statistics] = field(default_factory=dict)
+
+
+def _leaves(found: list[tuple[Tensor, Tensor]], layer: nn.Module, inputs: object, output: object) -> None:
+    if layer.training:
+        assert isinstance(layer, _BatchNorm)
+        found.append(_clones(layer))
+
+
+def _clones(layer: _BatchNorm) -> tuple[Tensor, Tensor]:
+    mean, variance = tensors.clones(_running(layer))
+    return mean, variance
 
 
 def _mean(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,7 @@ class DirectionalCollector(Collector):
         if not heard:
             return found
         centre = self.centre(harvest)
-        keeps_weights = self.keeps_weights
+        keeps_weights, statistics = self.keeps_weights, self.statistics(harvest, centre)
         if centre is self.scene.moving.values():  # an average to which nothing was added; points are written over these
             centre, keeps_weights = tensors.clones(centre), True
         points: list[Any] = []
@@ -103,7 +103,7 @@ class DirectionalCollector(Collector):
             width = self._width(centre, direction)
             offsets.append([width * point for point in self.spec.points])
             points += [partial(self._moved, centre, direction, x) for x in offsets[-1]]
-        kept, statistics = (centre, None) if keeps_weights else (None, self.statistics(harvest, centre))
+        kept = centre if keeps_weights else None
         with self.scene.at_base():
             losses = losses_at(self.scene, harvest, points, kept, independent=True, statistics=statistics)
         lines = losses.reshape(len(offsets), len(self.spec.points), -1)

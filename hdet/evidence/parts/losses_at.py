@@ -85,27 +85,38 @@ def statistics_of_average(
     """BatchNorm's statistics at the window-averaged weights of a stride, by what the probe's batches show there.
 
     Averaged weights have activations of less variance than the last ones, whose statistics are kept, and with these
-    their loss is not what it would be. Every process works them out, once a window. It takes two evaluations of the
-    probe, one of them at the last weights.
+    their loss is not what it would be. Every process works them out, once a window and stride. It takes an evaluation
+    of the probe, and for the first stride one more, at the last weights.
 
     Args:
+        average: these weights (`Scene.averaged`).
         kept: a copy of the first model's weights as they are, where there is one already.
+
+    Returns:
+        None of any layer where none follows the batches, or nothing was averaged.
     """
-    layers = following(scene.replicas.hosts[0][0])
-    found = harvest.statistics
-    if layers and stride not in found:
+    layers, live = following(scene.replicas.hosts[0][0]), scene.moving.values()
+    if not layers or average is live:
+        return Statistics({})
+    known, window = harvest.statistics, harvest.window.index
+    if stride not in known.averaged:
         scene.replicas.mean_buffers(harvest.valid.tolist())
-        window = harvest.window.index
+        # Of replicas that have come apart, the statistics that are kept now are those of all, as the mean of their
+        # weights is.
+        last = scene.weights(harvest.valid) if scene.apart else None
+        aside = _PutAside(scene, 0, kept, None)
         with scene.at_base():
-            batches = scene.probe.draw(window)
-            at_last = BatchStatistics.by_probe(layers, scene.probe, scene.replicas.hosts[0], window, batches)
-            aside = _PutAside(scene, 0, kept, None)
             try:
+                if known.at_last is None:
+                    if last is not None:
+                        aside.write(lambda live: tensors.copy_(live, last))
+                    host, batches = scene.replicas.hosts[0], scene.probe.draw(window)
+                    known.at_last = BatchStatistics.by_probe(layers, scene.probe, host, window, batches)
                 aside.write(lambda live: tensors.copy_(live, average))
-                found[stride] = at_last.of_present()
+                known.averaged[stride] = known.at_last.carried()
             finally:
                 aside.put_back()
-    return found.get(stride, Statistics({}))
+    return known.averaged[stride]
 
 
 class _PutAside:

@@ -48,5 +48,5 @@ class ReplicaLosses:
             tensors.substituted(scene.moving.values(host), self._averages[host].mean()),
             tensors.put_aside(statistics_of(model) if layers else []),
         ):
-            at_last.of_present().put(model)
+            at_last.carried().put(model)
             return probe.measure(model, window, replica.optimizer, batches)
