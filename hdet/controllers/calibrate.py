@@ -7,7 +7,7 @@ from pydantic import Field
 from hdet.controllers.part import Rule, Veto
 from hdet.controllers.ruled import Ruled
 from hdet.controllers.rules import AwaitSchedule, CatchUp, LookAhead, Lower, Raise, Regain, Return, Stall, WarmUp
-from hdet.controllers.vetoes import SmallSteps
+from hdet.controllers.vetoes import LargeSteps, SmallSteps
 from hdet.spec import register
 
 
@@ -32,7 +32,8 @@ class Calibrate(Ruled):
     | `Return` | goes back up to the schedule as given, if only looking ahead has lowered it |
     | `CatchUp` | goes up to where steps begin to matter, while an untrained model warms up |
 
-    The veto `SmallSteps` lets nothing lower a rate below where its steps are small, while an untrained model warms up.
+    While an untrained model warms up, the veto `SmallSteps` lets nothing lower a rate below where its steps are small,
+    and `LargeSteps` lets nothing raise it to where they are large.
 
     Args:
         rules, vetoes: see above; a number of theirs can be given here, and every part that has it takes it.
@@ -61,6 +62,6 @@ class Calibrate(Ruled):
         Return(),
         CatchUp(),
     )
-    vetoes: tuple[Veto, ...] = (SmallSteps(),)
+    vetoes: tuple[Veto, ...] = (SmallSteps(), LargeSteps())
     until: float = Field(default=0.85, gt=0, le=1)
     retreat_factor: float = Field(default=3.0, ge=1, le=100)

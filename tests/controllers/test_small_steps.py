@@ -10,7 +10,7 @@ import pytest
 from hdet.controllers import Calibrate, Context, Estimate
 from hdet.controllers.rules import CatchUp, LookAhead, Raise, Regain
 from hdet.controllers.small_steps import Beginning
-from hdet.controllers.vetoes import SmallSteps
+from hdet.controllers.vetoes import LargeSteps, SmallSteps
 
 SMALL = 0.5
 LESS = Estimate(slope=0.3, curvature=0.1, stderr=0.01, step_size=1.0)
@@ -84,14 +84,39 @@ def test_without_a_size_that_is_small_both_are_off() -> None:
     assert Regain(small=0.0).propose(BEGUN, AHEAD, replace(RISING, shift=-1.0)) is None
 
 
-@pytest.mark.parametrize("part", [Regain(), SmallSteps(), CatchUp(), LookAhead(), Raise()])
+@pytest.mark.parametrize("part", [Regain(), SmallSteps(), LargeSteps(), CatchUp(), LookAhead(), Raise()])
 def test_what_the_first_window_told_is_kept_and_a_rewind_or_new_start_ends_it(
-    part: Regain | SmallSteps | CatchUp | LookAhead | Raise,
+    part: Regain | SmallSteps | LargeSteps | CatchUp | LookAhead | Raise,
 ) -> None:
     begun = part.observe(part.start(), replace(LESS, excess=1.0), RISING)
     assert part.observe(begun, LESS, RISING) == begun == BEGUN
     assert part.restart(begun, RISING) == part.retreat(begun, RISING) == Beginning()
     assert part.observe(part.start(), replace(LESS, excess=1.3), RISING) == Beginning()
+
+
+@pytest.mark.parametrize(("size", "left"), [(0.5, 0.6), (3.0, math.log(4.0 / 3.0)), (4.0, 0.0), (9.0, 0.0)])
+def test_a_rate_is_raised_no_further_than_to_where_its_steps_are_large(size: float, left: float) -> None:
+    more = replace(LESS, slope=-0.3, step_size=size)
+    assert LargeSteps().allow(0.6, BEGUN, more, RISING) == pytest.approx(left)
+    assert LargeSteps().allow(-0.6, BEGUN, more, RISING) == -0.6
+    assert LargeSteps(large=0.0).allow(0.6, BEGUN, more, RISING) == 0.6
+
+
+@pytest.mark.parametrize(("estimate", "context", "state"), SILENT)
+def test_where_steps_are_not_known_to_be_large_none_is_held_back(
+    estimate: Estimate, context: Context, state: Beginning
+) -> None:
+    if estimate.step_size is not None:
+        estimate = replace(estimate, step_size=100.0)
+    assert LargeSteps().allow(0.6, state, estimate, context) == 0.6
+
+
+def test_calibrate_raises_to_where_steps_are_large_and_later_as_evidence_asks() -> None:
+    first = replace(AHEAD, slope=-0.3, excess=1.0, step_size=3.0)
+    judged = Calibrate().judge(Calibrate().start(), first, RISING)
+    assert (judged.move, judged.rule, judged.veto) == (pytest.approx(math.log(4.0 / 3.0)), "look_ahead", "large_steps")
+    over = replace(first, excess=None, step_size=None, offset=0.0, averaged=Estimate(slope=0.0, stderr=0.1))
+    assert Calibrate().judge(judged.state, over, replace(RISING, warming=False)).move > 0.29
 
 
 def test_calibrate_enters_from_below_and_comes_back_where_steps_are_small() -> None:

@@ -2,13 +2,14 @@
 
 | for | vetoes |
 |---|---|
-| a learning rate | `SmallSteps` |
+| a learning rate | `SmallSteps`, `LargeSteps` |
 | a weight decay, judged by its formula | `AgreesNow`, `NeedsGap`, `KeepsGap`, `NotEarly`, `WithinSpan`, `DoesHarm` |
 """
 
 from hdet.controllers.vetoes.agrees_now import AgreesNow
 from hdet.controllers.vetoes.does_harm import DoesHarm
 from hdet.controllers.vetoes.gap import KeepsGap, NeedsGap
+from hdet.controllers.vetoes.large_steps import LargeSteps
 from hdet.controllers.vetoes.not_early import NotEarly
 from hdet.controllers.vetoes.small_steps import SmallSteps
 from hdet.controllers.vetoes.within_span import WithinSpan
@@ -17,6 +18,7 @@ __all__ = [
     "AgreesNow",
     "DoesHarm",
     "KeepsGap",
+    "LargeSteps",
     "NeedsGap",
     "NotEarly",
     "SmallSteps",
