@@ -93,7 +93,7 @@ def statistics_of_average(
         kept: a copy of the first model's weights as they are, where there is one already.
 
     Returns:
-        None of any layer where none follows the batches, or nothing was averaged.
+        Of no layer where none follows the batches, or where nothing was averaged.
     """
     layers, live = following(scene.replicas.hosts[0][0]), scene.moving.values()
     if not layers or average is live:
@@ -103,7 +103,7 @@ def statistics_of_average(
         scene.replicas.mean_buffers(harvest.valid.tolist())
         # Of replicas that have come apart, the statistics that are kept now are those of all, as the mean of their
         # weights is.
-        last = scene.weights(harvest.valid) if scene.apart else None
+        last = scene.weights(harvest.valid) if scene.apart and known.at_last is None else None
         aside = _PutAside(scene, 0, kept, None)
         with scene.at_base():
             try:
