@@ -196,7 +196,7 @@ class MixtureLosses:
         """Of the mixture that the model holds; of the last weights their own."""
         key = tuple(shares.tolist())
         if key not in self._found:
-            self._found[key] = self._statistics.last if shares[0] == 1.0 else self._statistics.of_present()
+            self._found[key] = self._statistics.last if shares[0] == 1.0 else self._statistics.limited()
         return self._found[key]
 
 

@@ -547,18 +547,25 @@ def test_where_no_loss_is_finite_the_last_weights_stay(problem: Any, train: Any)
     assert engine.history.windows[-1].tail == {}
 
 
+def compared(
+    engine: Engine, probe: hdet.Probe, path: list[list[Tensor]], windows: tuple[int, ...]
+) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
+    """What is told of the mixture, and [J] how far its losses, means over windows, lie above the last weights'."""
+    told, losses = engine.history.windows[-1].tail, []
+    model = engine.hosts[0][0]
+    for weights in (mixed(told, path), path[-1]):
+        with tensors.substituted(tensors.parameters(model), weights):
+            losses.append(np.mean([probe.measure(model, window).numpy() for window in windows], axis=0))
+    return told, losses[0] - losses[1]
+
+
 def test_a_sub_batchs_loss_is_its_mean_over_the_draws(problem: Any, train: Any) -> None:
     def batches(window: int) -> list[Any]:
         return [problem.batch(-2 - window, j) for j in range(3)]
 
     probe = hdet.Probe(problem.loss, batches)
     engine = engine_of(problem, signal=probe, tail=TailAverage(starts=(0.4,), significance=0.0, draws=3))
-    path = walked(engine, train)
-    told, gained = engine.history.windows[-1].tail, []
-    for weights in (mixed(told, path), path[-1]):
-        with tensors.substituted(tensors.parameters(engine.hosts[0][0]), weights):
-            gained.append(np.mean([probe.measure(engine.hosts[0][0], w).numpy() for w in (4, 3, 2)], axis=0))
-    differences = gained[0] - gained[1]
+    told, differences = compared(engine, probe, walked(engine, train), windows=(4, 3, 2))
     assert told["difference"] == pytest.approx(differences.mean(), rel=1e-3)
     assert told["stderr"] == pytest.approx(differences.std(ddof=1) / 3**0.5, rel=1e-3)
 
@@ -569,12 +576,8 @@ def test_draws_with_other_numbers_of_sub_batches_are_left_out(problem: Any, trai
 
     probe = hdet.Probe(problem.loss, batches)
     engine = engine_of(problem, signal=probe, tail=TailAverage(starts=(0.4,), significance=0.0, draws=4))
-    path = walked(engine, train)
-    told, gained = engine.history.windows[-1].tail, []
-    for weights in (mixed(told, path), path[-1]):
-        with tensors.substituted(tensors.parameters(engine.hosts[0][0]), weights):
-            gained.append(np.mean([probe.measure(engine.hosts[0][0], w).numpy() for w in (4, 3)], axis=0))
-    assert told["difference"] == pytest.approx((gained[0] - gained[1]).mean(), rel=1e-3)
+    told, differences = compared(engine, probe, walked(engine, train), windows=(4, 3))
+    assert told["difference"] == pytest.approx(differences.mean(), rel=1e-3)
 
 
 @pytest.mark.parametrize("keep", ["host", "device"])

@@ -200,6 +200,7 @@ def test_training_is_left_as_it_was_bit_for_bit(failing: bool, problem: Any, tra
         assert_same(engine.hosts[0][0].state_dict(), plain.hosts[0][0].state_dict())
     assert (norm.momentum, norm.training) == (0.5, True)
     assert not norm._forward_pre_hooks
+    assert not norm._forward_hooks
 
 
 def test_a_model_that_is_compiled_whole_has_no_more_graphs(problem: Any) -> None:

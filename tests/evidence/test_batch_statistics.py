@@ -59,7 +59,7 @@ def test_they_are_those_of_training_there_but_for_little() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter) * parameter.std().nan_to_num())
-    found = told.of_present()
+    found = told.limited()
     own = followed(model, batch(2))._seen
     truth = trained(model, batch(1, size=2048))
     assert error(found, truth) < 0.5 * error(own, truth)
@@ -70,7 +70,7 @@ def test_at_the_last_weights_they_are_what_they_were() -> None:
     model = network()
     trained(model, batch(1))
     told = followed(model, batch(2))
-    for name, pair in told.of_present().layers.items():
+    for name, pair in told.limited().layers.items():
         for one, other in zip(pair, told.last.layers[name], strict=True):
             assert torch.allclose(one, other)
 
@@ -83,7 +83,7 @@ def test_of_last_weights_that_are_not_finite_they_are_the_batchs_own() -> None:
     model.train()(batch(1))
     told = followed(model, batch(2))
     tensors.copy_(list(model.parameters()), good)
-    found = told.of_present()
+    found = told.limited()
     for name, pair in followed(model, batch(2))._seen.layers.items():
         assert all(map(torch.equal, found.layers[name], pair))
 
@@ -131,7 +131,7 @@ def test_last_weights_that_went_far_in_a_step_do_not_spoil_them(far: float) -> N
             parameter.mul_(far)
     told = followed(model, batch(2))
     tensors.copy_(list(model.parameters()), good)
-    assert error(told.of_present(), trained(model, batch(1, size=2048))) < 0.3
+    assert error(told.limited(), trained(model, batch(1, size=2048))) < 0.3
 
 
 def test_of_a_channel_that_was_dead_they_are_the_batchs_own_but_for_chance() -> None:
@@ -143,7 +143,7 @@ def test_of_a_channel_that_was_dead_they_are_the_batchs_own_but_for_chance() -> 
     told = followed(model, inputs)
     with torch.no_grad():
         model[0].bias[0] = 0.0
-    found = told.of_present()
+    found = told.limited()
     assert error(found, trained(model, inputs)) < 0.5
 
 
@@ -235,5 +235,5 @@ def test_a_layer_whose_input_is_no_tensor_keeps_its_own() -> None:
     model = Net()
     trained(model, batch(1))
     told = followed(model, batch(2))
-    for found in (told.carried(), told.of_present()):
+    for found in (told.carried(), told.limited()):
         assert all(torch.equal(*pair) for pair in zip(found.layers["norm"], told.last.layers["norm"], strict=True))

@@ -56,10 +56,11 @@ class BatchStatistics:
 
     A mean of weights has activations of less variance than the weights had, so that the mean of their statistics is
     not its own. A held-out batch has its own there, but for what it has by chance; and that shows at the last weights,
-    whose statistics are known. So a layer's mean is the batch's, plus by how much the kept one lies above the batch's
-    at the last weights, and its variance the batch's, times their ratio there. Differences of more than `CHANCE`
-    standard errors, of as many values as the batch has examples, count as that: kept statistics lag behind, and are of
-    other weights where momentum is small or the last steps went far.
+    whose statistics are known. So (`limited`) a layer's mean is the batch's, plus by how much the kept one lies above
+    the batch's at the last weights, and its variance the batch's, times their ratio there. Differences of more than
+    `CHANCE` standard errors, of as many values as the batch has examples, count as that: kept statistics lag behind,
+    and are of other weights where momentum is small or the last steps went far. Where weights are compared with others,
+    and do not stay, the kept ones are changed as the batch's change, without a limit (`carried`).
     (Izmailov et al. 2018, arXiv 1803.05407, section 3.2, take a pass over the training data.)
 
     Args:
@@ -93,7 +94,7 @@ class BatchStatistics:
         passes = lambda: (probe.loss(model, batch) for batch in batches)  # noqa: E731
         return cls(layers, passes, lambda: probe.evaluated(model, window, optimizer))
 
-    def of_present(self) -> Statistics:
+    def limited(self) -> Statistics:
         """For the weights that the model holds now, within the limits of chance."""
         now, found = self._look(), {}
         for name, (mean, variance) in self.last.layers.items():

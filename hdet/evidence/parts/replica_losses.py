@@ -39,14 +39,14 @@ class ReplicaLosses:
     def _losses(self, replica: Replica, window: int, batches: Sequence[Any]) -> Tensor:
         """[J] probe losses of a replica, with BatchNorm's statistics of the weights that are asked for."""
         scene, probe, host = self._scene, self._scene.probe, replica.host
-        model, optimizer = scene.replicas.hosts[host]
+        model = scene.replicas.hosts[host][0]
         if not self._averages:
             return probe.measure(model, window, replica.optimizer, batches)
         layers = following(model)
-        at_last = BatchStatistics.by_probe(layers, probe, (model, optimizer), window, batches)
+        at_last = BatchStatistics.by_probe(layers, probe, (model, replica.optimizer), window, batches)
         with (
             tensors.substituted(scene.moving.values(host), self._averages[host].mean()),
-            tensors.put_aside(statistics_of(model) if layers else []),
+            tensors.put_aside(statistics_of(model)),
         ):
             at_last.carried().put(model)
             return probe.measure(model, window, replica.optimizer, batches)
