@@ -3,7 +3,7 @@
     python benchmarks/group_rates.py                              # every task, one seed
     python benchmarks/group_rates.py --tasks tabular --seeds 3
     python benchmarks/group_rates.py --cost                       # what thirty groups cost beside one
-    python benchmarks/group_rates.py --worth                      # what each ratio is worth, and what evidence says
+    python benchmarks/group_rates.py --worth                      # what each ratio is worth, and how far steps go
     python benchmarks/group_rates.py --trials                     # ratios from short trials before the run
 
 Each task's parameters are in up to five groups. Their rates start sqrt(10) times above or below the best common rate,
@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hdet
-from hdet.controllers.sub_batches import student
 from hdet.recipes.recommended import choose, own_schedule
 from hdet.schedules import LinearDecay, Schedule
 from hdet.trials.bracket import Trial, minimum, next_rate
@@ -101,7 +100,9 @@ class Case:
 CASES = (
     Case("tabular", of_layers, Setting(0.064, 3.0)),
     Case("digits_noise", of_layers, Setting(0.4, 3e-3, 0.3)),
+    Case("denoise", of_layers, Setting(0.016, 0.3)),
     Case("text_small", of_gpt, Setting(0.016, 0.1)),
+    Case("text_recurrent", of_layers, Setting(0.032, 0.1)),
     Case("text_momentum", of_gpt, Setting(0.32, 1e-4)),
     Case("text_muon", of_muon, Setting(0.016, 0.1)),
 )
@@ -252,28 +253,11 @@ def print_trials(case: Case, seeds: int, patterns: Sequence[int]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What the evidence of all windows says of one group, in a run in which nothing is moved.
-
-    Attributes:
-        newton: the move that would answer it, in natural logarithms: below 0 where it calls for less.
-        t: how certain that is.
-    """
-
-    newton: float
-    t: float
-
-
-def read(case: Case, seed: int, factors: Sequence[float]) -> tuple[float, dict[str, Reading]]:
-    """The plain run's test loss, and what `GroupLines` reads of each group on its way."""
+def held(case: Case, seed: int, factors: Sequence[float]) -> tuple[float, dict[str, float | None]]:
+    """A plain run's test loss, and how far each group's steps go beside the others' (`Estimate.step_ratio`)."""
     task = case.task
     problem, model, optimizer = case.begin(seed, case.best.lr, factors)
     names = [group["name"] for group in optimizer.param_groups]
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return problem.example_losses(model, batch).mean()
-
     knobs = [
         hdet.LearningRate(
             groups=name,
@@ -287,44 +271,38 @@ def read(case: Case, seed: int, factors: Sequence[float]) -> tuple[float, dict[s
         hdet.micro_batches(model, optimizer, 1),
         knobs,
         window=hdet.windows.GrowingWindow(),
-        signal=hdet.Probe(loss, lambda window: parts(problem.probe(window), task.sub_batches)),
+        signal=hdet.Probe(
+            lambda model, batch: problem.example_losses(model, batch).mean(),
+            lambda window: parts(problem.probe(window), task.sub_batches),
+        ),
         seed=seed,
         total_steps=task.steps,
     )
-    slopes = {name: np.zeros(task.sub_batches) for name in names}
-    curvatures = dict.fromkeys(names, 0.0)
     for step in range(task.steps):
         with engine.replicas[0]:
             own = problem.loss(model, problem.batch(step))
             own.backward()
         engine.share_gradients()
         update(task, optimizer)
-        record = engine.step(own.detach())
-        if record is None:
-            continue
-        for name, knob in zip(names, engine.knobs, strict=True):
-            told = record.estimates[knob.name]["relative"]
-            if told["slopes"]:
-                slopes[name] += told["slopes"]
-                curvatures[name] += told["curvature"]
-    return problem.test_loss(model), {
-        name: Reading(-float(own.mean()) / curvatures[name], -student(own.tolist())) for name, own in slopes.items()
-    }
+        engine.step(own.detach())
+    first = engine.history.windows[0].estimates
+    ratios = {name: first[knob.name]["step_ratio"] for name, knob in zip(names, engine.knobs, strict=True)}
+    return problem.test_loss(model), ratios
 
 
 def print_worth(case: Case, seeds: int) -> None:
-    """Of each group: what its rate alone three times off costs, and what the evidence of such a run says of it."""
-    runs = [read(case, seed, [1.0] * 5) for seed in range(seeds)]
-    right = [loss for loss, _ in runs]
-    print(f"\n{case.name}, {seeds} seeds; right ratios {np.mean(right):.4f}")
-    print(f"{'group':20s} {'rate':>6s} {'loss':>8s} {'calls for':>10s} {'t':>6s}")
-    for index, name in enumerate(runs[0][1]):
+    """Of each group: what its rate alone three times off costs, and how far its steps go then beside the others'."""
+    right = [held(case, seed, [1.0] * 5) for seed in range(seeds)]
+    at_right = np.mean([loss for loss, _ in right])
+    print(f"\n{case.name}, {seeds} seeds; right ratios {at_right:.4f}")
+    print(f"{'group':20s} {'rate':>6s} {'loss':>8s} {'steps':>8s}")
+    for index, name in enumerate(right[0][1]):
         for factor in (1 / ROOT, 1.0, ROOT):
             factors = [factor if k == index else 1.0 for k in range(5)]
-            made = runs if factor == 1.0 else [read(case, seed, factors) for seed in range(seeds)]
-            behind = np.mean([loss for loss, _ in made]) - np.mean(right)
-            newton, t = (np.mean([getattr(told[name], field) for _, told in made]) for field in ("newton", "t"))
-            print(f"{name:20s} {factor:6.2f} {behind:+8.3f} {np.exp(newton):9.2f}x {t:6.1f}", flush=True)
+            made = right if factor == 1.0 else [held(case, seed, factors) for seed in range(seeds)]
+            behind, ratio = np.mean([loss for loss, _ in made]) - at_right, made[0][1][name]
+            told = "-" if ratio is None else f"{ratio:.2f}x"
+            print(f"{name:20s} {factor:6.2f} {behind:+8.3f} {told:>8s}", flush=True)
 
 
 def cost(groups: int, layers: int = 30, width: int = 96, steps: int = 80) -> tuple[float, float, int]:
@@ -407,7 +385,7 @@ def main() -> None:
     parser.add_argument("--patterns", type=int, nargs="+", default=list(range(-1, 8)), help="-1 is the right ratios")
     parser.add_argument("--cost", action="store_true", help="measure what many groups cost")
     parser.add_argument("--trials", action="store_true", help="find ratios by short trials before the run")
-    parser.add_argument("--worth", action="store_true", help="show what each ratio is worth beside what evidence says")
+    parser.add_argument("--worth", action="store_true", help="show what each ratio is worth, and how far steps go")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
     torch.set_num_threads(1)

@@ -21,6 +21,9 @@ MOST_REPLICAS = 64
 TURNS = ("rewound", "restarted", "restored")
 """Faults after which the run went on from an earlier point."""
 
+BALANCE = "balance"
+"""The rule by which the rate of a group takes its place among the others (`hdet.controllers.Pooled`)."""
+
 
 @dataclass(frozen=True)
 class WindowRecord:

@@ -68,8 +68,10 @@ def test_a_loop_runs_to_its_end_and_its_low_rate_is_raised(name: str, knobs: set
 def test_rates_are_found_for_each_group_apart() -> None:
     search = loaded("rates_by_group.py")["train"](STEPS)
     assert sorted(search.shifts) == ["learning_rate[biases]", "learning_rate[head]", "learning_rate[others]"]
-    last = search.history.windows[4].estimates
-    assert len({last[name]["relative"]["slope"] for name in search.shifts}) == 3
+    first = search.history.windows[0].estimates
+    ratios = {name: first[name]["step_ratio"] for name in search.shifts}
+    assert ratios.pop("learning_rate[biases]") is None
+    assert min(ratios.values()) < 0.95 < 1.05 < max(ratios.values())
 
 
 def test_a_small_gpt_trains_with_and_without_hdet() -> None:

@@ -27,8 +27,6 @@ class Estimate:
         averaged: the same comparison judged at window-averaged weights, where the evidence has it. The last
             iterate flatters small steps (short-horizon bias, Wu et al. 2018, arXiv:1803.02021); averaged
             weights do not, so the two bracket the truth.
-        relative: how one of several knobs that share this estimate stands among them: the part of its slope that is not
-            shared, where the evidence has it.
         level: the signal itself, where the evidence tells; what a slope is large or small against.
         span: how far from the base it was measured, in coordinate units, where the evidence tells.
         excess: the spectral norms of the run's first weights in units of those of random ones
@@ -36,6 +34,8 @@ class Estimate:
             windows but the first.
         step_size: how far a step at the schedule's peak, shift included, can change matrices, as a share of what they
             hold (`hdet.evidence.parts.step_size`), where the evidence tells.
+        step_ratio: of one of several learning rates that share this estimate, how far a step goes beside the others':
+            its own step size over the geometric mean of all, at the run's first weights, where the evidence tells.
         offset: where it was taken, relative to the base in coordinate units; 0 is at the base.
         slopes: the slope in each of J sub-batches, of which `slope` is the mean and `stderr` the scatter's; () where
             there are none. Sub-batch j is to be comparable between windows, or independent: sums over windows are
@@ -53,11 +53,11 @@ class Estimate:
     stderr: float = math.inf
     curvature_stderr: float | None = None
     averaged: Estimate | None = None
-    relative: Estimate | None = None
     level: float | None = None
     span: float | None = None
     excess: float | None = None
     step_size: float | None = None
+    step_ratio: float | None = None
     offset: float = 0.0
     slopes: tuple[float, ...] = ()
 
@@ -92,10 +92,10 @@ class Estimate:
         return self.slope / self.stderr if self.stderr > 0 else math.copysign(math.inf, self.slope)
 
     def to_dict(self) -> dict[str, Any]:
-        """Its numbers and `t`, for a history; `averaged` and `relative` nested where there are such."""
+        """Its numbers and `t`, for a history; `averaged` nested where there is one."""
         numbers = {**vars(self), "t": self.t, "slopes": list(self.slopes)}
-        nested = {name: numbers.pop(name) for name in ("averaged", "relative")}
-        return {**numbers, **{name: one.to_dict() for name, one in nested.items() if one is not None}}
+        averaged = numbers.pop("averaged")
+        return numbers if averaged is None else {**numbers, "averaged": averaged.to_dict()}
 
     @property
     def untrained(self) -> bool | None:

@@ -247,17 +247,12 @@ def _refuse_forward(knobs: Sequence[Any], stage: int, kind: str) -> None:
 
 
 def _refuse_rates(rates: Any, stage: int, kind: str) -> None:
-    """Rates of parts of a flat tensor, or judged by the probe's own gradient."""
+    """Rates of parts of a flat tensor."""
     if isinstance(rates, Mapping):
         raise ConfigError(
             f"rates= with patterns cuts the optimizer's groups, and under ZeRO stage {stage} ({kind}) a group is one "
             f"flat tensor; give deepspeed.initialize an optimizer with a group for each name, and "
             f'hdet.deepspeed.attach rates="groups"'
-        )
-    if rates == "groups" and stage >= 3:
-        raise ConfigError(
-            f'rates="groups" are judged by gradients of the probe, and under ZeRO stage {stage} ({kind}) gradients '
-            f"leave a pass averaged over ranks and in parts; use stage 1 or 2, or leave rates= out"
         )
 
 

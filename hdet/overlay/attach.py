@@ -81,10 +81,10 @@ def attach(
         schedule: without a scheduler, hdet's own: 30 % warm-up and a straight line to 0 around the rate found ("own"),
             or one of `hdet.schedules`; it drives the rate inside the step. `None` follows whatever is written into the
             optimizer, and never looks ahead.
-        rates: "together", one factor for the rates of all parameter groups; "groups", one for each, all judged by two
-            gradients of the probe; or names with patterns on parameter names, as `{"head": "head.*", "norms":
-            ("*norm*", "*bias")}`, by which the optimizer's groups are cut where they have to be. Parameters that no
-            pattern matches are called "others".
+        rates: "together", one factor for the rates of all parameter groups; "groups", one for each, whose steps
+            come to go equally far beside the weights; or names with patterns on parameter names, as `{"head":
+            "head.*", "norms": ("*norm*", "*bias")}`, by which the optimizer's groups are cut where they have to be.
+            Parameters that no pattern matches are called "others".
         knobs: in place of the recipe's knob of the same name, or beside them.
         exclude: names of the recipe's knobs that are left as they are: "learning_rate", "weight_decay", "dropout",
             "label_smoothing".

@@ -305,13 +305,10 @@ class _Weights:
 
 def _of_evidence(source: Evidence, knobs: Sequence[Knob], weights: _Weights, optimizer: Optimizer) -> list[Held]:
     """What one kind of evidence holds of its own."""
-    # Of a large tensor a stretch at a time, but for the slopes of groups.
+    # Of a large tensor a stretch at a time.
     passing = min(max(4 * tensors.PASSING, min(weights.largest, 4 * tensors.STRETCH)), weights.wide)
-    if isinstance(source, Line):
+    if isinstance(source, (Line, GroupLines)):
         return [Held("weights put aside while lines are read", "device", weights.size + passing, END)]
-    if isinstance(source, GroupLines):
-        three = 3 * max(passing, weights.largest)
-        return [Held("weights put aside while lines are read", "device", weights.size + three, END)]
     if isinstance(source, Analytic):
         return [Held("weights put aside while decay is judged", "device", weights.size + 2 * passing, END)]
     if isinstance(source, Recursion):

@@ -169,7 +169,7 @@ def _rate(
         heads
         + (f", from {CAUTION:g} times below while it looks ahead" if cautious else "")
         + "; read off the window's own update, raised on what the last weights prove, lowered on what averaged "
-        "weights prove" + ("; and among the groups by two gradients of the probe" if pooled else ""),
+        "weights prove" + ("; and among the groups by how far their steps go beside the weights" if pooled else ""),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdet.errors import ConfigError, StepError
+from hdet.errors import StepError
 from hdet.replicas import tensors
 from hdet.replicas.distributed import fully_sharded
 
@@ -53,39 +53,7 @@ def summed(model: nn.Module, losses: Iterable[Tensor]) -> list[Tensor]:
     return [_part(parameter, gradient) for parameter, gradient in zip(own, total, strict=True)]
 
 
-def handed_over(model: nn.Module, losses: Tensor, begin: Callable[[], Take]) -> None:
-    """Differentiate [J] losses one by one, and hand each gradient over as soon as it is known: none is kept.
-
-    Gradients are those of `summed`, but that those of zero are left out. J backward passes through their one graph.
-
-    Args:
-        begin: called before each pass; gives what is told the gradients of that pass.
-
-    Raises:
-        ConfigError: J > 1 under `fully_shard`, which frees what a second backward pass would need.
-    """
-    if fully_sharded.used(model):
-        if losses.numel() > 1:
-            raise ConfigError(
-                f"the probe's loss gave {losses.numel()} losses of one forward pass, and a model under fully_shard "
-                f"runs backward through each only once; give hdet.Probe one batch for each sub-batch, and a loss that "
-                f"returns one number"
-            )
-        take = begin()
-        for number, gradient in enumerate(summed(model, [losses.sum()])):
-            take(number, gradient)
-        return
-    own = tensors.trained(model)
-    for number, loss in enumerate(losses):
-        take = begin()
-
-        def part(place: int, gradient: Tensor, take: Take = take) -> None:
-            take(place, _part(own[place], gradient))
-
-        _handed_over(loss, own, part, retain=number + 1 < losses.numel())
-
-
-def _handed_over(loss: Tensor, own: Sequence[nn.Parameter], take: Take, retain: bool = False) -> None:
+def _handed_over(loss: Tensor, own: Sequence[nn.Parameter], take: Take) -> None:
     """Differentiate a loss; each gradient is given away when backward has found it, and not kept by backward."""
 
     reached: set[int] = set()
@@ -101,7 +69,7 @@ def _handed_over(loss: Tensor, own: Sequence[nn.Parameter], take: Take, retain: 
     handles = [parameter.register_hook(partial(found, number)) for number, parameter in enumerate(own)]
     root = loss.grad_fn
     try:
-        torch.autograd.grad(loss, own, allow_unused=True, retain_graph=retain)
+        torch.autograd.grad(loss, own, allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant" in str(error):
             raise StepError(REENTRANT) from error

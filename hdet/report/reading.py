@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from hdet.record import TURNS, WindowRecord
+from hdet.record import BALANCE, TURNS, WindowRecord
 
 CLEAR_T = 2.0
 """|t| from which a judgement counts as clear."""
@@ -22,7 +22,7 @@ LEAST_FALL = 0.05
 AHEAD = "looking ahead"
 AVERAGED = "averaged weights"
 LAST = "last weights"
-RELATIVE = "its own group"
+STEPS = "steps beside the weights"
 ONLY = "its evidence"
 EARLIER = "earlier windows"
 GUARD = "the guard"
@@ -78,10 +78,10 @@ def decided(record: WindowRecord, knob: str) -> tuple[str, float | None]:
     if any(fault.get("kind") in TURNS for fault in record.faults):
         return GUARD, None
     move = record.moves.get(knob, 0.0)
-    told = readings(record, knob)
-    alone = _reading(record.estimates.get(knob, {}).get("relative"), RELATIVE)
+    if record.reasons.get(knob, {}).get("rule") == BALANCE:
+        return STEPS, None
     agreeing = []
-    for one in (*told, alone) if alone else told:
+    for one in readings(record, knob):
         t = one.t
         if t * move < 0 and abs(t) >= 1.0:
             if abs(t) >= CLEAR_T:

@@ -143,16 +143,6 @@ def hooked(mesh: Any) -> int:
     return before
 
 
-def one_by_one(mesh: Any) -> str:
-    """Several losses of one forward, as `GroupLines` would differentiate each by itself."""
-    model = sharded_over(mesh)(network())
-    try:
-        gradients.handed_over(model, model(batch(0, 0)[0])[:2, 0], lambda: lambda number, gradient: None)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 def refused(replicas: hdet.replicas.Replicas, evidence: hdet.evidence.Evidence) -> str:
     try:
         engine_of(replicas, hdet.Dropout(evidence=evidence))
@@ -192,7 +182,6 @@ def everything() -> Found:
         "hooked": hooked(mesh),
         "contrast on shards": contrast_on_shards(mesh),
         "normed over ranks": normed_over_ranks(),
-        "one by one": one_by_one(mesh),
     }
 
 
@@ -255,10 +244,6 @@ def test_layers_that_wait_for_other_ranks_in_a_pass_are_refused(ranks: list[Foun
     for rank in ranks:
         assert rank["normed over ranks"].startswith("MixedDifference evidence runs forward passes on each replica by")
         assert "'6' is a SyncBatchNorm" in rank["normed over ranks"]
-
-
-def test_several_losses_of_one_sharded_forward_are_refused(ranks: list[Found]) -> None:
-    assert all("gave 2 losses of one forward pass, and a model under" in rank["one by one"] for rank in ranks)
 
 
 def test_an_optimizer_that_steps_in_backward_does_not_for_the_probes_gradient(ranks: list[Found]) -> None:

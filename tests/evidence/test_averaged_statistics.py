@@ -35,26 +35,23 @@ class Seen:
 
     def __init__(self, problem: Any) -> None:
         self.problem = problem
-        self.passes: list[tuple[bool, bool, Tensor]] = []
+        self.passes: list[tuple[bool, Tensor]] = []
         self.probe = hdet.Probe(self.loss, problem.probe().batches)
 
     def loss(self, model: Any, batch: Any) -> Tensor:
         norm = model[2]
-        self.passes.append((norm.training, torch.is_grad_enabled(), norm.running_mean.clone()))
+        self.passes.append((norm.training, norm.running_mean.clone()))
         own: Tensor = self.problem.loss(model, batch)
         return own
 
-    def with_statistics(self, expected: Tensor, *, gradients: bool = False) -> int:
+    def with_statistics(self, expected: Tensor) -> int:
         """Passes in evaluation mode that had these."""
-        return sum(
-            not by_batch and graph == gradients and torch.allclose(mean, expected, atol=1e-6)
-            for by_batch, graph, mean in self.passes
-        )
+        return sum(not by_batch and torch.allclose(mean, expected, atol=1e-6) for by_batch, mean in self.passes)
 
     @property
     def looks(self) -> int:
         """Passes that normalised by the batch."""
-        return sum(by_batch for by_batch, _, _ in self.passes)
+        return sum(by_batch for by_batch, _ in self.passes)
 
 
 def engine_of(problem: Any, knobs: list[hdet.Knob], signal: hdet.Probe, **options: Any) -> hdet.Engine:
@@ -105,6 +102,7 @@ def first_window(problem: Any, engine: hdet.Engine, train: Any) -> tuple[Tensor,
     ("evidence", "at_last", "at_average"),
     [
         ({"rate": EVERY}, 3, 3),
+        ({"rate": GroupLines(line=EVERY)}, 3, 3),
         ({"decay": Analytic()}, 0, 2),
         ({"rate": EVERY, "decay": Analytic()}, 3, 5),
         ({"rate": Line(read_average_above=1e9)}, 3, 0),
@@ -120,22 +118,6 @@ def test_averaged_weights_are_read_with_statistics_of_their_own(
     assert seen.with_statistics(kept) == PASSES * at_last
     assert seen.with_statistics(average) == PASSES * at_average
     assert seen.looks == PASSES * 2 * bool(at_average)
-
-
-def test_gradients_among_groups_are_taken_with_them_too(problem: Any, train: Any) -> None:
-    seen = Seen(problem)
-    knobs: list[hdet.Knob] = [
-        hdet.LearningRate(name=f"learning_rate[{k}]", groups=[k], evidence=GroupLines(line=EVERY), controller=Hold())
-        for k in (0, 1)
-    ]
-    model = problem.model(nn.BatchNorm1d(6, momentum=0.5))
-    parts = [{"params": [p for p in model.parameters() if (p.dim() > 1) is big]} for big in (True, False)]
-    optimizer = torch.optim.SGD(parts, lr=0.1)
-    home = hdet.micro_batches(model, optimizer, n=1)
-    engine = hdet.Engine(home, knobs, window=WINDOW, total_steps=2 * WINDOW, signal=seen.probe)
-    kept, average = first_window(problem, engine, train)
-    assert seen.with_statistics(average, gradients=True) == PASSES
-    assert seen.with_statistics(kept, gradients=True) == PASSES  # where the window opened
 
 
 def test_replicas_are_compared_at_their_averages_with_them_too(problem: Any, train: Any) -> None:

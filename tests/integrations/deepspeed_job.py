@@ -120,7 +120,7 @@ def run(
             "shifts": {name: learned.factor for name, learned in search.shifts.items()},
             "t": [record.estimates.get("weight_decay", {}).get("t") for record in search.history],
             "foreseen": search.engine.knobs[0].schedule.total_steps,
-            "relative": [record.estimates.get("learning_rate[1]", {}).get("relative") for record in search.history],
+            "ratio": search.history.windows[0].estimates.get("learning_rate[1]", {}).get("step_ratio"),
         }
     return found
 
@@ -305,13 +305,12 @@ def main(folder: Path) -> None:
         resumed(folder, stage, bf16, first)
         for stage, bf16, first in [(1, False, "deepspeed"), (2, True, "hdet"), (3, True, "deepspeed")]
     ]
-    found["groups"] = [run(stage, False, exclude=["dropout"], rates="groups")["relative"] for stage in (0, 2)]
+    found["groups"] = {stage: run(stage, False, exclude=["dropout"], rates="groups") for stage in (0, 2, 3)}
     found["refused"] = {
         "dropout at stage 1": refusal(1, knobs=[hdet.Dropout()]),
         "dropout at stage 3": refusal(3, knobs=[hdet.Dropout()]),
         "parameters offloaded": refusal(3, zero={"offload_param": {"device": "cpu"}}, guard=None),
         "secondary partitions": refusal(3, zero={"zero_hpz_partition_size": 2}, guard=None),
-        "rates of groups at stage 3": refusal(3, rates="groups"),
         "rates by patterns": refusal(1, rates={"head": "3.*"}),
         "tail": refusal(1, tail=hdet.TailAverage()),
         **refused_of_an_optimizer(),

@@ -503,7 +503,9 @@ def test_rates_of_groups_are_found_one_by_one() -> None:
     assert [search.shifts[f"learning_rate[{group}]"].start for group in (0, 1)] == [3e-3, 1e-3]
     told = [[record.estimates[f"learning_rate[{group}]"] for group in (0, 1)] for record in search.history.windows]
     assert all(one["slope"] == other["slope"] for one, other in told)  # of what they have in common
-    assert any(one["relative"]["slope"] != other["relative"]["slope"] for one, other in told)
+    one, other = (own["step_ratio"] for own in told[0])
+    assert one * other == pytest.approx(1.0)  # how far each goes, over the geometric mean of both
+    assert abs(math.log(one)) > 0.1
 
 
 def test_whatever_is_written_is_followed_where_nothing_is_foreseen() -> None:

@@ -20,9 +20,11 @@ STEPS = 60
 PATTERNS = {"head": "2.*", "biases": "*bias"}
 
 
-def build(optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> tuple[nn.Sequential, Any]:
+def build(
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, width: int = 8, **options: Any
+) -> tuple[nn.Sequential, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
     return model, optimizer(model.parameters(), **{"lr": 3e-3, **options})
 
 
@@ -117,8 +119,8 @@ def test_held_it_is_training_in_one_group(options: dict[str, Any], kind: Any) ->
 
 
 def test_each_groups_rate_is_in_force_while_the_optimizer_steps() -> None:
-    model, optimizer = build()
-    search = attach(model, optimizer, schedule=None)
+    model, optimizer = build(width=64)  # large enough to tell that nothing has trained it
+    search = attach(model, optimizer, schedule=None, guard=None)
     seen: list[list[float]] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append([group["lr"] for group in optimizer.param_groups]))
     for step in range(STEPS):
