@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from hdet.controllers import Controller, Estimate, Pooled
 from hdet.evidence.collector import Collector, Evidence
-from hdet.evidence.line import Line, LineCollector
-from hdet.evidence.parts.step_size import step_ratios
+from hdet.evidence.line import Line, LineCollector, moved_by
+from hdet.evidence.parts.step_ratio import step_ratios
 from hdet.evidence.scene import Harvest, Scene
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
@@ -23,8 +23,8 @@ class GroupLines(Evidence):
 
     In common: `Line` along the whole window's update, all groups together, as for one rate.
 
-    Each among the others (`Estimate.step_ratio`): in the run's first window, how far a step of the group's goes beside
-    the weights, over the geometric mean of all groups. Slopes do not tell a ratio that ruins a run from the right one
+    Each among the others (`Estimate.step_ratio`): how far the group's steps went beside its weights in the run's first
+    window, over the geometric mean of all groups. Slopes do not tell a ratio that ruins a run from the right one
     (docs/results-recipe.md).
 
     The price is that of one `Line`, whatever the number of groups.
@@ -64,7 +64,8 @@ class GroupLinesCollector(Collector):
         found = self.common.close(harvest)
         if harvest.window.start > 0:
             return found
-        ratios = step_ratios(self.scene, self.knobs)
+        moves = [moved_by(knob, self.scene) for knob in self.knobs]
+        ratios = step_ratios(self.scene, harvest, self.knobs, moves)
         excess = self.scene.excess if any(ratios) else None
         return {
             knob.name: replace(found[knob.name], step_ratio=ratio, excess=excess)

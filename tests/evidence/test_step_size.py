@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 
 import hdet
 from hdet import Engine, Probe
-from hdet.controllers import Calibrate, Hold, Pooled
+from hdet.controllers import Calibrate, Hold
 from hdet.evidence import GroupLines, Line
 from hdet.history import WindowRecord
 from hdet.schedules import Constant, LinearDecay, Replay, Schedule
@@ -183,77 +182,6 @@ def test_groups_that_are_judged_together_share_one() -> None:
     first, second = (record.estimates[name]["step_size"] for name in ("0", "1"))
     assert first is not None
     assert first == second
-
-
-def apart(*rates: float, model: Any = None, make: Any = AdamW, **options: Any) -> list[WindowRecord]:
-    """A run in which every matrix has a rate of its own, and so have the vectors together."""
-    model = model or Net()
-    parts = [[p] for p in model.parameters() if p.ndim > 1] + [[p for p in model.parameters() if p.ndim == 1]]
-    courses = [LinearDecay(peak=PEAK * rate, total_steps=STEPS, warmup=0.5) for rate in (*rates, 1.0)]
-    options = {"evidence": GroupLines(), "controller": Hold(), **options}
-    knobs: list[hdet.Knob] = [
-        hdet.LearningRate(name=str(k), groups=[k], schedule=course, **options) for k, course in enumerate(courses)
-    ]
-    return train(
-        lambda groups: make(groups, lr=PEAK), knobs=knobs, model=model, groups=lambda _: [{"params": p} for p in parts]
-    )
-
-
-def ratios(records: list[WindowRecord], window: int = 0) -> list[float | None]:
-    return [estimate["step_ratio"] for estimate in records[window].estimates.values()]
-
-
-def test_how_far_a_groups_steps_go_beside_the_others() -> None:
-    """Against singular values, and over their geometric mean; vectors have none."""
-    model, rates = Net(), (1.0, 5.0, 0.2)
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    exact = [
-        PEAK * rate * spectral(torch.ones_like(each)) / spectral(each)
-        for rate, each in zip(rates, matrices, strict=True)
-    ]
-    mean = math.prod(exact) ** (1 / 3)
-    *found, vectors = ratios(apart(*rates, model=model))
-    assert found == pytest.approx([size / mean for size in exact], rel=0.2)
-    assert vectors is None
-
-
-def test_it_is_told_by_the_first_weights_in_the_first_window_alone() -> None:
-    records = apart(1.0, 1.0, 1.0)
-    assert records[0].estimates["0"]["excess"] is not None
-    assert set(ratios(records, 1)) == {None}
-    # Rates a thousand times as high change the weights in that window, and not what is told.
-    assert ratios(apart(1e3, 1e3, 1e3))[:3] == pytest.approx(ratios(records)[:3])
-
-
-def test_a_strong_decay_hides_nothing_of_it() -> None:
-    decaying = apart(1.0, 5.0, 0.2, make=lambda groups, lr: AdamW(groups, lr=lr, weight_decay=5.0))
-    assert ratios(decaying) == ratios(apart(1.0, 5.0, 0.2))
-    assert decaying[0].estimates["0"]["step_size"] is None
-    assert decaying[0].estimates["0"]["excess"] is not None
-
-
-def test_where_steps_follow_from_the_gradient_none_is_told() -> None:
-    assert set(ratios(apart(1.0, 1.0, 1.0, make=SGD))) == {None}
-
-
-@pytest.mark.parametrize("scale", [0.0, 1e-3, 100.0])
-def test_a_matrix_whose_scale_is_no_usual_one_does_not_count(scale: float) -> None:
-    """As a head that begins at zeros, or a table that is looked up and drawn with 1 for each weight."""
-    model = Net()
-    with torch.no_grad():
-        model.filters.weight.mul_(scale)
-    first, filters, head, _ = ratios(apart(1.0, 1.0, 1.0, model=model))
-    assert filters is None
-    assert first is not None
-    assert head is not None
-    assert first * head == pytest.approx(1.0)
-
-
-def test_balanced_groups_take_equal_steps_whatever_their_rates_were() -> None:
-    """Their mean is that of the rates as given."""
-    balanced = Pooled(common=Hold())
-    equal, wrong = (apart(*rates, controller=balanced)[1].bases for rates in ((1.0, 1.0, 1.0), (4.0, 0.25, 1.0)))
-    assert [wrong[str(k)] for k in range(4)] == pytest.approx([equal[str(k)] for k in range(4)])
 
 
 def test_a_direction_that_is_soon_used_up_does_not_lower_a_rate_whose_steps_are_small() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hdet.evidence.scene import Scene
 from hdet.hparams.binding import GroupBinding
@@ -20,12 +19,6 @@ SCALE_FREE = ("exp_avg_sq", "exp_inf")
 
 MOST_DECAY = 0.01
 """Share of a weight that decay may take in a step at the peak; beyond it rate and decay soon make the weights."""
-
-KEPT = (0.03, 3.0)
-"""Root mean square of a matrix that about keeps the scale of its inputs, times the root of its shorter side.
-
-Usual first weights have 0.5 to 1.5, those of small GPTs 0.07 to 0.5, and what begins at zeros 0. `nn.Embedding` is
-drawn with 1 for each weight: the root of its width."""
 
 
 @torch.no_grad()
@@ -46,65 +39,25 @@ def step_size(scene: Scene, knobs: Sequence[BoundKnob]) -> float | None:
         more than `MOST_DECAY` in one of them, or where there is no matrix.
     """
     found = [own for knob in knobs for own in _matrices(knob)]
-    if found and max(own.decay for own in found) > MOST_DECAY:
-        found = []
-    return _over_ranks(scene, [_steps(found, [local(own.parameter) for own in found])])[0]
+    ratios: list[float] = []
+    if found and max(decay for _, _, decay in found) <= MOST_DECAY:
+        weights = [local(each) for each, _, _ in found]
+        norms = torch.stack([norm.to(weights[0].device).float() for norm in torch._foreach_norm(weights)]).tolist()
+        ratios = [
+            rate * spectral_gain(each) * math.sqrt(held.numel()) / norm
+            for (each, rate, _), held, norm in zip(found, weights, norms, strict=True)
+            if 0.0 < norm < math.inf
+        ]
+    row = torch.tensor([float(np.median(ratios)) if ratios else 0.0, float(bool(ratios))], dtype=torch.float64)
+    told = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
+    return next((float(total / ranks) for total, ranks in told if ranks > 0.0), None)
 
 
-@torch.no_grad()
-def step_ratios(scene: Scene, knobs: Sequence[BoundKnob]) -> list[float | None]:
-    """The step size of each of several rates over the geometric mean of all, at the window's first weights.
+def _matrices(knob: BoundKnob) -> Iterator[tuple[nn.Parameter, float, float]]:
+    """Matrices that this learning rate moves by steps of Adam's kind, with what a step at the schedule's peak is.
 
-    A matrix that holds next to nothing, as of a layer that begins at zeros, or far more than what keeps the scale of
-    its inputs, as `nn.Embedding` by default, does not count: what it holds says nothing of how far it should go.
-
-    Returns:
-        One for each rate, the same on every process; None where steps follow from more than the rate, or where there
-        is no matrix.
+    The rate, shift included, and the share that decay takes, at the rate as given.
     """
-    parameters = scene.moving.parameters[0]
-    first = {id(parameter): held for parameter, held in zip(parameters, scene.opening(), strict=True)}
-    steps = []
-    for knob in knobs:
-        found = [own for own in _matrices(knob) if _keeps_scale(first[id(own.parameter)], own.parameter)]
-        steps.append(_steps(found, [first[id(own.parameter)] for own in found]))
-    sizes = _over_ranks(scene, steps)
-    logs = [math.log(size) for size in sizes if size]
-    mean = math.exp(math.fsum(logs) / len(logs)) if logs else 1.0
-    return [size / mean if size else None for size in sizes]
-
-
-class _Matrix(NamedTuple):
-    """A matrix that a learning rate moves, the rate at its peak with the shift, and the share that decay takes."""
-
-    parameter: nn.Parameter
-    rate: float
-    decay: float
-
-
-def _steps(found: Sequence[_Matrix], weights: Sequence[Tensor]) -> list[float]:
-    """What a step at the peak is to each matrix that holds these weights."""
-    if not found:
-        return []
-    device = weights[0].device
-    norms = torch.stack([norm.to(device).float() for norm in torch._foreach_norm(list(weights))]).tolist()
-    return [
-        own.rate * _gain(own.parameter) * math.sqrt(held.numel()) / norm
-        for own, held, norm in zip(found, weights, norms, strict=True)
-        if 0.0 < norm < math.inf
-    ]
-
-
-def _over_ranks(scene: Scene, ratios: Sequence[Sequence[float]]) -> list[float | None]:
-    """The median of each row, the mean over the ranks that have one; None where none has. One collective."""
-    row = [(float(np.median(own)), 1.0) if own else (0.0, 0.0) for own in ratios]
-    sent = torch.tensor(row, dtype=torch.float64).flatten()
-    told = scene.replicas.gather(sent.expand(len(scene.replicas.local), -1)).reshape(-1, len(ratios), 2)
-    return [next((float(own / ranks) for own, ranks in told[:, k] if ranks > 0.0), None) for k in range(len(ratios))]
-
-
-def _matrices(knob: BoundKnob) -> Iterator[_Matrix]:
-    """Matrices that this learning rate moves by steps of Adam's kind."""
     binding = knob.bindings[0]
     assert isinstance(binding, GroupBinding)
     for index, ratio in zip(binding.indices, binding.ratios, strict=True):
@@ -112,17 +65,11 @@ def _matrices(knob: BoundKnob) -> Iterator[_Matrix]:
         rate, decay = knob.learned.value * ratio, knob.peak * ratio * float(group.get("weight_decay") or 0.0)
         for parameter in group["params"] if rate else ():
             held = binding.optimizer.state.get(parameter, {})
-            if _gain(parameter) and local(parameter).numel() and any(key in held for key in SCALE_FREE):
-                yield _Matrix(parameter, rate, decay)
+            if spectral_gain(parameter) and local(parameter).numel() and any(key in held for key in SCALE_FREE):
+                yield parameter, rate, decay
 
 
-def _keeps_scale(weights: Tensor, parameter: nn.Parameter) -> bool:
-    """Whether outputs are of the order of inputs, by what each weight holds and the shorter side."""
-    short = min(len(parameter), math.prod(parameter.shape[1:]))
-    return KEPT[0] ** 2 < float(weights.float().square().mean()) * short < KEPT[1] ** 2
-
-
-def _gain(parameter: nn.Parameter) -> float:
+def spectral_gain(parameter: nn.Parameter) -> float:
     """The spectral norm of a matrix of ones over that of random weights whose mean square is 1; 0 of a vector."""
     shapes = [(len(parameter), math.prod(parameter.shape[1:]))] if parameter.ndim > 1 else []
     if parameter.ndim == 3:

@@ -1,0 +1,96 @@
+"""How far the steps of several learning rates go beside the weights that they change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hdet.evidence.parts.step_size import spectral_gain
+from hdet.evidence.scene import Harvest, Scene, Window
+from hdet.hparams.bound_knob import BoundKnob
+from hdet.replicas import tensors
+from hdet.replicas.replicas import present
+
+KEPT = (0.03, 3.0)
+"""Root mean square of a matrix that about keeps the scale of its inputs, times the root of its shorter side.
+
+Usual first weights have 0.5 to 1.5, those of small GPTs 0.07 to 0.5, and what begins at zeros 0. `nn.Embedding` is
+drawn with 1 for each weight: the root of its width."""
+
+
+@torch.no_grad()
+def step_ratios(
+    scene: Scene, harvest: Harvest, knobs: Sequence[BoundKnob], moves: Sequence[Sequence[bool]]
+) -> list[float | None]:
+    """How far a window's steps went under each of several learning rates, over the geometric mean of all.
+
+    The update U of a matrix [m, n] is of low rank while a window is short, so that its spectral norm is about its
+    Frobenius norm |U|. That of random weights W is `(sqrt(m) + sqrt(n)) |W| / sqrt(m n)`. One over the other says how
+    far the steps went (Yang, Simon and Bernstein 2023, arXiv:2310.17813). Of a rate the median over its matrices
+    counts, as if its schedule had stood at the peak.
+
+    A matrix that holds next to nothing, as of a layer that begins at zeros, or far more than what keeps the scale of
+    its inputs, as `nn.Embedding` by default, does not count: what it holds says nothing of how far it should go.
+
+    Args:
+        moves: by rate, which of the weights (`Scene.moving`) it moves.
+
+    Returns:
+        One for each rate, the same on every process; None where none of its matrices counts, or has moved.
+    """
+    gone = _gone(scene, harvest)
+    sizes = []
+    for knob, own in zip(knobs, moves, strict=True):
+        found = [far for far, moved in zip(gone, own, strict=True) if moved and far > 0.0]
+        sizes.append(float(np.median(found)) * _up_to_the_peak(knob, harvest.window) if found else 0.0)
+    logs = [math.log(size) for size in sizes if size > 0.0]
+    mean = math.exp(math.fsum(logs) / len(logs)) if logs else 1.0
+    return [size / mean if size > 0.0 else None for size in sizes]
+
+
+def _gone(scene: Scene, harvest: Harvest) -> list[float]:
+    """How far each of the weights went; 0 where it does not count. One collective."""
+    parameters = scene.moving.parameters[0]
+    last = scene.weights(harvest.valid) if scene.apart else scene.moving.values()
+    sums = [_sums(*ends) for ends in zip(scene.origin(), last, strict=True)]
+    row = torch.tensor(sums, dtype=torch.float64).flatten()
+    # Of a sharded matrix the ranks' parts are added up, or their mean is taken: only what one is to another counts.
+    told = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
+    updates, weights, counts = told[present(told)][0].reshape(-1, 3).T
+    return [
+        spectral_gain(parameter) * math.sqrt(update / held) if _keeps_scale(parameter, held, count) else 0.0
+        for parameter, update, held, count in zip(parameters, updates, weights, counts, strict=True)
+    ]
+
+
+def _sums(start: Tensor, end: Tensor) -> tuple[float, float, float]:
+    """Of this rank's part of a matrix: the squared norms of its update and of its first weights, and their number."""
+    if not start.is_floating_point() or start.element_size() < 2:
+        return 0.0, 0.0, 0.0
+    update = held = 0.0
+    for part in tensors.portions([start], [end]):
+        (first,), (last,) = part.of([start]), part.of([end])
+        first = tensors.wide(first.to(last.device))
+        update += float((tensors.wide(last) - first).square().sum())
+        held += float(first.square().sum())
+    return update, held, float(start.numel())
+
+
+def _keeps_scale(parameter: nn.Parameter, squares: float, count: float) -> bool:
+    """Whether outputs are of the order of inputs, by what each weight holds and the shorter side."""
+    if not 0.0 < squares < math.inf or not spectral_gain(parameter):
+        return False
+    short = min(len(parameter), math.prod(parameter.shape[1:]))
+    return KEPT[0] < math.sqrt(short * squares / count) < KEPT[1]
+
+
+def _up_to_the_peak(knob: BoundKnob, window: Window) -> float:
+    """The schedule's peak over its mean in the window; 1 where no peak is known."""
+    if knob.schedule.total_steps is None:
+        return 1.0
+    mean = math.fsum(map(knob.schedule, range(window.start, window.stop))) / (window.stop - window.start)
+    return knob.peak / mean if mean > 0.0 else 1.0

@@ -1,0 +1,197 @@
+"""How far the steps of several learning rates go beside the weights: `Estimate.step_ratio`, told by `GroupLines`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import explicit_loop
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, AdamW
+
+import hdet
+from hdet import Engine, Probe
+from hdet.controllers import Hold, Pooled
+from hdet.evidence import GroupLines
+from hdet.history import WindowRecord
+from hdet.schedules import Constant, LinearDecay, Schedule
+
+pytestmark = pytest.mark.filterwarnings("ignore:the probe is too small")
+
+STEPS, WINDOW = 40, 5
+EQUAL = (1.0, 1.0, 1.0)
+
+
+class Net(nn.Module):
+    """A matrix, a convolution, a head, and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrix = nn.Linear(256, 64)
+        self.filters = nn.Conv1d(64, 32, 3, bias=False)
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.matrix(x)).unsqueeze(-1).expand(-1, -1, 3)
+        found: Tensor = self.head(torch.relu(self.filters(hidden)).squeeze(-1))
+        return found
+
+
+def loss(model: Any, x: Tensor) -> Tensor:
+    return (model(x).float() - x[:, :8].float()).square().mean(dim=1)
+
+
+def risen(rate: float) -> LinearDecay:
+    return LinearDecay(peak=rate, total_steps=STEPS, warmup=0.5)
+
+
+def train(
+    *rates: float,
+    make: Callable[[Any], Any] = AdamW,
+    lr: float = 1e-3,
+    model: nn.Module | None = None,
+    courses: Sequence[Schedule | None] | None = None,
+    controller: Any = None,
+    watch: Callable[[nn.Module, int], None] | None = None,
+    **options: Any,
+) -> list[WindowRecord]:
+    """A run in which every matrix has a rate of its own, some times `lr`, and so have the vectors together."""
+    model = model or Net()
+    parts = [[p] for p in model.parameters() if p.ndim > 1] + [[p for p in model.parameters() if p.ndim == 1]]
+    courses = courses or [risen(lr * rate) for rate in (*rates, 1.0)]
+    groups = [{"params": own, "lr": lr * rate} for own, rate in zip(parts, (*rates, 1.0), strict=True)]
+    knobs: list[hdet.Knob] = [
+        hdet.LearningRate(
+            name=str(k), groups=[k], schedule=course, evidence=GroupLines(), controller=controller or Hold()
+        )
+        for k, course in enumerate(courses)
+    ]
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
+    engine = Engine(
+        hdet.micro_batches(model, make(groups), n=1),
+        knobs,
+        window=WINDOW,
+        signal=Probe(loss, [x[:8], x[8:16]]),
+        total_steps=STEPS,
+        **options,
+    )
+    if watch is not None:
+        watch(model, 0)
+    return explicit_loop.train(
+        engine,
+        loss=lambda model, step, index: loss(model, x[16:]).mean(),
+        stepped=lambda step: watch(model, step + 1) if watch is not None else None,
+    )
+
+
+def ratios(records: list[WindowRecord], window: int = 0) -> list[float | None]:
+    return [estimate["step_ratio"] for estimate in records[window].estimates.values()]
+
+
+def of_matrices(records: list[WindowRecord]) -> list[float]:
+    *found, vectors = ratios(records)
+    assert vectors is None
+    assert all(one is not None for one in found)
+    return [one for one in found if one is not None]
+
+
+def over_their_mean(sizes: Sequence[float]) -> list[float]:
+    return [size / math.prod(sizes) ** (1 / len(sizes)) for size in sizes]
+
+
+@pytest.mark.parametrize(("make", "lr"), [(AdamW, 1e-3), (SGD, 0.1)], ids=["AdamW", "SGD"])
+def test_it_is_the_updates_spectral_norm_beside_that_of_the_weights(make: Any, lr: float) -> None:
+    """Against singular values, of which the library takes norms that are about as large."""
+    held: dict[int, list[Tensor]] = {}
+
+    def watch(model: nn.Module, step: int) -> None:
+        held[step] = [p.detach().flatten(1).clone() for p in model.parameters() if p.ndim > 1]
+
+    found = of_matrices(train(1.0, 5.0, 0.2, make=make, lr=lr, watch=watch))
+    ends = list(zip(held[0], held[WINDOW], strict=True))
+    spectral = [float(torch.linalg.matrix_norm(b - a, 2) / torch.linalg.matrix_norm(a, 2)) for a, b in ends]
+    assert found == pytest.approx(over_their_mean(spectral), rel=0.35)
+    by_hand = [
+        float((b - a).norm() / (a.square().mean().sqrt() * (math.sqrt(a.shape[0]) + math.sqrt(a.shape[1]))))
+        for a, b in ends
+    ]
+    assert found == pytest.approx(over_their_mean(by_hand), rel=1e-4)  # all schedules have the same form
+
+
+def test_it_is_told_in_the_first_window_alone() -> None:
+    records = train(*EQUAL)
+    assert records[0].estimates["0"]["excess"] is not None
+    assert set(ratios(records, 1)) == {None}
+
+
+@pytest.mark.parametrize("make", [AdamW, SGD, Adafactor])
+def test_it_grows_with_the_groups_rate(make: Any) -> None:
+    one, other = of_matrices(train(*EQUAL, make=make)), of_matrices(train(1.0, 4.0, 1.0, make=make))
+    assert other[1] / one[1] == pytest.approx(4.0 ** (2 / 3), rel=0.1)
+    assert other[0] / one[0] == pytest.approx(4.0 ** (-1 / 3), rel=0.1)
+
+
+def test_schedules_of_another_form_are_compared_at_their_peaks() -> None:
+    late = LinearDecay(peak=1e-3, total_steps=STEPS, warmup=0.9)
+    courses = [risen(1e-3), late, risen(1e-3), risen(1e-3)]
+    assert of_matrices(train(*EQUAL, courses=courses)) == pytest.approx(of_matrices(train(*EQUAL)), rel=0.1)
+
+
+@pytest.mark.parametrize("course", [None, Constant(1e-3)], ids=["as written", "constant"])
+def test_no_warm_up_is_needed(course: Schedule | None) -> None:
+    assert of_matrices(train(*EQUAL, courses=[course] * 4)) == pytest.approx(of_matrices(train(*EQUAL)), rel=0.2)
+
+
+def test_where_nothing_moves_none_is_told() -> None:
+    model = Net()
+    model.filters.weight.register_hook(torch.zeros_like)
+    first, filters, head, _ = ratios(train(*EQUAL, model=model, make=SGD))
+    assert filters is None
+    assert first is not None
+    assert head is not None
+    assert first * head == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 100.0])
+def test_a_matrix_whose_scale_is_no_usual_one_does_not_count(scale: float) -> None:
+    """As a head that begins at zeros, or a table that is looked up and drawn with 1 for each weight."""
+    model = Net()
+    with torch.no_grad():
+        model.filters.weight.mul_(scale)
+    first, filters, head, _ = ratios(train(*EQUAL, model=model))
+    assert filters is None
+    assert first is not None
+    assert head is not None
+    assert first * head == pytest.approx(1.0)
+
+
+def test_of_bfloat16_as_of_float32() -> None:
+    """As far as half the digits show a step at all."""
+    fine, coarse = (of_matrices(train(*EQUAL, model=net, lr=1e-2)) for net in (Net(), Net().bfloat16()))
+    assert coarse == pytest.approx(fine, rel=0.1)
+
+
+def test_a_large_matrix_is_gone_through_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = of_matrices(train(*EQUAL))
+    monkeypatch.setattr("hdet.replicas.tensors.STRETCH", 1000)
+    assert of_matrices(train(*EQUAL)) == pytest.approx(whole, rel=1e-6)
+
+
+def test_an_anchor_in_host_memory_tells_the_same() -> None:
+    assert ratios(train(*EQUAL, anchor="host")) == ratios(train(*EQUAL))
+
+
+@pytest.mark.parametrize(("make", "lr"), [(AdamW, 1e-3), (SGD, 1e-2)], ids=["AdamW", "SGD"])
+def test_balanced_groups_take_equal_steps_whatever_their_rates_were(make: Any, lr: float) -> None:
+    """Their mean is that of the rates as given."""
+    equal, wrong = (
+        np.array(list(train(*rates, make=make, lr=lr, controller=Pooled(common=Hold()))[1].bases.values()))
+        for rates in (EQUAL, (4.0, 0.25, 1.0))
+    )
+    assert wrong == pytest.approx(equal, rel=0.1)
