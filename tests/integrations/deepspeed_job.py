@@ -48,10 +48,14 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
 
 
-def engine_of(stage: int, bf16: bool, zero: dict[str, Any] | None = None, scheduled: bool = False) -> Any:
+def engine_of(
+    stage: int, bf16: bool, zero: dict[str, Any] | None = None, scheduled: bool = False, by_layer: bool = False
+) -> Any:
     model = network()
     matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    if by_layer:
+        groups = [{"params": list(layer.parameters())} for layer in (model[0], model[3])]
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": PARTS,
@@ -96,10 +100,11 @@ def run(
     wrecked: int | None = None,
     zero: dict[str, Any] | None = None,
     scheduled: bool = False,
+    by_layer: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Train; a search is attached where options are given. At one step the loss is infinite, if that is said."""
-    engine = engine_of(stage, bf16, zero, scheduled)
+    engine = engine_of(stage, bf16, zero, scheduled, by_layer)
     dtype = next(engine.module.parameters()).dtype
     search = None
     if options:
@@ -305,7 +310,8 @@ def main(folder: Path) -> None:
         resumed(folder, stage, bf16, first)
         for stage, bf16, first in [(1, False, "deepspeed"), (2, True, "hdet"), (3, True, "deepspeed")]
     ]
-    found["groups"] = {stage: run(stage, False, exclude=["dropout"], rates="groups") for stage in (0, 2, 3)}
+    options: dict[str, Any] = {"exclude": ["dropout"], "rates": "groups", "by_layer": True}
+    found["groups"] = {stage: run(stage, False, **options) for stage in (0, 2, 3)}
     found["refused"] = {
         "dropout at stage 1": refusal(1, knobs=[hdet.Dropout()]),
         "dropout at stage 3": refusal(3, knobs=[hdet.Dropout()]),

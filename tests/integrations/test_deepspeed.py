@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from typing import Any
 
@@ -98,6 +99,7 @@ def test_rates_of_groups_go_to_equal_steps_where_weights_are_whole(ranks: list[F
     """At stage 3 the model's parameters have no shape between passes, and rates move alike."""
     found = ranks[0]["groups"]
     assert found[2]["ratio"] == pytest.approx(found[0]["ratio"], rel=1e-3)
+    assert abs(math.log(found[2]["ratio"])) > 0.05
     assert found[3]["ratio"] is None
     rates = [factor for name, factor in found[3]["shifts"].items() if name.startswith("learning_rate")]
     assert len(rates) > 1
