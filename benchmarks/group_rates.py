@@ -300,8 +300,9 @@ def print_worth(case: Case, seeds: int) -> None:
         for factor in (1 / ROOT, 1.0, ROOT):
             factors = [factor if k == index else 1.0 for k in range(5)]
             made = right if factor == 1.0 else [held(case, seed, factors) for seed in range(seeds)]
-            behind, ratio = np.mean([loss for loss, _ in made]) - at_right, made[0][1][name]
-            told = "-" if ratio is None else f"{ratio:.2f}x"
+            behind, ratios = np.mean([loss for loss, _ in made]) - at_right, [told[name] for _, told in made]
+            known = [ratio for ratio in ratios if ratio is not None]
+            told = f"{np.exp(np.mean(np.log(known))):.2f}x" if known else "-"
             print(f"{name:20s} {factor:6.2f} {behind:+8.3f} {told:>8s}", flush=True)
 
 

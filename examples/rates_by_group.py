@@ -1,10 +1,10 @@
-"""One learning rate for each parameter group, each found by itself.
+"""A learning rate for each parameter group: their ratios set by how far steps go, and what they share searched.
 
     python examples/rates_by_group.py --steps 300
 
 The head of a network often wants another rate than its body. Patterns on parameter names say which parameters have a
 rate together; an optimizer that has such groups already is given `rates="groups"`. Each group sets out from the rate it
-holds.
+holds, and goes after the first window to where its steps, beside its weights, go as far as those of the others.
 """
 
 import argparse

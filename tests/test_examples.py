@@ -65,7 +65,7 @@ def test_a_loop_runs_to_its_end_and_its_low_rate_is_raised(name: str, knobs: set
     assert max(factor for factor in raised if factor is not None) > 1 or name == "own_knob.py"
 
 
-def test_rates_are_found_for_each_group_apart() -> None:
+def test_groups_of_rates_are_compared_by_their_steps() -> None:
     search = loaded("rates_by_group.py")["train"](STEPS)
     assert sorted(search.shifts) == ["learning_rate[biases]", "learning_rate[head]", "learning_rate[others]"]
     first = search.history.windows[0].estimates

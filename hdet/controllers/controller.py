@@ -32,6 +32,7 @@ class Context:
         spread: the largest absolute level of this window.
         warming: whether the schedule is still rising.
         loss: mean training loss of the window that has closed, over replicas that stayed finite; None if unknown.
+        point: the step of the point that the run has gone back to; None where it has not.
         decay_shift: how far weight decay stood from what was given in that window, either way, in its coordinates; of
             several knobs the largest, 0 where none is explored.
     """
@@ -50,6 +51,7 @@ class Context:
     spread: float = 0.0
     warming: bool = False
     loss: float | None = None
+    point: int | None = None
     decay_shift: float = 0.0
 
     @property
@@ -73,6 +75,7 @@ class Judgement:
         veto: the kind of the veto that held the move back; empty where none did. Of several it is the last to do so.
         power: to which the rest of the schedule is to be taken (`hdet.controllers.rules.Fall`), 1 as given; None leaves
             it as it is.
+        alone: the part of the move that is the knob's own, where the rest is that of several (`Pooled`).
     """
 
     move: float
@@ -80,6 +83,7 @@ class Judgement:
     rule: str = ""
     veto: str = ""
     power: float | None = None
+    alone: float = 0.0
 
     @property
     def reasons(self) -> dict[str, str]:

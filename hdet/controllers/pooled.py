@@ -23,12 +23,14 @@ class PooledState:
     Attributes:
         common: the state of the common rule, by the name `rule`.
         relative: the part of the shift that is the group's alone, in coordinates.
+        since: the step at which that part was moved.
         last_move: what the last window moved the relative part by.
         expected_shift: the whole shift after that window, if bounds cut off nothing.
     """
 
     common: Mapping[str, Any]
     relative: float = 0.0
+    since: int = 0
     last_move: float = 0.0
     expected_shift: float = 0.0
 
@@ -40,15 +42,15 @@ class Pooled(Controller):
     The common part moves by a rule for one learning rate. All groups hear the same of it, so they move alike.
 
     The relative part is moved once, after the first window of an untrained model: each group goes to where its steps,
-    beside its weights, go as far as those of the others. Layers that learn together want steps of a like size (Yang,
-    Simon and Bernstein 2023, arXiv:2310.17813). Elsewhere ratios stay as given.
+    beside its weights, go as far as those of the group in the middle. Layers that learn together want steps of a like
+    size (Yang, Simon and Bernstein 2023, arXiv:2310.17813). Elsewhere ratios stay as given.
 
     After a new start or a rewind the common part goes where its rule says, and the relative part stays. What bounds or
     authority cut off a move is taken back from both.
 
     Args:
         common: the rule of the common part.
-        band: how far a group's step size may lie from the geometric mean of all, as a logarithm.
+        band: how far a group's steps may lie from the median of all groups', as a logarithm.
         limit: largest move of the relative part, in coordinates.
 
     >>> pooled = Pooled()
@@ -85,22 +87,23 @@ class Pooled(Controller):
         common = self.common.judge(state.common["rule"], estimate, _apart(context, state))
         own = self._own(estimate) if self.listens(context.step, context.total_steps) else 0.0
         both = common.move + own
-        after = PooledState({"rule": common.state}, state.relative + own, own, context.shift + both)
-        judged = replace(common, move=both, state=after)
+        since = context.step if own else state.since
+        after = PooledState({"rule": common.state}, state.relative + own, since, own, context.shift + both)
+        judged = replace(common, move=both, state=after, alone=own)
         return replace(judged, rule=BALANCE, veto="") if abs(own) > abs(common.move) else judged
 
     def retreat(self, state: PooledState, context: Context, worked: float) -> tuple[float, PooledState]:
-        """The common part goes on as its rule says; `worked` held the relative part too."""
+        """The common part goes on as its rule says; `worked` held the relative part too, unless it is older."""
         state = _placed(state, context)
-        alone = worked * math.exp(-state.relative)
-        move, rule = self.common.retreat(state.common["rule"], _apart(context, state), alone)
-        return move, PooledState({"rule": rule}, state.relative)
+        held = state.relative if context.point is None or context.point > state.since else 0.0
+        move, rule = self.common.retreat(state.common["rule"], _apart(context, state), worked * math.exp(-held))
+        return move, PooledState({"rule": rule}, state.relative, state.since)
 
     def restart(self, state: PooledState, context: Context) -> tuple[float, PooledState]:
         """The common part goes on as its rule says."""
         state = _placed(state, context)
         move, rule = self.common.restart(state.common["rule"], _apart(context, state))
-        return move, PooledState({"rule": rule}, state.relative)
+        return move, PooledState({"rule": rule}, state.relative, state.since)
 
     def _own(self, estimate: Estimate) -> float:
         """The move to the nearest place within the band."""

@@ -456,7 +456,8 @@ class Cycle:
         # Levels near a bound lie off their base too; only some evidence looks ahead of it.
         previews = {knob.name for knob in self.knobs if knob.evidence.looks_ahead}
         told_ahead = {name for name, told in estimates.items() if name in previews and told.offset > 0}
-        ahead = {} if too_late else {name: moves[name] for name in told_ahead}
+        # What one of several rates did alone is no matter of how large the first steps were.
+        ahead = {} if too_late else {k.name: moves[k.name] - k.alone for k in self.knobs if k.name in told_ahead}
         went_back = recovery.guarded(self.plan, self.watch, harvest, bases, ahead, context)
         if went_back is not None:
             self.met = went_back.alike

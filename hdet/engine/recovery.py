@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hdet.controllers import Context
@@ -51,7 +51,8 @@ def guarded(
         return None
     point = watch.go_back(turn, context.step)
     worked = watch.bases if turn == "rewound" else None
-    return Recovery({"kind": turn, "step": point}, retreat(plan.knobs, worked, context), turn == "rewound")
+    moves = retreat(plan.knobs, worked, replace(context, point=point))
+    return Recovery({"kind": turn, "step": point}, moves, turn == "rewound")
 
 
 def retreat(knobs: list[BoundKnob], worked: Mapping[str, float] | None, context: Context) -> dict[str, float]:

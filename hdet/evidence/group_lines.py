@@ -13,7 +13,7 @@ from hdet.evidence.parts.step_ratio import step_ratios
 from hdet.evidence.scene import Harvest, Scene
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
-from hdet.hparams.space import Log, Relative, Space
+from hdet.hparams.space import Log, Space
 from hdet.spec import register
 
 
@@ -24,7 +24,7 @@ class GroupLines(Evidence):
     In common: `Line` along the whole window's update, all groups together, as for one rate.
 
     Each among the others (`Estimate.step_ratio`): how far the group's steps went beside its weights in the run's first
-    window, over the geometric mean of all groups. Slopes do not tell a ratio that ruins a run from the right one
+    window, over the median of all groups. Slopes do not tell a ratio that ruins a run from the right one
     (docs/results-recipe.md).
 
     The price is that of one `Line`, whatever the number of groups.
@@ -37,7 +37,7 @@ class GroupLines(Evidence):
     looks_ahead: ClassVar[bool] = True
     averages: ClassVar[bool] = True
     needs_probe: ClassVar[bool] = True
-    spaces: ClassVar[tuple[type[Space], ...]] = (Log, Relative)
+    spaces: ClassVar[tuple[type[Space], ...]] = (Log,)
 
     line: Line = Line()
 
@@ -66,7 +66,7 @@ class GroupLinesCollector(Collector):
             return found
         moves = [moved_by(knob, self.scene) for knob in self.knobs]
         ratios = step_ratios(self.scene, harvest, self.knobs, moves)
-        excess = self.scene.excess if any(ratios) else None
+        excess = self.scene.excess if any(ratios) else found[self.knobs[0].name].excess
         return {
             knob.name: replace(found[knob.name], step_ratio=ratio, excess=excess)
             for knob, ratio in zip(self.knobs, ratios, strict=True)

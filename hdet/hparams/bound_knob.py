@@ -41,6 +41,7 @@ class BoundKnob:
         levels: [N] offsets of this window, summing to zero; zeros where the knob does not diverge.
         centre: offset of the levels' mean from the base (one-sided spreads).
         reasons: why the controller made its last move (`Controller.judge`).
+        alone: the part of that move which is the knob's own (`Judgement.alone`).
         stays_until: before this step `put_in_force` has nothing to do, as long as `held` is still there.
         held: what has to be where it was put for that.
     """
@@ -59,6 +60,7 @@ class BoundKnob:
         self._counted = self.shift  # by the moves that were returned
         self.state = self.controller.start()
         self.reasons: dict[str, str] = {}
+        self.alone = 0.0
         self._placed: tuple[int, float, float, float]  # step, shift, base and reach, as last worked out
         self._valued: tuple[float, Sequence[int], list[float]] | None  # base, replicas and their values, the same
         self._planned: list[list[float]] = []  # values of the models of this process, by step
@@ -257,7 +259,7 @@ class BoundKnob:
             run: where the run stands; what is the knob's own is filled in here.
         """
         judged = self.controller.judge(self.state, estimate, self._context(run))
-        self.state, self.reasons = judged.state, judged.reasons
+        self.state, self.reasons, self.alone = judged.state, judged.reasons, judged.alone
         move = self._move(float(judged.move))
         if judged.power is not None:
             if not 0.0 < judged.power < math.inf:

@@ -52,8 +52,8 @@ def attach(engine: Any, *, probe: Probe, **options: Any) -> Search:
             drives the rate, and needs `total_steps=`.
 
     Raises:
-        ConfigError: knobs or `rates=` need a pass's own gradient where it does not exist; stage 3 keeps parameters
-            elsewhere (offloading, hpZ, MiCS, quantized weights); or what `hdet.attach` refuses.
+        ConfigError: knobs need a pass's own gradient where it does not exist; `rates=` cuts a flat tensor; stage 3
+            keeps parameters elsewhere (offloading, hpZ, MiCS, quantized weights); or what `hdet.attach` refuses.
 
     >>> engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)  # doctest: +SKIP
     >>> search = hdet.deepspeed.attach(engine, probe=probe, total_steps=1000)  # doctest: +SKIP

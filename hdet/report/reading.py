@@ -125,8 +125,8 @@ def _fell(losses: Sequence[float], wrecked: bool) -> bool:
 
 
 def supported(source: str, t: float | None) -> bool:
-    """Whether what a move rests on is clear by itself: |t| of 2 or more in its own window, or the guard."""
-    return source == GUARD or (t is not None and abs(t) >= CLEAR_T)
+    """Whether what a move rests on is clear by itself: |t| of 2 or more in its own window, or no slope at all."""
+    return source in (GUARD, STEPS) or (t is not None and abs(t) >= CLEAR_T)
 
 
 def _reading(estimate: Any, source: str) -> Reading | None:

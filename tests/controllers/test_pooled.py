@@ -67,7 +67,7 @@ def test_both_parts_add_up_and_the_common_rule_sees_its_own_alone() -> None:
 def test_the_reason_is_that_of_the_larger_part() -> None:
     pooled = Pooled()
     judged = pooled.judge(pooled.start(), first(2.0, AT_LAST), HALFWAY)
-    assert judged.rule == "balance"
+    assert (judged.rule, judged.alone) == ("balance", -2.0)
     assert pooled.judge(pooled.start(), first(0.2, AT_LAST), HALFWAY).rule == "raise"
 
 
@@ -97,6 +97,15 @@ def test_nothing_is_heard_after_the_common_rule_has_stopped_listening() -> None:
     assert moves(Pooled(), (first(2.0), late)) == [0.0]
 
 
+def test_a_point_that_is_older_than_the_groups_place_is_of_the_common_part_alone() -> None:
+    pooled = Pooled()
+    state = pooled.step(pooled.start(), first(1.0), replace(HALFWAY, shift=0.4))[1]
+    context = replace(HALFWAY, shift=state.relative + 0.4, point=50)
+    move, after = pooled.retreat(state, context, worked=0.9)
+    assert move == pytest.approx(Calibrate().retreat(Calibrate().start(), replace(HALFWAY, shift=0.4), worked=0.9)[0])
+    assert after.relative == state.relative
+
+
 def test_after_a_turn_the_group_keeps_its_place_among_the_others() -> None:
     """After a rewind the common part goes below what worked for it."""
     pooled = Pooled()
@@ -106,6 +115,7 @@ def test_after_a_turn_the_group_keeps_its_place_among_the_others() -> None:
     wanted, _ = Calibrate().retreat(Calibrate().start(), replace(HALFWAY, shift=0.4), worked=0.9)
     assert move == pytest.approx(wanted)
     assert after.relative == pytest.approx(state.relative)
+    assert pooled.retreat(state, replace(context, point=51), worked=math.exp(state.relative) * 0.9)[0] == move
     move, after = pooled.restart(state, context)
     assert move == Calibrate().restart(Calibrate().start(), context)[0]
     assert after.relative == pytest.approx(state.relative)

@@ -54,21 +54,36 @@ def knobs(evidence: GroupLines | None = None, names: Sequence[str] = NAMES, **op
     return [hdet.LearningRate(groups=name, evidence=evidence or GroupLines(), **options) for name in names]
 
 
-def trained(explored: Sequence[hdet.Knob], *, probe: Probe = ONE_BY_ONE, steps: int = T) -> list[WindowRecord]:
+def trained(
+    explored: Sequence[hdet.Knob],
+    *,
+    probe: Probe = ONE_BY_ONE,
+    steps: int = T,
+    kind: Any = torch.optim.SGD,
+    equal: bool = False,
+) -> list[WindowRecord]:
     model = net()
-    home = hdet.micro_batches(model, torch.optim.SGD(groups(model)), n=1)
+    own = groups(model, (0.1,) * 3) if equal else groups(model)
+    home = hdet.micro_batches(model, kind(own), n=1)
     engine = Engine(home, explored, window=T, signal=probe, total_steps=steps)
     return explicit_loop.train(engine, loss=lambda model, step, index: one_loss(model, batch(step)))
 
 
-def test_what_is_common_is_the_line_of_all_groups() -> None:
-    """Word for word the estimate that one knob on all groups is given."""
-    several = trained(knobs(), steps=3 * T)
-    one = trained([hdet.LearningRate(evidence=Line(), controller=Hold())], steps=3 * T)
-    for record, other in zip(several, one, strict=True):
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_what_is_common_is_the_line_of_all_groups(kind: Any) -> None:
+    """Word for word the estimate that one knob on all groups is given, and whether anything had trained the model."""
+    course = LinearDecay(0.1, total_steps=3 * T, warmup=0.5)
+    several = trained(knobs(schedule=course), steps=3 * T, kind=kind)
+    one = trained(
+        [hdet.LearningRate(schedule=course, evidence=Line(), controller=Hold())], steps=3 * T, kind=kind, equal=True
+    )
+    for number, (record, other) in enumerate(zip(several, one, strict=True)):
         for name in NAMES:
-            told = {**record.estimates[f"learning_rate[{name}]"], "step_ratio": None, "excess": None}
-            assert told == other.estimates["learning_rate"]
+            told = {**record.estimates[f"learning_rate[{name}]"], "step_ratio": None}
+            wanted = other.estimates["learning_rate"]
+            assert {**told, "excess": None} == {**wanted, "excess": None}
+            assert wanted["excess"] is None or told["excess"] == wanted["excess"]
+        assert (wanted["step_size"] is not None) == (kind is torch.optim.AdamW and number < 1)
 
 
 @pytest.mark.filterwarnings("ignore:the probe is too small")

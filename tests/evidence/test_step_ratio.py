@@ -18,6 +18,7 @@ from hdet import Engine, Probe
 from hdet.controllers import Hold, Pooled
 from hdet.evidence import GroupLines
 from hdet.history import WindowRecord
+from hdet.overlay.told_schedule import Course, Told
 from hdet.schedules import Constant, LinearDecay, Schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:the probe is too small")
@@ -105,6 +106,10 @@ def over_their_mean(sizes: Sequence[float]) -> list[float]:
     return [size / math.prod(sizes) ** (1 / len(sizes)) for size in sizes]
 
 
+def over_their_median(sizes: Sequence[float]) -> list[float]:
+    return [size / sorted(sizes)[len(sizes) // 2] for size in sizes]
+
+
 @pytest.mark.parametrize(("make", "lr"), [(AdamW, 1e-3), (SGD, 0.1)], ids=["AdamW", "SGD"])
 def test_it_is_the_updates_spectral_norm_beside_that_of_the_weights(make: Any, lr: float) -> None:
     """Against singular values, of which the library takes norms that are about as large."""
@@ -116,12 +121,12 @@ def test_it_is_the_updates_spectral_norm_beside_that_of_the_weights(make: Any, l
     found = of_matrices(train(1.0, 5.0, 0.2, make=make, lr=lr, watch=watch))
     ends = list(zip(held[0], held[WINDOW], strict=True))
     spectral = [float(torch.linalg.matrix_norm(b - a, 2) / torch.linalg.matrix_norm(a, 2)) for a, b in ends]
-    assert found == pytest.approx(over_their_mean(spectral), rel=0.35)
+    assert over_their_mean(found) == pytest.approx(over_their_mean(spectral), rel=0.35)
     by_hand = [
         float((b - a).norm() / (a.square().mean().sqrt() * (math.sqrt(a.shape[0]) + math.sqrt(a.shape[1]))))
         for a, b in ends
     ]
-    assert found == pytest.approx(over_their_mean(by_hand), rel=1e-4)  # all schedules have the same form
+    assert found == pytest.approx(over_their_median(by_hand), rel=1e-4)  # all schedules have the same form
 
 
 def test_it_is_told_in_the_first_window_alone() -> None:
@@ -133,8 +138,8 @@ def test_it_is_told_in_the_first_window_alone() -> None:
 @pytest.mark.parametrize("make", [AdamW, SGD, Adafactor])
 def test_it_grows_with_the_groups_rate(make: Any) -> None:
     one, other = of_matrices(train(*EQUAL, make=make)), of_matrices(train(1.0, 4.0, 1.0, make=make))
-    assert other[1] / one[1] == pytest.approx(4.0 ** (2 / 3), rel=0.1)
-    assert other[0] / one[0] == pytest.approx(4.0 ** (-1 / 3), rel=0.1)
+    assert (other[1] / other[0]) / (one[1] / one[0]) == pytest.approx(4.0, rel=0.1)
+    assert other[2] / other[0] == pytest.approx(one[2] / one[0], rel=0.1)
 
 
 def test_schedules_of_another_form_are_compared_at_their_peaks() -> None:
@@ -143,9 +148,26 @@ def test_schedules_of_another_form_are_compared_at_their_peaks() -> None:
     assert of_matrices(train(*EQUAL, courses=courses)) == pytest.approx(of_matrices(train(*EQUAL)), rel=0.1)
 
 
-@pytest.mark.parametrize("course", [None, Constant(1e-3)], ids=["as written", "constant"])
-def test_no_warm_up_is_needed(course: Schedule | None) -> None:
+@pytest.mark.parametrize("course", [Constant(1e-3), LinearDecay(1e-3, total_steps=STEPS, warmup=0.0)], ids=str)
+def test_no_warm_up_is_needed(course: Schedule) -> None:
     assert of_matrices(train(*EQUAL, courses=[course] * 4)) == pytest.approx(of_matrices(train(*EQUAL)), rel=0.2)
+
+
+def test_a_rate_whose_peak_nobody_knows_is_compared_with_none() -> None:
+    """What is written into the optimizer may rise in one group and not in another."""
+    followed = Told(Course([1e-3]), 0, None)
+    first, filters, head, _ = ratios(train(*EQUAL, courses=[risen(1e-3), followed, risen(1e-3), risen(1e-3)]))
+    assert filters is None
+    assert first is not None
+    assert head is not None
+    assert first * head == pytest.approx(1.0)
+
+
+def test_an_odd_group_moves_no_other() -> None:
+    """The middle of three stays where it was."""
+    records = train(1.0, 1000.0, 1.0, make=SGD, lr=1e-5, controller=Pooled(common=Hold()))
+    assert sorted(abs(move) for move in records[0].moves.values())[:2] == [0.0, 0.0]
+    assert records[0].moves["1"] < -2.0
 
 
 def test_where_nothing_moves_none_is_told() -> None:
@@ -189,9 +211,16 @@ def test_an_anchor_in_host_memory_tells_the_same() -> None:
 
 @pytest.mark.parametrize(("make", "lr"), [(AdamW, 1e-3), (SGD, 1e-2)], ids=["AdamW", "SGD"])
 def test_balanced_groups_take_equal_steps_whatever_their_rates_were(make: Any, lr: float) -> None:
-    """Their mean is that of the rates as given."""
+    """Up to what all have in common: the middle one stays."""
     equal, wrong = (
         np.array(list(train(*rates, make=make, lr=lr, controller=Pooled(common=Hold()))[1].bases.values()))
-        for rates in (EQUAL, (4.0, 0.25, 1.0))
+        for rates in (EQUAL, (2.0, 0.5, 1.0))
     )
-    assert wrong == pytest.approx(equal, rel=0.1)
+    assert wrong[:3] / wrong[0] == pytest.approx(equal[:3] / equal[0], rel=0.1)
+
+
+def test_the_guard_does_not_take_a_groups_own_move_for_first_steps_that_were_too_large() -> None:
+    records = train(1.0, 1.0, 50.0, controller=Pooled(), guard=hdet.Rewind())
+    assert records[0].estimates["2"]["offset"] > 0.0
+    assert records[0].moves["2"] < -math.log(4.0)
+    assert records[0].faults == []

@@ -492,7 +492,7 @@ def rates_inside(optimizer: torch.optim.Optimizer) -> list[list[float]]:
     return seen
 
 
-def test_rates_of_groups_are_found_one_by_one() -> None:
+def test_rates_of_groups_share_a_slope_and_are_compared_by_their_steps() -> None:
     model = network()
     optimizer = adamw(model)
     search = hdet.attach(

@@ -120,7 +120,7 @@ def test_held_it_is_training_in_one_group(options: dict[str, Any], kind: Any) ->
 
 def test_each_groups_rate_is_in_force_while_the_optimizer_steps() -> None:
     model, optimizer = build(width=64)  # large enough to tell that nothing has trained it
-    search = attach(model, optimizer, schedule=None, guard=None)
+    search = attach(model, optimizer, schedule=hdet.schedules.Constant(3e-3), guard=None)
     seen: list[list[float]] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append([group["lr"] for group in optimizer.param_groups]))
     for step in range(STEPS):

@@ -115,6 +115,13 @@ def test_a_move_without_evidence_of_its_own_rests_on_earlier_windows() -> None:
     assert told.trust == "weak"
 
 
+def test_a_group_that_took_its_place_among_others_did_so_by_its_steps() -> None:
+    """Though what all groups have in common called for more."""
+    told = verdict(record(0, -5.0, -1.2, reasons={"rate": {"rule": "balance"}}))
+    assert told.moved == "down in 1 window, step 10, by steps beside the weights"
+    assert told.trust == "clear"
+
+
 def test_a_move_that_the_guard_made_counts_neither_for_nor_against() -> None:
     """A bad batch made the guard lower a rate, which evidence then raised again."""
     back = [{"kind": "non_finite", "replica": 0, "step": 5}, {"kind": "restored", "step": 10}]

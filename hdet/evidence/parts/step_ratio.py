@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hdet.evidence.parts.step_size import spectral_gain
+from hdet.evidence.parts.step_size import matrix_shape, spectral_gain
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound_knob import BoundKnob
+from hdet.hparams.schedule import Constant
 from hdet.replicas import tensors
 from hdet.replicas.replicas import present
 
@@ -19,19 +20,19 @@ KEPT = (0.03, 3.0)
 """Root mean square of a matrix that about keeps the scale of its inputs, times the root of its shorter side.
 
 Usual first weights have 0.5 to 1.5, those of small GPTs 0.07 to 0.5, and what begins at zeros 0. `nn.Embedding` is
-drawn with 1 for each weight: the root of its width."""
+drawn with 1 for each weight: the root of its width, which counts up to 8."""
 
 
 @torch.no_grad()
 def step_ratios(
     scene: Scene, harvest: Harvest, knobs: Sequence[BoundKnob], moves: Sequence[Sequence[bool]]
 ) -> list[float | None]:
-    """How far a window's steps went under each of several learning rates, over the geometric mean of all.
+    """How far a window's steps went under each of several learning rates, over the median of all.
 
     The update U of a matrix [m, n] is of low rank while a window is short, so that its spectral norm is about its
     Frobenius norm |U|. That of random weights W is `(sqrt(m) + sqrt(n)) |W| / sqrt(m n)`. One over the other says how
     far the steps went (Yang, Simon and Bernstein 2023, arXiv:2310.17813). Of a rate the median over its matrices
-    counts, as if its schedule had stood at the peak.
+    counts, as if its schedule had stood at the peak. Medians are of logarithms.
 
     A matrix that holds next to nothing, as of a layer that begins at zeros, or far more than what keeps the scale of
     its inputs, as `nn.Embedding` by default, does not count: what it holds says nothing of how far it should go.
@@ -40,16 +41,21 @@ def step_ratios(
         moves: by rate, which of the weights (`Scene.moving`) it moves.
 
     Returns:
-        One for each rate, the same on every process; None where none of its matrices counts, or has moved.
+        One for each rate, the same on every process; None where none of its matrices counts, or has moved, or where
+        the schedule's peak is not known.
     """
     gone = _gone(scene, harvest)
     sizes = []
     for knob, own in zip(knobs, moves, strict=True):
         found = [far for far, moved in zip(gone, own, strict=True) if moved and far > 0.0]
-        sizes.append(float(np.median(found)) * _up_to_the_peak(knob, harvest.window) if found else 0.0)
-    logs = [math.log(size) for size in sizes if size > 0.0]
-    mean = math.exp(math.fsum(logs) / len(logs)) if logs else 1.0
-    return [size / mean if size > 0.0 else None for size in sizes]
+        sizes.append(_middle(found) * _up_to_the_peak(knob, harvest.window))
+    middle = _middle([size for size in sizes if size > 0.0])
+    return [size / middle if size > 0.0 else None for size in sizes]
+
+
+def _middle(sizes: Sequence[float]) -> float:
+    """The median of logarithms, which of an even number is the geometric mean of the two in the middle; of none 0."""
+    return math.exp(float(np.median(np.log(sizes)))) if len(sizes) else 0.0
 
 
 def _gone(scene: Scene, harvest: Harvest) -> list[float]:
@@ -84,13 +90,12 @@ def _keeps_scale(parameter: nn.Parameter, squares: float, count: float) -> bool:
     """Whether outputs are of the order of inputs, by what each weight holds and the shorter side."""
     if not 0.0 < squares < math.inf or not spectral_gain(parameter):
         return False
-    short = min(len(parameter), math.prod(parameter.shape[1:]))
-    return KEPT[0] < math.sqrt(short * squares / count) < KEPT[1]
+    return KEPT[0] < math.sqrt(min(matrix_shape(parameter)) * squares / count) < KEPT[1]
 
 
 def _up_to_the_peak(knob: BoundKnob, window: Window) -> float:
-    """The schedule's peak over its mean in the window; 1 where no peak is known."""
-    if knob.schedule.total_steps is None:
-        return 1.0
+    """The schedule's peak over its mean in the window; 0 where the peak is not known."""
+    if knob.schedule.total_steps is None and not isinstance(knob.schedule, Constant):
+        return 0.0
     mean = math.fsum(map(knob.schedule, range(window.start, window.stop))) / (window.stop - window.start)
-    return knob.peak / mean if mean > 0.0 else 1.0
+    return knob.peak / mean if mean > 0.0 else 0.0

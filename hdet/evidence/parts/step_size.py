@@ -71,7 +71,17 @@ def _matrices(knob: BoundKnob) -> Iterator[tuple[nn.Parameter, float, float]]:
 
 def spectral_gain(parameter: nn.Parameter) -> float:
     """The spectral norm of a matrix of ones over that of random weights whose mean square is 1; 0 of a vector."""
-    shapes = [(len(parameter), math.prod(parameter.shape[1:]))] if parameter.ndim > 1 else []
+    return _gain(matrix_shape(parameter))
+
+
+def matrix_shape(parameter: nn.Parameter) -> tuple[int, int]:
+    """Rows and columns of what counts as a matrix: the dimensions past the first as one, or each of a stack's."""
+    shapes = [(len(parameter), math.prod(parameter.shape[1:]))] if parameter.ndim > 1 else [(0, 0)]
     if parameter.ndim == 3:
         shapes.append((parameter.shape[1], parameter.shape[2]))
-    return max((math.sqrt(m * n) / (math.sqrt(m) + math.sqrt(n)) for m, n in shapes if min(m, n) > 1), default=0.0)
+    return max(shapes, key=_gain)
+
+
+def _gain(shape: tuple[int, int]) -> float:
+    m, n = shape
+    return math.sqrt(m * n) / (math.sqrt(m) + math.sqrt(n)) if min(m, n) > 1 else 0.0
