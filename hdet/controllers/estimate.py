@@ -35,7 +35,7 @@ class Estimate:
         step_size: how far a step at the schedule's peak, shift included, can change matrices, as a share of what they
             hold (`hdet.evidence.parts.step_size`), where the evidence tells.
         step_ratio: of one of several learning rates that share this estimate, how far its steps went beside the weights
-            in the run's first window, over the median of all (`hdet.evidence.parts.step_ratio`), where the
+            in the run's first window, over the geometric mean of all (`hdet.evidence.parts.step_ratio`), where the
             evidence tells.
         offset: where it was taken, relative to the base in coordinate units; 0 is at the base.
         slopes: the slope in each of J sub-batches, of which `slope` is the mean and `stderr` the scatter's; () where

@@ -42,15 +42,15 @@ class Pooled(Controller):
     The common part moves by a rule for one learning rate. All groups hear the same of it, so they move alike.
 
     The relative part is moved once, after the first window of an untrained model: each group goes to where its steps,
-    beside its weights, go as far as those of the group in the middle. Layers that learn together want steps of a like
-    size (Yang, Simon and Bernstein 2023, arXiv:2310.17813). Elsewhere ratios stay as given.
+    beside its weights, go as far as those of all in the mean. Layers that learn together want steps of a like size
+    (Yang, Simon and Bernstein 2023, arXiv:2310.17813). Elsewhere ratios stay as given.
 
     After a new start or a rewind the common part goes where its rule says, and the relative part stays. What bounds or
     authority cut off a move is taken back from both.
 
     Args:
         common: the rule of the common part.
-        band: how far a group's steps may lie from the median of all groups', as a logarithm.
+        band: how far a group's steps may lie from the mean of all groups', as a logarithm.
         limit: largest move of the relative part, in coordinates.
 
     >>> pooled = Pooled()

@@ -24,7 +24,7 @@ class GroupLines(Evidence):
     In common: `Line` along the whole window's update, all groups together, as for one rate.
 
     Each among the others (`Estimate.step_ratio`): how far the group's steps went beside its weights in the run's first
-    window, over the median of all groups. Slopes do not tell a ratio that ruins a run from the right one
+    window, over the geometric mean of all groups. Slopes do not tell a ratio that ruins a run from the right one
     (docs/results-recipe.md).
 
     The price is that of one `Line`, whatever the number of groups.

@@ -22,17 +22,21 @@ KEPT = (0.03, 3.0)
 Usual first weights have 0.5 to 1.5, those of small GPTs 0.07 to 0.5, and what begins at zeros 0. `nn.Embedding` is
 drawn with 1 for each weight: the root of its width, which counts up to 8."""
 
+FARTHEST = 10.0
+"""How many times off the median a rate's steps count in the mean, at the most: one rate is not to move all others."""
+
 
 @torch.no_grad()
 def step_ratios(
     scene: Scene, harvest: Harvest, knobs: Sequence[BoundKnob], moves: Sequence[Sequence[bool]]
 ) -> list[float | None]:
-    """How far a window's steps went under each of several learning rates, over the median of all.
+    """How far a window's steps went under each of several learning rates, over the geometric mean of all.
 
     The update U of a matrix [m, n] is of low rank while a window is short, so that its spectral norm is about its
     Frobenius norm |U|. That of random weights W is `(sqrt(m) + sqrt(n)) |W| / sqrt(m n)`. One over the other says how
     far the steps went (Yang, Simon and Bernstein 2023, arXiv:2310.17813). Of a rate the median over its matrices
-    counts, as if its schedule had stood at the peak. Medians are of logarithms.
+    counts, as if its schedule had stood at the peak. In the mean one that is more than `FARTHEST` times off the median
+    counts as that far off.
 
     A matrix that holds next to nothing, as of a layer that begins at zeros, or far more than what keeps the scale of
     its inputs, as `nn.Embedding` by default, does not count: what it holds says nothing of how far it should go.
@@ -48,14 +52,12 @@ def step_ratios(
     sizes = []
     for knob, own in zip(knobs, moves, strict=True):
         found = [far for far, moved in zip(gone, own, strict=True) if moved and far > 0.0]
-        sizes.append(_middle(found) * _up_to_the_peak(knob, harvest.window))
-    middle = _middle([size for size in sizes if size > 0.0])
-    return [size / middle if size > 0.0 else None for size in sizes]
-
-
-def _middle(sizes: Sequence[float]) -> float:
-    """The median of logarithms, which of an even number is the geometric mean of the two in the middle; of none 0."""
-    return math.exp(float(np.median(np.log(sizes)))) if len(sizes) else 0.0
+        median = math.exp(float(np.median(np.log(found)))) if found else 0.0
+        sizes.append(median * _up_to_the_peak(knob, harvest.window))
+    logs = np.log([size for size in sizes if size > 0.0])
+    middle, farthest = float(np.median(logs)) if len(logs) else 0.0, math.log(FARTHEST)
+    mean = math.exp(middle + float(np.mean(np.clip(logs - middle, -farthest, farthest)))) if len(logs) else 1.0
+    return [size / mean if size > 0.0 else None for size in sizes]
 
 
 def _gone(scene: Scene, harvest: Harvest) -> list[float]:
