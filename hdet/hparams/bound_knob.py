@@ -259,8 +259,11 @@ class BoundKnob:
             run: where the run stands; what is the knob's own is filled in here.
         """
         judged = self.controller.judge(self.state, estimate, self._context(run))
-        self.state, self.reasons, self.alone = judged.state, judged.reasons, judged.alone
+        self.state, self.reasons = judged.state, judged.reasons
         move = self._move(float(judged.move))
+        # What bounds or authority cut off, the knob's own part gives up first.
+        cut, alone = float(judged.move) - move, judged.alone
+        self.alone = alone - min(max(cut, min(alone, 0.0)), max(alone, 0.0))
         if judged.power is not None:
             if not 0.0 < judged.power < math.inf:
                 raise ConfigError(f"{self.name}: {type(self.controller).__name__} asked for a power of {judged.power}")

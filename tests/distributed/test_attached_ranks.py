@@ -131,7 +131,7 @@ def test_buffers_of_other_lengths_on_other_ranks_are_not_lent() -> None:
 
 
 def test_rates_of_groups_are_judged_alike_on_all_ranks_and_on_shards(assert_same: Any) -> None:
-    """A step's size beside the weights is the mean over ranks of what it is beside their shards."""
+    """Norms of shards add up to those of whole matrices."""
     whole, shards = launch(attached.grouped, 2, "ddp"), launch(attached.grouped, 2, "fsdp")
     for found in (whole, shards):
         assert found[0]["history"] == found[1]["history"]

@@ -59,6 +59,7 @@ def train(
     courses: Sequence[Schedule | None] | None = None,
     controller: Any = None,
     watch: Callable[[nn.Module, int], None] | None = None,
+    authority: float | None = None,
     **options: Any,
 ) -> list[WindowRecord]:
     """A run in which every matrix has a rate of its own, some times `lr`, and so have the vectors together."""
@@ -68,7 +69,12 @@ def train(
     groups = [{"params": own, "lr": lr * rate} for own, rate in zip(parts, (*rates, 1.0), strict=True)]
     knobs: list[hdet.Knob] = [
         hdet.LearningRate(
-            name=str(k), groups=[k], schedule=course, evidence=GroupLines(), controller=controller or Hold()
+            name=str(k),
+            groups=[k],
+            schedule=course,
+            evidence=GroupLines(),
+            controller=controller or Hold(),
+            **({} if authority is None else {"authority": authority}),
         )
         for k, course in enumerate(courses)
     ]
@@ -161,11 +167,22 @@ def test_a_rate_whose_peak_nobody_knows_is_compared_with_none() -> None:
 
 def test_an_odd_group_counts_as_ten_times_off_in_the_mean() -> None:
     """By how far it is off beyond that no other group moves."""
-    ten, thousands = (
-        train(1.0, rate, 1.0, make=SGD, lr=1e-6, controller=Pooled(common=Hold()))[0].moves for rate in (1e2, 1e5)
-    )
-    assert thousands["0"] == pytest.approx(ten["0"], abs=0.02)
-    assert thousands["2"] == pytest.approx(ten["2"], abs=0.02)
+    fine: dict[str, Any] = {"make": SGD, "lr": 1e-6}
+    first, _, head = map(math.log, of_matrices(train(*EQUAL, model=Net().double(), **fine)))
+    low, high = sorted([first, head])
+    mean = high + (math.log(10.0) + low - high) / 3
+    for rate in (1e3, 1e5):
+        moves = train(1.0, rate, 1.0, model=Net().double(), controller=Pooled(common=Hold()), **fine)[0].moves
+        assert moves["0"] == pytest.approx(mean - first, abs=0.02)
+        assert moves["2"] == pytest.approx(mean - head, abs=0.02)
+
+
+def test_a_move_that_bounds_cut_off_is_no_overshoot() -> None:
+    """The group's own part gives way first: what is left of a raise is not what looking ahead called for."""
+    records = train(0.01, 1.0, 1.0, controller=Pooled(), guard=hdet.Rewind(), authority=0.5)
+    assert records[0].reasons["0"]["rule"] == "balance"
+    assert records[0].moves["0"] == 0.5
+    assert records[0].faults == []
 
 
 def test_where_nothing_moves_none_is_told() -> None:
@@ -191,10 +208,42 @@ def test_a_matrix_whose_scale_is_no_usual_one_does_not_count(scale: float) -> No
     assert first * head == pytest.approx(1.0)
 
 
-def test_of_bfloat16_as_of_float32() -> None:
-    """As far as half the digits show a step at all."""
-    fine, coarse = (of_matrices(train(*EQUAL, model=net, lr=1e-2)) for net in (Net(), Net().bfloat16()))
+def test_in_bfloat16_it_is_told_where_steps_are_not_rounded_away() -> None:
+    fine, coarse = (of_matrices(train(*EQUAL, model=net, lr=5e-2)) for net in (Net(), Net().bfloat16()))
     assert coarse == pytest.approx(fine, rel=0.1)
+    assert set(ratios(train(*EQUAL, model=Net().bfloat16(), lr=1e-4))) == {None}
+
+
+def test_what_has_no_gradient_yet_is_no_rate_that_is_too_low() -> None:
+    """A layer behind one that begins at zeros: by SGD it moves as little as that lets through."""
+    model = Net()
+    model.filters.weight.register_hook(lambda gradient: 1e-4 * gradient)
+    first, filters, head, _ = ratios(train(*EQUAL, model=model, make=SGD))
+    assert filters is None
+    assert first is not None
+    assert head is not None
+    assert first * head == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_where_replicas_come_apart_none_is_told(local: bool) -> None:
+    model = Net()
+    optimizer = AdamW([{"params": [p], "lr": 1e-3} for p in model.parameters() if p.ndim > 1])
+    knobs: list[hdet.Knob] = [
+        hdet.LearningRate(name=str(k), groups=[k], schedule=risen(1e-3), evidence=GroupLines(), controller=Hold())
+        for k in range(3)
+    ]
+    x = torch.randn(16, 256)
+    engine = Engine(
+        hdet.replicate(model, optimizer, n=2),
+        knobs,
+        window=WINDOW,
+        signal=Probe(loss, [x[:8], x[8:]]),
+        gradients="local" if local else "shared",
+        total_steps=STEPS,
+    )
+    first, *_ = explicit_loop.train(engine, WINDOW, loss=lambda model, step, index: loss(model, x).mean())
+    assert (ratios([first])[0] is None) == local
 
 
 def test_a_large_matrix_is_gone_through_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:

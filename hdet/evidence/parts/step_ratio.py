@@ -25,6 +25,12 @@ drawn with 1 for each weight: the root of its width, which counts up to 8."""
 FARTHEST = 10.0
 """How many times off the median a rate's steps count in the mean, at the most: one rate is not to move all others."""
 
+IDLE = 0.01
+"""Share of the median below which a rate's steps tell nothing: its weights have no gradient yet, as behind zeros."""
+
+FINEST = 2.0
+"""Steps, in units of the weights' last digit, below which what is left of an update after rounding tells nothing."""
+
 
 @torch.no_grad()
 def step_ratios(
@@ -45,32 +51,40 @@ def step_ratios(
         moves: by rate, which of the weights (`Scene.moving`) it moves.
 
     Returns:
-        One for each rate, the same on every process; None where none of its matrices counts, or has moved, or where
-        the schedule's peak is not known.
+        One for each rate, the same on every process. None where none of its matrices counts or has moved by more than
+        rounding shows, where it goes less than `IDLE` as far as the median, where the schedule's peak is not known, and
+        where replicas come apart.
     """
+    if scene.apart:
+        return [None] * len(knobs)
     gone = _gone(scene, harvest)
     sizes = []
     for knob, own in zip(knobs, moves, strict=True):
         found = [far for far, moved in zip(gone, own, strict=True) if moved and far > 0.0]
         median = math.exp(float(np.median(np.log(found)))) if found else 0.0
         sizes.append(median * _up_to_the_peak(knob, harvest.window))
-    logs = np.log([size for size in sizes if size > 0.0])
-    middle, farthest = float(np.median(logs)) if len(logs) else 0.0, math.log(FARTHEST)
-    mean = math.exp(middle + float(np.mean(np.clip(logs - middle, -farthest, farthest)))) if len(logs) else 1.0
+    if not any(sizes):
+        return [None] * len(knobs)
+    median = float(np.median([size for size in sizes if size > 0.0]))
+    sizes = [size if size > IDLE * median else 0.0 for size in sizes]
+    off = np.clip(np.log([size / median for size in sizes if size > 0.0]), -math.log(FARTHEST), math.log(FARTHEST))
+    mean = median * math.exp(float(np.mean(off)))
     return [size / mean if size > 0.0 else None for size in sizes]
 
 
 def _gone(scene: Scene, harvest: Harvest) -> list[float]:
     """How far each of the weights went; 0 where it does not count. One collective."""
     parameters = scene.moving.parameters[0]
-    last = scene.weights(harvest.valid) if scene.apart else scene.moving.values()
-    sums = [_sums(*ends) for ends in zip(scene.origin(), last, strict=True)]
+    sums = [_sums(*ends) for ends in zip(scene.origin(), scene.moving.values(), strict=True)]
     row = torch.tensor(sums, dtype=torch.float64).flatten()
     # Of a sharded matrix the ranks' parts are added up, or their mean is taken: only what one is to another counts.
     told = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
     updates, weights, counts = told[present(told)][0].reshape(-1, 3).T
+    steps = harvest.window.stop - harvest.window.start
     return [
-        spectral_gain(parameter) * math.sqrt(update / held) if _keeps_scale(parameter, held, count) else 0.0
+        spectral_gain(parameter) * math.sqrt(update / held)
+        if _keeps_scale(parameter, held, count) and _shows(parameter, update, held, steps)
+        else 0.0
         for parameter, update, held, count in zip(parameters, updates, weights, counts, strict=True)
     ]
 
@@ -93,6 +107,11 @@ def _keeps_scale(parameter: nn.Parameter, squares: float, count: float) -> bool:
     if not 0.0 < squares < math.inf or not spectral_gain(parameter):
         return False
     return KEPT[0] < math.sqrt(min(matrix_shape(parameter)) * squares / count) < KEPT[1]
+
+
+def _shows(parameter: nn.Parameter, update: float, squares: float, steps: int) -> bool:
+    """Whether steps were large enough for the weights' precision: in bfloat16 most small ones are rounded away."""
+    return math.sqrt(update / squares) > FINEST * steps * torch.finfo(parameter.dtype).eps
 
 
 def _up_to_the_peak(knob: BoundKnob, window: Window) -> float:
