@@ -91,6 +91,15 @@ class Judgement:
         return {name: kind for name, kind in (("rule", self.rule), ("veto", self.veto)) if kind}
 
 
+def left_alone(alone: float, cut: float) -> float:
+    """What is left of a knob's own part of a move of which bounds or authority cut something off: it gives way first.
+
+    >>> left_alone(1.0, 0.3), left_alone(1.0, 2.0), left_alone(1.0, -0.3), left_alone(-1.0, -0.3)
+    (0.7, 0.0, 1.0, -0.7)
+    """
+    return alone - min(max(cut, min(alone, 0.0)), max(alone, 0.0))
+
+
 class Controller(Spec, family="controller"):
     """The rule that turns estimates into moves of one base. Pure: the same input gives the same move.
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from hdet.controllers.calibrate import Calibrate
-from hdet.controllers.controller import Context, Controller, Judgement
+from hdet.controllers.controller import Context, Controller, Judgement, left_alone
 from hdet.controllers.estimate import Estimate
 from hdet.record import BALANCE
 from hdet.spec import register
@@ -114,10 +114,9 @@ class Pooled(Controller):
 
 
 def _placed(state: PooledState, context: Context) -> PooledState:
-    """The state where the shift is now: of the last move, which bounds may have cut off, the group's own part first."""
-    missing = state.expected_shift - context.shift
-    own = min(max(missing, min(state.last_move, 0.0)), max(state.last_move, 0.0))
-    return replace(state, relative=state.relative - own, last_move=0.0)
+    """The state where the shift is now: bounds may have cut off some of the last move."""
+    left = left_alone(state.last_move, state.expected_shift - context.shift)
+    return replace(state, relative=state.relative - state.last_move + left, last_move=0.0)
 
 
 def _apart(context: Context, state: PooledState) -> Context:

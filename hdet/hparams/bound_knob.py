@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdet.controllers import Context, Estimate
+from hdet.controllers.controller import left_alone
 from hdet.controllers.state import from_plain, to_plain
 from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.hparams.bend import Bend
@@ -261,9 +262,7 @@ class BoundKnob:
         judged = self.controller.judge(self.state, estimate, self._context(run))
         self.state, self.reasons = judged.state, judged.reasons
         move = self._move(float(judged.move))
-        # What bounds or authority cut off, the knob's own part gives up first.
-        cut, alone = float(judged.move) - move, judged.alone
-        self.alone = alone - min(max(cut, min(alone, 0.0)), max(alone, 0.0))
+        self.alone = left_alone(judged.alone, float(judged.move) - move)
         if judged.power is not None:
             if not 0.0 < judged.power < math.inf:
                 raise ConfigError(f"{self.name}: {type(self.controller).__name__} asked for a power of {judged.power}")
