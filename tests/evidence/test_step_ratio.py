@@ -225,6 +225,14 @@ def test_what_has_no_gradient_yet_is_no_rate_that_is_too_low() -> None:
     assert first * head == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("make", [AdamW, SGD])
+def test_a_rate_that_is_a_thousand_times_too_low_is_told(make: Any) -> None:
+    """It moves as far as the others for what it is: not as what has no gradient."""
+    fine: dict[str, Any] = {"make": make, "lr": 1e-4}
+    usual, low = (of_matrices(train(1.0, rate, 1.0, model=Net().double(), **fine)) for rate in (1.0, 1e-3))
+    assert (low[1] / low[0]) / (usual[1] / usual[0]) == pytest.approx(1e-3, rel=0.1)
+
+
 @pytest.mark.parametrize("local", [False, True])
 def test_where_replicas_come_apart_none_is_told(local: bool) -> None:
     model = Net()

@@ -26,7 +26,7 @@ FARTHEST = 10.0
 """How many times off the median a rate's steps count in the mean, at the most: one rate is not to move all others."""
 
 IDLE = 0.01
-"""Share of the median below which a rate's steps tell nothing: its weights have no gradient yet, as behind zeros."""
+"""Share of the median below which steps, for their rate, tell nothing: weights behind zeros have no gradient yet."""
 
 FINEST = 2.0
 """Steps, in units of the weights' last digit, below which what is left of an update after rounding tells nothing."""
@@ -52,8 +52,8 @@ def step_ratios(
 
     Returns:
         One for each rate, the same on every process. None where none of its matrices counts or has moved by more than
-        rounding shows, where it goes less than `IDLE` as far as the median, where the schedule's peak is not known, and
-        where replicas come apart.
+        rounding shows, where they go less than `IDLE` as far as the median for their rate, where the schedule's peak is
+        not known, and where replicas come apart.
     """
     if scene.apart:
         return [None] * len(knobs)
@@ -65,11 +65,13 @@ def step_ratios(
         sizes.append(median * _up_to_the_peak(knob, harvest.window))
     if not any(sizes):
         return [None] * len(knobs)
-    median = float(np.median([size for size in sizes if size > 0.0]))
-    sizes = [size if size > IDLE * median else 0.0 for size in sizes]
-    off = np.clip(np.log([size / median for size in sizes if size > 0.0]), -math.log(FARTHEST), math.log(FARTHEST))
-    mean = median * math.exp(float(np.mean(off)))
-    return [size / mean if size > 0.0 else None for size in sizes]
+    for_their_rate = [size / knob.learned.value if size else 0.0 for size, knob in zip(sizes, knobs, strict=True)]
+    usual = np.quantile([one for one in for_their_rate if one], 0.5, method="higher")  # of two the larger
+    sizes = [size if one > IDLE * usual else 0.0 for size, one in zip(sizes, for_their_rate, strict=True)]
+    logs = np.log([size for size in sizes if size])
+    middle, farthest = float(np.median(logs)), math.log(FARTHEST)
+    mean = math.exp(middle + float(np.mean(np.clip(logs - middle, -farthest, farthest))))
+    return [size / mean if size else None for size in sizes]
 
 
 def _gone(scene: Scene, harvest: Harvest) -> list[float]:
