@@ -26,6 +26,10 @@ class Part(Spec):
         """The state before the first window: a frozen dataclass of numbers (see `hdet.controllers.state`)."""
         return NoState()
 
+    def begin(self, state: Any, untrained: bool) -> Any:
+        """The state once the run's first window has told whether nothing had trained its weights."""
+        return state
+
     def observe(self, state: Any, estimate: Estimate, context: Context) -> Any:
         """The state after a window was measured, and before any rule is asked."""
         return state

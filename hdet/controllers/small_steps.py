@@ -21,20 +21,31 @@ class Beginning:
     """How training has begun.
 
     Attributes:
-        untrained: whether the run began with untrained weights, and has neither gone back nor begun anew since.
+        untrained: whether the run began with untrained weights, and its first warm-up is not over.
+        last: the schedule after the window before; 0 where there was none.
+        fell: whether it has ever fallen: then the warm-up is over.
     """
 
     untrained: bool = False
+    last: float = 0.0
+    fell: bool = False
 
 
 class OfUntrained(Part):
-    """Knows whether the run began with untrained weights."""
+    """Knows whether the run began with untrained weights and still warms up.
+
+    By default it forgets that where the run goes back or begins anew: something was too large.
+    """
 
     def start(self) -> Beginning:
         return Beginning()
 
+    def begin(self, state: Any, untrained: bool) -> Any:
+        return replace(state, untrained=untrained)
+
     def observe(self, state: Any, estimate: Estimate, context: Context) -> Any:
-        return state if estimate.untrained is None else replace(state, untrained=estimate.untrained)
+        fell = state.fell or context.schedule_next < state.last
+        return replace(state, untrained=state.untrained and not fell, last=context.schedule_next, fell=fell)
 
 
 class OfTinySteps(OfUntrained):

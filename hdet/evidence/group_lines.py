@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hdet.controllers import Controller, Estimate, Pooled
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.line import Line, LineCollector, moved_by
 from hdet.evidence.parts.step_ratio import step_ratios
-from hdet.evidence.scene import Harvest, Scene
+from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Log, Space
@@ -59,6 +59,12 @@ class GroupLinesCollector(Collector):
     def __init__(self, spec: GroupLines, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         super().__init__(scene, knobs)
         self.common = LineCollector(spec.line, scene, knobs, together=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.common.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
+        self.common.load_state_dict(state, window)
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         found = self.common.close(harvest)

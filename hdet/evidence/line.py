@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.batch_statistics import Statistics
 from hdet.evidence.parts.line_fit import along
 from hdet.evidence.parts.losses_at import Point, Write, losses_at, statistics_of_average
-from hdet.evidence.parts.step_size import step_size
+from hdet.evidence.parts.step_size import empty_at_first, step_size
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound_knob import BoundKnob
@@ -96,6 +96,7 @@ class LineCollector(Collector):
         super().__init__(scene, knobs)
         self.spec = spec
         self.together = [self.knobs] if together else [[knob] for knob in self.knobs]
+        self.empty: list[int] = []
         scene.follow(spec.stride)
         for knob in knobs:
             moved_by(knob, scene)  # which refuses what is no learning rate
@@ -154,12 +155,23 @@ class LineCollector(Collector):
             statistics = statistics_of_average(self.scene, harvest, self.spec.stride, average, kept)
             is_last = average is self.scene.moving.values()  # of which there is a copy
             at_average.update(read(last if is_last else average, doubted, averaged=True, statistics=statistics))
-        sizes = [step_size(self.scene, own) if self._rises(own, window) else None for own in knobs]
+        rising = [self._rises(own, window) for own in knobs]
+        if window.start == 0 and any(rising):
+            self.empty = empty_at_first(self.scene, self.knobs)
+        sizes = [
+            step_size(self.scene, own, self.empty) if rises else None for own, rises in zip(knobs, rising, strict=True)
+        ]
         norms = self.scene.excess if window.start == 0 and any(sizes) else None
         for k, own in enumerate(knobs):
             judged = replace(at_last[k], averaged=at_average[k], step_size=sizes[k], excess=norms)
             found.update(dict.fromkeys((knob.name for knob in own), judged))
         return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"empty": list(self.empty)}
+
+    def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
+        self.empty = list(state.get("empty", []))  # states of older versions have none
 
     def _points(self) -> tuple[list[float], list[float]]:
         """The two ends in coordinate units, and what lies between."""

@@ -9,7 +9,7 @@ import pytest
 
 from hdet.controllers import Calibrate, Context, Estimate
 from hdet.controllers.rules import CatchUp, LookAhead, Raise, Regain
-from hdet.controllers.small_steps import Beginning
+from hdet.controllers.small_steps import Beginning, OfUntrained
 from hdet.controllers.vetoes import LargeSteps, SmallSteps
 
 SMALL = 0.5
@@ -84,14 +84,47 @@ def test_without_a_size_that_is_small_both_are_off() -> None:
     assert Regain(small=0.0).propose(BEGUN, AHEAD, replace(RISING, shift=-1.0)) is None
 
 
-@pytest.mark.parametrize("part", [Regain(), SmallSteps(), LargeSteps(), CatchUp(), LookAhead(), Raise()])
+PARTS = [Regain(), SmallSteps(), LargeSteps(), CatchUp(), LookAhead(), Raise()]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_what_the_first_window_told_is_kept_and_a_rewind_or_new_start_ends_it(
-    part: Regain | SmallSteps | LargeSteps | CatchUp | LookAhead | Raise,
+    part: OfUntrained,
 ) -> None:
-    begun = part.observe(part.start(), replace(LESS, excess=1.0), RISING)
-    assert part.observe(begun, LESS, RISING) == begun == BEGUN
-    assert part.restart(begun, RISING) == part.retreat(begun, RISING) == Beginning()
-    assert part.observe(part.start(), replace(LESS, excess=1.3), RISING) == Beginning()
+    """But for the veto on large steps: that they were too large is what a rewind says."""
+    begun = part.begin(part.start(), True)
+    assert begun == BEGUN
+    assert part.observe(begun, LESS, RISING).untrained
+    kept = isinstance(part, LargeSteps)
+    assert [after.untrained for after in (part.restart(begun, RISING), part.retreat(begun, RISING))] == [kept, kept]
+    assert not part.begin(part.start(), False).untrained
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_schedule_that_has_fallen_ends_the_warm_up_for_good(part: OfUntrained) -> None:
+    """A cycle with a warm-up of its own begins with weights that have been trained by then."""
+    state = part.begin(part.start(), True)
+    told = []
+    for share in (0.5, 0.5, 1.0, 0.9, 0.2, 0.6, 1.0):
+        state = part.observe(state, LESS, replace(RISING, schedule_next=share))
+        told.append(state.untrained)
+    assert told == [True] * 3 + [False] * 4
+
+
+def test_a_first_window_whose_slope_nobody_knows_tells_of_the_weights_all_the_same() -> None:
+    calibrate = Calibrate()
+    unknown = replace(Estimate.nothing(), averaged=Estimate.nothing(), step_size=3.0, excess=1.0)
+    begun = calibrate.judge(calibrate.start(), unknown, RISING)
+    assert (begun.move, begun.rule) == (0.0, "")
+    more = replace(AHEAD, slope=-0.3, step_size=3.0)
+    judged = calibrate.judge(begun.state, more, RISING)
+    assert (judged.move, judged.veto) == (pytest.approx(math.log(4.0 / 3.0)), "large_steps")
+
+
+@pytest.mark.parametrize(("shift", "left"), [(-0.4, 0.4), (-2.0, 0.6), (0.0, 0.0), (0.5, 0.0)])
+def test_the_schedule_as_given_is_never_out_of_reach(shift: float, left: float) -> None:
+    more = replace(LESS, slope=-0.3, step_size=9.0)
+    assert LargeSteps().allow(0.6, BEGUN, more, replace(RISING, shift=shift)) == pytest.approx(left)
 
 
 @pytest.mark.parametrize(("size", "left"), [(0.5, 0.6), (3.0, math.log(4.0 / 3.0)), (4.0, 0.0), (9.0, 0.0)])

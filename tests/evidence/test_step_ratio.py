@@ -208,6 +208,13 @@ def test_a_matrix_whose_scale_is_no_usual_one_does_not_count(scale: float) -> No
     assert first * head == pytest.approx(1.0)
 
 
+def test_a_default_head_of_few_classes_counts() -> None:
+    model = Net()
+    model.filters = nn.Conv1d(64, 4096, 3, bias=False)
+    model.head = nn.Linear(4096, 8)
+    assert None not in ratios(train(*EQUAL, model=model))[:3]
+
+
 def test_in_bfloat16_it_is_told_where_steps_are_not_rounded_away() -> None:
     fine, coarse = (of_matrices(train(*EQUAL, model=net, lr=5e-2)) for net in (Net(), Net().bfloat16()))
     assert coarse == pytest.approx(fine, rel=0.1)

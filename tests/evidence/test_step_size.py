@@ -21,6 +21,7 @@ from hdet.schedules import Constant, LinearDecay, Replay, Schedule
 PEAK, STEPS, WINDOW = 0.01, 40, 5
 RISING = LinearDecay(peak=PEAK, total_steps=STEPS, warmup=0.5)
 TARGET = torch.tensor([1.0, -1.0])
+X = torch.randn(16, 256, generator=torch.Generator().manual_seed(1)) + 1.0
 
 
 class Net(nn.Module):
@@ -54,15 +55,17 @@ def train(
     **options: Any,
 ) -> list[WindowRecord]:
     model = model or Net()
-    x = torch.randn(16, 256, generator=torch.Generator().manual_seed(1)) + 1.0
-    engine = Engine(
-        hdet.micro_batches(model, make(groups(model)), n=1),
-        knobs or [hdet.LearningRate(schedule=schedule, evidence=Line(), controller=controller or Hold(), **options)],
-        window=WINDOW,
-        signal=Probe(loss, [x[:8], x[8:]]),
-        total_steps=STEPS,
-    )
-    return explicit_loop.train(engine, loss=lambda model, step, index: loss(model, x).mean())
+    rate = hdet.LearningRate(schedule=schedule, evidence=Line(), controller=controller or Hold(), **options)
+    return explicit_loop.train(engine(model, make(groups(model)), knobs or [rate]), loss=mean_loss)
+
+
+def engine(model: nn.Module, optimizer: Optimizer, knobs: list[hdet.Knob]) -> Engine:
+    replicas = hdet.micro_batches(model, optimizer, n=1)
+    return Engine(replicas, knobs, window=WINDOW, signal=Probe(loss, [X[:8], X[8:]]), total_steps=STEPS)
+
+
+def mean_loss(model: Any, step: int, index: int) -> Tensor:
+    return loss(model, X).mean()
 
 
 def sizes(records: list[WindowRecord], knob: str = "learning_rate") -> list[float | None]:
@@ -197,6 +200,36 @@ def test_a_direction_that_is_soon_used_up_does_not_lower_a_rate_whose_steps_are_
     )
     assert kept == pytest.approx(held)
     assert max(low / high for low, high in zip(lowered, held, strict=True)) < 0.5
+
+
+def test_what_began_at_zeros_does_not_count() -> None:
+    """Whatever the rate, its steps are as large as all that it holds."""
+    alone = sizes(train(groups=lambda model: [model.matrix.weight]))
+    model = Net()
+    nn.init.zeros_(model.filters.weight)
+    nn.init.zeros_(model.head.weight)
+    found = sizes(train(model=model, groups=lambda model: [p for p in model.parameters() if p.ndim > 1]))
+    assert found[:4] == pytest.approx(alone[:4], rel=0.25)
+
+
+def test_a_resumed_run_knows_what_began_at_zeros() -> None:
+    def begun() -> Engine:
+        model = Net()
+        nn.init.zeros_(model.filters.weight)
+        rate = hdet.LearningRate(schedule=RISING, evidence=Line(), controller=Hold())
+        return engine(model, AdamW([model.matrix.weight, model.filters.weight], lr=PEAK), [rate])
+
+    first, second = begun(), begun()
+    explicit_loop.train(first, WINDOW, loss=mean_loss)
+    second.load_state_dict(first.state_dict())
+    here, resumed = (explicit_loop.train(one, WINDOW, loss=mean_loss)[-1:] for one in (first, second))
+    assert sizes(resumed) == sizes(here)
+
+
+def test_where_all_began_at_zeros_there_is_none() -> None:
+    model = Net()
+    nn.init.zeros_(model.filters.weight)
+    assert set(sizes(train(model=model, groups=lambda model: [model.filters.weight]))) == {None}
 
 
 @pytest.mark.parametrize(("decay", "told"), [(0.99, True), (1.01, False)])

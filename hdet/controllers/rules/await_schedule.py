@@ -16,17 +16,13 @@ from hdet.spec import register
 
 @dataclass(frozen=True)
 class AwaitScheduleState(Beginning):
-    """How training has begun, and where the schedule has stood.
+    """How training has begun.
 
     Attributes:
-        last: the schedule after the window before; 0 where there was none.
-        rise: what it has risen by since, in coordinates.
-        fell: whether it has ever fallen: then the warm-up is over.
+        rise: what the schedule has risen by since the window before, in coordinates.
     """
 
-    last: float = 0.0
     rise: float = 0.0
-    fell: bool = False
 
 
 @register
@@ -60,10 +56,9 @@ class AwaitSchedule(OfSmallSteps, Rule):
         return AwaitScheduleState()
 
     def observe(self, state: AwaitScheduleState, estimate: Estimate, context: Context) -> AwaitScheduleState:
-        seen: AwaitScheduleState = super().observe(state, estimate, context)
         now, last = context.schedule_next, state.last
-        rise = math.log(now / last) if now > last > 0.0 else 0.0
-        return replace(seen, last=now, rise=rise, fell=state.fell or now < last)
+        seen: AwaitScheduleState = super().observe(state, estimate, context)
+        return replace(seen, rise=math.log(now / last) if now > last > 0.0 else 0.0)
 
     def propose(self, state: AwaitScheduleState, estimate: Estimate, context: Context) -> float | None:
         if state.fell or not 0.0 < context.shift <= self.within or estimate.t <= self.significance:

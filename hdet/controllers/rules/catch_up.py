@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from pydantic import Field
 
@@ -27,9 +28,8 @@ class CatchUp(OfUntrained, Rule):
         catch_up_step: largest move, in coordinates.
         ceiling: largest shift that it raises to.
 
-    >>> from dataclasses import replace
     >>> rule, tiny = CatchUp(), Estimate(slope=0.0, stderr=0.1, step_size=0.15)
-    >>> begun = rule.observe(rule.start(), replace(tiny, excess=1.0), Context())
+    >>> begun = rule.begin(rule.start(), True)
     >>> round(rule.propose(begun, tiny, Context()), 3)
     0.693
     """
@@ -49,4 +49,4 @@ class CatchUp(OfUntrained, Rule):
         return min(self.catch_up_step, room) if room > 0 else None
 
     def moved(self, state: Beginning, wish: float, move: float, estimate: Estimate, context: Context) -> Beginning:
-        return Beginning() if move < 0 and estimate.offset <= 0 else state
+        return replace(state, untrained=False) if move < 0 and estimate.offset <= 0 else state

@@ -23,9 +23,8 @@ class Regain(OfSmallSteps, Rule):
     Args:
         significance: |t| at the last weights from which they are believed.
 
-    >>> from dataclasses import replace
     >>> rule, cautious = Regain(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=0.1, offset=0.7)
-    >>> begun = rule.observe(rule.start(), replace(cautious, excess=1.0), Context())
+    >>> begun = rule.begin(rule.start(), True)
     >>> round(rule.propose(begun, cautious, Context(shift=-1.386)), 3)
     1.386
     """

@@ -13,9 +13,8 @@ from hdet.spec import register
 class SmallSteps(OfSmallSteps, Veto):
     """While an untrained model warms up, lower no rate below where its steps are small.
 
-    >>> from dataclasses import replace
     >>> veto, less = SmallSteps(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=2.0)
-    >>> begun = veto.observe(veto.start(), replace(less, excess=1.0), Context())
+    >>> begun = veto.begin(veto.start(), True)
     >>> round(veto.allow(-1.0, begun, less, Context()), 3)  # to half of it
     -0.693
     """

@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hdet.evidence.parts.step_size import matrix_shape, spectral_gain
+from hdet.evidence.parts.scale import holds, matrix_shape, spectral_gain
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.schedule import Constant
 from hdet.replicas import tensors
 from hdet.replicas.replicas import present
 
-KEPT = (0.03, 3.0)
-"""Root mean square of a matrix that about keeps the scale of its inputs, times the root of its shorter side.
+KEPT = 3.0
+"""Largest root mean square of a matrix that about keeps the scale of its inputs, times the root of its shorter side.
 
-Usual first weights have 0.5 to 1.5, those of small GPTs 0.07 to 0.5, and what begins at zeros 0. `nn.Embedding` is
-drawn with 1 for each weight: the root of its width, which counts up to 8."""
+Usual first weights have 0.1 to 1.5. `nn.Embedding` is drawn with 1 for each weight: the root of its shorter side, which
+counts up to 8."""
 
 FARTHEST = 10.0
 """How many times off the median a rate's steps count in the mean, at the most: one rate is not to move all others."""
@@ -105,10 +105,10 @@ def _sums(start: Tensor, end: Tensor) -> tuple[float, float, float]:
 
 
 def _keeps_scale(parameter: nn.Parameter, squares: float, count: float) -> bool:
-    """Whether outputs are of the order of inputs, by what each weight holds and the shorter side."""
-    if not 0.0 < squares < math.inf or not spectral_gain(parameter):
+    """Whether outputs are of the order of inputs, by what each weight holds and the sides."""
+    if not squares < math.inf or not spectral_gain(parameter) or not holds(parameter, squares, count):
         return False
-    return KEPT[0] < math.sqrt(min(matrix_shape(parameter)) * squares / count) < KEPT[1]
+    return math.sqrt(min(matrix_shape(parameter)) * squares / count) < KEPT
 
 
 def _shows(parameter: nn.Parameter, update: float, squares: float, steps: int) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hdet.evidence.parts.scale import holds, spectral_gain
 from hdet.evidence.scene import Scene
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound_knob import BoundKnob
@@ -22,7 +23,30 @@ MOST_DECAY = 0.01
 
 
 @torch.no_grad()
-def step_size(scene: Scene, knobs: Sequence[BoundKnob]) -> float | None:
+def empty_at_first(scene: Scene, knobs: Sequence[BoundKnob]) -> list[int]:
+    """Which matrices held next to nothing when the window opened, by this rank's part; asked for in the first window.
+
+    What they hold later was made by the steps: beside it these are large, at any rate.
+
+    Returns:
+        their places among the model's parameters (`Moving.flags`).
+    """
+    own = {id(parameter) for knob in knobs for parameter, _, _ in _matrices(knob)}
+    found = [
+        (place, parameter, values)
+        for (place, parameter), values in zip(_placed(scene), scene.opening(), strict=True)
+        if id(parameter) in own
+    ]
+    norms = torch._foreach_norm([values for _, _, values in found]) if found else []
+    return [
+        place
+        for (place, parameter, values), norm in zip(found, norms, strict=True)
+        if not holds(parameter, float(norm) ** 2, values.numel())
+    ]
+
+
+@torch.no_grad()
+def step_size(scene: Scene, knobs: Sequence[BoundKnob], empty: Sequence[int]) -> float | None:
     """How far Adam's first steps at the peak of a schedule change matrices; 1 is by as much as they hold.
 
     An early step changes every weight by about the learning rate, and a matrix [m, n] in one direction: it has rank 1,
@@ -32,13 +56,15 @@ def step_size(scene: Scene, knobs: Sequence[BoundKnob]) -> float | None:
 
     Args:
         knobs: learning rates, shift included.
+        empty: which matrices do not count (`empty_at_first`).
 
     Returns:
         The median over matrices (of sharded ones the mean over ranks of their medians), the same on every process.
         None where steps follow from more than the rate (an optimizer that is not of Adam's kind), where decay takes
         more than `MOST_DECAY` in one of them, or where there is no matrix.
     """
-    found = [own for knob in knobs for own in _matrices(knob)]
+    left_out = {id(parameter) for place, parameter in _placed(scene) if place in empty}
+    found = [own for knob in knobs for own in _matrices(knob) if id(own[0]) not in left_out]
     ratios: list[float] = []
     if found and max(decay for _, _, decay in found) <= MOST_DECAY:
         weights = [local(each) for each, _, _ in found]
@@ -69,19 +95,7 @@ def _matrices(knob: BoundKnob) -> Iterator[tuple[nn.Parameter, float, float]]:
                 yield parameter, rate, decay
 
 
-def spectral_gain(parameter: nn.Parameter) -> float:
-    """The spectral norm of a matrix of ones over that of random weights whose mean square is 1; 0 of a vector."""
-    return _gain(matrix_shape(parameter))
-
-
-def matrix_shape(parameter: nn.Parameter) -> tuple[int, int]:
-    """Rows and columns of what counts as a matrix: the dimensions past the first as one, or each of a stack's."""
-    shapes = [(len(parameter), math.prod(parameter.shape[1:]))] if parameter.ndim > 1 else [(0, 0)]
-    if parameter.ndim == 3:
-        shapes.append((parameter.shape[1], parameter.shape[2]))
-    return max(shapes, key=_gain)
-
-
-def _gain(shape: tuple[int, int]) -> float:
-    m, n = shape
-    return math.sqrt(m * n) / (math.sqrt(m) + math.sqrt(n)) if min(m, n) > 1 else 0.0
+def _placed(scene: Scene) -> Iterator[tuple[int, nn.Parameter]]:
+    """The weights that training can change, with their places among the model's parameters."""
+    places = (place for place, moves in enumerate(scene.moving.flags) if moves)
+    return zip(places, scene.moving.parameters[0], strict=True)
