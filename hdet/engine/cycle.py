@@ -319,6 +319,9 @@ class Cycle:
             faults.append(recovery.restore(self.plan, self.anchor))
             self._tell_of_copies(self.merger.restored())
             self._forget_weights()
+            self._sound = np.ones_like(closed.valid)
+            if self.tail is not None and self.step_count == self._last_step:
+                ended = self._settle(self.tail, window.index)
             if self.watch is not None:
                 moves = recovery.retreat(self.knobs, bases, self._context(window, None))
         noise = self.noise.read() if self.noise is not None else None
@@ -528,6 +531,8 @@ class Cycle:
     def end(self) -> None:
         """The last step is made: every knob is at its base."""
         self.finished = True
+        if self.watch is not None:
+            self.watch.forget()
         self.home.advance(now=True)
         for knob in self.knobs:
             knob.rest()

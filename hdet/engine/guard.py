@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 
@@ -34,10 +35,11 @@ class Rewind(Guard):
     A network that a too large step has wrecked (dead units, saturated attention) gives no signal, so no knob can repair
     it. Two signs together show the damage at a window's end. First, training stands still: the window with the lowest
     mean training loss lies in the first `1 / patience` of the steps done. Second, on the same batch the held-out loss
-    is higher now than there, by `significance` standard errors. Overfitting does not trigger it, since the training
-    loss falls. Useful regularisation does not, since the held-out loss falls. Then weights, buffers and optimizer state
-    return to the best point. The step count goes on. Every controller is told (`Controller.retreat`): `Calibrate`
-    continues below the rate that had worked there.
+    is higher now than there, by `significance` standard errors, or no longer finite. Overfitting does not trigger it,
+    since the training loss falls. Useful regularisation does not, since the held-out loss falls. Then weights, buffers
+    and optimizer state return to the best point. The step count goes on. Every controller is told
+    (`Controller.retreat`): `Calibrate` continues below the rate that had worked there. A window whose training loss
+    nobody told says nothing.
 
     Some damage shows in no loss in time. Evidence taken ahead of the base during the warm-up shows it
     (`Estimate.offset`, see `Line`). If its moves lowered a rate by more than a factor of `overshoot` in all, the first
@@ -96,7 +98,9 @@ class Watch:
         if self._overshot(ahead):
             return "restarted"
         loss, step = harvest.loss, harvest.window.stop
-        if loss is not None and loss < self.lowest:
+        if loss is None:
+            return None
+        if loss < self.lowest:
             self.held.take(step)
             self.lowest, self.since, self.bases = loss, step, dict(bases)
             return None
@@ -116,7 +120,7 @@ class Watch:
         return min(self.ahead.values()) < -math.log(self.spec.overshoot)
 
     def _lost(self, harvest: Harvest) -> float:
-        """t of the held-out loss now minus the one at the best point."""
+        """t of the held-out loss now minus the one at the best point; infinite where it has become infinite or NaN."""
         scene = self.scene
         model, optimizer = scene.replicas.hosts[0]
         batches = scene.probe.draw(harvest.window.index)
@@ -126,7 +130,14 @@ class Watch:
                 then = scene.probe.measure(model, harvest.window.index, optimizer, batches)
         # Every process uses the losses of the first process: others may differ in the last bits.
         rows = scene.replicas.gather(torch.cat([then, now]).expand(len(scene.replicas.local), -1))
-        return along((0.0, 1.0), rows[0].reshape(2, -1)).t
+        table = rows[0].reshape(2, -1)
+        was_finite, is_finite = np.isfinite(table).all(axis=1)
+        return along((0.0, 1.0), table).t if is_finite or not was_finite else math.inf
+
+    def forget(self) -> None:
+        """The run is over: nothing is gone back to."""
+        self.held, self.first = self._anchor(), None
+        self.lowest, self.since, self.bases, self.ahead = math.inf, 0, {}, {}
 
     def go_back(self, turn: Turn, step: int) -> int:
         """Put a point into every model; the run then has until `patience * step` to find a better one.
@@ -173,12 +184,11 @@ class Watch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`; without a held point (a sharded checkpoint has none) the watch starts anew."""
-        self.first, self.ahead = None, {}
+        self.forget()
         if state["first"] is not None:
             self.first, self.ahead = self._anchor(), dict(state["ahead"])
             self.first.load_state_dict(state["first"])
         if state["held"] is None:
-            self.lowest, self.since, self.bases = math.inf, 0, {}
             return
         self.lowest, self.since, self.bases = state["lowest"], state["since"], dict(state["bases"])
         self.held.load_state_dict(state["held"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,9 @@ from torch import Tensor
 from hdet.errors import ConfigError
 from hdet.replicas import Replica, Replicas, tensors
 from hdet.replicas.in_process import Seats
+
+TOGETHER = 64
+"""Steps whose norms are put into one tensor: a small one of each step takes more memory than it holds."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +85,12 @@ class NoiseMeter:
                 "take the same; leave one of the two out"
             )
         self._home = home
-        self._parameters = tensors.trained(home.hosts[0][0])
         self.begin()
 
     def begin(self) -> None:
         """A window opens."""
+        self._parameters = tensors.trained(self._home.hosts[0][0])
+        self._norms: Tensor | None = None
         self._rows: list[Tensor] = []
         self._first: Tensor | None = None
         self._all: Tensor | None = None
@@ -105,20 +111,39 @@ class NoiseMeter:
         """The step is made."""
         if self._first is not None and self._all is not None and not self._left_out:
             self._rows.append(torch.stack([self._first, self._all]))
+            if len(self._rows) == TOGETHER:
+                self._norms, self._rows = self._so_far(), []
         self._first = self._all = None
         self._left_out = False
 
     def read(self) -> NoiseScale | None:
         """What the window's steps say; `None` with fewer than two that are finite."""
-        if not self._rows:
+        norms = self._so_far()
+        if norms is None:
             return None
-        squares = torch.stack(self._rows).double().cpu().numpy() ** 2
+        squares = norms.double().cpu().numpy() ** 2
         return scale_of(squares[np.isfinite(squares).all(axis=1)], self._home.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the window's steps have told so far."""
+        return {"norms": self._so_far()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self._norms, self._rows = state["norms"], []
+
+    def _so_far(self) -> Tensor | None:
+        """[T, 2] norms of the steps that were read."""
+        if self._norms is None or not self._rows:
+            return torch.stack(self._rows) if self._rows else self._norms
+        rows = torch.stack(self._rows)
+        return torch.cat([self._norms.to(rows), rows])
 
     @torch.no_grad()
     def _norm(self) -> Tensor:
         """Of the gradients as they are; a norm, since a square may be too large for the device's numbers."""
-        found = [p.grad for p in self._parameters if p.grad is not None]
+        own = [p.grad for p in self._parameters if p.grad is not None]
+        found = [g.coalesce().values() if g.is_sparse else g for g in own]
         if not found:
             return torch.full((), math.nan, device=self._parameters[0].device)
         norms: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found)).float())

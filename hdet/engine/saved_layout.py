@@ -51,6 +51,7 @@ class OpenPart(Strict):
     exploring: dict[str, Any]
     tally: dict[str, Any]
     averages: dict[str, Any]
+    noise: dict[str, Any] | None = None
     replicas: dict[str, ReplicaPart]
 
 

@@ -71,6 +71,7 @@ def state_dict(cycle: Cycle, leave_out: Collection[str] = ()) -> dict[str, Any]:
             "exploring": _exploring(cycle),
             "tally": cycle.tally.state_dict(),
             "averages": cycle.averages.state_dict(),
+            "noise": cycle.noise.state_dict() if cycle.noise is not None else None,
             "replicas": _replicas(cycle, leave_out),
         },
     }
@@ -153,7 +154,7 @@ def _length(cycle: Cycle, state: Mapping[str, Any]) -> float:
         return 0.0
     trained = {name for name, parameter in cycle.hosts[0][0].named_parameters() if parameter.requires_grad}
     held = [tensors.local(value) for name, value in state["converged"]["model"].items() if name in trained]
-    parts = [torch.view_as_real(value) if value.is_complex() else value for value in held]
+    parts = list(map(tensors.as_real, held))
     device = cycle.tally.sums.device
     # Gathered there first: the host waits once.
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64).to(device) for part in parts]
@@ -237,6 +238,7 @@ def _load_point(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> No
     if cycle.watch is not None:
         cycle.watch.load_state_dict(state["watch"])
     if cycle.tail is not None:
+        cycle.moving.open()  # what may be trained may have changed since the engine was made
         cycle.tail.load_state_dict(state.get("tail") or {"layers": [], "parts": []})
     cycle.restores = state["restores"]
     cycle.step_count = state["converged"]["step"]
@@ -260,6 +262,9 @@ def _take_up(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> None:
     cycle.step_count = under_way["step"]
     cycle.tally.load_state_dict(under_way["tally"])
     cycle.averages.load_state_dict(under_way["averages"])
+    noise = under_way.get("noise")
+    if cycle.noise is not None and noise is not None:
+        cycle.noise.load_state_dict(noise)
     for replica in cycle.home.first_of_hosts:
         own_state = under_way["replicas"][str(replica.index)]
         cycle.hosts[replica.host][0].load_state_dict(own_state["model"])

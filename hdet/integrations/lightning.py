@@ -143,6 +143,8 @@ class Search(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave model, optimizer and Trainer as they were."""
+        if self.search is not None:
+            self.search.finish()
         self._leave(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -101,6 +101,8 @@ class Search(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log what windows have closed. (Inside the step the Trainer has not counted it yet.)"""
+        if self.search is not None and state.global_step >= state.max_steps:
+            self.search.finish()  # which steps were skipped the Trainer does not know
         records, self._unlogged[:] = list(self._unlogged), []
         for record in records:
             assert self._trainer is not None

@@ -49,6 +49,7 @@ class Passes:
         whole: each has had one backward at most.
         missed: something that this step's passes would teach was left out.
         dropped: how often passes have led to no step since the optimizer's last.
+        lost: how often they have in all, as where a GradScaler skipped the step.
     """
 
     def __init__(self, model: nn.Module, losses: ReportedLosses) -> None:
@@ -57,7 +58,7 @@ class Passes:
         self.begun = self.entered = 0
         self.whole = True
         self.missed = False
-        self.dropped = 0
+        self.dropped = self.lost = 0
         self._current: Pass | None = None
         self._seen: tuple[Tensor, int] | None = None  # a gradient, and its version, when a backward was last through
 
@@ -131,6 +132,7 @@ class Passes:
         self.miss()
         self.begin_step()
         self.dropped += 1
+        self.lost += 1
 
     def miss(self) -> None:
         """What the passes of this step would teach is left out."""
@@ -205,6 +207,7 @@ class Passes:
         heard.number, self.begun, self.entered = 0, 1, int(heard.replica is not None)
         self.whole, self.missed = False, True
         self.dropped += 1
+        self.lost += 1
 
     def _after_backward(self, heard: Pass) -> None:
         if self._current is heard:

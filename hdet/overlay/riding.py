@@ -27,6 +27,8 @@ Build = Callable[[int, Lending], Engine]
 Callback = Callable[[WindowRecord], object]
 ODD_STEPS = 5
 """Steps on end with another number of passes than was counted, after which this is said."""
+MOST_SKIPPED = 0.1
+"""Share of a run's steps that a GradScaler may skip. One that drops more is left before its time."""
 WENT_BACK = {
     "restored": "a loss or a weight was not finite",
     "rewound": "training stood still and the held-out loss got worse",
@@ -92,10 +94,18 @@ class Riding:
         self.lending.take_out_forward()
 
     def finish(self) -> None:
-        """Close the window under way: the run is over, before its time, and what was trained stays."""
+        """Close the window under way: the loop is over. What was trained stays where it left before its time."""
         with self.lending.all_in_force():
-            record = self.engine.cycle.finish(last_weights=True)
+            record = self.engine.cycle.finish(last_weights=not self._made_all_steps())
         self._tell(record)
+
+    def _made_all_steps(self) -> bool:
+        """Whether the steps that are missing were skipped, as far as can be told."""
+        total = self.engine.total_steps
+        if total is None:
+            return False
+        skipped = self.passes.lost + (self.passes.begun > 0)
+        return total - self.engine.step_count <= min(skipped, MOST_SKIPPED * total)
 
     def state_dict(self) -> dict[str, Any]:
         """What the loop has told, besides the engine's state: plain numbers and tensors."""
@@ -105,6 +115,7 @@ class Riding:
             "rates": self.rates.state_dict(),
             "losses": self.losses.state_dict(),
             "entered": self.passes.entered,
+            "lost": self.passes.lost,
             "loss_scale": scaler.get_scale() if isinstance(scaler, GradScaler) else scaler,
         }
 
@@ -113,6 +124,7 @@ class Riding:
         home = self.engine.home
         if not isinstance(home.scaler, GradScaler):
             home.scaler = state.get("loss_scale")
+        self.passes.lost = state.get("lost", 0)
         self.losses.load_state_dict(state["losses"])
         self.rates.load_state_dict(state["rates"])
         for knob in self.engine.knobs:

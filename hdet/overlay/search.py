@@ -127,6 +127,16 @@ class Search(AbstractContextManager["Search"]):
             while self._undo:
                 self._undo.pop()()
 
+    def finish(self) -> None:
+        """Say that the loop has made its last step, which closes the window under way; on all ranks.
+
+        Leaving the search as a context manager does so, too, and after `total_steps` steps all is done. Steps that a
+        GradScaler skips do not count, so a loop over `total_steps` batches then ends a little earlier: the run ends as
+        it would have (`tail=`) if no more steps are missing than were skipped, and else with the last weights.
+        """
+        if self.attached and not self.finished and self.engine.step_count:
+            self._riding.finish()
+
     def agree_on_losses(self, agree: Callable[[Tensor], Tensor]) -> None:
         """Of each pass's loss, detached, take what this returns: the mean over others that train the same model.
 
@@ -143,8 +153,8 @@ class Search(AbstractContextManager["Search"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.attached and kind is None and not self.finished and self.engine.step_count:
-            self._riding.finish()
+        if kind is None:
+            self.finish()
         self.detach()
 
     # -- what is saved ----------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def compared(replicas: Replicas) -> bool:
 @torch.no_grad()
 def mark(model: nn.Module, optimizer: Optimizer) -> Tensor:
     """[2] numbers of all parameters that training can change. Equal bits have equal ones; no wait for the device."""
-    own = [t for t in tensors.moving(model, optimizer) if t.is_floating_point() and t.numel()]
+    own = [t for t in map(tensors.as_real, tensors.moving(model, optimizer)) if t.is_floating_point() and t.numel()]
     if not own:
         return torch.zeros(MARKS)
     lengths = torch.stack([norm.to(own[0].device).float() for norm in torch._foreach_norm(own, 2.0)])
@@ -83,8 +83,8 @@ def require_alike(replicas: Replicas, valid: NDArray[np.bool_], anchor: Anchor, 
 
 def _sketch(own: Tensor, start: Tensor) -> Tensor:
     """[FOLDS + 2] the change folded, its squared length, and that of the tensor; on the host, in double precision."""
-    flat = own.reshape(-1).double()
-    change = flat - start.reshape(-1).to(own.device).double()
+    flat, begun = (tensors.as_real(each).reshape(-1).to(own.device).double() for each in (own, start))
+    change = flat - begun
     rows = -(-change.numel() // FOLDS)
     generator = torch.Generator().manual_seed(rows)
     signs = torch.randint(0, 2, (rows,), generator=generator).mul(2).sub(1).to(own.device, torch.float64)

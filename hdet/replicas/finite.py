@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from hdet.replicas import tensors
 from hdet.replicas.walk import Walk
 
-PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 """Dtypes with arithmetic of their own. Quantized states have scales that tell nothing by themselves."""
 
 PLACES = ("parameters", "optimizer state", "buffers")
@@ -56,7 +56,8 @@ class Finiteness:
     def _buffers(self) -> dict[str, Tensor]:
         """By name, whether a persistent buffer is finite; 0-dim, on the device of the first."""
         found = dict(_persistent(self._model))
-        return dict(zip(found, tensors.finite(list(found.values())), strict=True)) if found else {}
+        own = list(map(tensors.as_real, found.values()))
+        return dict(zip(found, tensors.finite(own), strict=True)) if found else {}
 
 
 def with_mean(states: Iterable[Mapping[str, Any]]) -> list[Tensor]:

@@ -178,10 +178,10 @@ def finite(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """A 0-dim boolean tensor: no element of any floating tensor is infinite or NaN. No synchronisation."""
+    """A 0-dim boolean tensor: no element of any floating or complex tensor is infinite or NaN. No synchronisation."""
     large: list[Tensor] = []
     small: list[Tensor] = []
-    for tensor in tensors:
+    for tensor in map(as_real, tensors):
         elements = tensor.numel() if tensor.is_floating_point() else 0
         if elements:
             (small if elements <= SMALL else large).append(tensor)
@@ -189,6 +189,11 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     for own in alike(small):
         flags += [finite([joined(own[part])])[0] for part in slices(own)]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).all() if flags else torch.tensor(True)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as its real and imaginary parts, in its memory; others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

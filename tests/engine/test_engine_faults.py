@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hdet
 from hdet import Engine
@@ -323,3 +323,40 @@ def test_where_the_first_point_was_not_finite_the_error_says_so(problem: Any, tr
     engine.cycle.anchor.take(0)
     with pytest.raises(DivergedError, match=r"4 windows on end.*set out from, which is not finite itself"):
         train(engine)
+
+
+def test_complex_weights_that_are_not_finite_come_back_too() -> None:
+    """As of spectral layers: the last backward of a window shows in no loss."""
+
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.full((9,), 0.1 + 0.1j))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.irfft(torch.fft.rfft(x) * self.weights, n=16)
+
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+    model, x = Spectral(), torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    rate = hdet.LearningRate(evidence=hdet.evidence.Line(), controller=Hold())
+    probe = hdet.Probe(loss_of, [x[:4], x[4:]])
+    engine = Engine(hdet.micro_batches(model, optimizer, n=1), [rate], window=5, signal=probe, total_steps=20)
+    for step in range(20):
+        with engine.replicas[0]:
+            loss = loss_of(model, x)
+            loss.backward()
+        if step == 9:
+            model.weights.grad[0] = math.nan  # type: ignore[index]
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step([loss.detach()])
+    assert [[fault["kind"] for fault in record.faults] for record in engine.history] == [
+        [],
+        ["non_finite", "restored"],
+        [],
+        [],
+    ]
+    assert bool(torch.view_as_real(model.weights).isfinite().all())

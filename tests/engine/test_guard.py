@@ -149,6 +149,30 @@ def test_a_run_wrecked_by_its_rate_goes_back_and_succeeds(copies: bool, n: int) 
         assert following.bases["learning_rate"] == pytest.approx(at_best.bases["learning_rate"] / 3 * since)
 
 
+@pytest.mark.filterwarnings("ignore:the probe's loss is not finite")
+@pytest.mark.parametrize("factor", [1.0, math.inf, math.nan])
+def test_a_held_out_loss_that_is_no_longer_finite_is_damage_too(factor: float) -> None:
+    """As where half precision overflows: the worst damage is the one that no difference tells."""
+
+    def judged(model: Any, batch: Batch) -> Tensor:
+        loss = loss_of(model, batch)
+        return loss * factor if loss > 100.0 else loss
+
+    signal = hdet.Probe(judged, [draw(-1 - j, 32) for j in range(8)])
+    engine = make(guard=Rewind(), signal=signal)
+    records = train(engine, 120, before=lambda step: wreck(engine) if 40 <= step < 80 else None)
+    (stop, point), *_ = rewinds(records)
+    assert (stop <= 80, point) == (True, 40)
+
+
+def test_what_is_kept_to_go_back_to_goes_with_the_run() -> None:
+    engine = make(guard=Rewind(), signal=probe())
+    train(engine)
+    assert engine.state_dict()["watch"]["held"] is None
+    assert engine.cycle.watch is not None
+    assert engine.cycle.watch.points == []
+
+
 def test_it_goes_back_to_the_best_window_and_no_further() -> None:
     """The mean training loss was lowest there."""
     engine = make(TOO_LARGE, guard=Rewind())
@@ -420,6 +444,15 @@ def test_a_run_that_overfits_never_goes_back() -> None:
     assert rest[-1].losses[0] < 0.5 * first[-1].losses[0]  # type: ignore[operator]
     assert held_out_loss(engine.hosts[0][0]) > 1.1 * early
     assert rewinds(first + rest) == []
+
+
+def test_where_no_loss_is_told_any_more_nothing_says_that_training_stands_still() -> None:
+    engine = make(guard=Rewind())
+    train(engine, 80, batch=few)
+    records = explicit_loop.train(
+        engine, loss=lambda model, step, index: loss_of(model, few(step, index)), tell=lambda step, losses: None
+    )
+    assert rewinds(records) == []
 
 
 def test_a_run_whose_dropout_is_raised_never_goes_back() -> None:

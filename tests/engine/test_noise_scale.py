@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,8 +33,10 @@ class Quadratic(nn.Module):
         return 0.5 * self.w.square().sum() + z @ self.w
 
 
-def engine_of(n: int = 4, steps: int = 200, noise_scale: bool = True) -> hdet.Engine:
-    model = Quadratic()
+def engine_of(
+    n: int = 4, steps: int = 200, noise_scale: bool = True, model: nn.Module | None = None, windows: int = 1
+) -> hdet.Engine:
+    model = model or Quadratic()
     optimizer = SGD(model.parameters(), lr=1e-4)
     knob = hdet.LearningRate(spread=hdet.spreads.TwoLevel(0.0), evidence=hdet.evidence.Line())
     probe = hdet.Probe(lambda model, z: model(z).mean(1), [torch.zeros(2, 1, DIMENSIONS)])
@@ -42,15 +45,23 @@ def engine_of(n: int = 4, steps: int = 200, noise_scale: bool = True) -> hdet.En
         [knob.replace(controller=hdet.controllers.Hold())],
         window=steps,
         signal=probe,
-        total_steps=steps,
+        total_steps=windows * steps,
         noise_scale=noise_scale,
     )
 
 
-def train(engine: hdet.Engine, seed: int = 0, divided: float = 1.0, left_out: int = -1) -> hdet.history.WindowRecord:
-    generator = torch.Generator().manual_seed(seed)
+def train(
+    engine: hdet.Engine,
+    seed: int = 0,
+    divided: float = 1.0,
+    left_out: int = -1,
+    until: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Any:
+    """The last step's record, if a window ended with it."""
+    generator = generator or torch.Generator().manual_seed(seed)
     assert engine.total_steps is not None
-    for step in range(engine.total_steps):
+    for step in range(engine.step_count, until or engine.total_steps):
         losses = []
         for replica in engine.replicas:
             if step == left_out and replica.index:
@@ -61,11 +72,11 @@ def train(engine: hdet.Engine, seed: int = 0, divided: float = 1.0, left_out: in
                 (loss / divided).backward()
             losses.append(loss.detach())
         engine.share_gradients()
-        nn.utils.clip_grad_norm_(engine.hosts[0][0].parameters(), 1.0)  # comes after what is read
+        dense = [p for p in engine.hosts[0][0].parameters() if p.grad is not None and not p.grad.is_sparse]
+        nn.utils.clip_grad_norm_(dense, 1.0)  # comes after what is read
         engine.optimizers[0].step()
         engine.optimizers[0].zero_grad()
         record = engine.step(losses if step != left_out else None, complete=step != left_out)
-    assert record is not None
     return record
 
 
@@ -168,3 +179,54 @@ def test_one_micro_batch_and_copies_are_refused() -> None:
     home = hdet.replicate(model, SGD(model.parameters(), lr=0.1), n=2)
     with pytest.raises(ConfigError, match="compares the micro-batches of one model in one process"):
         hdet.Engine(home, [hdet.LearningRate()], noise_scale=True)
+
+
+def test_a_parameter_thawed_on_the_way_counts_from_the_next_window_on() -> None:
+    """The same gradients, seen by a meter that was made before one of them was asked for."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Quadratic(), Quadratic()
+
+        def forward(self, z: Tensor) -> Tensor:
+            return self.first(z) + self.second(z)  # type: ignore[no-any-return]
+
+    found = []
+    for frozen in (False, True):
+        model = Two()
+        model.second.w.requires_grad_(not frozen)
+        engine = engine_of(steps=20, model=model, windows=2)
+        model.second.w.requires_grad_(True)
+        train(engine)
+        found.append(engine.noise_scale)
+    frozen_first, throughout = (vars(one) for one in found)
+    assert frozen_first == pytest.approx(throughout, rel=1e-5)
+
+
+def test_a_resume_in_mid_window_knows_the_steps_before() -> None:
+    whole, begun, resumed = (engine_of(steps=100) for _ in range(3))
+    generator = torch.Generator().manual_seed(0)
+    record = train(whole)
+    train(begun, until=80, generator=generator)
+    resumed.load_state_dict(begun.state_dict())
+    assert train(resumed, generator=generator).noise_scale == pytest.approx(record.noise_scale)
+
+
+def test_sparse_gradients_are_read_by_what_they_hold() -> None:
+    class Table(nn.Module):
+        def __init__(self, sparse: bool) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(8, DIMENSIONS, sparse=sparse)
+            nn.init.constant_(self.rows.weight, WEIGHT)
+
+        def forward(self, z: Tensor) -> Tensor:
+            w = self.rows(torch.tensor([0, 0, 3]))
+            return 0.5 * w.square().sum() + z @ w.sum(0)  # type: ignore[no-any-return]
+
+    first = []
+    for kind in (False, True):
+        engine = engine_of(steps=2, model=Table(kind))
+        train(engine, until=1)
+        first.append(engine.state_dict()["open"]["noise"]["norms"])
+    assert torch.allclose(*first)

@@ -144,7 +144,7 @@ def test_where_a_guard_goes_back_it_begins_anew(problem: Any, train: Any) -> Non
     assert close(weights_of(engine), mixed(told, path))
 
 
-def test_where_all_failed_in_the_last_window_the_restored_weights_stay(problem: Any, train: Any) -> None:
+def test_where_all_failed_in_the_last_window_the_restored_weights_are_mixed(problem: Any, train: Any) -> None:
     engine = engine_of(problem)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -152,8 +152,35 @@ def test_where_all_failed_in_the_last_window_the_restored_weights_stay(problem: 
         return own * float("nan") if engine.step_count >= 16 else own
 
     path = walked(engine, train, loss=loss)
-    assert all(map(torch.equal, weights_of(engine), path[15]))
-    assert engine.history.windows[-1].tail == {}
+    told = engine.history.windows[-1].tail
+    assert [(part["start"], part["stop"]) for part in told["parts"]] == [(8, 16)]
+    assert close(weights_of(engine), mixed(told, [*path[:16], *[path[15]] * 4]))
+    assert engine.state_dict()["tail"]["parts"] == []
+
+
+def test_a_resume_that_trains_what_was_trained_keeps_the_tail(problem: Any, train: Any) -> None:
+    """A layer that was thawed on the way is thawed before the state is loaded, as a user would."""
+
+    def begun() -> tuple[nn.Module, Engine]:
+        model = problem.model()
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(False)
+        knob = hdet.LearningRate(evidence=hdet.evidence.Line(), controller=Hold())
+        home = hdet.micro_batches(model, torch.optim.SGD(model[2].parameters(), lr=RESTLESS), n=1)
+        tail = TailAverage(starts=(0.0,))
+        return model, Engine(home, [knob], window=WINDOW, signal=problem.probe(), total_steps=TOTAL, tail=tail)
+
+    model, engine = begun()
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(True)
+    walked(engine, train, until=2 * WINDOW)
+    other, resumed = begun()
+    for parameter in other[0].parameters():
+        parameter.requires_grad_(True)
+    resumed.load_state_dict(engine.state_dict())
+    here, there = (one.state_dict()["tail"]["parts"] for one in (engine, resumed))
+    assert here
+    assert [part["steps"] for part in there] == [part["steps"] for part in here]
 
 
 def test_where_other_parameters_can_change_it_begins_anew(problem: Any, train: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -44,3 +45,37 @@ def test_the_scale_of_the_losses_is_found_after_steps_that_overflowed(skipped: i
         model.zero_grad()
     assert search.engine.step_count == 3
     assert search.state_dict()["losses"]["divided"]
+
+
+def scaled(steps: int, skipping: tuple[int, ...], **options: Any) -> hdet.overlay.search.Search:
+    """A loop over so many batches under a GradScaler that skips some steps; labels are noise, so means are better."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    with hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=4, quiet=True, **options) as search:
+        for step in range(steps):
+            inputs, _ = batch(step)
+            labels = torch.randint(3, (8,), generator=torch.Generator().manual_seed(step))
+            scaler.scale(search.loss(loss_of(model, (inputs, labels)))).backward()  # type: ignore[no-untyped-call]
+            if step in skipping:
+                model[0].weight.grad[0, 0] = math.inf  # type: ignore[index]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return search
+
+
+@pytest.mark.parametrize("skipping", [(), (0,), (3, 17), (STEPS - 1,)])
+def test_a_loop_whose_scaler_skipped_steps_ends_as_it_would_have(skipping: tuple[int, ...]) -> None:
+    search = scaled(STEPS, skipping)
+    assert search.engine.step_count == STEPS - len(skipping)
+    assert search.finished
+    assert search.history.windows[-1].tail
+
+
+@pytest.mark.parametrize(("steps", "skipping"), [(STEPS - 1, ()), (STEPS - 8, (0, 1)), (STEPS, tuple(range(8)))])
+def test_one_that_left_before_its_time_keeps_what_was_trained(steps: int, skipping: tuple[int, ...]) -> None:
+    search = scaled(steps, skipping)
+    assert search.finished
+    assert search.history.windows[-1].stop == steps - len(skipping)
+    assert search.history.windows[-1].tail == {}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hdet.replicas.distributed.exchange import Exchange
-from hdet.replicas.tensors import copy_
+from hdet.replicas.tensors import as_real, copy_
 
 
 @torch.no_grad()
@@ -20,7 +20,7 @@ def mean_narrow_(
     Every tensor is divided by the power of two next to its largest element in any replica that takes part: float16 has
     no numbers below 6e-8 nor above 65504, and what a window changes may lie there. Takes one more small collective.
     """
-    members = [[torch.view_as_real(t) if t.is_complex() else t for t in own] for own in members]
+    members = [list(map(as_real, own)) for own in members]
     rows = exchange.gather(torch.cat([_largest(own) for own in members])).cpu()[
         exchange.layout.table[:, exchange.layout.part]
     ]
