@@ -113,7 +113,8 @@ class PlainDropouts:
 
     def __init__(self, knobs: Sequence[BoundKnob]) -> None:
         bindings = [binding for knob in knobs if knob.spec.spread.width for binding in knob.bindings]
-        cells = [cell for binding in bindings if isinstance(binding, ModelBinding) for cell in binding.cells]
+        lent = [getattr(binding, "inner", binding) for binding in bindings]  # on a loop of the user's own
+        cells = [cell for binding in lent if isinstance(binding, ModelBinding) for cell in binding.cells]
         self._modules = [
             cell.module for cell in cells if isinstance(cell, Attribute) and isinstance(cell.module, _DropoutNd)
         ]

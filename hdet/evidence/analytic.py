@@ -80,12 +80,15 @@ class Pull:
     ) -> Tensor | None:
         """What it did to one parameter, or to some elements, where it acts through the gradient: through P."""
         scale = preconditioner(self.optimizer, self.group, parameter, rate=1.0, elements=elements)
-        if scale is None:
+        if scale is None or parameter.is_complex():  # whose two parts have steps of their own
             return None
         # P is negative where an optimizer maximises, which turns gradients around and leaves decay as it is.
         pull = scale * (-self.total if self.group.get("maximize") else self.total)
         return weights * (torch.expm1(-pull) if isinstance(pull, Tensor) else math.expm1(-pull))
 
+
+LOOKED_AT = 256
+"""Weights of a tensor that are compared before all of it is: nearly always they tell."""
 
 Direct = dict[tuple[float, torch.dtype, torch.device], list[int]]
 """Places of weights that decay acts on directly, by the sum of lr * decay, their dtype and device."""
@@ -105,10 +108,6 @@ def _by_kind(pulls: Sequence[Pull | None], weights: Sequence[Tensor]) -> tuple[l
     return through_gradient, direct
 
 
-MOST_NOTED = 64
-"""Steps whose pulls are added up at once: one step's alone take several times as long, between two of training."""
-
-
 class AnalyticCollector(DirectionalCollector):
     """Sums what decay multiplied the weights by over the window."""
 
@@ -117,10 +116,6 @@ class AnalyticCollector(DirectionalCollector):
         self.stride = spec.stride
         scene.follow(spec.stride)
         self.bindings = [_decay(knob) for knob in knobs]
-        self._groups = [(own.optimizer, index) for own in self.bindings for index in own.indices]
-        # A schedule that may read what changes is asked at once.
-        self._can_wait = all(knob.schedule.foreknown for knob in knobs)
-        self._noted: list[tuple[int, list[float | Tensor]]] = []  # a step, and the rates of the groups
         self.pulls = self._none()
 
     def _none(self) -> list[list[float | Tensor]]:
@@ -128,26 +123,14 @@ class AnalyticCollector(DirectionalCollector):
 
     def open(self, window: Window) -> None:
         self.pulls = self._none()
-        self._noted.clear()
 
     def after_update(self, window: Window, step: int) -> None:
-        rates = [optimizer.param_groups[index]["lr"] for optimizer, index in self._groups]
-        self._noted.append((step, rates))
-        # A rate that is a tensor is written over, and stays on its device.
-        if not self._can_wait or len(self._noted) == MOST_NOTED or any(isinstance(rate, Tensor) for rate in rates):
-            self._add_up()
-
-    def _add_up(self) -> None:
-        for step, rates in self._noted:
-            rate = iter(rates)
-            for knob, pulls, binding in zip(self.knobs, self.pulls, self.bindings, strict=True):
-                base = knob.base(step)
-                for place, ratio in enumerate(binding.ratios):
-                    pulls[place] = pulls[place] + base * ratio * next(rate)
-        self._noted.clear()
+        for pulls, binding in zip(self.pulls, self.bindings, strict=True):
+            groups = binding.optimizer.param_groups
+            for place, index in enumerate(binding.indices):  # rate and decay are those that the step was made with
+                pulls[place] = pulls[place] + groups[index]["lr"] * groups[index]["weight_decay"]
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
-        self._add_up()
         found = super().close(harvest)
         if harvest.window.start > 0:
             return found
@@ -169,7 +152,10 @@ class AnalyticCollector(DirectionalCollector):
             if pull != 0.0:
                 own = Pull(binding.optimizer, group, pull, decoupled(binding.optimizer, group))
                 pull_of.update({id(parameter): own for parameter in group["params"] if parameter.requires_grad})
-        every = [pull_of.get(id(parameter)) for parameter in weights]
+        every = [
+            pull_of.get(id(parameter)) if _stepped(begun, now) else None
+            for parameter, begun, now in zip(weights, self.scene.opening(), self.scene.moving.values(), strict=True)
+        ]
         # By a part's first tensor: each part is asked for at every point.
         pulled: dict[int, tuple[list[tuple[int, Pull]], Direct]] = {}
 
@@ -198,13 +184,17 @@ class AnalyticCollector(DirectionalCollector):
         return math.sqrt(of_weights), math.sqrt(of_direction)
 
     def state_dict(self) -> dict[str, Any]:
-        self._add_up()
         return {"pulls": [[float(pull) for pull in pulls] for pulls in self.pulls]}
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
-        self._noted.clear()
         if window is not None:
             self.pulls = [list(pulls) for pulls in state["pulls"]]
+
+
+def _stepped(begun: Tensor, now: Tensor) -> bool:
+    """Whether the optimizer has made a step with some weights: it leaves alone what has no gradient, decay included."""
+    first = begun.reshape(-1)[:LOOKED_AT], now.reshape(-1)[:LOOKED_AT]
+    return any(not torch.equal(a.to(b.device), b) for a, b in (first, (begun, now)))
 
 
 def _decay(knob: BoundKnob) -> GroupBinding:

@@ -21,6 +21,10 @@ ENTRY = "clip_norm"
 """Where the threshold stands in the optimizer's parameter groups."""
 
 
+MARK = "hdet_clips"
+"""An attribute of the optimizer, which hdet's copies have too. A threshold in a saved state is no wish to clip."""
+
+
 class Clipped(Protocol):
     """Who wants to know when a gradient has been clipped."""
 
@@ -64,6 +68,7 @@ class Clipping:
         optimizer = self._optimizer()
         if optimizer is not None:
             _clippings.pop(optimizer, None)
+            vars(optimizer).pop(MARK, None)
             for entries in (optimizer.defaults, *optimizer.param_groups):
                 entries.pop(ENTRY, None)
 
@@ -108,7 +113,8 @@ def clip_gradients(optimizer: Optimizer, norm: float) -> Clipping:
     It does what `torch.nn.utils.clip_grad_norm_(parameters, norm)` before the step does, to the last bit, over all
     parameters of the optimizer; call it in place of that, once, before `hdet.attach` or an engine is made. The
     threshold stands in the parameter groups under `"clip_norm"`, is saved with the optimizer's state and may be
-    written there. Under a GradScaler gradients are clipped after they are unscaled.
+    written there. Under a GradScaler gradients are clipped after they are unscaled, or where a fused optimizer unscales
+    them by a threshold that is as many times larger.
 
     A deep copy of the optimizer clips where hdet made it (`hdet.replicate`); for one of your own call this again.
 
@@ -141,7 +147,8 @@ def clip_gradients(optimizer: Optimizer, norm: float) -> Clipping:
     optimizer.defaults[ENTRY] = float(norm)  # for groups that are added later
     for group in optimizer.param_groups:
         group[ENTRY] = float(norm)
-    clipping = clipping_of(optimizer)
+    setattr(optimizer, MARK, True)
+    clipping = _clippings.get(optimizer)
     if clipping is None:
         clipping = _clippings[optimizer] = Clipping(optimizer, float(norm))
     clipping.given = float(norm)
@@ -149,10 +156,9 @@ def clip_gradients(optimizer: Optimizer, norm: float) -> Clipping:
 
 
 def clipping_of(optimizer: Optimizer) -> Clipping | None:
-    """The clipping of an optimizer; of a copy too, whose groups say that gradients are clipped."""
-    norm = optimizer.param_groups[0].get(ENTRY)
-    if norm is not None and optimizer not in _clippings:
-        _clippings[optimizer] = Clipping(optimizer, float(norm))
+    """The clipping of an optimizer; of a copy that hdet made too."""
+    if optimizer not in _clippings and getattr(optimizer, MARK, False):
+        _clippings[optimizer] = Clipping(optimizer, float(optimizer.param_groups[0][ENTRY]))
     return _clippings.get(optimizer)
 
 

@@ -81,16 +81,19 @@ class GroupKnob(Knob):
         count = len(optimizer.param_groups)
         if self.groups is None:
             return list(range(count))
-        names = {group["name"]: index for index, group in enumerate(optimizer.param_groups) if "name" in group}
-        found = []
+        names: dict[str, list[int]] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            if "name" in group:
+                names.setdefault(group["name"], []).append(index)
+        found: list[int] = []
         for wanted in self.groups if isinstance(self.groups, tuple) else (self.groups,):
-            index = names.get(wanted) if isinstance(wanted, str) else wanted
-            if index is None or not 0 <= index < count:
+            own = names.get(wanted, []) if isinstance(wanted, str) else [wanted]
+            if not own or not all(0 <= index < count for index in own):
                 raise MatchError(
                     f"{self.label}: no parameter group {wanted!r}; there are indices 0..{count - 1}"
                     + (f" and names {sorted(names)}" if names else " and none is named")
                 )
-            found.append(index)
+            found += own
         return found
 
 

@@ -135,11 +135,15 @@ def attach(
     if warmup_steps is None and follower is not None and follower.first > 0:
         warmup_steps = 0  # a training that is under way has had its warm-up
     with ExitStack() as undo:
-        split = SplitGroups(model, optimizer, rates) if isinstance(rates, Mapping) else None
-        if split is not None:
+        split = None
+        if isinstance(rates, Mapping):
+            split = SplitGroups(model, optimizer, rates)
             undo.callback(split.undo)
+            knobs = [split.follow(knob) for knob in knobs]
         undo.callback(_share_again, optimizer, _shared_rates(optimizer, rates, schedule))
         found = Rates(optimizer, follower, driven=follower is None and schedule is not None)
+        if split is not None and schedule is None:
+            found.pass_on = split.pass_on
         length = total_steps if follower is not None else None
 
         def course_of(group: int) -> Schedule:

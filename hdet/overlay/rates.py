@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +24,9 @@ class Rates:
     Args:
         follower: the scheduler, where it is known.
         driven: hdet's own schedule drives the learning rate, which the user is to leave as it is.
+
+    Attributes:
+        pass_on: called before the groups are read: what is written into one may be meant for others too.
     """
 
     def __init__(self, optimizer: Optimizer, follower: Follower | None, driven: bool) -> None:
@@ -31,6 +34,7 @@ class Rates:
         self.follower = follower
         self.driven = driven
         self.courses: dict[Entry, Course] = {}
+        self.pass_on: Callable[[], None] = lambda: None
         self._first = self.read(RATE)
         self._was_fresh = not optimizer.state
 
@@ -68,6 +72,7 @@ class Rates:
                 f"give the optimizer all parameters from the start and train some of them later: "
                 f"parameter.requires_grad_(False)"
             )
+        self.pass_on()
         if step == 0 and self._loaded_since():
             assert self.follower is not None
             raise StepError(

@@ -40,7 +40,7 @@ class ReportedLosses:
     def note(self, number: int, loss: Tensor) -> None:
         """The loss of a pass, by its number in the step."""
         self.seen = True
-        self._losses[number] = self.agree(loss.detach())
+        self._losses[number] = self.agree(loss.detach().clone())  # the loop may go on with it in place
         if not self.known and loss.requires_grad:
             loss.register_hook(partial(self._weights.__setitem__, number))
 

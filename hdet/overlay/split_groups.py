@@ -6,13 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError, MatchError
+from hdet.hparams.knob import Knob
+from hdet.hparams.update import GroupKnob, LearningRate
 from hdet.nn.names import named_modules
 
 OTHERS = "others"
+OF_PARAMETERS = ("params", "param_names")
+"""Entries of a group that hold something for each parameter."""
 Patterns = Mapping[str, str | Sequence[str]]
 
 
@@ -36,21 +40,44 @@ class SplitGroups:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> None:
         self._optimizer = optimizer
-        self._before = [list(group["params"]) for group in optimizer.param_groups]
+        self._before = [
+            {key: list(group[key]) for key in OF_PARAMETERS if key in group} for group in optimizer.param_groups
+        ]
         names = _named(model, optimizer, patterns)
         parts = [_parted(own, names) for own in self._before]
         _refuse_scheduled(optimizer, parts)
         self.indices: dict[str, list[int]] = {name: [] for name in (*patterns, OTHERS)}
+        self._parts: dict[int, tuple[int, ...]] = {}
         for index, cut in enumerate(parts):
-            for number, (name, own) in enumerate(cut.items()):
-                group = optimizer.param_groups[index]
-                if number == 0:
-                    group["params"] = own
-                    self.indices[name].append(index)
-                else:
-                    self.indices[name].append(len(optimizer.param_groups))
-                    optimizer.param_groups.append({**group, "params": own})
+            group, first, *others = optimizer.param_groups[index], *cut.values()
+            places = (index, *range(len(optimizer.param_groups), len(optimizer.param_groups) + len(others)))
+            optimizer.param_groups += [{**group, **own} for own in others]
+            group.update(first)
+            self._parts[index] = places
+            for name, place in zip(cut, places, strict=True):
+                self.indices[name].append(place)
         self.indices = {name: held for name, held in self.indices.items() if held}
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+
+    def follow(self, knob: Knob) -> Knob:
+        """A knob of groups that were cut is one of all their parts, but for a learning rate, which is of one part."""
+        if isinstance(knob, LearningRate) or not isinstance(knob, GroupKnob) or knob.groups is None:
+            return knob
+        chosen = knob.groups if isinstance(knob.groups, tuple) else (knob.groups,)
+        whole = [part for own in chosen for part in (self._parts.get(own, (own,)) if isinstance(own, int) else (own,))]
+        return knob if whole == list(chosen) else knob.replace(groups=tuple(whole), name=knob.label)
+
+    def pass_on(self) -> None:
+        """Parts that nobody has written follow the first one's rate: the loop may know of that group alone."""
+        groups = self._optimizer.param_groups
+        for index, (_, *others) in self._parts.items():
+            rate = groups[index]["lr"]
+            if isinstance(rate, Tensor) or rate == self._rates[index]:
+                continue
+            for other in others:
+                if groups[other]["lr"] == self._rates[other]:
+                    groups[other]["lr"] = rate
+        self._rates = [group["lr"] for group in groups]
 
     def undo(self) -> None:
         """The groups are again as they were; the first part's settings are those of the whole.
@@ -59,8 +86,8 @@ class SplitGroups:
         """
         groups = self._optimizer.param_groups
         for group, own in zip(groups, self._before, strict=False):
-            group["params"] = own
-        cut = {id(parameter) for own in self._before for parameter in own}
+            group.update(own)
+        cut = {id(parameter) for own in self._before for parameter in own["params"]}
         first = len(self._before)
         groups[first:] = [group for group in groups[first:] if not cut.intersection(map(id, group["params"]))]
 
@@ -92,11 +119,14 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield f"{path}.{name}" if path else name, parameter
 
 
-def _parted(own: Sequence[nn.Parameter], names: Mapping[int, str]) -> dict[str, list[nn.Parameter]]:
-    parts: dict[str, list[nn.Parameter]] = {}
-    for parameter in own:
-        parts.setdefault(names.get(id(parameter), OTHERS), []).append(parameter)
-    return parts
+def _parted(own: Mapping[str, list[Any]], names: Mapping[int, str]) -> dict[str, dict[str, list[Any]]]:
+    """By name, the part of a group's entries that is of its parameters."""
+    parts: dict[str, dict[str, list[Any]]] = {}
+    for place, parameter in enumerate(own["params"]):
+        part = parts.setdefault(names.get(id(parameter), OTHERS), {key: [] for key in own})
+        for key, each in own.items():
+            part[key].append(each[place])
+    return parts or {OTHERS: {key: [] for key in own}}
 
 
 def _refuse_scheduled(optimizer: Optimizer, parts: Sequence[Mapping[str, Any]]) -> None:

@@ -378,3 +378,45 @@ def test_the_weights_are_left_as_they_were() -> None:
 def test_what_it_cannot_judge_is_refused(given: hdet.Knob, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         run(lambda m: AdamW(m.parameters(), lr=RATE, weight_decay=DECAY), [given])
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD, Adam])
+def test_what_the_optimizer_leaves_alone_does_not_decay(kind: Any) -> None:
+    """A part of the model that the loss does not reach has no gradient, and torch makes no step with it."""
+
+    def unreached(model: Any, step: int) -> Tensor:
+        noise = torch.randn(3, generator=torch.Generator().manual_seed(step))
+        loss: Tensor = noise @ model.other
+        return loss
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        return kind(model.parameters(), lr=RATE, weight_decay=DECAY)  # type: ignore[no-any-return]
+
+    _, (record,) = run(optimizer, loss=unreached)
+    assert record.estimates["weight_decay"]["slope"] == 0.0
+
+
+def test_a_decay_that_the_loop_writes_counts_step_by_step() -> None:
+    """Attached, a group's own decay is followed by the optimizer and by the evidence."""
+    model = Vector()
+    optimizer = AdamW([{"params": [model.w]}, {"params": [model.other]}], lr=RATE, weight_decay=DECAY)
+    search = hdet.attach(
+        model,
+        optimizer,
+        probe=Probe(lambda model, batch: read_out(model, batch) + 10.0 * (TARGET @ model.other), (1.0, 1.0)),
+        knobs=[hdet.LearningRate(controller=Hold()), knob(Analytic())],
+        schedule=None,
+        total_steps=T,
+        window=T,
+        tail=None,
+        guard=None,
+        quiet=True,
+    )
+    for step in range(T):
+        if step == T // 2:
+            optimizer.param_groups[1]["weight_decay"] = 0.0
+        search.loss(0.0 * (model.w + model.other).sum() + noisy(model, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    collector = next(own for own in search.engine.cycle.collectors if hasattr(own, "pulls"))
+    assert collector.pulls == [pytest.approx([T * RATE * DECAY, T // 2 * RATE * DECAY])]

@@ -155,3 +155,20 @@ def test_a_knob_without_clipping_names_the_way_out() -> None:
 def test_one_norm_is_not_that_of_some_groups() -> None:
     with pytest.raises(ConfigError, match="one norm is that of all parameters"):
         hdet.ClipNorm(groups=0)
+
+
+@pytest.mark.filterwarnings("ignore:hdet was told no training loss")
+def test_a_threshold_in_a_saved_state_is_no_wish_to_clip() -> None:
+    """An optimizer that was clipped in another run, or whose groups hold an entry of that name by chance."""
+    model, clipped, attached = (net() for _ in range(3))
+    optimizer = MAKES["sgd"](clipped)
+    hdet.clip_gradients(optimizer, norm=1e-3)
+    plain, searched = MAKES["sgd"](model), MAKES["sgd"](attached)
+    for own in (plain, searched):
+        own.load_state_dict(optimizer.state_dict())
+    probe = hdet.Probe(lambda model, step: loss_at(model, step), [-1, -2])
+    held = hdet.LearningRate(controller=hdet.controllers.Hold())
+    options: dict[str, Any] = {"schedule": None, "knobs": [held], "tail": None, "guard": None, "quiet": True}
+    with hdet.attach(attached, searched, probe=probe, total_steps=STEPS, **options):
+        found = train(attached, searched)
+    assert equal(found, train(model, plain))

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import hdet
 from hdet.errors import ConfigError, MatchError
+from hdet.hparams.binding import GroupBinding
 from hdet.recipes.recommended import ALONG_A_LINE
 
 STEPS = 60
@@ -209,3 +210,38 @@ def test_tied_parameters_go_by_any_of_their_names() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attach(model, optimizer, rates={"tied": "3.weight"})
     assert [parameter is model[2].weight for parameter in optimizer.param_groups[1]["params"]] == [True]
+
+
+@pytest.mark.parametrize("groups", [0, "all"])
+def test_what_was_declared_for_a_group_holds_for_all_that_it_is_cut_into(groups: int | str) -> None:
+    model, optimizer = build(weight_decay=0.3)
+    optimizer.param_groups[0]["name"] = "all"
+    decay = hdet.WeightDecay(groups=groups, evidence=hdet.evidence.Analytic())
+    search = attach(model, optimizer, knobs=[decay])
+    binding = next(knob for knob in search.engine.knobs if knob.name == f"weight_decay[{groups}]").bindings[0]
+    assert isinstance(binding, GroupBinding)
+    assert set(binding.indices) == set(range(len(optimizer.param_groups)))
+
+
+def test_names_of_parameters_are_cut_with_them() -> None:
+    model, _ = build()
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=3e-3)
+    whole = list(optimizer.param_groups[0]["param_names"])
+    search = attach(model, optimizer)
+    assert sorted(own["param_names"] for own in optimizer.param_groups) == sorted(names_by_group(model, optimizer))
+    search.detach()
+    assert [own["param_names"] for own in optimizer.param_groups] == [whole]
+
+
+def test_a_rate_that_the_loop_writes_into_the_group_it_made_reaches_all_parts() -> None:
+    """But not a part that somebody has written apart."""
+    model, optimizer = build()
+    search = attach(model, optimizer, schedule=None)
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (4 - step)
+        train(model, optimizer, search, start=step, stop=step + 1)
+        assert [group["lr"] for group in optimizer.param_groups] == [1e-3 * (4 - step)] * 3
+    optimizer.param_groups[1]["lr"] = 0.5
+    optimizer.param_groups[0]["lr"] = 0.1
+    train(model, optimizer, search, start=4, stop=5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5, 0.1]

@@ -227,3 +227,13 @@ def test_a_scheduler_that_explores_beside_it_is_noticed_in_the_first_step(attach
 
     with pytest.raises(StepError, match="another engine has been made on this model or its optimizer since"):
         step()
+
+
+def test_a_loop_that_runs_a_compiled_model_is_told_of_plain_dropouts() -> None:
+    """hdet was given the model that was compiled, which bears no mark of it."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, micro_batches=1, quiet=True)
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(StepError, match=r"the loop runs what torch\.compile made of the model.*hdet\.nn\.swap"):
+        search.loss(loss_of(compiled, batch(0))).backward()  # type: ignore[arg-type]

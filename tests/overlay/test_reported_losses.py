@@ -79,3 +79,10 @@ def test_another_scale_is_said_beyond_a_factor_that_chance_does_not_make() -> No
         judged(HELD_OUT * FAR / 1.02, 4)
         judged(float("nan"), 4)
         judged(0.0, 4)
+
+
+def test_a_loss_that_the_loop_goes_on_with_in_place_is_the_one_that_was_reported() -> None:
+    losses, loss = ReportedLosses(), torch.tensor(2.0, requires_grad=True) * 1.0
+    losses.note(0, loss)
+    loss /= 4
+    assert losses.of(1, 1) == [torch.tensor(2.0)]

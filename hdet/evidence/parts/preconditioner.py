@@ -44,8 +44,8 @@ def preconditioner(
     With `maximize` P is negative. RAdam's rectification is left out: its first steps are read too large.
 
     Returns:
-        A tensor like the parameter (of a sharded one this rank's part), a float, or `None` before the optimizer's
-        first step.
+        A tensor like the parameter (of a sharded one this rank's part), a float, or `None` where the optimizer has no
+        state of it. An element that never had a gradient has 0, not lr / eps: nothing is known of its steps.
     """
     lr = without_waiting(group["lr"]) if rate is None else rate
     state = optimizer.state.get(parameter, {})
@@ -79,10 +79,10 @@ def _scale(
         correction: Tensor | float = 1.0
         if "step" in state and "betas" in group:
             correction = 1.0 - without_waiting(group["betas"][1]) ** _at_least_1(without_waiting(state["step"]))
-        return _over((second / correction).sqrt_().add_(float(group["eps"])), lr)
+        return _over((second / correction).sqrt_().add_(float(group["eps"])), lr, felt=second)
     largest = own("exp_inf")
     if largest is not None:
-        return lr / largest.clamp_min(torch.finfo(largest.dtype).tiny)
+        return _over(largest.clone(), lr, felt=largest > float(group["eps"]))  # which it adds to gradients of 0, too
     for entry in ("square_avg", "sum"):
         held = own(entry)
         if held is not None and "acc_delta" not in state:
@@ -92,7 +92,8 @@ def _scale(
                 held = (held - mean.square()).clamp_min(0.0)
             if "lr_decay" in group:
                 lr = lr / (1.0 + (without_waiting(state["step"]) - 1.0) * float(group["lr_decay"]))
-            return lr / (held.sqrt() + float(group["eps"])) / (1.0 - float(group.get("momentum", 0.0)))
+            divisor = (held.sqrt() + float(group["eps"])).mul_(1.0 - float(group.get("momentum", 0.0)))
+            return _over(divisor, lr, felt=held)
     _warn(
         optimizer,
         "scales gradients, and takes its update for lr * gradient: slopes keep their sign wherever the true scaling is "
@@ -101,9 +102,10 @@ def _scale(
     return lr
 
 
-def _over(divisor: Tensor, lr: Tensor | float) -> Tensor:
-    """lr / divisor, in its memory."""
-    return torch.div(lr, divisor, out=divisor) if isinstance(lr, Tensor) else divisor.reciprocal_().mul_(lr)
+def _over(divisor: Tensor, lr: Tensor | float, felt: Tensor) -> Tensor:
+    """lr / divisor, in its memory; 0 where `felt`, the size of past gradients, is."""
+    scale = torch.div(lr, divisor, out=divisor) if isinstance(lr, Tensor) else divisor.reciprocal_().mul_(lr)
+    return scale.masked_fill_(felt == 0.0, 0.0)
 
 
 def without_waiting(entry: float | Tensor) -> float | Tensor:

@@ -132,7 +132,8 @@ class RunningTrace(Trace):
     def _stepped(self, number: int, parameter: nn.Parameter) -> bool:
         """Whether the optimizer has stepped a parameter, its count taken.
 
-        A count on an accelerator is not read, which would wait for it, but assumed to have risen by one.
+        SGD counts none, and one on an accelerator is not read, which would wait for it: both are assumed to have risen
+        by one. So a parameter that has no gradient in some steps is read as if it had been stepped in all.
         """
         state = self.optimizer.state.get(parameter, {})
         if state.get(self.running) is None or not parameter.requires_grad:  # frozen since the window opened

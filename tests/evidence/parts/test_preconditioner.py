@@ -84,6 +84,19 @@ def test_an_update_is_p_times_its_gradient(name: str, count: int) -> None:
     torch.testing.assert_close(last * gradients[-1][1:], taken[1:], rtol=1e-6, atol=1e-9)
 
 
+OF_NO_MEMORY_OF_SIZE = ("sgd", "sgd that maximises")
+
+
+@pytest.mark.parametrize("name", [name for name in MEMORYLESS if name not in OF_NO_MEMORY_OF_SIZE])
+def test_an_element_that_never_had_a_gradient_has_no_p(name: str) -> None:
+    """Else it would be lr / eps: a row of a table that no batch had would outweigh all the others."""
+    felt = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    optimizer, parameter, _ = trained(MEMORYLESS[name], [felt * gradient for gradient in varied()])
+    scale = read(optimizer, parameter)
+    begun_higher = name == "adagrad with a start and a decaying rate"
+    assert [bool(own) for own in scale] == [True, begun_higher, True]
+
+
 # With memory, a gradient that lasts comes to P g in every step.
 LASTING: dict[str, Make] = {
     "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
