@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,7 +22,8 @@ class Anchor:
 
     Copies lie in memory that persists from one window to the next. Frozen parameters are not copied, unless the
     optimizer holds them or somebody writes them all the same (a teacher that follows by moving averages; noticed when
-    it has been written for the first time). The optimizer's state may be that of an earlier anchor.
+    it has been written for the first time, and through `.data`, which leaves no mark, if that is so when the run's
+    first steps end). The optimizer's state may be that of an earlier anchor.
 
     Args:
         model, optimizer: the pair it is taken from.
@@ -38,6 +39,7 @@ class Anchor:
         self._parameters: dict[int, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
         self._versions: dict[int, int] = {}
+        self._norms: dict[int, float] | None = None  # of frozen parameters; none once they were compared
         self.step = 0
 
     @torch.no_grad()
@@ -49,7 +51,7 @@ class Anchor:
             lent: an earlier point, whose optimizer state will do; memory for that is not taken.
         """
         self.step = step
-        live = self._moving()
+        live = self._moving(step)
         held: list[dict[Any, Tensor]] = [self._parameters, self._buffers]
         self._parameters, self._buffers = refilled(held, [live, _buffers(self._model)], self._device)
         self._state.take(None if lent is None else lent._state)
@@ -60,16 +62,26 @@ class Anchor:
         """Hold the optimizer's state itself, and no earlier anchor's; no step has been made since `take`."""
         self._state.keep()
 
-    def _moving(self) -> dict[int, Tensor]:
+    def _moving(self, step: int) -> dict[int, Tensor]:
         """The parameters that training can change, by their number in the model."""
-        moving = {}
+        moving, still = {}, {}
         for number, (parameter, moves) in enumerate(tensors.can_move(self._walk, self._optimizer)):
             if not moves and number not in self._parameters:
                 version = 0 if parameter.is_inference() else parameter._version
                 if self._versions.setdefault(number, version) == version:
+                    still[number] = tensors.local(parameter)
                     continue
             moving[number] = tensors.local(parameter)  # `detach` of thousands takes longer than the copies
-        return moving
+        return moving | {number: still[number] for number in self._written_unseen(still, step)}
+
+    def _written_unseen(self, still: Mapping[int, Tensor], step: int) -> list[int]:
+        """Which of the frozen parameters were written through `.data`. Looked for once; waits for the device then."""
+        if self._norms == {}:
+            return []
+        own = {number: value for number, value in still.items() if value.dtype in finite.PLAIN and value.numel()}
+        norms = dict(zip(own, map(float, torch._foreach_norm(list(own.values())) if own else ()), strict=True))
+        before, self._norms = self._norms, norms if step == 0 or self._norms is None else {}
+        return [] if self._norms else [number for number in own if (before or {}).get(number) != norms[number]]
 
     def values(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """The anchored values of some of the model's parameters; those that nothing changes are the model's own."""

@@ -128,6 +128,23 @@ def test_frozen_parameters_are_not_copied_unless_somebody_writes_them(problem: A
     assert base.data_ptr() == model["base"].weight.data_ptr()
 
 
+def test_a_teacher_that_is_written_through_data_is_held_from_the_first_steps_on(problem: Any) -> None:
+    """As those of MoCo, BYOL and DINO, which leaves no mark on the tensor."""
+    model = nn.ModuleDict({"teacher": nn.Linear(6, 6), "student": nn.Linear(6, 6)})
+    model["teacher"].requires_grad_(False)
+    anchor = Anchor(model, torch.optim.SGD(model["student"].parameters(), lr=0.1))
+    anchor.take(0)
+    anchor.take(0)
+    model["teacher"].weight.data.mul_(0.5)
+    anchor.take(5)
+    before = model["teacher"].weight.clone()
+    model["teacher"].weight.data.fill_(float("nan"))
+    anchor.restore(model, torch.optim.SGD(model["student"].parameters(), lr=0.1))
+    assert torch.equal(model["teacher"].weight, before)
+    own = anchor.values([model["teacher"].bias])[0]
+    assert own.data_ptr() == model["teacher"].bias.data_ptr(), "of what stood still there is no copy"
+
+
 def test_a_buffer_that_came_or_grew_since_is_let_be(problem: Any) -> None:
     model = problem.model()
     model.register_buffer("cache", torch.zeros(2), persistent=False)
