@@ -26,8 +26,8 @@ class Part(Spec):
         """The state before the first window: a frozen dataclass of numbers (see `hdet.controllers.state`)."""
         return NoState()
 
-    def begin(self, state: Any, untrained: bool) -> Any:
-        """The state once the run's first window has told whether nothing had trained its weights."""
+    def begin(self, state: Any, estimate: Estimate) -> Any:
+        """The state once the run's first window has told what had trained its weights (`Estimate.excess`)."""
         return state
 
     def observe(self, state: Any, estimate: Estimate, context: Context) -> Any:

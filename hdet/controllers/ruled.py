@@ -139,8 +139,8 @@ class Ruled(Controller):
         return judged.move, judged.state
 
     def judge(self, state: RuledState, estimate: Estimate, context: Context) -> Judgement:
-        if estimate.untrained is not None:
-            state = RuledState({p.kind: p.begin(state.parts[p.kind], estimate.untrained) for p in self.parts})
+        if estimate.excess is not None:
+            state = RuledState({part.kind: part.begin(state.parts[part.kind], estimate) for part in self.parts})
         if not estimate.testable or not self.listens(context.step, context.total_steps):
             return Judgement(0.0, state)
         if self.needs_averaged and estimate.averaged is None and estimate.offset <= 0:

@@ -22,17 +22,19 @@ class Beginning:
 
     Attributes:
         untrained: whether the run began with untrained weights, and its first warm-up is not over.
+        pretrained: the same of weights that had been trained; neither where nobody knows.
         last: the schedule after the window before; 0 where there was none.
         fell: whether it has ever fallen: then the warm-up is over.
     """
 
     untrained: bool = False
+    pretrained: bool = False
     last: float = 0.0
     fell: bool = False
 
 
 class OfUntrained(Part):
-    """Knows whether the run began with untrained weights and still warms up.
+    """Knows whether the run began with untrained weights, or with trained ones, and still warms up.
 
     By default it forgets that where the run goes back or begins anew: something was too large.
     """
@@ -40,29 +42,44 @@ class OfUntrained(Part):
     def start(self) -> Beginning:
         return Beginning()
 
-    def begin(self, state: Any, untrained: bool) -> Any:
-        return replace(state, untrained=untrained)
+    def begin(self, state: Any, estimate: Estimate) -> Any:
+        return replace(state, untrained=bool(estimate.untrained), pretrained=bool(estimate.pretrained))
 
     def observe(self, state: Any, estimate: Estimate, context: Context) -> Any:
         fell = state.fell or context.schedule_next < state.last
-        return replace(state, untrained=state.untrained and not fell, last=context.schedule_next, fell=fell)
+        untrained, pretrained = state.untrained and not fell, state.pretrained and not fell
+        return replace(state, untrained=untrained, pretrained=pretrained, last=context.schedule_next, fell=fell)
 
 
-class OfTinySteps(OfUntrained):
-    """Goes up at once from a learning rate whose steps are tiny, where evidence calls for more.
+class OfRaises(OfUntrained):
+    """Knows how far a raise goes while training begins, where evidence calls for more.
 
-    A window's line tells of rates a few times higher, and one raise goes no further. But no model is known whose best
-    steps are tiny, and the warm-up does not wait: from a hundredth of the best rate most of it is over before such
-    raises have made up for that. So it goes to `LOWEST_BEST` at once.
+    A window's line tells of rates a few times higher, and one raise goes no further by itself.
+
+    Of an untrained model no best steps are known that are tiny, and the warm-up does not wait: from a hundredth of the
+    best rate most of it is over before such raises have made up for that. So it goes to `LOWEST_BEST` at once.
+
+    Of a pretrained one it goes the further the more certain the slope is: there the first windows call for no more
+    than the later ones can bear, and fine-tuning is short.
 
     Args:
-        tiny: `step_size` below which steps are tiny. The default is less than a quarter of `LOWEST_BEST`, at which a
-            run is entered for caution that heads for it; 0 leaves raises as they are.
-        ceiling: largest shift that such a raise leads to.
+        significance: |t| at the last weights from which they are believed.
+        tiny: `step_size` below which an untrained model's steps are tiny. The default is less than a quarter of
+            `LOWEST_BEST`, at which a run is entered for caution that heads for it; 0 leaves raises as they are.
+        furthest: largest raise of a pretrained model, in coordinates; 0 leaves raises as they are.
+        ceiling: largest shift that a raise from tiny steps leads to.
     """
 
+    significance: float = Field(default=2.0, gt=0, le=100)
     tiny: float = Field(default=0.03, ge=0, le=LOWEST_BEST)
+    furthest: float = Field(default=2.5, ge=0, le=10)
     ceiling: float = 5.0
+
+    def limited(self, limit: float, state: Beginning, estimate: Estimate) -> float:
+        """The largest move: `limit`, or of a pretrained model's raise as many times that as it is significant."""
+        if not state.pretrained or estimate.t >= 0.0:
+            return limit
+        return max(limit, min(self.furthest, limit * -estimate.t / self.significance))
 
     def at_least(self, move: float, state: Beginning, estimate: Estimate, context: Context) -> float:
         """The raise, or the one from tiny steps to `LOWEST_BEST` if that is larger; anything else as it is."""

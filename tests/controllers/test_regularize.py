@@ -135,7 +135,8 @@ def test_it_goes_no_further_up_than_twice_what_was_measured() -> None:
 def test_weights_that_had_been_trained_are_not_leapt_at(excess: float | None, leaps: bool) -> None:
     """Nor after a rewind or a new start: the first window tells it once in a run."""
     leap, weak = Leap(min_effect=1.0), slope(-1e-3)
-    told = leap.observe(leap.start(), replace(weak, excess=excess), SMALL_GAP)
+    first = leap.start() if excess is None else leap.begin(leap.start(), replace(weak, excess=excess))
+    told = leap.observe(first, weak, SMALL_GAP)
     for state in (told, leap.retreat(told, SMALL_GAP), leap.restart(told, SMALL_GAP)):
         seen = leap.observe(state, weak, SMALL_GAP)
         assert (leap.propose(seen, weak, SMALL_GAP) is not None) is leaps

@@ -92,18 +92,19 @@ def test_what_the_first_window_told_is_kept_and_a_rewind_or_new_start_ends_it(
     part: OfUntrained,
 ) -> None:
     """But for the veto on large steps: that they were too large is what a rewind says."""
-    begun = part.begin(part.start(), True)
+    begun = part.begin(part.start(), replace(LESS, excess=1.0))
     assert begun == BEGUN
     assert part.observe(begun, LESS, RISING).untrained
     kept = isinstance(part, LargeSteps)
     assert [after.untrained for after in (part.restart(begun, RISING), part.retreat(begun, RISING))] == [kept, kept]
-    assert not part.begin(part.start(), False).untrained
+    assert part.begin(part.start(), replace(LESS, excess=1.3)) == Beginning(pretrained=True)
+    assert part.begin(part.start(), replace(LESS, excess=0.0)) == Beginning(), "no matrix tells"
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_schedule_that_has_fallen_ends_the_warm_up_for_good(part: OfUntrained) -> None:
     """A cycle with a warm-up of its own begins with weights that have been trained by then."""
-    state = part.begin(part.start(), True)
+    state = part.begin(part.start(), replace(LESS, excess=1.0))
     told = []
     for share in (0.5, 0.5, 1.0, 0.9, 0.2, 0.6, 1.0):
         state = part.observe(state, LESS, replace(RISING, schedule_next=share))
@@ -252,3 +253,38 @@ def test_calibrate_tells_its_rules_what_is_tiny() -> None:
     assert (judged.move, judged.rule) == (pytest.approx(math.log(10.0)), "raise")
     judged = calibrate.judge(judged.state, replace(later, step_size=0.025), replace(RISING, shift=-1.4))
     assert (judged.move, judged.rule) == (pytest.approx(0.1), "raise")
+
+
+TRAINED = Beginning(pretrained=True)
+
+
+@pytest.mark.parametrize("rule", [AT_BASE, BEFORE_IT])
+@pytest.mark.parametrize(("t", "times"), [(-2.1, 1.05), (-4.0, 2.0), (-8.0, 4.0), (-100.0, 5.0), (-math.inf, 5.0)])
+def test_of_a_pretrained_model_a_raise_goes_the_further_the_more_certain_it_is(
+    rule: Raise | LookAhead, t: float, times: float
+) -> None:
+    flat = Estimate(slope=-0.3, stderr=-0.3 / t)
+    limit = rule.limit if isinstance(rule, Raise) else rule.early_limit
+    furthest = min(times * limit, 2.5)
+    assert rule.propose(TRAINED, flat, RISING) == pytest.approx(furthest)
+    assert rule.propose(BEGUN, flat, RISING) == pytest.approx(limit), "untrained, the first windows call for too much"
+    assert rule.propose(Beginning(), flat, RISING) == pytest.approx(limit), "nobody knows"
+    assert rule.replace(furthest=0.0).propose(TRAINED, flat, RISING) == pytest.approx(limit)
+    assert rule.propose(TRAINED, replace(flat, curvature=3.0), RISING) == pytest.approx(0.1), "a Newton move"
+
+
+def test_and_a_lowering_no_further_than_any() -> None:
+    less = Estimate(slope=0.3, stderr=0.01)
+    assert BEFORE_IT.propose(TRAINED, less, RISING) == pytest.approx(-BEFORE_IT.early_limit)
+
+
+def test_calibrate_raises_a_pretrained_models_rate_at_once_until_the_schedule_falls() -> None:
+    calibrate = Calibrate()
+    more = replace(LESS, slope=-0.3, curvature=None, stderr=0.05, averaged=Estimate.nothing())
+    first = replace(more, offset=0.7, excess=1.5)
+    judged = calibrate.judge(calibrate.start(), first, replace(RISING, schedule_next=0.4))
+    assert judged.move == pytest.approx(1.8)
+    later = calibrate.judge(judged.state, more, replace(RISING, schedule_next=0.5))
+    assert later.move == pytest.approx(1.5)
+    fallen = calibrate.judge(later.state, more, Context(schedule_next=0.4))
+    assert fallen.move == pytest.approx(0.5)

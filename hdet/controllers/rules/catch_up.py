@@ -29,7 +29,7 @@ class CatchUp(OfUntrained, Rule):
         ceiling: largest shift that it raises to.
 
     >>> rule, tiny = CatchUp(), Estimate(slope=0.0, stderr=0.1, step_size=0.15)
-    >>> begun = rule.begin(rule.start(), True)
+    >>> begun = rule.begin(rule.start(), Estimate(slope=0.0, excess=1.0))
     >>> round(rule.propose(begun, tiny, Context()), 3)
     0.693
     """

@@ -41,9 +41,8 @@ class Leap(SlopeSum):
     def start(self) -> LeapState:
         return LeapState()
 
-    def observe(self, state: Any, estimate: Estimate, context: Context) -> Any:
-        summed, known = super().observe(state, estimate, context), estimate.pretrained
-        return replace(summed, pretrained=state.pretrained if known is None else known)
+    def begin(self, state: Any, estimate: Estimate) -> Any:
+        return replace(state, pretrained=bool(estimate.pretrained))
 
     def retreat(self, state: LeapState, context: Context) -> LeapState:
         return LeapState(pretrained=state.pretrained)

@@ -10,20 +10,21 @@ from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.newton import newton_move
 from hdet.controllers.part import Rule
-from hdet.controllers.small_steps import Beginning, OfTinySteps
+from hdet.controllers.small_steps import Beginning, OfRaises
 from hdet.spec import register
 
 
 @register
-class LookAhead(OfTinySteps, Rule):
+class LookAhead(OfRaises, Rule):
     """Make the Newton move of the last weights, up or down, if `|t| > significance`; else hold.
 
     It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up. Where an untrained model's
-    steps are tiny (`tiny`), a raise goes at once to where the best ones may lie.
+    steps are tiny (`tiny`), a raise goes at once to where the best ones may lie. A pretrained model's may go up to
+    `furthest`, the further the more significant it is.
 
     Args:
         significance: |t| at the last weights from which they are believed.
-        early_limit: largest move, in coordinates, but for a raise from tiny steps.
+        early_limit: largest move, in coordinates, but for those raises.
         ceiling: largest shift that it raises to. The default, a factor of e^5, hardly limits, since a guard
             (`hdet.Rewind`) undoes what goes wrong; without one 0 is cautious: never above the schedule as given.
 
@@ -34,7 +35,6 @@ class LookAhead(OfTinySteps, Rule):
 
     looks_ahead: ClassVar[bool] = True
 
-    significance: float = Field(default=2.0, gt=0, le=100)
     early_limit: float = Field(default=0.6, gt=0, le=10)
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
@@ -43,5 +43,6 @@ class LookAhead(OfTinySteps, Rule):
     def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float:
         if abs(estimate.t) <= self.significance:
             return 0.0
-        move = self.at_least(newton_move(estimate, self.early_limit), state, estimate, context)
+        limit = self.limited(self.early_limit, state, estimate)
+        move = self.at_least(newton_move(estimate, limit), state, estimate, context)
         return min(move, max(0.0, self.ceiling - context.shift))

@@ -8,27 +8,27 @@ from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.newton import newton_move
 from hdet.controllers.part import Rule
-from hdet.controllers.small_steps import Beginning, OfTinySteps
+from hdet.controllers.small_steps import Beginning, OfRaises
 from hdet.spec import register
 
 
 @register
-class Raise(OfTinySteps, Rule):
+class Raise(OfRaises, Rule):
     """Make the Newton move of the last weights, if their `t < -significance`.
 
-    The last weights flatter small steps, so they are believed where they call for large ones. Where an untrained
-    model's steps are tiny (`tiny`), the move goes at once to where the best ones may lie, while the schedule rises.
+    The last weights flatter small steps, so they are believed where they call for large ones. While the schedule rises,
+    an untrained model's tiny steps (`tiny`) go at once to where the best ones may lie, and a pretrained model's move
+    may go up to `furthest`, the further the more significant it is.
 
     Args:
         significance: |t| at the last weights from which they are believed.
-        limit: largest move, in coordinates, but from tiny steps.
+        limit: largest move, in coordinates, but for those.
         ceiling: largest shift that a move from tiny steps leads to.
 
     >>> Raise().propose(Raise().start(), Estimate(slope=-0.3, curvature=1.0, stderr=0.1), Context())
     0.3
     """
 
-    significance: float = Field(default=2.0, gt=0, le=100)
     limit: float = Field(default=0.5, gt=0, le=10)
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
@@ -37,4 +37,5 @@ class Raise(OfTinySteps, Rule):
     def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float | None:
         if estimate.t >= -self.significance:
             return None
-        return self.at_least(max(0.0, newton_move(estimate, self.limit)), state, estimate, context)
+        limit = self.limited(self.limit, state, estimate)
+        return self.at_least(max(0.0, newton_move(estimate, limit)), state, estimate, context)

@@ -24,7 +24,7 @@ class Regain(OfSmallSteps, Rule):
         significance: |t| at the last weights from which they are believed.
 
     >>> rule, cautious = Regain(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=0.1, offset=0.7)
-    >>> begun = rule.begin(rule.start(), True)
+    >>> begun = rule.begin(rule.start(), Estimate(slope=0.0, excess=1.0))
     >>> round(rule.propose(begun, cautious, Context(shift=-1.386)), 3)
     1.386
     """

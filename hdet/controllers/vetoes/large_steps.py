@@ -26,7 +26,8 @@ class LargeSteps(OfUntrained, Veto):
             untrained models, it is 0.13 to 3.7.
 
     >>> veto, more = LargeSteps(), Estimate(slope=-0.3, stderr=0.1, step_size=2.0)
-    >>> round(veto.allow(1.0, veto.begin(veto.start(), True), more, Context()), 3)  # to twice of it
+    >>> begun = veto.begin(veto.start(), Estimate(slope=0.0, excess=1.0))
+    >>> round(veto.allow(1.0, begun, more, Context()), 3)  # to twice of it
     0.693
     """
 

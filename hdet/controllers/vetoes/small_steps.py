@@ -14,7 +14,7 @@ class SmallSteps(OfSmallSteps, Veto):
     """While an untrained model warms up, lower no rate below where its steps are small.
 
     >>> veto, less = SmallSteps(), Estimate(slope=0.3, stderr=0.1, level=3.0, step_size=2.0)
-    >>> begun = veto.begin(veto.start(), True)
+    >>> begun = veto.begin(veto.start(), Estimate(slope=0.0, excess=1.0))
     >>> round(veto.allow(-1.0, begun, less, Context()), 3)  # to half of it
     -0.693
     """
