@@ -105,7 +105,7 @@ class Controller(Spec, family="controller"):
 
     A move is in coordinates and positive towards larger values. The engine keeps shift + move within
     authority and bounds. After a window that taught nothing (an unknown or non-finite estimate) the move is 0
-    and the state is returned as it was.
+    and the state is returned as it was, but for what the run's first window tells of its weights (`Estimate.excess`).
 
     Subclass, decorate with `hdet.spec.register`, and it works in Python, in YAML and in ablations.
     """

@@ -87,8 +87,8 @@ class Pull:
         return weights * (torch.expm1(-pull) if isinstance(pull, Tensor) else math.expm1(-pull))
 
 
-LOOKED_AT = 256
-"""Weights of a tensor that are compared before all of it is: nearly always they tell."""
+ROUNDING = 1e-5
+"""Share by which the norms of equal weights may differ where they lie on two devices."""
 
 Direct = dict[tuple[float, torch.dtype, torch.device], list[int]]
 """Places of weights that decay acts on directly, by the sum of lr * decay, their dtype and device."""
@@ -152,10 +152,8 @@ class AnalyticCollector(DirectionalCollector):
             if pull != 0.0:
                 own = Pull(binding.optimizer, group, pull, decoupled(binding.optimizer, group))
                 pull_of.update({id(parameter): own for parameter in group["params"] if parameter.requires_grad})
-        every = [
-            pull_of.get(id(parameter)) if _stepped(begun, now) else None
-            for parameter, begun, now in zip(weights, self.scene.opening(), self.scene.moving.values(), strict=True)
-        ]
+        stepped = _stepped(self.scene.opening(), self.scene.moving.values())
+        every = [pull_of.get(id(own)) if moved else None for own, moved in zip(weights, stepped, strict=True)]
         # By a part's first tensor: each part is asked for at every point.
         pulled: dict[int, tuple[list[tuple[int, Pull]], Direct]] = {}
 
@@ -191,10 +189,22 @@ class AnalyticCollector(DirectionalCollector):
             self.pulls = [list(pulls) for pulls in state["pulls"]]
 
 
-def _stepped(begun: Tensor, now: Tensor) -> bool:
-    """Whether the optimizer has made a step with some weights: it leaves alone what has no gradient, decay included."""
-    first = begun.reshape(-1)[:LOOKED_AT], now.reshape(-1)[:LOOKED_AT]
-    return any(not torch.equal(a.to(b.device), b) for a, b in (first, (begun, now)))
+def _stepped(begun: Sequence[Tensor], now: Sequence[Tensor]) -> list[bool]:
+    """Which weights the optimizer has made a step with: it leaves alone what has no gradient, decay included.
+
+    Where norms are equal all of a tensor is compared, and hardly any other is.
+    """
+    found = []
+    for one, other, a, b in zip(begun, now, _norms(begun), _norms(now), strict=True):
+        margin = ROUNDING * a if one.device != other.device else 0.0
+        found.append(abs(a - b) > margin or not torch.equal(one.to(other.device), other))
+    return found
+
+
+def _norms(weights: Sequence[Tensor]) -> list[float]:
+    norms = torch._foreach_norm(list(weights)) if weights else []
+    found: list[float] = torch.stack([norm.to(norms[0].device).float() for norm in norms]).tolist() if norms else []
+    return found
 
 
 def _decay(knob: BoundKnob) -> GroupBinding:

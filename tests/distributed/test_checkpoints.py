@@ -490,12 +490,12 @@ def test_a_folder_that_cannot_be_cleared_is_told(tmp_path: Path, monkeypatch: py
 def test_a_guard_looks_for_the_best_point_anew_after_a_sharded_checkpoint(tmp_path: Path) -> None:
     options: Found = {"signal": probe(), "guard": hdet.Rewind()}
     engine = one_process(**options)
-    train(engine, 8)
+    train(engine, cases.WINDOW)
     assert engine.cycle.watch is not None
     assert engine.cycle.watch.bases
     checkpoints = hdet.checkpoints.CheckpointFolder(tmp_path)
     checkpoints.save(engine)
     checkpoints.resume(engine)
     assert not engine.cycle.watch.bases
-    train(engine, cases.STEPS)
+    train(engine, 2 * cases.WINDOW)
     assert engine.cycle.watch.bases
