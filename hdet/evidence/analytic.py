@@ -79,16 +79,15 @@ class Pull:
         self, parameter: nn.Parameter, weights: Tensor, elements: slice | None = None
     ) -> Tensor | None:
         """What it did to one parameter, or to some elements, where it acts through the gradient: through P."""
+        if parameter.is_complex():  # whose two parts have steps of their own
+            return None
         scale = preconditioner(self.optimizer, self.group, parameter, rate=1.0, elements=elements)
-        if scale is None or parameter.is_complex():  # whose two parts have steps of their own
+        if scale is None:
             return None
         # P is negative where an optimizer maximises, which turns gradients around and leaves decay as it is.
         pull = scale * (-self.total if self.group.get("maximize") else self.total)
         return weights * (torch.expm1(-pull) if isinstance(pull, Tensor) else math.expm1(-pull))
 
-
-ROUNDING = 1e-5
-"""Share by which the norms of equal weights may differ where they lie on two devices."""
 
 Direct = dict[tuple[float, torch.dtype, torch.device], list[int]]
 """Places of weights that decay acts on directly, by the sum of lr * decay, their dtype and device."""
@@ -127,10 +126,13 @@ class AnalyticCollector(DirectionalCollector):
     def after_update(self, window: Window, step: int) -> None:
         for pulls, binding in zip(self.pulls, self.bindings, strict=True):
             groups = binding.optimizer.param_groups
-            for place, index in enumerate(binding.indices):  # rate and decay are those that the step was made with
+            for place, index in enumerate(binding.indices):  # as they are in force, each group's own
                 pulls[place] = pulls[place] + groups[index]["lr"] * groups[index]["weight_decay"]
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
+        now = self.scene.moving.values()
+        # Replicas that come apart are judged by their mean, and each knows of its own steps alone.
+        self._stepped = [True] * len(now) if self.scene.apart else _stepped(self.scene.opening(), now)
         found = super().close(harvest)
         if harvest.window.start > 0:
             return found
@@ -152,8 +154,7 @@ class AnalyticCollector(DirectionalCollector):
             if pull != 0.0:
                 own = Pull(binding.optimizer, group, pull, decoupled(binding.optimizer, group))
                 pull_of.update({id(parameter): own for parameter in group["params"] if parameter.requires_grad})
-        stepped = _stepped(self.scene.opening(), self.scene.moving.values())
-        every = [pull_of.get(id(own)) if moved else None for own, moved in zip(weights, stepped, strict=True)]
+        every = [pull_of.get(id(own)) if moved else None for own, moved in zip(weights, self._stepped, strict=True)]
         # By a part's first tensor: each part is asked for at every point.
         pulled: dict[int, tuple[list[tuple[int, Pull]], Direct]] = {}
 
@@ -192,19 +193,24 @@ class AnalyticCollector(DirectionalCollector):
 def _stepped(begun: Sequence[Tensor], now: Sequence[Tensor]) -> list[bool]:
     """Which weights the optimizer has made a step with: it leaves alone what has no gradient, decay included.
 
-    Where norms are equal all of a tensor is compared, and hardly any other is.
+    Where norms are equal all of a tensor is compared, and hardly any other is. Of no elements nothing is known.
     """
-    found = []
-    for one, other, a, b in zip(begun, now, _norms(begun), _norms(now), strict=True):
-        margin = ROUNDING * a if one.device != other.device else 0.0
-        found.append(abs(a - b) > margin or not torch.equal(one.to(other.device), other))
-    return found
+    here = [number for number, (one, other) in enumerate(zip(begun, now, strict=True)) if one.device == other.device]
+    norms = zip(*(tensors.norms([own[number] for number in here]) for own in (begun, now)), strict=True)
+    apart = {number for number, (a, b) in zip(here, norms, strict=True) if a != b}
+    return [
+        number in apart or not one.numel() or not _equal(one, other)
+        for number, (one, other) in enumerate(zip(begun, now, strict=True))
+    ]
 
 
-def _norms(weights: Sequence[Tensor]) -> list[float]:
-    norms = torch._foreach_norm(list(weights)) if weights else []
-    found: list[float] = torch.stack([norm.to(norms[0].device).float() for norm in norms]).tolist() if norms else []
-    return found
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal, a stretch at a time: the first one tells nearly always."""
+    for part in tensors.portions([one], [other]):
+        (own,), (its,) = part.of([one]), part.of([other])
+        if not torch.equal(own.to(its.device), its):
+            return False
+    return True
 
 
 def _decay(knob: BoundKnob) -> GroupBinding:

@@ -142,9 +142,9 @@ class Search(Callback):
         self._closed.clear()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave model, optimizer and Trainer as they were."""
+        """End a run that has made all its steps, and leave model, optimizer and Trainer as they were."""
         if self.search is not None:
-            self.search.finish()
+            self.search.finish_if_over()
         self._leave(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -96,16 +96,20 @@ class Riding:
     def finish(self) -> None:
         """Close the window under way: the loop is over. What was trained stays where it left before its time."""
         with self.lending.all_in_force():
-            record = self.engine.cycle.finish(last_weights=not self._made_all_steps())
+            record = self.engine.cycle.finish(last_weights=not self.made_all_steps())
         self._tell(record)
 
-    def _made_all_steps(self) -> bool:
-        """Whether the steps that are missing were skipped, as far as can be told."""
-        total = self.engine.total_steps
+    def made_all_steps(self) -> bool:
+        """Whether the steps that are missing were skipped by a GradScaler, as far as can be told; on all ranks."""
+        total, home = self.engine.total_steps, self.engine.home
         if total is None:
             return False
         skipped = self.passes.lost + (self.passes.begun > 0)
-        return total - self.engine.step_count <= min(skipped, MOST_SKIPPED * total)
+        over = home.scaler is not None and total - self.engine.step_count <= min(skipped, MOST_SKIPPED * total)
+        if not isinstance(home, Ranks):
+            return over
+        device = next(self.model.parameters()).device
+        return bool((home.gather(torch.full((len(home.local), 1), float(over), device=device)) == 1.0).all())
 
     def state_dict(self) -> dict[str, Any]:
         """What the loop has told, besides the engine's state: plain numbers and tensors."""

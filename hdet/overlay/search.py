@@ -137,6 +137,11 @@ class Search(AbstractContextManager["Search"]):
         if self.attached and not self.finished and self.engine.step_count:
             self._riding.finish()
 
+    def finish_if_over(self) -> None:
+        """`finish`, if no more steps are missing than a GradScaler skipped: else the run may be taken up again."""
+        if self.attached and not self.finished and self.engine.step_count and self._riding.made_all_steps():
+            self._riding.finish()
+
     def agree_on_losses(self, agree: Callable[[Tensor], Tensor]) -> None:
         """Of each pass's loss, detached, take what this returns: the mean over others that train the same model.
 

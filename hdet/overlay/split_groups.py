@@ -68,14 +68,14 @@ class SplitGroups:
         return knob if whole == list(chosen) else knob.replace(groups=tuple(whole), name=knob.label)
 
     def pass_on(self) -> None:
-        """Parts that nobody has written follow the first one's rate: the loop may know of that group alone."""
+        """Parts that have the first one's rate follow it: the loop may know of that group alone."""
         groups = self._optimizer.param_groups
         for index, (_, *others) in self._parts.items():
             rate = groups[index]["lr"]
             if isinstance(rate, Tensor) or rate == self._rates[index]:
                 continue
             for other in others:
-                if groups[other]["lr"] == self._rates[other]:
+                if groups[other]["lr"] == self._rates[other] == self._rates[index]:
                     groups[other]["lr"] = rate
         self._rates = [group["lr"] for group in groups]
 

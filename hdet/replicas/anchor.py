@@ -79,7 +79,7 @@ class Anchor:
         if self._norms == {}:
             return []
         own = {number: value for number, value in still.items() if value.dtype in finite.PLAIN and value.numel()}
-        norms = dict(zip(own, map(float, torch._foreach_norm(list(own.values())) if own else ()), strict=True))
+        norms = dict(zip(own, tensors.norms(list(own.values())), strict=True))
         before, self._norms = self._norms, norms if step == 0 or self._norms is None else {}
         return [] if self._norms else [number for number in own if (before or {}).get(number) != norms[number]]
 

@@ -191,6 +191,14 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([flag.to(flags[0].device) for flag in flags]).all() if flags else torch.tensor(True)
 
 
+@torch.no_grad()
+def norms(tensors: Sequence[Tensor]) -> list[float]:
+    """Their Euclidean norms, in float32; waits for the device once."""
+    found = torch._foreach_norm(list(tensors)) if tensors else []
+    told: list[float] = torch.stack([own.to(found[0].device).float() for own in found]).tolist() if found else []
+    return told
+
+
 def as_real(tensor: Tensor) -> Tensor:
     """A complex tensor as its real and imaginary parts, in its memory; others as they are."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

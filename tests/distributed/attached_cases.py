@@ -278,6 +278,25 @@ def looked_at() -> int:
     return search.engine.step_count
 
 
+def held_by_one() -> Found:
+    """A sharded model of which one rank holds all and the other nothing: its only weights have one row."""
+    model = nn.Sequential(nn.Linear(WIDTH, 1))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    x = torch.randn(4 * STEPS, 8, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    held_out = hdet.Probe(lambda model, given: (model(given) - 1.0).square().mean(), [*x[-4:]])
+    search = hdet.attach(model, optimizer, probe=held_out, total_steps=STEPS, window=WINDOW, quiet=True)
+    for step in range(STEPS):
+        search.loss((model(x[step]) - 1.0).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"held": [p.to_local().numel() for p in model.parameters()], "slopes": slopes(search)}  # type: ignore[attr-defined]
+
+
+def slopes(search: hdet.Search) -> list[float]:
+    return [record.estimates["weight_decay"]["slope"] for record in search.history]
+
+
 def tailed(name: str, normed: bool) -> Found:
     """A run that ends with averaged weights: whether they are those of the steps, and the ends of what follows data.
 

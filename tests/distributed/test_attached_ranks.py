@@ -219,3 +219,10 @@ def test_a_state_is_gathered_over_the_ranks_that_train_together() -> None:
 
 def test_fully_sharded_a_look_at_the_model_before_changes_nothing() -> None:
     assert launch(attached.looked_at, 2) == [attached.STEPS] * 2
+
+
+def test_a_rank_that_holds_nothing_of_what_decays_takes_part_all_the_same() -> None:
+    first, second = launch(attached.held_by_one, 2)
+    assert sorted([sum(first["held"]), sum(second["held"])]) == [0, 9]
+    assert first["slopes"] == second["slopes"]
+    assert any(first["slopes"])

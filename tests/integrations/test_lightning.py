@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, strategies
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_job import HELD, PER_EPOCH, Classifier, fit, loader, search
@@ -270,3 +270,18 @@ def test_strategies_that_cut_parameters_or_masters_are_refused_by_name(kind: typ
     trainer._accelerator_connector.strategy = object.__new__(kind)
     with pytest.raises(ConfigError, match=f"Lightning's {does}.* give the Trainer ModelParallelStrategy"):
         search().on_train_start(trainer, Classifier())
+
+
+def test_a_training_that_was_stopped_early_is_taken_up_again(tmp_path: Path) -> None:
+    """Its last checkpoint is written when it has ended."""
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+            trainer.should_stop = trainer.global_step >= PER_EPOCH
+
+    last = ModelCheckpoint(dirpath=tmp_path, save_last=True, every_n_train_steps=10_000)
+    first, second = search(), search()
+    fit(tmp_path, Classifier("none"), first, Stop(), last, enable_checkpointing=True)
+    assert not first.search.finished
+    fit(tmp_path, Classifier("none"), second, resumed=tmp_path / "last.ckpt")
+    assert second.search.finished

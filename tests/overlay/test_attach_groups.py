@@ -234,7 +234,7 @@ def test_names_of_parameters_are_cut_with_them() -> None:
 
 
 def test_a_rate_that_the_loop_writes_into_the_group_it_made_reaches_all_parts() -> None:
-    """But not a part that somebody has written apart."""
+    """But not a part that somebody has written apart, whenever that was."""
     model, optimizer = build()
     search = attach(model, optimizer, schedule=None)
     for step in range(4):
@@ -245,3 +245,6 @@ def test_a_rate_that_the_loop_writes_into_the_group_it_made_reaches_all_parts() 
     optimizer.param_groups[0]["lr"] = 0.1
     train(model, optimizer, search, start=4, stop=5)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5, 0.1]
+    optimizer.param_groups[0]["lr"] = 0.2
+    train(model, optimizer, search, start=5, stop=6)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.5, 0.2]

@@ -120,8 +120,10 @@ class DirectionalCollector(Collector):
             for part, own in self._parts(centre)
             for block in direction(part, own)
         ]
-        if not blocks:
-            return 0.0
+        # A rank that holds nothing of what D moves takes part all the same: norms may be a collective.
+        device = next((own.device for own in self.scene.moving.values()), None)
+        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        blocks.append((nothing, nothing))
         length, change = self.norms(*(torch.stack(own) for own in zip(*blocks, strict=True)))
         furthest = max(map(abs, self.spec.points)) * change
         return min(self.spec.width, self.spec.reach * length / furthest) if furthest > 0.0 else 0.0

@@ -86,6 +86,7 @@ def _scale(
     for entry in ("square_avg", "sum"):
         held = own(entry)
         if held is not None and "acc_delta" not in state:
+            felt = held
             if group.get("centered"):
                 mean = own("grad_avg")
                 assert mean is not None
@@ -93,7 +94,7 @@ def _scale(
             if "lr_decay" in group:
                 lr = lr / (1.0 + (without_waiting(state["step"]) - 1.0) * float(group["lr_decay"]))
             divisor = (held.sqrt() + float(group["eps"])).mul_(1.0 - float(group.get("momentum", 0.0)))
-            return _over(divisor, lr, felt=held)
+            return _over(divisor, lr, felt=felt)
     _warn(
         optimizer,
         "scales gradients, and takes its update for lr * gradient: slopes keep their sign wherever the true scaling is "

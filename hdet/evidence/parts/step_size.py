@@ -13,6 +13,7 @@ from hdet.evidence.parts.scale import holds, spectral_gain
 from hdet.evidence.scene import Scene
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound_knob import BoundKnob
+from hdet.replicas import tensors
 from hdet.replicas.tensors import local
 
 SCALE_FREE = ("exp_avg_sq", "exp_inf")
@@ -37,11 +38,11 @@ def empty_at_first(scene: Scene, knobs: Sequence[BoundKnob]) -> list[int]:
         for (place, parameter), values in zip(_placed(scene), scene.opening(), strict=True)
         if id(parameter) in own
     ]
-    norms = torch._foreach_norm([values for _, _, values in found]) if found else []
+    norms = tensors.norms([values for _, _, values in found])
     return [
         place
         for (place, parameter, values), norm in zip(found, norms, strict=True)
-        if not holds(parameter, float(norm) ** 2, values.numel())
+        if not holds(parameter, norm**2, values.numel())
     ]
 
 
@@ -68,7 +69,7 @@ def step_size(scene: Scene, knobs: Sequence[BoundKnob], empty: Sequence[int]) ->
     ratios: list[float] = []
     if found and max(decay for _, _, decay in found) <= MOST_DECAY:
         weights = [local(each) for each, _, _ in found]
-        norms = torch.stack([norm.to(weights[0].device).float() for norm in torch._foreach_norm(weights)]).tolist()
+        norms = tensors.norms(weights)
         ratios = [
             rate * spectral_gain(each) * math.sqrt(held.numel()) / norm
             for (each, rate, _), held, norm in zip(found, weights, norms, strict=True)
