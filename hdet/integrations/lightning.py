@@ -144,7 +144,7 @@ class Search(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End a run that has made all its steps, and leave model, optimizer and Trainer as they were."""
         if self.search is not None:
-            self.search.finish_if_over()
+            self.search.finish(only_if_over=True)
         self._leave(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -93,13 +93,20 @@ class Riding:
         self.lending.take_out_update()
         self.lending.take_out_forward()
 
-    def finish(self) -> None:
-        """Close the window under way: the loop is over. What was trained stays where it left before its time."""
+    def finish(self, *, only_if_over: bool) -> None:
+        """Close the window under way: the loop is over. What was trained stays where it left before its time.
+
+        Args:
+            only_if_over: do nothing in that case.
+        """
+        over = self._made_all_steps()
+        if only_if_over and not over:
+            return
         with self.lending.all_in_force():
-            record = self.engine.cycle.finish(last_weights=not self.made_all_steps())
+            record = self.engine.cycle.finish(last_weights=not over)
         self._tell(record)
 
-    def made_all_steps(self) -> bool:
+    def _made_all_steps(self) -> bool:
         """Whether the steps that are missing were skipped by a GradScaler, as far as can be told; on all ranks."""
         total, home = self.engine.total_steps, self.engine.home
         if total is None:

@@ -127,20 +127,18 @@ class Search(AbstractContextManager["Search"]):
             while self._undo:
                 self._undo.pop()()
 
-    def finish(self) -> None:
+    def finish(self, *, only_if_over: bool = False) -> None:
         """Say that the loop has made its last step, which closes the window under way; on all ranks.
 
         Leaving the search as a context manager does so, too, and after `total_steps` steps all is done. Steps that a
         GradScaler skips do not count, so a loop over `total_steps` batches then ends a little earlier: the run ends as
         it would have (`tail=`) if no more steps are missing than were skipped, and else with the last weights.
+
+        Args:
+            only_if_over: do nothing where more steps are missing, as where training is to be taken up again.
         """
         if self.attached and not self.finished and self.engine.step_count:
-            self._riding.finish()
-
-    def finish_if_over(self) -> None:
-        """`finish`, if no more steps are missing than a GradScaler skipped: else the run may be taken up again."""
-        if self.attached and not self.finished and self.engine.step_count and self._riding.made_all_steps():
-            self._riding.finish()
+            self._riding.finish(only_if_over=only_if_over)
 
     def agree_on_losses(self, agree: Callable[[Tensor], Tensor]) -> None:
         """Of each pass's loss, detached, take what this returns: the mean over others that train the same model.

@@ -5,9 +5,9 @@ import pytest
 from windows import moves
 
 from hdet.controllers import Calibrate, Context, Estimate, RuledState
+from hdet.controllers.beginning import Beginning
 from hdet.controllers.rules.returning import ReturnState
 from hdet.controllers.rules.stall import StallState
-from hdet.controllers.small_steps import Beginning
 from hdet.errors import ConfigError
 
 

@@ -278,6 +278,24 @@ def looked_at() -> int:
     return search.engine.step_count
 
 
+def skipped_by_a_scaler() -> Found:
+    """A loop over all batches whose GradScaler skips two steps."""
+    model = ddp(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    with attach(model, optimizer) as search:
+        for step in range(STEPS):
+            loss = search.loss(loss_of(model, batch(step, dist.get_rank())))
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            if step in (1, 9):
+                next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        over = search._riding._made_all_steps()
+    return {"steps": search.engine.step_count, "over": over, "weights": [p.detach() for p in model.parameters()]}
+
+
 def held_by_one() -> Found:
     """A sharded model of which one rank holds all and the other nothing: its only weights have one row."""
     model = nn.Sequential(nn.Linear(WIDTH, 1))

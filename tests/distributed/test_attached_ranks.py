@@ -226,3 +226,9 @@ def test_a_rank_that_holds_nothing_of_what_decays_takes_part_all_the_same() -> N
     assert sorted([sum(first["held"]), sum(second["held"])]) == [0, 9]
     assert first["slopes"] == second["slopes"]
     assert any(first["slopes"])
+
+
+def test_where_a_scaler_skips_steps_all_ranks_end_the_run_alike(assert_same: Any) -> None:
+    first, second = launch(attached.skipped_by_a_scaler, 2)
+    assert (first["steps"], first["over"]) == (attached.STEPS - 2, True)
+    assert_same(first, second)

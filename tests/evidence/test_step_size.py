@@ -212,11 +212,12 @@ def test_what_began_at_zeros_does_not_count() -> None:
     assert found[:4] == pytest.approx(alone[:4], rel=0.25)
 
 
-def test_a_resumed_run_knows_what_began_at_zeros() -> None:
+@pytest.mark.parametrize("evidence", [Line(), GroupLines()], ids=["line", "group lines"])
+def test_a_resumed_run_knows_what_began_at_zeros(evidence: Any) -> None:
     def begun() -> Engine:
         model = Net()
         nn.init.zeros_(model.filters.weight)
-        rate = hdet.LearningRate(schedule=RISING, evidence=Line(), controller=Hold())
+        rate = hdet.LearningRate(schedule=RISING, evidence=evidence, controller=Hold())
         return engine(model, AdamW([model.matrix.weight, model.filters.weight], lr=PEAK), [rate])
 
     first, second = begun(), begun()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -47,12 +47,14 @@ def test_the_scale_of_the_losses_is_found_after_steps_that_overflowed(skipped: i
     assert search.state_dict()["losses"]["divided"]
 
 
-def scaled(steps: int, skipping: tuple[int, ...], **options: Any) -> hdet.overlay.search.Search:
+def scaled(
+    steps: int, skipping: tuple[int, ...], end: Callable[[hdet.Search], object] = lambda search: None
+) -> hdet.Search:
     """A loop over so many batches under a GradScaler that skips some steps; labels are noise, so means are better."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
-    with hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=4, quiet=True, **options) as search:
+    with hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=4, quiet=True) as search:
         for step in range(steps):
             inputs, _ = batch(step)
             labels = torch.randint(3, (8,), generator=torch.Generator().manual_seed(step))
@@ -62,6 +64,7 @@ def scaled(steps: int, skipping: tuple[int, ...], **options: Any) -> hdet.overla
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
+        end(search)
     return search
 
 
@@ -79,3 +82,18 @@ def test_one_that_left_before_its_time_keeps_what_was_trained(steps: int, skippi
     assert search.finished
     assert search.history.windows[-1].stop == steps - len(skipping)
     assert search.history.windows[-1].tail == {}
+
+
+def test_a_loop_without_the_block_says_that_it_is_over() -> None:
+    told: list[bool] = []
+
+    def end(search: hdet.Search) -> None:
+        for only_if_over in (True, False):
+            search.finish(only_if_over=only_if_over)
+            told.append(search.finished)
+
+    assert scaled(STEPS - 8, (0, 1), end).history.windows[-1].tail == {}
+    assert told == [False, True], "it may be taken up again, or not"
+    told.clear()
+    assert scaled(STEPS, (3, 17), end).history.windows[-1].tail
+    assert told == [True, True]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from pydantic import Field
 
+from hdet.controllers.beginning import Beginning, OfSmallSteps
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Rule
-from hdet.controllers.small_steps import Beginning, OfSmallSteps
 from hdet.spec import register
 
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from pydantic import Field
 
+from hdet.controllers.beginning import Beginning, OfBeginning
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Rule
-from hdet.controllers.small_steps import Beginning, OfUntrained
 from hdet.spec import register
 
 
 @register
-class CatchUp(OfUntrained, Rule):
+class CatchUp(OfBeginning, Rule):
     """Go up to where steps begin to matter, above the schedule as given too, until evidence has lowered the base.
 
     In large models hardly a window calls for more, at a tenth of the best rate either. So this is the last rule to be

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from hdet.controllers.beginning import Beginning, OfRaises
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.newton import newton_move
 from hdet.controllers.part import Rule
-from hdet.controllers.small_steps import Beginning, OfRaises
 from hdet.spec import register
 
 

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from hdet.controllers.beginning import Beginning, OfSmallSteps
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Rule
-from hdet.controllers.small_steps import Beginning, OfSmallSteps
 from hdet.spec import register
 
 

@@ -6,15 +6,15 @@ import math
 
 from pydantic import Field
 
+from hdet.controllers.beginning import Beginning, OfBeginning
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Veto
-from hdet.controllers.small_steps import Beginning, OfUntrained
 from hdet.spec import register
 
 
 @register
-class LargeSteps(OfUntrained, Veto):
+class LargeSteps(OfBeginning, Veto):
     """While an untrained model warms up, raise no rate above the schedule as given to where its steps are large.
 
     The first windows learn what takes few and large steps (in language models, how often each token comes), and call

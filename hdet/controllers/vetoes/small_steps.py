@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from hdet.controllers.beginning import Beginning, OfSmallSteps
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Veto
-from hdet.controllers.small_steps import Beginning, OfSmallSteps
 from hdet.spec import register
 
 

@@ -1,4 +1,4 @@
-"""How low a rate may be while an untrained model warms up, and how fast it rises from there."""
+"""How far a rate is raised and lowered while a model warms up, untrained or pretrained."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from hdet.controllers import Calibrate, Context, Estimate
+from hdet.controllers.beginning import Beginning, OfBeginning
 from hdet.controllers.rules import CatchUp, LookAhead, Raise, Regain
-from hdet.controllers.small_steps import Beginning, OfUntrained
 from hdet.controllers.vetoes import LargeSteps, SmallSteps
 
 SMALL = 0.5
@@ -89,7 +89,7 @@ PARTS = [Regain(), SmallSteps(), LargeSteps(), CatchUp(), LookAhead(), Raise()]
 
 @pytest.mark.parametrize("part", PARTS)
 def test_what_the_first_window_told_is_kept_and_a_rewind_or_new_start_ends_it(
-    part: OfUntrained,
+    part: OfBeginning,
 ) -> None:
     """But for the veto on large steps: that they were too large is what a rewind says."""
     begun = part.begin(part.start(), replace(LESS, excess=1.0))
@@ -102,7 +102,7 @@ def test_what_the_first_window_told_is_kept_and_a_rewind_or_new_start_ends_it(
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_schedule_that_has_fallen_ends_the_warm_up_for_good(part: OfUntrained) -> None:
+def test_a_schedule_that_has_fallen_ends_the_warm_up_for_good(part: OfBeginning) -> None:
     """A cycle with a warm-up of its own begins with weights that have been trained by then."""
     state = part.begin(part.start(), replace(LESS, excess=1.0))
     told = []

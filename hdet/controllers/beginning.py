@@ -1,4 +1,4 @@
-"""Where training has only begun, and steps are small beside the weights, a step that looks too large is not."""
+"""How training has begun, and what that says of the first windows: how far a rate is raised, and how far lowered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Beginning:
     fell: bool = False
 
 
-class OfUntrained(Part):
+class OfBeginning(Part):
     """Knows whether the run began with untrained weights, or with trained ones, and still warms up.
 
     By default it forgets that where the run goes back or begins anew: something was too large.
@@ -51,7 +51,7 @@ class OfUntrained(Part):
         return replace(state, untrained=untrained, pretrained=pretrained, last=context.schedule_next, fell=fell)
 
 
-class OfRaises(OfUntrained):
+class OfRaises(OfBeginning):
     """Knows how far a raise goes while training begins, where evidence calls for more.
 
     A window's line tells of rates a few times higher, and one raise goes no further by itself.
@@ -89,7 +89,7 @@ class OfRaises(OfUntrained):
         return max(move, min(math.log(LOWEST_BEST / size), self.ceiling - context.shift))
 
 
-class OfSmallSteps(OfUntrained):
+class OfSmallSteps(OfBeginning):
     """Knows how far a learning rate can be lowered before its steps are small.
 
     In the first windows of an untrained model, a single direction (in language models, how often each token comes)
