@@ -168,7 +168,10 @@ class Cycle:
         self.tally.add(losses)
         if self._follows:
             self._follow()
-        step = self.step_count = self.step_count + 1
+        step = self.step_count + 1
+        if self._last_step is not None and step > self._last_step:
+            step = self._last_step  # closing the last window was interrupted
+        self.step_count = step
         if step < self.window.stop:
             for knob in self.knobs:  # `apply`, without a call for a knob that stays as it is
                 if step < knob.stays_until:

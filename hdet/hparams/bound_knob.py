@@ -85,8 +85,7 @@ class BoundKnob:
             )
         # Of a schedule without an end only the start is known, and a warm-up may start at 0.
         known = total is not None or isinstance(self.schedule, Constant)
-        movable = any(spec.space.apply(self.peak, shift) != self.peak for shift in (0.1, -0.1))
-        if known and not movable:
+        if known and not self._movable(self.peak):
             raise ConfigError(
                 f"{self.name}: its base is {self.peak:g}, which {type(spec.space).__name__} cannot move; "
                 f"give it a schedule with another value, or another space"
@@ -256,9 +255,15 @@ class BoundKnob:
     def judge(self, estimate: Estimate, run: Context) -> float:
         """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units.
 
+        Where the schedule stood at what nothing moves all window long, as a rate at 0, nothing was in force that the
+        evidence could be of: it is not asked.
+
         Args:
             run: where the run stands; what is the knob's own is filled in here.
         """
+        if self._slept(run.step - run.length, run.step):
+            self.reasons, self.alone = {}, 0.0
+            return 0.0
         judged = self.controller.judge(self.state, estimate, self._context(run))
         self.state, self.reasons = judged.state, judged.reasons
         move = self._move(float(judged.move))
@@ -278,6 +283,13 @@ class BoundKnob:
         """The run began anew from its first weights. Returns the move made, as `judge` does."""
         move, self.state = self.controller.restart(self.state, self._context(_between(run)))
         return self._move(float(move))
+
+    def _slept(self, start: int, stop: int) -> bool:
+        """Whether no shift would have changed the base at any step from `start` to `stop`, without `stop`."""
+        return not any(self._movable(self.bend.of(self.schedule(step))) for step in range(start, stop)) and start < stop
+
+    def _movable(self, value: float) -> bool:
+        return any(self.spec.space.apply(value, shift) != value for shift in (0.1, -0.1))
 
     def _context(self, run: Context) -> Context:
         step = run.step

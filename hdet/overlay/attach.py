@@ -146,13 +146,14 @@ def attach(
             found.pass_on = split.pass_on
         length = total_steps if follower is not None else None
 
-        def course_of(group: int) -> Schedule:
+        def course_of(groups: Groups) -> Schedule:
+            group = _leading(found, length, groups)
             if found.driven:
                 return schedule if isinstance(schedule, Schedule) else own_schedule(optimizer, total_steps, group)
             return Told(found.course(RATE, length), group, length)
 
         named = _groups(optimizer, rates, split)
-        everything = {groups: course_of(_leading(found, length, groups)) for groups in named}
+        everything = {groups: course_of(groups) for groups in named}
         choices = choose(
             model,
             optimizer,
@@ -355,20 +356,20 @@ def _groups(optimizer: Optimizer, rates: Any, split: SplitGroups | None) -> dict
 
 
 def _leading(found: Rates, total_steps: int | None, groups: Groups) -> int:
-    """The group that a factor of several is measured at: the first of them with a rate above 0 at some time."""
-    peaks = found.read(RATE)
+    """The group that a factor of several is measured at: the first of those with a rate above 0 for most of the run."""
+    rows = [found.read(RATE)]
     if found.follower is not None and total_steps is not None:
-        peaks = found.course(RATE, total_steps).peaks
-    chosen = range(len(peaks)) if groups is None else (groups,) if isinstance(groups, int) else groups
+        rows = found.course(RATE, total_steps).forecast
+    chosen = range(len(rows[0])) if groups is None else (groups,) if isinstance(groups, int) else groups
     indices = [index for index in chosen if isinstance(index, int)]
-    return next((index for index in indices if peaks[index] > 0.0), indices[0])
+    return max(indices, key=lambda index: sum(row[index] > 0.0 for row in rows))
 
 
 def _relative(knob: Knob, found: Rates, optimizer: Optimizer, model: nn.Module, course_of: Any) -> Knob:
     """An update knob without a schedule of its own is relative to what the optimizer holds."""
     if not isinstance(knob, GroupKnob) or knob.schedule is not None:
         return knob
-    group = knob.bind(model, optimizer).indices[0]
+    indices = knob.bind(model, optimizer).indices
     if isinstance(knob, LearningRate):
-        return knob.replace(schedule=course_of(group))
-    return knob.replace(schedule=Told(found.course((knob.key, knob.item)), group, None))
+        return knob.replace(schedule=course_of(indices))
+    return knob.replace(schedule=Told(found.course((knob.key, knob.item)), indices[0], None))

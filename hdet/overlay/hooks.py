@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -222,10 +223,13 @@ def requiring_grad(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, (tuple, list)):
         for part in output:
             yield from requiring_grad(part)
-    elif isinstance(output, dict):
+    elif isinstance(output, Mapping):
         for part in output.values():
             yield from requiring_grad(part)
+    elif is_dataclass(output) and not isinstance(output, type):
+        for field in fields(output):
+            yield from requiring_grad(getattr(output, field.name, None))
     elif hasattr(output, "__dict__"):
         for part in vars(output).values():
-            if isinstance(part, Tensor):
+            if isinstance(part, (Tensor, tuple, list, Mapping)) or is_dataclass(part):
                 yield from requiring_grad(part)

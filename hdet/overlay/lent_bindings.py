@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +22,16 @@ from hdet.overlay.told_schedule import Told
 
 @dataclass
 class Hand:
-    """What is put in, whether it is, and what was there."""
+    """What is put in, whether it is, and what was there.
+
+    Attributes:
+        shift: tells how far the knob has been moved, for where the value cannot.
+    """
 
     value: float | None = None
     in_force: bool = False
     theirs: list[Any] = field(default_factory=list)
+    shift: Callable[[], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,8 @@ class LentGroups(GroupBinding):
     """Entries of parameter groups: `write` says what is to be there, `put_in` puts it there, `take_out` takes it back.
 
     Where it is `told` what the user or a scheduler writes, the value is relative to that: each group's own is moved
-    as far as that of the group told of. Else the value is written as it is, and groups keep their first ratios.
+    as far as that of the group told of; where that one stands at 0, which nothing moves, as far as the knob was. Else
+    the value is written as it is, and groups keep their first ratios.
     """
 
     told: Told | None
@@ -88,6 +95,8 @@ class LentGroups(GroupBinding):
                     group[self.key].copy_(theirs)
                     if value != reference:
                         group[self.key].mul_(value / reference)
+                    elif reference == 0.0 and self._shift != 0.0:
+                        group[self.key].mul_(self.space.apply(1.0, self._shift))
                 continue
             own = self._moved(row[index], value, reference)
             held = torch.full_like(theirs, fit(own, self.bounds, theirs.dtype)) if isinstance(theirs, Tensor) else own
@@ -96,10 +105,14 @@ class LentGroups(GroupBinding):
     def _moved(self, theirs: float, value: float, reference: float) -> float:
         """A group's own value, moved as the reference group's was from `reference` to `value`."""
         if value == reference:
-            return theirs
+            return self.space.apply(theirs, self._shift) if reference == 0.0 else theirs
         if theirs == reference:
             return value
         return self.space.apply(theirs, self.space.difference(value, reference))
+
+    @property
+    def _shift(self) -> float:
+        return self.hand.shift() if self.hand.shift is not None else 0.0
 
 
 class LentScalar:
@@ -190,13 +203,15 @@ class Lending:
         self.scalars.append(scalar)
         return scalar
 
-    def rest_at_bases(self, knobs: Sequence[BoundKnob]) -> None:
-        """Let scalars that evaluation depends on rest at their knobs' bases."""
+    def know(self, knobs: Sequence[BoundKnob]) -> None:
+        """Let scalars that evaluation depends on rest at their knobs' bases, and groups know how far these moved."""
         assert self._step is not None
         for knob in knobs:
             binding = knob.bindings[0]
             if isinstance(binding, LentScalar):
                 binding.rest = _base(knob, self._step)
+            elif isinstance(binding, LentGroups):
+                binding.hand.shift = partial(getattr, knob, "shift")
 
     def put_in_forward(self, *, at_base: bool = False) -> None:
         """Forward knobs are in force: a pass begins, of a seat or, beyond them, at the bases."""

@@ -73,6 +73,11 @@ class Passes:
         return self._current is not None and self._current.forwarded
 
     @property
+    def untraced(self) -> bool:
+        """Whether the backward of the pass that waits for it cannot be seen."""
+        return self._current is not None and self._current.forwarded and not self._current.traced
+
+    @property
     def number(self) -> int:
         """Of the pass that was begun last."""
         return max(0, self.begun - 1)
@@ -80,7 +85,7 @@ class Passes:
     def begin(self) -> None:
         """A pass begins."""
         self.give_up()  # one whose forward failed
-        if self._were_dropped():
+        if self.were_dropped():
             self.drop()
         replicas = self._engine.replicas
         if self._engine.finished or self.begun >= len(replicas):
@@ -126,7 +131,9 @@ class Passes:
         self.losses.drop(current.number)
 
     def drop(self) -> None:
-        """The passes since the last step lead to none."""
+        """The passes since the last step, if there were any, lead to none."""
+        if not self.begun:
+            return
         if self._current is not None:
             self._leave(heard=False)
         self.miss()
@@ -187,7 +194,7 @@ class Passes:
             return
         task = torch._C._current_graph_task_id()
         if heard.backward is None:
-            if heard.number and self._were_dropped():
+            if heard.number and self.were_dropped():
                 self._drop_before(heard)
             heard.backward = task
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._after_backward, heard))
@@ -215,7 +222,7 @@ class Passes:
         first = next((p.grad for p in self.model.parameters() if p.grad is not None), None)
         self._seen = (first, first._version) if first is not None else None
 
-    def _were_dropped(self) -> bool:
+    def were_dropped(self) -> bool:
         """Whether the gradients of the passes so far are gone, as where a GradScaler skipped their step."""
         elsewhere = getattr(self._engine.hosts[0][1], "gradients_elsewhere", False)
         if not self.begun or elsewhere or fully_sharded.used(self.model):

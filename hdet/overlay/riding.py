@@ -83,7 +83,7 @@ class Riding:
             self.engine = self._build(micro_batches, self.lending)
         finally:
             self._busy = False
-        self.lending.rest_at_bases(self.engine.knobs)
+        self.lending.know(self.engine.knobs)
         self.passes.ride(self.engine, self.lending)
 
     def dismount(self) -> None:
@@ -126,7 +126,7 @@ class Riding:
             "rates": self.rates.state_dict(),
             "losses": self.losses.state_dict(),
             "entered": self.passes.entered,
-            "lost": self.passes.lost,
+            "lost": self.passes.lost + self.passes.were_dropped(),  # which is found out in the next pass
             "loss_scale": scaler.get_scale() if isinstance(scaler, GradScaler) else scaler,
         }
 
@@ -151,7 +151,10 @@ class Riding:
 
     def before_forward(self) -> None:
         """A training pass begins, or goes on: several forwards to one backward are one pass."""
-        if self._busy or self.passes.under_way:
+        if self._busy:
+            return
+        if self.passes.under_way:
+            self._notice_untraced()
             return
         self.lending.take_out_update()  # if the step before raised
         self._refuse_join()
@@ -202,7 +205,9 @@ class Riding:
         self._stepping = False
         record = None
         try:
-            if not self.engine.finished and not skipped(self.optimizer):
+            if skipped(self.optimizer):
+                self.passes.lost += 1
+            elif not self.engine.finished:
                 record = self._advance()
         finally:
             self.lending.take_out_forward()
@@ -307,6 +312,15 @@ class Riding:
     @property
     def _explores_forward(self) -> bool:
         return any(k.spec.acts_on == "forward" and k.spec.spread.width for k in self.engine.knobs)
+
+    def _notice_untraced(self) -> None:
+        """Say it once where a pass may be another one: the backward of the one before cannot be seen."""
+        if self.passes.untraced:
+            self.warn(
+                f"hdet finds no tensor that requires gradients in what the {type(self.model).__name__} returns, and so "
+                f"takes all its passes between two optimizer steps for one; return tensors by themselves, or in "
+                f"tuples, lists, mappings or dataclasses"
+            )
 
     def _notice_count(self, seats: int) -> None:
         """Say it once where steps keep having another number of passes than they were expected to."""

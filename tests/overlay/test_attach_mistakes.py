@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from collections import UserDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from attach_parts import STEPS, adamw, batch, loss_of, network, probe
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -237,3 +241,64 @@ def test_a_loop_that_runs_a_compiled_model_is_told_of_plain_dropouts() -> None:
     compiled = torch.compile(model, backend="eager")
     with pytest.raises(StepError, match=r"the loop runs what torch\.compile made of the model.*hdet\.nn\.swap"):
         search.loss(loss_of(compiled, batch(0))).backward()  # type: ignore[arg-type]
+
+
+@dataclass
+class Inner:
+    logits: Tensor
+
+
+@dataclass(slots=True)
+class Slotted:
+    inner: Inner
+
+
+class Bare:
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+
+class Hidden:
+    __slots__ = ("logits",)
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dataclass in one with slots": (lambda z: Slotted(Inner(z)), lambda out: out.inner.logits),
+    "list in an object": (lambda z: Bare([z]), lambda out: out.part[0]),
+    "mapping": (lambda z: UserDict(logits=z), lambda out: out["logits"]),
+    "hidden": (Hidden, lambda out: out.logits),
+}
+
+
+class Wrapping(nn.Module):
+    """Returns its logits in something."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = network()
+        self.wrap, self.unwrap = KINDS[kind]
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.wrap(self.layers(inputs))
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_passes_are_counted_whatever_the_model_returns_or_it_is_told(kind: str) -> None:
+    model = Wrapping(kind)
+
+    def loss_in(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model.unwrap(model(given[0])), given[1])  # type: ignore[operator]
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    search = hdet.attach(model, optimizer, probe=hdet.Probe(loss_in, probe().batches), total_steps=STEPS, quiet=True)
+    unseen = pytest.warns(UserWarning, match="no tensor that requires gradients in what the Wrapping returns")
+    with unseen if kind == "hidden" else nullcontext():
+        for step in range(3):
+            for part in range(2):
+                search.loss(loss_in(model, batch(step, part)) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(search.engine.replicas) == (1 if kind == "hidden" else 2)

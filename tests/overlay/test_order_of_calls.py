@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from attach_parts import STEPS, adamw, batch, loss_of, network, probe
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
 
@@ -354,6 +355,37 @@ def test_a_step_that_raises_leaves_nothing_of_hdets_behind(driven: bool) -> None
         optimizer.zero_grad()
     assert search.engine.step_count == 9
     assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 1e-3]
+
+
+@pytest.mark.parametrize("at", [STEPS // 2 - 1, STEPS - 1])
+def test_a_run_goes_on_where_closing_a_window_was_interrupted(at: int) -> None:
+    """As by hand, in a notebook, while the probe runs; in the last window the step after it ends the run."""
+    model = network()
+    optimizer = adamw(model)
+    stops = False
+
+    def loss(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+        nonlocal stops
+        if stops:
+            stops = False
+            raise KeyboardInterrupt
+        return loss_of(model, given)
+
+    held_out = hdet.Probe(loss, probe().batches)
+    search = hdet.attach(model, optimizer, probe=held_out, total_steps=STEPS, window=STEPS // 4, quiet=True)
+    steps = 0
+    while not search.finished:
+        assert steps <= STEPS
+        search.loss(loss_of(model, batch(steps))).backward()
+        stops = steps == at
+        with pytest.raises(KeyboardInterrupt) if stops else nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    assert steps == STEPS + (at == STEPS - 1)
+    assert [record.stop for record in search.history][-1] == search.engine.step_count == STEPS
+    with pytest.raises(StepError, match="the run is over"):
+        train(model, optimizer, search, 1)
 
 
 def test_a_rate_that_groups_share_is_shared_again() -> None:

@@ -48,11 +48,16 @@ def test_the_scale_of_the_losses_is_found_after_steps_that_overflowed(skipped: i
 
 
 def scaled(
-    steps: int, skipping: tuple[int, ...], end: Callable[[hdet.Search], object] = lambda search: None
+    steps: int,
+    skipping: tuple[int, ...],
+    end: Callable[[hdet.Search], object] = lambda search: None,
+    *,
+    after: Callable[[int, hdet.Search], object] = lambda step, search: None,
+    fused: bool = False,
 ) -> hdet.Search:
     """A loop over so many batches under a GradScaler that skips some steps; labels are noise, so means are better."""
     model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     scaler = torch.amp.GradScaler("cpu")
     with hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=4, quiet=True) as search:
         for step in range(steps):
@@ -64,6 +69,7 @@ def scaled(
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
+            after(step, search)
         end(search)
     return search
 
@@ -97,3 +103,26 @@ def test_a_loop_without_the_block_says_that_it_is_over() -> None:
     told.clear()
     assert scaled(STEPS, (3, 17), end).history.windows[-1].tail
     assert told == [True, True]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_skipped_steps_are_counted_however_the_optimizer_tells(fused: bool) -> None:
+    """A fused one is stepped all the same, and leaves its weights alone."""
+    search = scaled(STEPS, (3, 17), fused=fused)
+    assert search.state_dict()["lost"] == 2
+    assert search.history.windows[-1].tail
+
+
+@pytest.mark.parametrize("at", [4, 17])
+def test_a_skipped_step_is_counted_in_a_state_taken_right_after_it(at: int) -> None:
+    """Until the next pass nobody knows that the one before led to no step."""
+    states: list[int] = []
+    scaled(STEPS, (at,), after=lambda step, search: states.append(search.state_dict()["lost"]))
+    assert states == [0] * at + [1] * (STEPS - at)
+
+
+def test_steps_that_were_made_are_none_that_were_skipped() -> None:
+    """Whoever tells hdet after each step that passes before it led to none, as the callback for Lightning does."""
+    search = scaled(STEPS - 1, (), after=lambda step, search: search.drop_passes())
+    assert search.state_dict()["lost"] == 0
+    assert search.history.windows[-1].tail == {}

@@ -1,0 +1,119 @@
+"""Rates of groups that stand at 0 for a while: frozen by their rate, as in gradual unfreezing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attach_parts import STEPS, adamw, batch, loss_of, network, probe
+from torch import nn
+
+import hdet
+
+WAKES = 20
+
+
+class Creeping(hdet.controllers.Controller):
+    """Moves by as much in each window."""
+
+    by: float
+
+    def start(self) -> None:
+        return None
+
+    def step(
+        self, state: None, estimate: hdet.controllers.Estimate, context: hdet.controllers.Context
+    ) -> tuple[float, None]:
+        return self.by, None
+
+
+CREEPING = hdet.LearningRate(evidence=hdet.evidence.Line(), controller=Creeping(by=0.5))
+
+
+def in_force(
+    lambdas: list[Callable[[int], float]] | None, write: Callable[[int, Any], None] = lambda *_: None, **options: Any
+) -> tuple[list[list[float]], hdet.Search]:
+    """The rates of both groups at each step, with nothing to learn but what `options` say."""
+    model = network()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambdas) if lambdas else None
+    how = {"scheduler": scheduler, "total_steps": STEPS} if scheduler else {"schedule": None}
+    options = {"exclude": ["weight_decay", "dropout"], "window": 5, "guard": None, "tail": None, **options}
+    search = hdet.attach(model, optimizer, probe=probe(), quiet=True, **how, **options)
+    seen: list[list[float]] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append([float(g["lr"]) for g in optimizer.param_groups]))
+    for step in range(STEPS):
+        write(step, optimizer)
+        search.loss(loss_of(model, batch(step))).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+    return seen, search
+
+
+def late(step: int) -> float:
+    return 0.0 if step < WAKES else 1.0
+
+
+def always(step: int) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize("sleeps", [0, 1])
+def test_what_is_learned_is_in_force_whichever_group_sleeps(sleeps: int) -> None:
+    lambdas = [always, always]
+    lambdas[sleeps] = late
+    seen, _ = in_force(lambdas, knobs=[CREEPING], warmup_steps=0)
+    given, other = [3e-3, 1e-3][1 - sleeps], [3e-3, 1e-3][sleeps]
+    for step in range(5, STEPS):
+        factor = torch.tensor(0.5 * (step // 5)).exp().item()
+        assert seen[step][1 - sleeps] == pytest.approx(given * factor, rel=1e-6), step
+        assert seen[step][sleeps] == pytest.approx(other * factor if step >= WAKES else 0.0, rel=1e-6), step
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_a_group_that_the_loop_puts_to_sleep_leaves_the_others_factor(tensor: bool) -> None:
+    def write(step: int, optimizer: torch.optim.Optimizer) -> None:
+        first = optimizer.param_groups[0]
+        if step == 0 and tensor:
+            for group in optimizer.param_groups:
+                group["lr"] = torch.tensor(group["lr"])
+        if step == 12:
+            first["lr"] = torch.tensor(0.0) if tensor else 0.0
+
+    seen, _ = in_force(None, write, knobs=[CREEPING])
+    for step in (11, 12, 24, STEPS - 1):
+        moves = min(step // 5, 3)  # none by a window in which the group that the factor is measured at slept
+        assert seen[step][1] == pytest.approx(1e-3 * torch.tensor(0.5 * moves).exp().item(), rel=1e-5), step
+        assert (seen[step][0] == 0.0) == (step >= 12)
+
+
+def test_a_rate_that_was_0_all_window_long_is_not_moved() -> None:
+    """Of rates of their own: nothing that was in force can have been judged."""
+    seen, search = in_force([late, always], rates="groups", warmup_steps=0)
+    for record in search.history.windows[: WAKES // 5]:
+        assert record.moves["learning_rate[0]"] == 0.0
+        assert "learning_rate[0]" not in record.reasons
+    assert seen[WAKES][0] == pytest.approx(3e-3 / 4), "it wakes where it was entered: four times below what was set"
+
+
+def test_a_knob_that_can_leave_0_is_judged_there() -> None:
+    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.0), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    knob = hdet.Dropout(controller=Creeping(by=0.1))
+    engine = hdet.recommended(model, optimizer, total_steps=STEPS, probe=probe(), knobs=[knob], quiet=True)
+    for step in range(STEPS):
+        losses = []
+        for replica in engine.replicas:
+            with replica:
+                loss = loss_of(model, batch(step, replica.index))
+                loss.backward()
+            losses.append(loss.detach())
+        engine.share_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step(losses)
+    assert engine.history.windows[0].moves["dropout"] == pytest.approx(0.1)
