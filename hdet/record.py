@@ -61,6 +61,8 @@ class WindowRecord:
             last (`stop`) and the `share`; the `difference` of the held-out loss to that of the last weights, and its
             `stderr` (without these two where the last weights' loss is not finite); else empty.
         mean_loss: over all replicas that stayed finite; `None` where `losses` has them all, or none did.
+        first_loss: in a run's first window the first training loss that it was told, as a rule that of its first
+            weights; else `None`.
     """
 
     __pydantic_config__ = ConfigDict(allow_inf_nan=False, extra="forbid")
@@ -84,6 +86,7 @@ class WindowRecord:
     replicas: int = 0
     ranges: dict[str, list[float]] = field(default_factory=dict)
     mean_loss: float | None = None
+    first_loss: float | None = None
     best_schedule: dict[str, list[float]] = field(default_factory=dict)
     noise_scale: dict[str, float | None] = field(default_factory=dict)
     powers: dict[str, float] = field(default_factory=dict)

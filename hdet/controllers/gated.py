@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import Field
 
 from hdet.controllers.controller import Context, Controller, settled
 from hdet.controllers.estimate import Estimate
-from hdet.controllers.sub_batches import accumulated, student
 from hdet.spec import register
+from hdet.sub_batches import accumulated, student
 
 # The largest |t| that a window can have. Residuals can vanish, and an infinite t would dominate the discounted
 # sum for ever.
@@ -23,11 +23,13 @@ class GatedState:
 
     Attributes:
         sums: the sum of each sub-batch, where estimates have sub-batches; their scatter then replaces the variance.
+        pretrained: whether the run began with weights that had been trained; not where nobody knows.
     """
 
     total: float = 0.0
     variance: float = 0.0
     sums: tuple[float, ...] = ()
+    pretrained: bool = False
 
     @property
     def tau(self) -> float:
@@ -78,6 +80,8 @@ class Gated(Controller):
     With `run_steps`, a run of fewer steps moves by more where evidence leaves no doubt, since it has no time: beyond
     the saturation by `rate (tau / saturation)^2`, up to min(run_steps / total_steps, max_boost) times `rate`.
 
+    Of a pretrained model (`Estimate.pretrained`) every move is `pretrained_boost` times as large: fine-tuning is short.
+
     Args:
         rate: largest move, in coordinates.
         gate: |tau| below which the base holds.
@@ -87,6 +91,7 @@ class Gated(Controller):
         max_scale: largest share, so the largest move of a long window in units of `rate`.
         run_steps: steps of a run from which on no move is larger than `rate`; None for any length.
         max_boost: how many times larger a shorter run makes it at most.
+        pretrained_boost: how many times larger a move is where the run's first weights had been trained.
         until: share of the run after which the base holds and no evidence is gathered: the rest cannot pay it back.
         settle: share of the run, at its end, in which moves fade to zero.
 
@@ -94,7 +99,7 @@ class Gated(Controller):
 
     >>> gated = Gated(0.5)
     >>> gated.step(gated.start(), Estimate(slope=0.2, stderr=0.1), Context())
-    (-0.25, GatedState(total=2.0, variance=1.0, sums=()))
+    (-0.25, GatedState(total=2.0, variance=1.0, sums=(), pretrained=False))
     """
 
     rate: float = Field(default=0.5, gt=0, le=10, kw_only=False)
@@ -105,6 +110,7 @@ class Gated(Controller):
     max_scale: float = Field(default=3.0, gt=0, le=100)
     run_steps: int | None = Field(default=None, ge=1)
     max_boost: float = Field(default=3.0, ge=1, le=100)
+    pretrained_boost: float = Field(default=1.0, ge=1, le=100)
     until: float = Field(default=1.0, gt=0, le=1)
     settle: float = Field(default=0.0, ge=0, le=1)
 
@@ -115,12 +121,14 @@ class Gated(Controller):
         return GatedState()
 
     def step(self, state: GatedState, estimate: Estimate, context: Context) -> tuple[float, GatedState]:
+        state = replace(state, pretrained=state.pretrained or bool(estimate.pretrained))
         if not estimate.testable or not self.listens(context.step, context.total_steps):
             return 0.0, state
         share = window_share(self.window_steps, context)
         state = self._gathered(state, estimate, share)
         scale, boost = min(share, self.max_scale), self._boost(context.total_steps)
-        move = gated_move(state.tau, self.rate, self.gate, self.saturation, scale, boost)
+        rate = self.rate * (self.pretrained_boost if state.pretrained else 1.0)
+        move = gated_move(state.tau, rate, self.gate, self.saturation, scale, boost)
         return settled(move, self.settle, context), state
 
     def _boost(self, total_steps: int | None) -> float:
@@ -132,6 +140,6 @@ class Gated(Controller):
         """The state with a window's evidence added."""
         kept = self.memory**share
         if estimate.has_sub_batches:
-            return GatedState(sums=accumulated(state.sums, estimate.slopes, kept))
+            return GatedState(sums=accumulated(state.sums, estimate.slopes, kept), pretrained=state.pretrained)
         t = believable(estimate.slope, estimate.stderr)
-        return GatedState(kept * state.total + t, kept**2 * state.variance + 1)
+        return GatedState(kept * state.total + t, kept**2 * state.variance + 1, pretrained=state.pretrained)

@@ -278,6 +278,7 @@ class Engine:
         if self._shares_on_call and self._entered and not self._shared:
             self._refuse_unshared()
         self._shared = self._entered = False
+        self._checks.told()
         if self._needs_passes is not None:
             for replica in self._checks.missed(cycle.step_count, self._needs_passes, complete=complete):
                 cycle.miss(replica)
@@ -332,6 +333,7 @@ class Engine:
         if self.cycle.finished:
             self._refuse_if_over()
         self._entered = True
+        self._checks.entered(replica)
         if self.cycle.watches_entry:
             self.cycle.enter(replica)
         if self._plain_dropouts is not None:

@@ -13,8 +13,11 @@ from hdet.errors import StepError
 from hdet.hparams.binding import Attribute, Holding, ModelBinding
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.replicas import Replica, Replicas
+from hdet.user_warning import warn
 
 _PARAMETERS = itemgetter("params")
+UNTOLD = 10
+"""Steps that a loop makes on end without `engine.step`, after which this is said."""
 
 
 class LoopChecks:
@@ -27,6 +30,9 @@ class LoopChecks:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._passed: set[int] = set()
+        self._first = None if replicas.left_to_loop or not replicas.local else replicas.local[0]
+        self._watched = next((p for p in replicas.hosts[0][0].parameters() if p.requires_grad), None)
+        self._version, self._untold = -1, -1  # the first change is that of a step that was told, or of none
         self._groups = [list(map(len, map(_PARAMETERS, optimizer.param_groups))) for _, optimizer in replicas.hosts]
         self._look()
 
@@ -45,6 +51,23 @@ class LoopChecks:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_held": [], "_lengths": [([], -1)]}  # a copy holds its own objects
+
+    def entered(self, replica: Replica) -> None:
+        """A replica's block is entered: says so once where the weights keep changing and no step is told."""
+        if replica is not self._first or self._watched is None or self._watched._version == self._version:
+            return
+        self._version = self._watched._version
+        self._untold += 1
+        if self._untold == UNTOLD:
+            warn(
+                f"the weights have changed {UNTOLD} times between passes, and engine.step was not called in between: "
+                f"nothing is explored, and every knob stays where it began; call engine.step(losses) after each "
+                f"optimizer step"
+            )
+
+    def told(self) -> None:
+        """The loop calls `engine.step`."""
+        self._untold = -1
 
     def passed(self, replica: Replica) -> None:
         """A replica's block was left without an error."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from hdet.controllers.sub_batches import student
 from hdet.history import WindowRecord
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.signals import Probe, Signal
+from hdet.sub_batches import student
 from hdet.user_warning import warn
 
 WINDOWS = 8

@@ -43,6 +43,7 @@ def trained(
         replicas=size,
         ranges={knob.name: list(knob.range(last)) for knob in knobs} if size > MOST_REPLICAS else {},
         mean_loss=_mean(closed) if size > MOST_REPLICAS else None,
+        first_loss=closed.first if window.index == 0 and math.isfinite(closed.first) else None,
     )
 
 

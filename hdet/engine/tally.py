@@ -31,12 +31,14 @@ class WindowLosses:
         faults: an entry for each that is not: absent, or where and at which step it became non-finite; of very many
             one for all but the first.
         apart: whether valid replicas that were to stay alike hold different weights.
+        first: the mean over replicas of the first losses that the window was told; NaN where it was told none.
     """
 
     losses: NDArray[np.float64]
     valid: NDArray[np.bool_]
     faults: list[dict[str, Any]]
     apart: bool
+    first: float
 
 
 CHUNK = 64
@@ -66,6 +68,7 @@ class Tally:
         self.bad_steps = torch.zeros(self._local, dtype=wide, device=device)
         self.steps = 0
         self.heard = 0
+        self.first = torch.zeros(self._local, dtype=torch.float32, device=device)
         self.noted = torch.zeros(CHUNK, self._local, dtype=torch.float32, device=device)
         self._rows = list(self.noted)
         self._dtype, self._device = self.noted.dtype, self.noted.device
@@ -112,6 +115,8 @@ class Tally:
             self.heard += 1
             if self.heard % CHUNK == 0:
                 self.sums, self.bad_steps = self._totals(CHUNK)
+            if self.heard == CHUNK:
+                self.first.copy_(self.noted[0])
         self.steps += 1
 
     def _note_what_was_read(self) -> None:
@@ -175,7 +180,8 @@ class Tally:
         """The window's losses over all processes, after `step` steps of the run. Waits for the device."""
         table = self._replicas.gather(self.rows())
         loss, bad_steps, told = table[:, 0], table[:, 1], table[:, 2]
-        flags, opened, closed = np.split(table[:, 3:], [len(PLACES), len(PLACES) + alike.MARKS], axis=1)
+        ends = np.cumsum([len(PLACES), alike.MARKS, alike.MARKS])
+        flags, opened, closed, first = np.split(table[:, 3:], ends, axis=1)
         finite = np.stack([np.isfinite(loss), *(flags.T == 1.0)])  # of thousands of replicas row by row is faster
         valid: NDArray[np.bool_] = np.logical_and.reduce(finite, axis=0)
         faults: list[dict[str, Any]] = []
@@ -195,11 +201,15 @@ class Tally:
             faults.append({"kind": "non_finite", "more_replicas": len(more), "step": step - max(1, since)})
         apart = _differ(closed[valid] if len(failed) else closed)
         apart = apart and not _differ(opened if there.all() else opened[there])
-        return WindowLosses(np.where(valid & (told > 0), loss, np.nan), valid, faults, apart)
+        heard = there & (told > 0)
+        begun = float(first[heard].mean()) if heard.any() else math.nan
+        return WindowLosses(np.where(valid & (told > 0), loss, np.nan), valid, faults, apart, begun)
 
     @torch.no_grad()
     def rows(self) -> Tensor:
-        """[local, 10]: mean loss, steps since it became non-finite, losses told, 1 where a place is finite, marks."""
+        """[local, 11]: mean loss, steps since it became non-finite, losses told, 1 where a place is finite, marks, and
+        the first loss.
+        """
         flags = [finiteness.flags() for finiteness in self._finiteness]
         hosts = [
             torch.cat([part.to(self.sums.device, self.sums.dtype) for part in parts])
@@ -208,7 +218,9 @@ class Tally:
         sums, bad_steps = self._totals(self.heard % CHUNK)
         heard = torch.full_like(sums, self.heard)
         told = torch.stack([sums / max(1, self.heard), bad_steps, heard], dim=1)
-        return torch.cat([told, torch.stack([hosts[replica.host] for replica in self._replicas.local])], dim=1)
+        first = self.noted[0] if self.heard < CHUNK else self.first
+        by_host = torch.stack([hosts[replica.host] for replica in self._replicas.local])
+        return torch.cat([told, by_host, first.to(sums).unsqueeze(1)], dim=1)
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -216,12 +228,12 @@ class Tally:
 
     def state_dict(self) -> dict[str, object]:
         self._note_what_was_read()
-        held = {name: getattr(self, name).clone() for name in ("sums", "bad_steps", "noted")}
+        held = {name: getattr(self, name).clone() for name in ("sums", "bad_steps", "noted", "first")}
         return {**held, "steps": self.steps, "heard": self.heard}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        for name in ("sums", "bad_steps", "noted"):
-            saved = state[name]
+        for name in ("sums", "bad_steps", "noted", "first"):
+            saved = state.get(name, self.first)  # states of older versions have no first loss
             assert isinstance(saved, Tensor)
             getattr(self, name).copy_(saved)
         assert isinstance(state["steps"], int)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from hdet.record import BALANCE, TURNS, WindowRecord
+from hdet.sub_batches import normal_equivalent
 
 CLEAR_T = 2.0
 """|t| from which a judgement counts as clear."""
+
+CHANCE = 0.05
+"""Of a run that one of its windows proves a move to a knob that does nothing."""
 
 FEWEST = 4
 """Windows from which a history tells whether training got anywhere."""
 WRECKED = 2.0
 """Held-out over training loss of the first window, against the last ones, from which its steps wrecked the model."""
 TINY = 1e-12
+RISE = 0.2
+"""Of the first step's training loss, by which the first window's has to lie above it for the same."""
 LEAST_FALL = 0.05
 """Of the loss, after such a beginning: a model that predicts a constant still settles a little."""
 
@@ -100,13 +107,16 @@ def made_progress(windows: Sequence[WindowRecord]) -> bool:
     """Whether training got anywhere: in the last quarter of the windows a loss lies below that of the first window.
 
     The training or the held-out loss will do. A first window whose steps wrecked the model says nothing of where the
-    run began: then the lowest of the first third stands for it, and both losses have to lie 5 % below. Few windows
-    cannot tell, and are taken to have made progress.
+    run began: then the training loss has to lie 5 % below that of the first step, or, where nobody knows it, both
+    losses 5 % below the lowest of the first third. Few windows cannot tell, and are taken to have made progress.
     """
     trained = [record.loss for record in windows if math.isfinite(record.loss)]
     held_out = [level for level in map(held_out_loss, windows) if math.isfinite(level)]
     if len(trained) < FEWEST:
         return True
+    first = windows[0].first_loss
+    if first is not None and trained[0] > first + RISE * abs(first):
+        return _latest(trained) < first - LEAST_FALL * abs(first)
     # A probe on another scale, or one that is overfitted, is as far above the training loss at the end.
     usual = abs(_latest(held_out)) / max(abs(_latest(trained)), TINY) if held_out else 1.0
     wrecked = bool(held_out) and held_out[0] > WRECKED * abs(trained[0]) * max(1.0, usual)
@@ -122,6 +132,21 @@ def _latest(losses: Sequence[float]) -> float:
 def _fell(losses: Sequence[float], wrecked: bool) -> bool:
     first = min(losses[: max(1, len(losses) // 3)]) if wrecked else losses[0]
     return _latest(losses) < first - (LEAST_FALL * abs(first) if wrecked else 0.0)
+
+
+def surprise(record: WindowRecord, knob: str, t: float) -> float:
+    """|t| as the normal deviate that is as unlikely, by the number of sub-batches that its error comes from."""
+    count = len(record.estimates.get(knob, {}).get("slopes") or ())
+    return abs(normal_equivalent(t, count - 1)) if count > 2 else abs(t)
+
+
+def proof(windows: int) -> float:
+    """The normal deviate that none of so many windows exceeds by chance in 95 % of runs (Bonferroni).
+
+    >>> round(proof(1), 2), round(proof(20), 2)
+    (1.96, 3.02)
+    """
+    return NormalDist().inv_cdf(1.0 - CHANCE / 2 / max(1, windows))
 
 
 def supported(source: str, t: float | None) -> bool:

@@ -25,9 +25,9 @@ MARKS = {
     "no progress": "✕",
 }
 MEANINGS = {
-    "clear": "at least two thirds of its movement rest on windows with |t| of 2 or more",
-    "partly clear": "a third to two thirds of its movement rest on windows with |t| of 2 or more",
-    "weak": "less than a third of its movement rests on windows with |t| of 2 or more",
+    "clear": "at least two thirds of its movement are proven by their own windows, of so many as there were",
+    "partly clear": "a third to two thirds of its movement are proven by their own windows",
+    "weak": "less than a third of its movement is proven by its own windows",
     "to and fro": "it went up and down by like amounts",
     "not moved": "no window moved it",
     "by the guard": "only the guard moved it, which speaks neither for nor against its evidence",

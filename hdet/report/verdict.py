@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hdet.record import TURNS, WindowRecord, knobs_of
-from hdet.report.reading import CLEAR_T, made_progress, readings
+from hdet.report.reading import CLEAR_T, STEPS, made_progress, proof, readings, surprise
 from hdet.report.series import Move, move
 
 BELIEVABLE = 10.0
@@ -87,7 +87,8 @@ class Verdict:
         start, end: its value as it was set and as it was left, at the schedule's peak; None where the history does
             not tell.
         up, down: the moves in each direction, the guard's aside; None where there were none.
-        support: share of this movement that rests on |t| >= 2 in its own window.
+        support: share of this movement that is proven by its own window: by a t that all windows of the run together
+            would rarely show by chance (`hdet.report.reading.proof`).
         asked: mean t of the windows measured since the last move; negative where more is asked for. The mean and not a
             sum: errors of windows that share a probe do not average out, and a mean holds for any correlation.
         asked_windows: how many these are.
@@ -175,7 +176,8 @@ def verdicts(history: Sequence[WindowRecord]) -> list[Verdict]:
 
 
 def _verdict(windows: list[WindowRecord], knob: str, progress: bool) -> Verdict:
-    moved: list[Move] = []
+    moved: list[tuple[Move, float]] = []
+    tested = 0
     retreats: dict[str, list[Move]] = {}
     measured: WindowRecord | None = None
     since: list[float] = []
@@ -183,19 +185,24 @@ def _verdict(windows: list[WindowRecord], knob: str, progress: bool) -> Verdict:
         found = readings(record, knob)
         if found:
             measured = record
+            tested += 1
             since.append(found[0].t)
         if record.moves.get(knob):
             turn = next((fault["kind"] for fault in record.faults if fault.get("kind") in TURNS), None)
-            (moved if turn is None else retreats.setdefault(turn, [])).append(move([record], knob))
+            made = move([record], knob)
+            if turn is not None:
+                retreats.setdefault(turn, []).append(made)
+            else:
+                moved.append((made, math.inf if made.source == STEPS else surprise(record, knob, made.t or 0.0)))
             since.clear()
-    total = math.fsum(abs(one.amount) for one in moved)
-    clear = math.fsum(abs(one.amount) for one in moved if one.clear)
+    total = math.fsum(abs(made.amount) for made, _ in moved)
+    clear = math.fsum(abs(made.amount) for made, found in moved if found >= proof(tested))
     return Verdict(
         knob=knob,
         start=_learned(windows[0], knob, "start"),
         end=_learned(windows[-1], knob, "closed"),
-        up=_course([one for one in moved if one.amount > 0]),
-        down=_course([one for one in moved if one.amount < 0]),
+        up=_course([made for made, _ in moved if made.amount > 0]),
+        down=_course([made for made, _ in moved if made.amount < 0]),
         support=clear / total if total else 0.0,
         asked=math.fsum(max(-BELIEVABLE, min(BELIEVABLE, t)) for t in since) / len(since) if since else 0.0,
         asked_windows=len(since),

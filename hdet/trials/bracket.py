@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hdet.controllers.sub_batches import student
 from hdet.errors import DivergedError
+from hdet.sub_batches import student
 
 CLEAR_T = 2.0
 """The t from which one trial counts as better than another, and the half width of intervals in standard errors."""

@@ -434,6 +434,17 @@ def test_the_loss_on_record_is_the_window_mean(problem: Any) -> None:
     assert record is not None
     assert record.losses == [2.0, 3.0, 4.0, 5.0]
     assert record.loss == 3.5
+    assert record.first_loss == 1.5
+
+
+@pytest.mark.parametrize("window", [7, 64, 150])
+def test_the_first_loss_on_record_is_that_of_the_first_step(window: int, problem: Any) -> None:
+    engine = explored(problem, window=window, total_steps=2 * window)
+    records = []
+    for step in range(2 * window):
+        told = None if step == 0 else [torch.tensor(float(step + index)) for index in range(4)]
+        records.append(engine.step(told))
+    assert [record.first_loss for record in records if record is not None] == [2.5, None]
 
 
 @pytest.mark.parametrize("give", ["tensor", "floats", "tuple", "shape_1"])

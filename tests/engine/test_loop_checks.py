@@ -116,6 +116,37 @@ def test_a_loop_that_leaves_out_the_optimizers_step_is_told(
     assert warning.filename == __file__
 
 
+@pytest.mark.parametrize("home", ["copies", "seats"])
+def test_a_loop_that_leaves_out_the_engines_step_is_told_once(
+    problem: Any, home: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    engine = engine_of(problem, hdet.replicate if home == "copies" else hdet.micro_batches)
+
+    def train(steps: int, *, told: bool) -> None:
+        for step in range(steps):
+            losses = []
+            for replica in engine.replicas:
+                with replica:
+                    losses.append(problem.loss(replica.model, problem.batch(step, replica.index)))
+                    losses[-1].backward()
+            engine.share_gradients()
+            for optimizer in engine.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if told:
+                engine.step(losses)
+
+    train(4, told=True)
+    train(9, told=False)
+    train(2, told=True)
+    assert not recwarn.list
+    train(25, told=False)
+    (warning,) = recwarn
+    assert "engine.step was not called in between" in str(warning.message)
+    assert warning.filename == __file__
+    assert engine.step_count == 6
+
+
 def test_weights_that_a_rate_of_zero_holds_are_no_fault(problem: Any, train: Any) -> None:
     """A window at rate 0 tells nothing; the next one does."""
     model = problem.model()

@@ -25,7 +25,8 @@ def test_means_and_the_step_of_the_first_bad_loss(tally: Tally) -> None:
     tally.add([3.0, 1.0, 3.0])
     tally.add([6.0, 1.0, -math.inf])
     rows = tally.rows()
-    assert rows.shape == (3, 10)
+    assert rows.shape == (3, 11)
+    assert rows[:, -1].tolist() == [1.0] * 3
     assert rows[0, :6].tolist() == [3.0, 0.0, 4.0, 1.0, 1.0, 1.0]
     assert math.isnan(rows[1, 0])
     assert rows[1, 1] == 3

@@ -190,6 +190,41 @@ def test_a_run_that_learned_nothing_teaches_nothing(
     assert (value, why[:7]) == ((told.end, "learned") if progress else (told.start, "as it w"))
 
 
+@pytest.mark.parametrize(
+    ("first", "trained", "progress"),
+    [
+        (2.3, [116.0, 9.0, 2.4, 2.33, 2.32, 2.32, 2.32, 2.31], False),  # the first window is no place to begin from
+        (2.3, [116.0, 9.0, 2.4, 2.1, 1.8, 1.6, 1.5, 1.4], True),
+        (2.0, [1.99, 1.98, 1.97, 1.97, 1.96, 1.96, 1.95, 1.95], True),  # as in fine-tuning
+        (-1.0, [-0.7, -0.9, -1.0, -1.0], False),
+        (None, [116.0, 9.0, 2.4, 2.33, 2.32, 2.32, 2.32, 2.31], True),  # an older history does not tell
+    ],
+)
+def test_where_the_first_steps_wrecked_a_model_the_first_loss_tells_where_it_began(
+    first: float | None, trained: list[float], progress: bool
+) -> None:
+    told = verdict(
+        *(record(w, 5.0, -0.5, losses=[loss], first_loss=None if w else first) for w, loss in enumerate(trained))
+    )
+    assert told.progress is progress
+
+
+@pytest.mark.parametrize(("windows", "trust"), [(1, "clear"), (12, "weak")])
+@pytest.mark.parametrize("sub_batches", [0, 8])
+def test_of_many_windows_one_is_surprising_by_chance(windows: int, trust: str, sub_batches: int) -> None:
+    """So what one of few proves, one of many does not."""
+    slopes = {"slopes": [2.8] * sub_batches}
+    moved = record(windows - 1, 2.8, -0.5, estimate=slopes)
+    told = verdict(*(record(w, 0.1, estimate=slopes) for w in range(windows - 1)), moved)
+    assert told.trust == trust
+
+
+def test_an_error_of_few_sub_batches_proves_less() -> None:
+    for sub_batches, support in ((0, 1.0), (4, 0.0)):
+        told = verdict(record(0, 2.8, -0.5, estimate={"slopes": [2.8] * sub_batches}))
+        assert told.support == support
+
+
 def test_start_and_end_are_what_the_history_recorded() -> None:
     told = verdict(record(0, -5.0, 0.5), record(1, -5.0, 0.25))
     assert (told.start, told.end) == (1.0, math.exp(0.25))

@@ -12,8 +12,8 @@ from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.gated import GatedState, gated_move, window_share
 from hdet.controllers.part import Rule
-from hdet.controllers.sub_batches import accumulated
 from hdet.spec import register
+from hdet.sub_batches import accumulated
 
 # Windows in a row against the sum, after which it is begun anew: a loss that once was enormous must not rule for ever.
 _WINDOWS_AGAINST = 4

@@ -14,7 +14,7 @@ from scipy import stats
 
 from hdet.controllers import Context, Estimate, Gated
 from hdet.controllers.rules import SlopeSum
-from hdet.controllers.sub_batches import accumulated, normal_equivalent, student
+from hdet.sub_batches import accumulated, normal_equivalent, student
 
 J, WINDOWS, RUNS = 8, 12, 800
 
