@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-integrations test-extras lint docs diagrams install clean
+.PHONY: run test test-integrations test-extras lint docs diagrams example-runs install clean
 
 run: $(INSTALLED)
 	$(BIN)/hdet run examples/quickstart.yaml --compare --force
@@ -57,6 +57,10 @@ docs: $(INSTALLED)
 # The drawings of docs/architecture.md; needs npm and a Chromium.
 diagrams: $(INSTALLED)
 	$(BIN)/python docs/pictures/diagrams.py
+
+# The runs of docs/reading-a-report.md, with their pictures and tables; needs a Chromium.
+example-runs: $(INSTALLED)
+	$(BIN)/python docs/pictures/example_runs.py
 
 install: $(INSTALLED)
 
