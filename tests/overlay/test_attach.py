@@ -364,6 +364,21 @@ def test_a_training_pass_is_one_pass_however_often_the_model_is_called(calls: in
     assert found[0] == found[1]
 
 
+def test_without_forward_knobs_a_loop_in_eval_mode_is_explored() -> None:
+    """The case docs/attach.md tells of."""
+    seeded()
+    model = network()
+    optimizer = plain_adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, exclude=["dropout"])
+    model.eval()
+    for step in range(STEPS):
+        search.loss(loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert search.finished
+    assert any(record.estimates["learning_rate"] for record in search.history)
+
+
 def test_the_gradient_is_taken_before_it_is_clipped() -> None:
     found: list[Tensor] = []
     for clips in (False, True):
