@@ -1,11 +1,13 @@
 """What the documentation shows runs, what it refers to exists, and its tables say what the code does.
 
-A page's Python blocks are run from top to bottom in one namespace, in an empty folder. Three comments, which
-the rendered page does not show, steer this; each begins a line:
+A page's Python blocks are run from top to bottom in one namespace, in an empty folder: as a reader pastes them. Three
+comments, which the rendered page does not show, steer this; each begins a line:
 
-    <!-- run                  code until a line -->, run in its place: set-up, or a check of the block above
+    <!-- run                  code until a line -->, run in its place: a check of the block above
     <!-- sketch: why -->      right before a block that cannot run here, as one that needs several processes
     <!-- needs: package -->   right before a block, shown or not, that runs only where the package is installed
+
+A check sees what the blocks have defined, and what it defines itself is not there for them: a page shows its set-up.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class Block:
     language: str
     text: str
     line: int
+    hidden: bool
     left_out: bool
 
 
@@ -66,19 +69,21 @@ def blocks(page: str) -> list[Block]:
         line = page.count("\n", 0, match.start(group)) + 1
         lacking = match["needs"] is not None and importlib.util.find_spec(match["needs"]) is None
         left_out = match["sketch"] is not None or lacking
-        found.append(Block(match["language"] or "python", match[group], line, left_out))
+        found.append(Block(match["language"] or "python", match[group], line, group == "hidden", left_out))
     return found
 
 
 def run(path: Path, name: str) -> dict[str, Any]:
     """Run a page's Python; a failure's traceback names the page and its line."""
     module = ModuleType(name)
+    checks: dict[str, Any] = {}
     sys.modules[name] = module
     try:
         for block in blocks(path.read_text(encoding="utf-8")):
             if block.language == "python" and not block.left_out:
                 code = "\n" * (block.line - 1) + block.text
-                exec(compile(code, str(path), "exec"), vars(module))
+                checks.update(vars(module))
+                exec(compile(code, str(path), "exec"), checks if block.hidden else vars(module))
     finally:
         del sys.modules[name]
     return vars(module)
@@ -125,11 +130,22 @@ def test_every_run_declared_in_yaml_is_valid(name: str) -> None:
 
 def test_a_page_that_fails_says_where(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# A page\n\n<!-- run\nnumber = 0\n-->\n\n```python\none = 1\none / number\n```\n")
+    page.write_text("# A page\n\n```python\nnumber = 0\n```\n\n```python\none = 1\none / number\n```\n")
     with pytest.raises(ZeroDivisionError) as raised:
         run(page, "page")
     last = raised.traceback[-1]
     assert (str(last.path), last.lineno + 1) == (str(page), 9)
+
+
+def test_what_a_check_defines_is_there_for_checks_alone(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\none = 1\n```\n\n<!-- run\ntwo = one + 1\n-->\n\n"
+        "<!-- run\nassert two == 2\n-->\n\n```python\ntwo\n```\n"
+    )
+    with pytest.raises(NameError) as raised:
+        run(page, "page")
+    assert raised.traceback[-1].lineno + 1 == 14
 
 
 def test_a_sketch_is_not_run(tmp_path: Path) -> None:
