@@ -2,7 +2,8 @@
 
     make example-runs
 
-The runs are declared on the page, by its YAML and the table above it. Needs a Chromium; takes about a minute.
+The runs are declared on the page, by its YAML and the table above it. What the page's text tells beside its tables, of
+other settings, is printed. Needs a Chromium; takes about a minute.
 """
 
 from __future__ import annotations
@@ -25,16 +26,23 @@ PAGE = HERE.parent / "reading-a-report.md"
 PICTURES = {"put right": "run-good.png", "made worse": "run-harmful.png", "undecided": "run-undecided.png"}
 VIEWS = {"report-page": (1200, "light"), "report-page-dark": (1200, "dark"), "report-page-phone": (390, "light")}
 HEIGHT = 1180
+SEEDS = (1, 2, 3)
+ASIDES = (
+    ("put right", "optimizer.lr=0.1"),
+    ("made worse", "optimizer.lr=0.01"),
+    ("made worse", "optimizer.lr=0.015"),
+    ("made worse", "task.probe_examples=32"),
+)
 DRAWN = "() => [...document.querySelectorAll('[data-chart]')].every(chart => chart.querySelector('.main-svg'))"
 
 
-def declared(text: str) -> dict[str, RunConfig]:
-    """The runs by name, as the page declares them."""
+def declared(text: str, *changes: str) -> dict[str, RunConfig]:
+    """The runs by name, as the page declares them, with changes."""
     block = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[-1]
     rows = re.findall(r"^\| ([a-z ]+) \| `--set ([^|]+)` \|$", text, re.MULTILINE)
     return {
-        name: RunConfig.from_dict(override(parse(block, name=PAGE.name), changes.split(" --set ")))
-        for name, changes in rows
+        name: RunConfig.from_dict(override(parse(block, name=PAGE.name), [*own.split(" --set "), *changes]))
+        for name, own in rows
     }
 
 
@@ -46,19 +54,30 @@ def quoted(text: str, name: str) -> tuple[str, str, str]:
     return text[:start], text[start:end], text[end:]
 
 
-def quote(result: Result, windows: list[WindowRecord]) -> str:
-    """The losses, the hints, and a row for each knob."""
-    plain = (result.plain or {})["test_loss"]
+def losses(config: RunConfig) -> tuple[float, float]:
+    """The held-out losses with hdet and without."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Run(config, folder)(compare=True)
+    return result.test_loss, result.plain["test_loss"]
+
+
+def quote(result: Result, windows: list[WindowRecord], others: list[tuple[float, float]]) -> str:
+    """The losses, those of other seeds, the hints, and a row for each knob."""
     hints = [f"`{hint['kind']}` for `{hint['knob']}`" for one in windows for hint in one.hints]
-    losses = f"Held-out loss {result.test_loss:.3f}; without hdet {plain:.3f}. Hints: {', '.join(hints) or 'none'}."
+    searched, plain = (", ".join(f"{loss:.3f}" for loss in column) for column in zip(*others, strict=True))
+    told = [
+        f"Held-out loss {result.test_loss:.3f}; without hdet {result.plain['test_loss']:.3f}.",
+        f"With seeds {', '.join(map(str, SEEDS))}: {searched}; without hdet {plain}.",
+        f"Hints: {', '.join(hints) or 'none'}.",
+    ]
     heading = ["| knob | set to | learned | trust | what moved it | at the end |", "|---|---|---|---|---|---|"]
-    return "\n".join([losses, "", *heading, *map(row, result.knobs), ""])
+    return "\n".join([*told, "", *heading, *map(row, result.knobs), ""])
 
 
 def row(verdict: Verdict) -> str:
     told = [f"{verdict.start:.3g}", f"{verdict.end:.3g} (x {verdict.factor:.3g})", f"`{verdict.trust}`"]
     told += [words.replace("|", "\\|") for words in (verdict.moved, verdict.outlook)]
-    return f"| `{verdict.knob}` | {' | '.join(told)} |"
+    return f"| {verdict.knob} | {' | '.join(told)} |"
 
 
 def shrunk(path: Path) -> None:
@@ -89,7 +108,8 @@ def main() -> None:
         for name, config in declared(text).items():
             out = Path(folder) / name.replace(" ", "-")
             result, run = Run(config, out)(compare=True), reported_run(out)
-            said = quote(result, run.windows)
+            others = [losses(declared(text, f"seed={seed}")[name]) for seed in SEEDS]
+            said = quote(result, run.windows, others)
             print(f"{name}\n{said}")
             before, _, after = quoted(text, name)
             text = before + said + after
@@ -100,6 +120,8 @@ def main() -> None:
                 report.write_bytes(page([run], title="digits").encode())
                 photograph(report)
     PAGE.write_text(text, encoding="utf-8")
+    for name, change in ASIDES:
+        print(f"{name} with {change}: {{:.3f}}; without hdet {{:.3f}}".format(*losses(declared(text, change)[name])))
 
 
 if __name__ == "__main__":

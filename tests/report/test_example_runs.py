@@ -15,7 +15,7 @@ from hdet.app.run import Run
 SCRIPT = Path(hdet.__file__).parent.parent / "docs" / "pictures" / "example_runs.py"
 EXAMPLES = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 TEXT = EXAMPLES.PAGE.read_text(encoding="utf-8")
-ROW = re.compile(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \(x ([^)]+)\) \| `([a-z ]+)` \|", re.MULTILINE)
+ROW = re.compile(r"^\| (\w+) \| [^|]+ \| [^|]+ \(x ([^)]+)\) \| `([a-z ]+)` \|", re.MULTILINE)
 LOSSES = re.compile(r"^Held-out loss (\S+); without hdet (\S+)\.", re.MULTILINE)
 
 
