@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from hdet.errors import HdetError
+from hdet.errors import ConfigError, HdetError
 from hdet.files import replace
 from hdet.record import WindowRecord, knobs_of
 from hdet.report.figures import overview
@@ -102,9 +102,12 @@ class History:
             writes: this process writes it. Another's is in memory alone from here on: every rank opens the same file.
 
         Raises:
+            ConfigError: it is neither.
             HdetError: the file at the path holds windows already, or cannot be read.
         """
         if not isinstance(history, History):
+            if not isinstance(history, (str, os.PathLike, type(None))):
+                raise ConfigError(f"history is a path or an hdet.History, got {history!r}")
             history = cls(history)
             if history.latest:
                 raise HdetError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 from torch.optim import Optimizer
 
@@ -23,6 +23,22 @@ def declared(argument: str, given: object, *kinds: type) -> None:
     if not isinstance(given, kinds) or isinstance(given, bool):
         allowed = " or ".join(kind.__name__ for kind in kinds)
         raise ConfigError(f"{argument} must be of type {allowed}, got {given!r}")
+
+
+def counted(**given: object) -> None:
+    """Each argument is a whole number, 1 or more."""
+    for argument, number in given.items():
+        declared(argument, number, int)
+        if number < 1:  # type: ignore[operator]
+            raise ConfigError(f"{argument} must be at least 1, got {number}")
+
+
+def listed(knobs: object) -> None:
+    """Knobs are given as a list of them."""
+    if not isinstance(knobs, Collection) or isinstance(knobs, str):
+        raise ConfigError(f"knobs is a list of knobs, got {knobs!r}; give [hdet.Dropout()], say")
+    for knob in knobs:
+        declared("a knob", knob, Knob)
 
 
 def unique_names(knobs: Sequence[Knob]) -> None:
@@ -175,9 +191,7 @@ def common_total(knobs: Sequence[BoundKnob], given: int | None) -> int | None:
     """The run's length: as given, or as the schedules agree on."""
     lengths = {knob.name: knob.schedule.total_steps for knob in knobs if knob.schedule.total_steps is not None}
     if given is not None:
-        declared("total_steps", given, int)
-        if given < 1:
-            raise ConfigError(f"total_steps must be at least 1, got {given}")
+        counted(total_steps=given)
         return given
     if len(set(lengths.values())) > 1:
         raise ConfigError(f"the schedules end at different steps {lengths}; give the engine total_steps=")

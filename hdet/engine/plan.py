@@ -77,8 +77,7 @@ class Plan:
         admission.declared("evidence", evidence, Evidence, type(None))
         admission.declared("merge", merge, Merge, type(None))
         admission.declared("objective", objective, Objective, type(None))
-        for declared in knobs:
-            admission.declared("a knob", declared, Knob)
+        admission.listed(knobs)
         admission.unique_names(knobs)
         self.replicas: Final = replicas
         self.windows: Final = FixedWindow(window) if isinstance(window, int) else window

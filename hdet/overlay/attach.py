@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.engine.admission import counted, listed
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard
 from hdet.engine.tail import Tail, possible
@@ -128,6 +129,9 @@ def attach(
     """
     if not isinstance(probe, Probe):
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
+    listed(knobs)
+    lengths = {"total_steps": total_steps, "micro_batches": micro_batches}
+    counted(**{name: number for name, number in lengths.items() if number is not None})
     optimizer = _inner(optimizer)
     tensors.reshard(model)  # a look at the model, as a trainer has before it trains, leaves it gathered
     _end_earlier(model, optimizer)
@@ -153,6 +157,7 @@ def attach(
             return Told(found.course(RATE, length), group, length)
 
         named = _groups(optimizer, rates, split)
+        _refuse_in_place_of_all(knobs, named)
         everything = {groups: course_of(groups) for groups in named}
         choices = choose(
             model,
@@ -353,6 +358,17 @@ def _groups(optimizer: Optimizer, rates: Any, split: SplitGroups | None) -> dict
     names = [group.get("name") for group in groups]
     told = all(isinstance(name, str) and name.isprintable() for name in names) and len(set(names)) == len(names)
     return {index: str(name) if told else str(index) for index, name in enumerate(names)}
+
+
+def _refuse_in_place_of_all(knobs: Sequence[Knob], named: Mapping[Groups, str]) -> None:
+    """Of rates that were asked for by name, a knob may take the place of one."""
+    labels = [f"learning_rate[{name}]" for groups, name in named.items() if groups is not None]
+    for knob in knobs:
+        if labels and isinstance(knob, LearningRate) and knob.label not in labels:
+            raise ConfigError(
+                f"rates= asks for the learning rates {labels}, and the knob {knob.label!r} would take the place of all "
+                f"of them; leave one of the two out, or give the knob name= one of these"
+            )
 
 
 def _leading(found: Rates, total_steps: int | None, groups: Groups) -> int:

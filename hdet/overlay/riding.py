@@ -71,7 +71,7 @@ class Riding:
         self._left_out = 0  # steps of this window of which nothing was learnt about the forward pass
         self._stepping = False  # update knobs are in force for an optimizer's step
         self._busy = False  # the engine is at work, and passes are its own
-        self.take_seats(micro_batches or 1)
+        self.take_seats(1 if micro_batches is None else micro_batches)
 
     def take_seats(self, micro_batches: int) -> None:
         """Make an engine for that many micro-batches a step. No step may have been made."""

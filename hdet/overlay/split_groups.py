@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -35,7 +35,8 @@ class SplitGroups:
 
     Raises:
         MatchError: a pattern matches no parameter that the optimizer holds.
-        ConfigError: a group would have to be cut that a torch scheduler drives, which counts groups.
+        ConfigError: there is no name, or one that no parameter has, or that others have too; or a group would have to
+            be cut that a torch scheduler drives, which counts groups.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> None:
@@ -94,13 +95,20 @@ class SplitGroups:
 
 def _named(model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> dict[int, str]:
     """The name that each of the optimizer's parameters goes by, by its id."""
+    if not patterns:
+        raise ConfigError('rates={} names no group; give names with patterns on parameter names, or rates="together"')
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     known = [(name, parameter) for name, parameter in _parameters(model) if id(parameter) in held]
     found: dict[int, str] = {}
     for name, given in patterns.items():
         if not isinstance(name, str) or not name.isprintable() or not name:
             raise ConfigError(f"rates= names each group by a printable string, got {name!r}")
-        for pattern in (given,) if isinstance(given, str) else given:
+        given = (given,) if isinstance(given, str) else given
+        if not isinstance(given, Collection) or not all(isinstance(pattern, str) for pattern in given):
+            raise ConfigError(
+                f"rates={{{name!r}: ...}} takes a pattern on parameter names or a list of them, got {given!r}"
+            )
+        for pattern in given:
             matched = [parameter for path, parameter in known if fnmatchcase(path, pattern)]
             if not matched:
                 raise MatchError(
@@ -109,6 +117,16 @@ def _named(model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> dict[i
                 )
             for parameter in matched:
                 found.setdefault(id(parameter), name)
+        if name not in found.values():
+            raise ConfigError(
+                f"rates={{{name!r}: ...}} is left with no parameter, since names before it have all that its patterns "
+                f"match; put it before them, or leave it out"
+            )
+    if OTHERS in patterns and len(found) < len(held):
+        raise ConfigError(
+            f"rates= calls a group {OTHERS!r}, and so hdet calls the parameters that no pattern matches; give it "
+            f"another name, or patterns that match all"
+        )
     return found
 
 

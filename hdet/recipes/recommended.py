@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hdet.controllers import Calibrate, Pooled
 from hdet.controllers.rules import Fall
+from hdet.engine.admission import counted, listed
 from hdet.engine.defaults import complete
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard, Rewind
@@ -289,6 +290,7 @@ def _adapted(choices: Sequence[Choice], knobs: Sequence[Knob], exclude: Sequence
     A name stands for all of its kind too: `dropout` for `dropout[0.1]` and `dropout[0.05]`; and a knob of the caller's
     takes the place of all of its kind unless it bears the name of one.
     """
+    exclude = (exclude,) if isinstance(exclude, str) else exclude
     known = {_name(choice) for choice in choices}
     own = {knob.label: knob for knob in knobs}
     for name in exclude:
@@ -395,6 +397,8 @@ def recommended(
     """
     if not isinstance(probe, Probe):
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
+    listed(knobs)
+    counted(total_steps=total_steps, micro_batches=micro_batches)
     choices = choose(
         model,
         optimizer,

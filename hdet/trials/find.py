@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.engine.admission import counted
 from hdet.errors import ConfigError, StepError
 from hdet.hparams import LearningRate, Schedule
 from hdet.hparams.binding import given
@@ -100,7 +101,9 @@ def find(
     (True, 0.001)
     """
     _require(model, optimizer, probe, batches)
+    counted(total_steps=total_steps, trials=trials, micro_batches=micro_batches)
     steps = max(1, round(SHARE_OF_RUN * total_steps)) if steps is None else steps
+    counted(steps=steps)
     if trials < 3:
         raise ConfigError(f"trials must be 3 or more, of which two lie on both sides of the best; got {trials}")
     if steps // trials < 2:

@@ -197,6 +197,34 @@ def test_what_cannot_be_is_refused() -> None:
         attach(model, optimizer, rates="group")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rates": {}}, r"rates=\{\} names no group"),
+        ({"rates": {"head": 3}}, r"'head': \.\.\.\} takes a pattern on parameter names or a list of them, got 3"),
+        ({"rates": {"head": ["2.*", 3]}}, "takes a pattern on parameter names or a list of them"),
+        ({"rates": {"all": "*", "head": "2.*"}}, r"'head': \.\.\.\} is left with no parameter, since names before it"),
+        ({"rates": {"others": "2.*"}}, "and so hdet calls the parameters that no pattern matches"),
+        ({"knobs": [hdet.LearningRate()]}, "the knob 'learning_rate' would take the place of all of them"),
+        ({"knobs": [hdet.LearningRate(groups=0)]}, r"the knob 'learning_rate\[0\]' would take the place"),
+        (
+            {"knobs": [hdet.LearningRate()], "rates": "groups"},
+            r"rates= asks for the learning rates \['learning_rate\[0\]",
+        ),
+    ],
+)
+def test_no_rate_that_was_asked_for_is_dropped_in_silence(given: dict[str, Any], message: str) -> None:
+    model, optimizer = build()
+    with pytest.raises(ConfigError, match=message):
+        attach(model, optimizer, **given)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_the_name_of_the_rest_can_be_given_where_there_is_no_rest() -> None:
+    search = attach(*build(), rates={"head": "2.*", "others": "*"})
+    assert list(search.shifts) == ["learning_rate[head]", "learning_rate[others]"]
+
+
 def test_names_are_those_of_the_model_under_its_wrappers() -> None:
     model, optimizer = build()
     attach(torch.compile(model, backend="eager"), optimizer)

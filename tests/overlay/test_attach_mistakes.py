@@ -47,6 +47,16 @@ def cosine(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         (lambda m, o: {**cosine(m, o), "total_steps": None}, "a scheduler is simulated to the run's end"),
         (lambda m, o: {**cosine(m, o), "schedule": None}, "give scheduler= or schedule=, not both"),
         (lambda m, o: {"schedule": "cosine"}, "schedule is an hdet.schedules.Schedule.*got 'cosine'"),
+        (lambda m, o: {"knobs": ["dropout"]}, "a knob must be of type Knob, got 'dropout'"),
+        (lambda m, o: {"knobs": [hdet.Beta2]}, "a knob must be of type Knob, got <class"),
+        (
+            lambda m, o: {"knobs": hdet.Beta2()},
+            r"knobs is a list of knobs, got Beta2\(.*give \[hdet.Dropout\(\)\], say",
+        ),
+        (lambda m, o: {"total_steps": "60"}, "total_steps must be of type int, got '60'"),
+        (lambda m, o: {"micro_batches": 0}, "micro_batches must be at least 1, got 0"),
+        (lambda m, o: {"micro_batches": -3}, "micro_batches must be at least 1, got -3"),
+        (lambda m, o: {"history": 3}, "history is a path or an hdet.History, got 3"),
         (lambda m, o: {"replicas": hdet.replicate(m, o, n=2)}, "replicas with models of their own need a loop"),
     ],
 )

@@ -476,6 +476,29 @@ def test_what_is_left_out_is_there_and_not_declared_too() -> None:
         hdet.recommended(model, adamw(model), knobs=[hdet.Dropout()], exclude=["dropout"], **options)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"knobs": hdet.Beta2()}, "knobs is a list of knobs, got Beta2"),
+        ({"knobs": "dropout"}, "knobs is a list of knobs, got 'dropout'"),
+        ({"total_steps": 60.0}, "total_steps must be of type int, got 60.0"),
+        ({"micro_batches": 0}, "micro_batches must be at least 1, got 0"),
+        ({"history": 3}, "history is a path or an hdet.History, got 3"),
+    ],
+)
+def test_what_is_of_another_type_is_refused(given: dict[str, Any], message: str) -> None:
+    model = network()
+    options: dict[str, Any] = {"total_steps": STEPS, "probe": probe(), "quiet": True, **given}
+    with pytest.raises(ConfigError, match=message):
+        hdet.recommended(model, adamw(model), **options)
+
+
+def test_one_name_may_be_left_out_without_a_list() -> None:
+    model = network(dropout=nn.Dropout(0.1))
+    engine = hdet.recommended(model, adamw(model), total_steps=STEPS, probe=probe(), quiet=True, exclude="dropout")
+    assert [knob.name for knob in engine.knobs] == ["learning_rate"]
+
+
 def test_the_recipes_places_and_strides_are_the_engines() -> None:
     model = network()
     engine = hdet.recommended(

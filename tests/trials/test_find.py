@@ -225,6 +225,9 @@ def test_the_answer_in_words_yaml_and_a_picture() -> None:
     ("given", "said"),
     [
         ({"trials": 2}, "trials must be 3 or more"),
+        ({"trials": 3.5}, "trials must be of type int, got 3.5"),
+        ({"total_steps": "300"}, "total_steps must be of type int, got '300'"),
+        ({"micro_batches": 0}, "micro_batches must be at least 1, got 0"),
         ({"steps": 9}, "fewer than 2 a trial"),
         ({"probe": PROBE.loss}, "probe must be an hdet.Probe"),
         ({"batches": iter(TRAIN)}, "can be gone through once"),
