@@ -26,6 +26,9 @@ from hdet.errors import ConfigError
 
 __all__ = ["Spec", "register"]
 
+MOST_SHOWN = 100
+"""Characters of what was given that a message repeats; a whole declaration that has more is left out."""
+
 S = TypeVar("S", bound="Spec")
 C = TypeVar("C", bound="type[Spec]")
 
@@ -196,16 +199,19 @@ def _types_in(annotation: Any) -> set[Any]:
 
 
 def _explain(spec: type[Spec], error: ValidationError) -> str:
-    lines = []
+    lines, listed = [], False
     for item in error.errors(include_url=False):
         where = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             near = meant(str(item["loc"][-1]), spec.model_fields)
-            message = f"no such field; there are {sorted(spec.model_fields)}{near}"
+            there = f"no such field; there are {sorted(spec.model_fields)}"
+            message, listed = f"{'no such field' if listed else there}{near}", True
         told = item["type"] == "missing" or isinstance(item.get("ctx", {}).get("error"), ConfigError)
-        given = "" if told else f" (given: {item['input']!r})"
-        lines.append(f"{where + ': ' if where else ''}{message}{given}")
+        given = repr(item["input"])
+        if len(given) > MOST_SHOWN:
+            told, given = told or not item["loc"], f"{given[:MOST_SHOWN]}..."
+        lines.append(f"{where + ': ' if where else ''}{message}{'' if told else f' (given: {given})'}")
     return f"{spec.kind or spec.__name__}: " + "; ".join(lines)
 
 

@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
-from pydantic import Field
+from pydantic import Field, model_validator
 
 import hdet
 import hdet.spec
@@ -186,3 +186,25 @@ def test_plugins_are_found_by_their_entry_point(monkeypatch: pytest.MonkeyPatch)
         assert asked[-1] == "hdet.knobs"
     finally:
         Shape._members.pop("triangle", None)
+
+
+def test_what_there_is_is_listed_once_and_what_is_long_is_cut() -> None:
+    class Lamp(Spec):
+        colour: str = "red"
+        wide: int = Field(default=1, lt=3)
+
+        @model_validator(mode="after")
+        def _is_lit(self) -> Lamp:
+            if self.colour.startswith("black"):
+                raise ValueError("a lamp is not black")
+            return self
+
+    there = r"there are \['colour', 'wide'\]"
+    with pytest.raises(
+        ConfigError, match=rf"^Lamp: hight: no such field; {there} \(given: 1\); deep: no such field \("
+    ):
+        Lamp(hight=1, deep=2)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"valid string.* \(given: \[0, 1, .{93}\.\.\.\)$"):
+        Lamp(colour=list(range(1000)))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^Lamp: a lamp is not black$"):
+        Lamp(colour="black" * 100)

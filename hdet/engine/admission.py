@@ -33,6 +33,15 @@ def counted(**given: object) -> None:
             raise ConfigError(f"{argument} must be at least 1, got {number}")
 
 
+def trained(optimizer: Optimizer) -> None:
+    """There is something that steps can change."""
+    if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
+        raise ConfigError(
+            "no parameter that the optimizer holds requires a gradient, so nothing is trained; call "
+            "model.requires_grad_(), or thaw a part, before"
+        )
+
+
 def listed(knobs: object) -> None:
     """Knobs are given as a list of them."""
     if not isinstance(knobs, Collection) or isinstance(knobs, str):

@@ -352,7 +352,7 @@ class Cycle:
             self.open_window(window.index + 1)
         # Last: where the disk is full, the engine can go on all the same.
         recording.append(self.history, record, self.home, self.tally.sums.device)
-        self._refuse_to_go_on(closed, bases)
+        self._refuse_to_go_on(record)
         return record
 
     @contextmanager
@@ -496,9 +496,15 @@ class Cycle:
         for collector in self.collectors:
             collector.forget()
 
-    def _refuse_to_go_on(self, closed: WindowLosses, bases: dict[str, float]) -> None:
+    def _refuse_to_go_on(self, record: WindowRecord) -> None:
         if self.restores > MAX_RESTORES:
+            first = record.faults[0]
             held = "the models hold the last converged point. Start from lower values"
+            if self.restores > record.window and (first["step"], first.get("where")) == (record.start, "loss"):
+                held = (
+                    "with the weights that the run began with the loss is not finite, before any update, so lower "
+                    "values would not help. Look at the data, the model's weights and the loss"
+                )
             if not self.anchor.is_finite():
                 held = (
                     "the models were put back to the point they set out from, which is not finite itself. Start from "
@@ -506,7 +512,7 @@ class Cycle:
                 )
             raise DivergedError(
                 f"all {self.home.size} replicas became non-finite in {self.restores} windows on end, the last at step "
-                f"{closed.faults[0]['step']}; {held}; the bases were {bases}"
+                f"{first['step']}; {held}; the bases were {record.bases}"
             )
 
     # -- how a run ends, and goes on --------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.engine.admission import counted, listed
+from hdet.engine.admission import counted, listed, trained
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard
 from hdet.engine.tail import Tail, possible
@@ -133,6 +133,7 @@ def attach(
     lengths = {"total_steps": total_steps, "micro_batches": micro_batches}
     counted(**{name: number for name, number in lengths.items() if number is not None})
     optimizer = _inner(optimizer)
+    trained(optimizer)
     tensors.reshard(model)  # a look at the model, as a trainer has before it trains, leaves it gathered
     _end_earlier(model, optimizer)
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)

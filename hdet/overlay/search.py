@@ -274,8 +274,13 @@ def _require_parts(state: Mapping[str, Any], model: nn.Module) -> None:
     Raises:
         CheckpointError: it has not.
     """
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"format {state.get('format')!r} of a search's state; this version reads {FORMAT}")
+    if "format" not in state:
+        raise CheckpointError(
+            f"this is no state of a search: it has no 'format', but {', '.join(map(repr, list(state)[:4]))}; give what "
+            f"search.state_dict() returned"
+        )
+    if state["format"] != FORMAT:
+        raise CheckpointError(f"format {state['format']!r} of a search's state; this version reads {FORMAT}")
     lacking = [key for key in KEYS if key not in state]
     if lacking:
         raise CheckpointError(f"the search's state lacks {', '.join(lacking)}; give what state_dict() returned")

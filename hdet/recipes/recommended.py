@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hdet.controllers import Calibrate, Pooled
 from hdet.controllers.rules import Fall
-from hdet.engine.admission import counted, listed
+from hdet.engine.admission import counted, listed, trained
 from hdet.engine.defaults import complete
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard, Rewind
@@ -398,6 +398,7 @@ def recommended(
     if not isinstance(probe, Probe):
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
     listed(knobs)
+    trained(optimizer)
     counted(total_steps=total_steps, micro_batches=micro_batches)
     choices = choose(
         model,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.engine.admission import counted
-from hdet.errors import ConfigError, StepError
+from hdet.engine.admission import counted, trained
+from hdet.errors import ConfigError, DivergedError, StepError
 from hdet.hparams import LearningRate, Schedule
 from hdet.hparams.binding import given
 from hdet.hparams.schedule import LinearDecay
@@ -87,7 +87,7 @@ def find(
     Raises:
         ConfigError: what was given cannot be; the message names it and the way out.
         StepError: `batches` has none.
-        DivergedError: every trial diverged, so that no rate can be told.
+        DivergedError: every trial diverged, so that no rate can be told, or the loss is not finite to begin with.
 
     >>> import torch, hdet
     >>> _ = torch.manual_seed(0)
@@ -123,6 +123,11 @@ def find(
             for step in range(length):
                 rates.write(rate * shape[step])
                 told = _step(copied, other, loss, following, micro_batches, clip)
+                if step == 0 and not math.isfinite(float(told)):
+                    raise DivergedError(
+                        "the training loss is not finite in a trial's first step, before any update, so no rate would "
+                        "help; look at the data, the model's weights and the loss"
+                    )
                 if (step + 1) % max(1, length // FINITE_CHECKS) == 0 and not math.isfinite(float(told)):
                     return Trial(rate, None)
             return Trial(rate, _judged(probe, copied, other))
@@ -143,6 +148,7 @@ def _require(model: nn.Module, optimizer: Optimizer, probe: Probe, batches: Batc
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     refuse_line_search(optimizer)
+    trained(optimizer)
     check_pair(model, optimizer, 1)
     require_alone(model, "hdet.find")
     if searched(optimizer):

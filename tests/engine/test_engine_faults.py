@@ -199,6 +199,17 @@ def test_failing_again_and_again_is_an_error_and_the_model_is_sound(problem: Any
     assert all(record.faults == [] for record in records)
 
 
+@pytest.mark.parametrize(
+    ("first", "said"), [(0, "before any update, so lower values would not help"), (1, "Start from lower values")]
+)
+def test_a_loss_that_is_not_finite_to_begin_with_is_no_matter_of_rates(
+    problem: Any, train: Any, first: int, said: str
+) -> None:
+    engine = build(problem, window=2)
+    with pytest.raises(DivergedError, match=said):
+        train(engine, report=lambda step, losses: [torch.tensor(math.nan)] * N if step % 2 >= first else losses)
+
+
 def test_a_good_window_in_between_starts_the_count_anew(problem: Any, train: Any) -> None:
     engine = build(problem, window=1)
     for step in range(20):

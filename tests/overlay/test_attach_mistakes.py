@@ -81,6 +81,26 @@ def test_a_refused_state_leaves_the_search_as_it_was() -> None:
     assert searches[1].engine.knobs[0].peak == peak
 
 
+def test_a_models_state_is_no_searchs() -> None:
+    model = network()
+    search = hdet.attach(model, adamw(model), probe=probe(), total_steps=STEPS, quiet=True)
+    with pytest.raises(CheckpointError, match="this is no state of a search: it has no 'format', but '0"):
+        search.load_state_dict(model.state_dict())
+
+
+def test_a_model_of_which_nothing_is_trained_is_refused() -> None:
+    model = network().requires_grad_(False)
+    optimizer = adamw(model)
+    with pytest.raises(ConfigError, match="no parameter that the optimizer holds requires a gradient"):
+        hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True)
+    with pytest.raises(ConfigError, match="no parameter that the optimizer holds requires a gradient"):
+        hdet.recommended(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True)
+    with pytest.raises(ConfigError, match="no parameter that the optimizer holds requires a gradient"):
+        hdet.find(model, optimizer, loss=loss_of, batches=[batch(0)], probe=probe(), total_steps=STEPS)
+    model[3].requires_grad_()
+    hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True)
+
+
 def test_a_window_that_cannot_be_gone_on_with_is_told() -> None:
     searches = []
     for window in (5, 4):

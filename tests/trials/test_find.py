@@ -241,6 +241,11 @@ def test_what_cannot_be_is_refused(given: dict[str, object], said: str) -> None:
         found(**given)
 
 
+def test_a_loss_that_is_not_finite_to_begin_with_is_no_matter_of_rates() -> None:
+    with pytest.raises(DivergedError, match="the training loss is not finite in a trial's first step"):
+        found(loss=lambda model, batch: loss(model, batch) * float("nan"))
+
+
 def test_a_loss_of_another_model_is_refused() -> None:
     """The model that it calls in place of the copy is left as it was, its gradients and BatchNorm's statistics too."""
     model, optimizer = build()

@@ -201,6 +201,8 @@ class Study(Spec):
             ConfigError: naming the field, the value and what is allowed.
         """
         given = read(Path(path))
+        if "task" in given and not {"base", "script"} & set(given):
+            raise ConfigError(f"{path} declares one run, which hdet run trains; a study names it as base: {path}")
         if isinstance(given.get("base"), str):
             given["base"] = read(Path(path).parent / given["base"])
         prepare = given.get("prepare")
