@@ -23,7 +23,7 @@ LEVEL_SHARE = 0.1
 DIVERGED_SHARE = 0.1
 """A trial that ends this share above the loss it began with, and clearly so, has diverged."""
 
-Verdict = Literal["settled", "flat", "still rising", "still falling", "no clear sign"]
+Verdict = Literal["settled", "flat", "still rising", "still falling", "no clear sign", "too short"]
 
 
 @dataclass(frozen=True)

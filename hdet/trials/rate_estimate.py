@@ -27,6 +27,7 @@ ADVICE: dict[Verdict, str] = {
     "flat": "a neighbouring rate ended about as well",
     "still rising": "the highest rate that was tried is the best; give more trials or begin higher",
     "still falling": "the lowest rate that was tried is the best; give more trials or begin lower",
+    "too short": f"trials this short mislead; give at least {FEWEST_STEPS} steps a trial",
     "no clear sign": "no trial ended clearly better than it began; give more steps, or a larger probe",
 }
 
@@ -73,8 +74,8 @@ class RateEstimate:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the trials settle it; see `hdet.trials.bracket.Minimum`."""
-        return self.at_trial_length.verdict
+        """Whether the trials settle it; see `hdet.trials.bracket.Minimum`, and "too short" where they cannot."""
+        return "too short" if self.trial_steps < FEWEST_STEPS else self.at_trial_length.verdict
 
     def _moved(self, end: float | None, factor: float) -> float | None:
         return None if end is None else end * self._lowered * factor
@@ -83,10 +84,6 @@ class RateEstimate:
     def _lowered(self) -> float:
         return math.pow(self.trial_steps / self.total_steps, LENGTH_EXPONENT)
 
-    @property
-    def _too_short(self) -> bool:
-        return self.trial_steps < FEWEST_STEPS
-
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and lists."""
         told = {"learning_rate": self.learning_rate, "low": self.low, "high": self.high, "verdict": self.verdict}
@@ -94,9 +91,8 @@ class RateEstimate:
 
     def to_yaml(self) -> str:
         """The lines to put into a config of `hdet run`; with a comment where the trials have not settled them."""
-        open_end = self._too_short or self.verdict not in ("settled", "flat")
-        why = f"trials of {self.trial_steps} steps" if self._too_short else self.verdict
-        comment = f"  # not settled: {why}" if open_end else ""
+        why = f"trials of {self.trial_steps} steps" if self.verdict == "too short" else self.verdict
+        comment = f"  # not settled: {why}" if self.verdict not in ("settled", "flat") else ""
         return f"optimizer:\n  lr: {yaml_number(f'{self.learning_rate:.3g}')}{comment}"
 
     def __str__(self) -> str:
@@ -106,7 +102,6 @@ class RateEstimate:
             f"{ADVICE[self.verdict]}",
             f"  {len(self.trials)} trials of {self.trial_steps} steps, for a run of {self.total_steps}; the best for "
             f"runs as short as that is {self.at_trial_length.rate:.3g}",
-            *([f"  trials this short mislead; give at least {FEWEST_STEPS} steps a trial"] * self._too_short),
             f"  {'rate':>10}  held-out loss at the end ({self.before.loss:.4f} at the beginning)",
         ]
         for trial in sorted(self.trials, key=lambda one: one.rate):

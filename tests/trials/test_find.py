@@ -210,7 +210,7 @@ def test_steps_and_trials_are_what_was_asked_for() -> None:
 
 def test_the_answer_in_words_yaml_and_a_picture() -> None:
     trials = Trial(0.1, (1.0, 1.2)), Trial(3e3, None)
-    told = hdet.trials.RateEstimate(0.1, 10, 320, Trial(0.0, (2.0, 2.2)), trials, Minimum(6e-6, 3e-6, None, "flat"))
+    told = hdet.trials.RateEstimate(0.1, 20, 640, Trial(0.0, (2.0, 2.2)), trials, Minimum(6e-6, 3e-6, None, "flat"))
     assert told.learning_rate == pytest.approx(3e-6)
     assert told.low == pytest.approx(3e-6 / 2 / 12)
     assert told.to_dict()["high"] is None
@@ -325,4 +325,5 @@ def test_a_group_at_rate_0_stays_there() -> None:
 def test_what_is_to_be_pasted_says_what_it_is_worth(steps: int, verdict: Any, comment: str) -> None:
     estimate = RateEstimate(0.1, steps, 32 * steps, Trial(0.0, (2.3, 2.4)), (), Minimum(0.4, 0.2, 0.8, verdict))
     assert estimate.to_yaml() == f"optimizer:\n  lr: 0.2{comment}"
-    assert ("trials this short mislead; give at least 12 steps a trial" in str(estimate)) == (steps < 12)
+    assert ("too short: trials this short mislead; give at least 12 steps a trial" in str(estimate)) == (steps < 12)
+    assert (estimate.verdict == "too short") == (steps < 12)
