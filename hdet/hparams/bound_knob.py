@@ -24,6 +24,11 @@ from hdet.hparams.schedule import Constant, sampled
 MOST_PLANNED = 64
 """Steps whose values are worked out at once: one step's alone take several times as long, between two of training."""
 
+OF_A_COURSE = (
+    ". Bounds hold for the whole course, warm-up and fall as well, which are hdet's own where no schedule was given; "
+    "authority= bounds how far a value is moved from its course"
+)
+
 ROUNDING = 1e-12
 """Of a shift, in coordinate units: what less comes to is no move."""
 
@@ -79,9 +84,10 @@ class BoundKnob:
         low, high = spec.bounds
         if min(course) < low or max(course) > high:
             outside = min(course) if min(course) < low else max(course)
+            told = "" if isinstance(self.schedule, Constant) else OF_A_COURSE
             raise ConfigError(
                 f"{self.name}: its schedule reaches {outside:g}, outside the bounds {spec.bounds}; "
-                f"give bounds=({min(low, outside):g}, {max(high, outside):g}) or another base"
+                f"give bounds=({min(low, outside):g}, {max(high, outside):g}) or another base{told}"
             )
         # Of a schedule without an end only the start is known, and a warm-up may start at 0.
         known = total is not None or isinstance(self.schedule, Constant)

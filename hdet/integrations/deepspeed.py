@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from hdet.engine.admission import listed
 from hdet.errors import CheckpointError, ConfigError
 from hdet.integrations.zero_three import Shards
 from hdet.overlay import attach as overlay
 from hdet.overlay.search import Search
 from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import bare, writes_into
-from hdet.recipes.recommended import FORWARD
+from hdet.recipes.recommended import FORWARD, excluding
 from hdet.replicas import Replicas, micro_batches
 from hdet.replicas.distributed import distribute
 from hdet.signals import Probe
@@ -68,7 +69,7 @@ def attach(engine: Any, *, probe: Probe, **options: Any) -> Search:
                 f"a tail's mean of the weights would be the model's alone, and DeepSpeed's {type(optimizer).__name__} "
                 f"saves its own master weights; leave tail= out"
             )
-        options["exclude"] = sorted({*options.get("exclude", ()), *FORWARD})
+        options["exclude"] = excluding(options.get("exclude", ()), *FORWARD)
         optimizer = EngineOptimizer.of(engine)
         if optimizer.shards is not None:
             model, probe = optimizer.shards, _of_module(probe)
@@ -238,6 +239,7 @@ def _of_module(probe: Probe) -> Probe:
 
 def _refuse_forward(knobs: Sequence[Any], stage: int, kind: str) -> None:
     """Knobs that are judged by a pass's own gradient, or set replicas apart."""
+    listed(knobs)
     for knob in knobs:
         if knob.acts_on == "forward":
             raise ConfigError(

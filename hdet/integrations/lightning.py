@@ -15,7 +15,7 @@ from hdet.errors import ConfigError, MissingExtraError
 from hdet.integrations.loggers import metrics
 from hdet.overlay import search as overlay
 from hdet.overlay.attach import attach
-from hdet.recipes.recommended import FORWARD
+from hdet.recipes.recommended import FORWARD, excluding
 from hdet.record import WindowRecord
 from hdet.signals import Probe
 
@@ -112,7 +112,7 @@ class Search(Callback):
         options["quiet"] = options.get("quiet", False) or not trainer.is_global_zero
         if not pl_module.automatic_optimization:
             # Where a pass ends is the module's own affair, so that no gradient can be told to be a micro-batch's.
-            options["exclude"] = tuple({*options.get("exclude", ()), *FORWARD})
+            options["exclude"] = excluding(options.get("exclude", ()), *FORWARD)
         self.search = attach(
             _searched(trainer, pl_module, optimizer),
             optimizer,

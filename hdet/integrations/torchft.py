@@ -21,7 +21,7 @@ from hdet.integrations.managed_state import Carried
 from hdet.merging.exploit import Exploit
 from hdet.overlay import attach as overlay
 from hdet.overlay.search import Search
-from hdet.recipes.recommended import FORWARD
+from hdet.recipes.recommended import FORWARD, excluding
 from hdet.record import WindowRecord
 from hdet.replicas import micro_batches
 from hdet.replicas.distributed.ranks import Ranks
@@ -68,7 +68,7 @@ def attach(manager: Manager, model: nn.Module, optimizer: Any, *, probe: Probe, 
     require_managed(manager)
     bare_optimizer: Optimizer = getattr(optimizer, "optim", optimizer)
     agreed = Agreed(manager, bare_optimizer)
-    options["exclude"] = sorted({*options.get("exclude", ()), *FORWARD})
+    options["exclude"] = excluding(options.get("exclude", ()), *FORWARD)
     options["guard"] = options["tail"] = None
     seats = options.pop("micro_batches", 1)
     with ExitStack() as undo:

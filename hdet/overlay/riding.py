@@ -374,10 +374,12 @@ class Riding:
 
     def _refuse_unseen(self) -> None:
         if self.passes.begun == 0 and self._explores_forward and not self.engine.finished:
+            names = sorted({knob.spec.kind for knob in self.engine.knobs if knob.spec.acts_on == "forward"})
             raise StepError(
                 f"the optimizer is to step, and hdet has seen no training pass since its last step: the loop is to "
                 f"call the {type(self.model).__name__} that hdet.attach was given, in train mode and with gradients "
-                f"enabled. Attach to the model that the loop calls, wrapped or compiled as it is, before its first call"
+                f"enabled. Attach to the model that the loop calls, wrapped or compiled as it is, before its first "
+                f"call; or leave out what is judged by passes: exclude={names}"
             )
 
     def _refuse_if_over(self) -> None:

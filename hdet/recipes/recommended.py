@@ -26,10 +26,12 @@ from hdet.hparams.binding import given
 from hdet.hparams.forward import ModuleKnob
 from hdet.hparams.schedule import LinearDecay
 from hdet.hparams.update import Groups
+from hdet.nn.names import named_modules
 from hdet.recipes import dropouts
 from hdet.replicas import Replicas, in_process
 from hdet.replicas.distributed import refusals
 from hdet.signals import Objective, Probe
+from hdet.user_warning import warn
 from hdet.windows import GrowingWindow, Windows
 
 WARMUP = 0.3
@@ -98,7 +100,15 @@ def choose(
     pooled = len(rates) > 1
     names = rate_names or {}
     least = _warmup_steps(warmup_steps, total_steps, rates.values())
-    choices = [_rate(groups, names.get(groups), course, least, stride, pooled) for groups, course in rates.items()]
+    for length in {course.total_steps for course in rates.values()}:
+        if length is not None and total_steps is not None and length > total_steps:
+            warn(
+                f"the learning rate's schedule is one of {length} steps, and the run has {total_steps}, so the run "
+                f"ends before the schedule has come down; give the schedule the run's total_steps"
+            )
+    choices = [
+        _rate(groups, names.get(groups), course, least, stride, pooled, total_steps) for groups, course in rates.items()
+    ]
     choices.append(_decay(optimizer, stride))
     sharded = refusals.sharded(model)
     choices += _dropouts(model, optimizer, sharded, objective)
@@ -132,7 +142,13 @@ def own_schedule(optimizer: Optimizer, total_steps: int | None, group: int | Non
 
 
 def _rate(
-    groups: Groups, name: str | None, course: Schedule, warmup_steps: int, stride: int | None, pooled: bool
+    groups: Groups,
+    name: str | None,
+    course: Schedule,
+    warmup_steps: int,
+    stride: int | None,
+    pooled: bool,
+    total_steps: int | None,
 ) -> Choice:
     as_given = course
     if course.total_steps is not None:
@@ -162,6 +178,8 @@ def _rate(
     heads = f"heads for a peak of {peak:g}" if course.total_steps is not None else "follows what the optimizer is given"
     if any(course(step) != as_given(step) for step in range(warmup_steps)):
         heads += f" by a warm-up of {warmup_steps} steps, longer than its schedule's"
+    if course.total_steps is not None and total_steps is not None and course.total_steps < total_steps:
+        heads += f"; its schedule ends at step {course.total_steps} of {total_steps}"
     if course.total_steps is not None and _second_window(course, course.total_steps) >= seen_ahead:
         heads += "; its warm-up is too short to look ahead twice, which can do harm (docs/attach.md)"
     return Choice(
@@ -247,7 +265,7 @@ def _forward(
     try:
         value = knob.bind(model, optimizer).read()
     except MatchError:
-        numbers = _rates_in_config(model) if isinstance(declared, Dropout) else ""
+        numbers = _rates_in_config(model) if isinstance(declared, Dropout) else _smoothed_by_torch(model)
         return Choice(subject, None, numbers or "the model has none (plain nn.Dropout counts; see hdet.nn)")
     except ConfigError as error:
         return Choice(subject, None, f"left alone: {error}")
@@ -284,13 +302,28 @@ def _rates_in_config(model: nn.Module) -> str:
     )
 
 
+def _smoothed_by_torch(model: nn.Module) -> str:
+    """Label smoothing that torch's own loss holds; in words, or nothing."""
+    for name, module in named_modules(model):
+        if isinstance(module, nn.CrossEntropyLoss) and module.label_smoothing > 0.0:
+            return (
+                f"{name} smooths by {module.label_smoothing:g}, a plain number; hdet.nn.swap(model) makes it explorable"
+            )
+    return ""
+
+
+def excluding(given: str | Iterable[str], *more: str) -> list[str]:
+    """The names that are left out; one alone may be given without a list."""
+    return [*((given,) if isinstance(given, str) else given), *more]
+
+
 def _adapted(choices: Sequence[Choice], knobs: Sequence[Knob], exclude: Sequence[str]) -> list[Choice]:
     """The recipe's choices with the caller's own: by name left out, replaced or added.
 
     A name stands for all of its kind too: `dropout` for `dropout[0.1]` and `dropout[0.05]`; and a knob of the caller's
     takes the place of all of its kind unless it bears the name of one.
     """
-    exclude = (exclude,) if isinstance(exclude, str) else exclude
+    exclude = excluding(exclude)
     known = {_name(choice) for choice in choices}
     own = {knob.label: knob for knob in knobs}
     for name in exclude:

@@ -352,7 +352,7 @@ def test_a_training_pass_is_one_pass_however_often_the_model_is_called(calls: in
                 loss = search.training_pass(run) if told_so else search.loss(run())
                 (loss / 2).backward()
             if calls == 0 and not told_so:
-                with pytest.raises(StepError, match="no training pass"):
+                with pytest.raises(StepError, match=r"no training pass.*exclude=\['dropout'\]"):
                     optimizer.step()
                 return
             optimizer.step()

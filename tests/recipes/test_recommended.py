@@ -137,6 +137,15 @@ def test_label_smoothing_that_is_off_is_left_alone_and_it_says_so() -> None:
     assert [knob.name for knob in engine.knobs] == ["learning_rate"]
 
 
+def test_label_smoothing_of_torchs_own_loss_is_not_called_none() -> None:
+    model = network()
+    model.add_module("criterion", nn.CrossEntropyLoss(label_smoothing=0.1))
+    said = describe(choose(model, adamw(model), STEPS))
+    assert "criterion smooths by 0.1, a plain number; hdet.nn.swap(model) makes it explorable" in said
+    hdet.nn.swap(model)
+    assert chosen(model, adamw(model))["label smoothing"] is not None
+
+
 def test_a_regulariser_that_was_set_may_go_to_zero() -> None:
     model = network(dropout=hdet.nn.Dropout(0.3), smoothing=0.1)
     knobs = chosen(model, adamw(model))
@@ -278,7 +287,16 @@ def test_a_warm_up_that_is_long_enough_stays_as_it_is(schedule: Schedule | None)
 def test_a_warm_up_is_of_the_run_where_the_schedule_is_longer() -> None:
     model = network()
     schedule = Cosine(0.02, 10_000, warmup=0.0)
-    assert chosen(model, adamw(model), schedule=schedule)["learning rate"].schedule == LinearWarmup(schedule, 30)
+    with pytest.warns(UserWarning, match="schedule is one of 10000 steps, and the run has 100, so the run ends before"):
+        found = chosen(model, adamw(model), schedule=schedule)
+    assert found["learning rate"].schedule == LinearWarmup(schedule, 30)
+
+
+def test_a_schedule_that_ends_before_the_run_is_told_of() -> None:
+    model = network()
+    for length, told in ((30, True), (STEPS, False)):
+        said = describe(choose(model, adamw(model), STEPS, Cosine(0.02, length)))
+        assert ("its schedule ends at step 30 of 100" in said) == told
 
 
 @pytest.mark.parametrize(
