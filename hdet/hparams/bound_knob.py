@@ -25,8 +25,8 @@ MOST_PLANNED = 64
 """Steps whose values are worked out at once: one step's alone take several times as long, between two of training."""
 
 OF_A_COURSE = (
-    ". Bounds hold for the whole course, warm-up and fall as well, which are hdet's own where no schedule was given; "
-    "authority= bounds how far a value is moved from its course"
+    ". Bounds hold for the whole course, warm-up and fall as well (hdet's own if none was given); authority= bounds "
+    "how far the value is moved from its course"
 )
 
 ROUNDING = 1e-12

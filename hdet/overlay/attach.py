@@ -87,8 +87,8 @@ def attach(
             "head.*", "norms": ("*norm*", "*bias")}`, by which the optimizer's groups are cut where they have to be.
             Parameters that no pattern matches are called "others".
         knobs: in place of the recipe's knob of the same name, or beside them.
-        exclude: names of the recipe's knobs that are left as they are: "learning_rate", "weight_decay", "dropout",
-            "label_smoothing".
+        exclude: names of the recipe's knobs (or one name) that are left as they are: "learning_rate", "weight_decay",
+            "dropout", "label_smoothing".
         micro_batches: passes of this process to an optimizer step. By default those of the first step are counted,
             and nothing is explored in it.
         replicas: instead of what is found: from `hdet.micro_batches` or `hdet.distribute`.

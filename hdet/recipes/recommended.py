@@ -405,8 +405,8 @@ def recommended(
         history: a path for one JSON line a window; `hdet.History(path)` for a run that may go on with an old file.
         quiet: print nothing.
         knobs: in place of the recipe's knob of the same name, or beside them.
-        exclude: names of the recipe's knobs that are left as they are: "learning_rate", "weight_decay", "dropout",
-            "label_smoothing".
+        exclude: names of the recipe's knobs (or one name) that are left as they are: "learning_rate", "weight_decay",
+            "dropout", "label_smoothing".
         window: steps between two readings, or a rule for them; by default `hdet.windows.GrowingWindow()`.
         guard: instead of `hdet.Rewind()`; None goes on whatever happens.
         tail: instead of `hdet.TailAverage()`; None ends with the last weights.

@@ -55,7 +55,7 @@ def cosine(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         ),
         (
             lambda m, o: {"knobs": [hdet.LearningRate(bounds=(1e-3, 1e-2))]},
-            "outside the bounds .* warm-up and fall as well, which are hdet's own where no schedule.* authority=",
+            "outside the bounds .* warm-up and fall as well .hdet's own if none was given.* authority=",
         ),
         (lambda m, o: {"total_steps": "60"}, "total_steps must be of type int, got '60'"),
         (lambda m, o: {"micro_batches": 0}, "micro_batches must be at least 1, got 0"),
