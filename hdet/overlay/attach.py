@@ -171,6 +171,7 @@ def attach(
             exclude=exclude,
             stride=stride,
             warmup_steps=warmup_steps,
+            window=window,
         )
         explored = [_relative(choice.knob, found, optimizer, model, course_of) for choice in choices if choice.knob]
         found.driven = found.driven and any(isinstance(knob, LearningRate) for knob in explored)

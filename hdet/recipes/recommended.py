@@ -75,6 +75,7 @@ def choose(
     exclude: Sequence[str] = (),
     stride: int | None = None,
     warmup_steps: int | None = None,
+    window: int | Windows | None = None,
 ) -> list[Choice]:
     """What the recipe explores on this model and optimizer, and why; nothing is changed.
 
@@ -91,6 +92,8 @@ def choose(
         stride: of averaged weights, take every stride-th step's; by default as many as leave at least 128 in a window.
         warmup_steps: in how many steps at least the recipe's learning rates come to their peak; by default 30 % of the
             run's, at most 300. 0 leaves schedules as they are.
+        window: of the run; by default a `GrowingWindow`. One whose first end comes too late to look ahead is not
+            entered with caution.
 
     Raises:
         ConfigError: `exclude` names a knob that the recipe does not have, or one that `knobs` declares; `warmup_steps`
@@ -106,8 +109,10 @@ def choose(
                 f"the learning rate's schedule is one of {length} steps, and the run has {total_steps}, so the run "
                 f"ends before the schedule has come down; give the schedule the run's total_steps"
             )
+    first = window.at(0) if isinstance(window, Windows) else window or GrowingWindow().minimum
     choices = [
-        _rate(groups, names.get(groups), course, least, stride, pooled, total_steps) for groups, course in rates.items()
+        _rate(groups, names.get(groups), course, least, stride, pooled, total_steps, first)
+        for groups, course in rates.items()
     ]
     choices.append(_decay(optimizer, stride))
     sharded = refusals.sharded(model)
@@ -149,6 +154,7 @@ def _rate(
     stride: int | None,
     pooled: bool,
     total_steps: int | None,
+    first_window: int,
 ) -> Choice:
     as_given = course
     if course.total_steps is not None:
@@ -159,7 +165,7 @@ def _rate(
         return Choice(subject, None, "is 0, which no factor moves")
     # Only a warm-up that is looked ahead of can be entered from below: nothing else makes up for it in time.
     seen_ahead = Line().preview * peak
-    cautious = course(0) < seen_ahead
+    cautious = course(0) < seen_ahead and _rises_at(course, first_window)
     shift = -math.log(CAUTION) if cautious else 0.0
     # Where the peak is not known, nothing can be looked ahead at.
     line = Line(stride=stride) if course.total_steps is not None else Line(stride=stride, preview=0.0)
@@ -180,7 +186,9 @@ def _rate(
         heads += f" by a warm-up of {warmup_steps} steps, longer than its schedule's"
     if course.total_steps is not None and total_steps is not None and course.total_steps < total_steps:
         heads += f"; its schedule ends at step {course.total_steps} of {total_steps}"
-    if course.total_steps is not None and _second_window(course, course.total_steps) >= seen_ahead:
+    if total_steps is not None and first_window >= total_steps:
+        heads += f"; the first window has {first_window} steps, so nothing is learned before the run ends"
+    elif course.total_steps is not None and _second_window(course, course.total_steps, first_window) >= seen_ahead:
         heads += "; its warm-up is too short to look ahead twice, which can do harm (docs/attach.md)"
     return Choice(
         subject,
@@ -211,9 +219,16 @@ def _warmup_steps(wanted: int | None, total_steps: int | None, courses: Iterable
     return wanted
 
 
-def _second_window(course: Schedule, total_steps: int) -> float:
-    """The rate in the middle of the recipe's second window."""
-    steps, last = GrowingWindow().minimum, total_steps - 1
+def _rises_at(course: Schedule, step: int) -> bool:
+    """Whether the schedule's warm-up is not over at a step."""
+    return course.total_steps is not None and (
+        step < course.total_steps and course(step - 1) <= course(step) < course.nominal_peak()
+    )
+
+
+def _second_window(course: Schedule, total_steps: int, steps: int) -> float:
+    """The rate in the middle of the run's second window, where the first one has so many steps."""
+    last = total_steps - 1
     return (course(min(steps, last)) + course(min(2 * steps - 1, last))) / 2
 
 
@@ -443,6 +458,7 @@ def recommended(
         exclude=exclude,
         stride=stride,
         warmup_steps=warmup_steps,
+        window=window,
     )
     tail = possible(tail, optimizer, total_steps)
     if not quiet:

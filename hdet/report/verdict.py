@@ -144,7 +144,8 @@ class Verdict:
         said += [retreat.words for retreat in self.retreats]
         if self.power != 1.0:
             said.append(f"falls {'slower' if self.power < 1.0 else 'faster'} than given (power {self.power:.2f})")
-        return "; ".join(said) if said else "nothing"
+        entered = "" if self.factor in (None, 1.0) else f" since it was entered at {self.factor:.3g} times what was set"
+        return "; ".join(said) if said else f"nothing{entered}"
 
     @property
     def wanted(self) -> str:

@@ -17,7 +17,6 @@ import hdet
 from hdet.errors import ConfigError, StepError
 from hdet.overlay.rates import Rates
 from hdet.overlay.told_schedule import Course, Follower, Told
-from hdet.recipes.recommended import CAUTION
 
 
 class Trainer:
@@ -188,7 +187,7 @@ def test_a_warm_up_of_hdets_moves_all_groups_and_leaves_what_the_scheduler_wrote
         train(model, optimizer, scheduler, search, step, step + 1)
         left = 1.0 - (step + 1) / 100
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([3e-3 * left, 1e-3 * left])
-    shares = [min(1.0 - step / 100, (step + 1) / 12 if step < 12 else 1.0) / CAUTION for step in range(20)]
+    shares = [min(1.0 - step / 100, (step + 1) / 12 if step < 12 else 1.0) for step in range(20)]
     assert in_force == [pytest.approx([3e-3 * share, 1e-3 * share]) for share in shares]
 
 
