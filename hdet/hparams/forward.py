@@ -44,10 +44,12 @@ class ModuleKnob(Knob):
 
     @property
     def default_controller(self) -> Controller:
-        # Small steps on evidence that adds up: an angle of 0.0032 a step at most. A regulariser has a bound to go to,
-        # so a short run may go there faster; what has none would overshoot.
-        run_steps = None if self.acts_in_eval else 600
-        return Gated(0.08, gate=1.0, saturation=3.0, window_steps=25, max_scale=1.0, run_steps=run_steps, until=0.85)
+        # Small steps on evidence that adds up: an angle of 0.0032 a step at most.
+        paced = Gated(0.08, gate=1.0, saturation=3.0, window_steps=25, max_scale=1.0, until=0.85)
+        if self.acts_in_eval:
+            return paced
+        # A regulariser has a bound to go to, so a short run may go there faster; what has none would overshoot.
+        return paced.replace(run_steps=600, pretrained_boost=2.5)
 
     @property
     def label(self) -> str:

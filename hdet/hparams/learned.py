@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Learned:
     """A knob's value at the peak of its schedule: as it was set, and as it has been moved.
 
-    A schedule that decays ends near 0 whatever was learned. These two numbers do not depend on it. The recipe's learning
-    rate is entered four times below what was set where it is looked ahead in the warm-up: until a window has judged it,
-    that is caution and nothing learned.
+    A schedule that decays ends near 0 whatever was learned. These two numbers do not depend on it. Where the recipe
+    looks ahead of a learning rate in its warm-up, it enters it four times below what was set: until a window has judged
+    it, that is caution and nothing learned.
 
     Attributes:
         start: the value that was set.

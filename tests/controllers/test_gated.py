@@ -39,6 +39,15 @@ def test_a_short_run_goes_further_where_there_is_no_doubt(total_steps: int | Non
     assert moves(gated, *given) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("taught", [True, False], ids=["the first window taught", "it did not"])
+@pytest.mark.parametrize(("excess", "factor"), [(None, 1.0), (0.9, 1.0), (2.0, 2.5)])
+def test_a_pretrained_model_goes_further(excess: float | None, factor: float, taught: bool) -> None:
+    gated = Gated(0.2, pretrained_boost=2.5)
+    first = Estimate(slope=2.0, stderr=1.0 if taught else math.inf, excess=excess)
+    given = [(first, Context()), *((Estimate(slope=t, stderr=1.0), Context()) for t in (2.0, -8.0))]
+    assert moves(gated, *given) == pytest.approx([-0.1 * factor * taught, -0.1 * factor, 0.2 * factor])
+
+
 def test_weak_windows_add_up_only_with_memory() -> None:
     weak = [0.7] * 8
     assert not any(moves_at(Gated(), weak))

@@ -1,4 +1,4 @@
-"""How far the first weights are from random ones: `Estimate.excess`, which `Line` and `Analytic` tell."""
+"""How far the first weights are from random ones: `Estimate.excess`, which evidence of one trajectory tells."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.nn import init
 from torch.optim import AdamW
 
 import hdet
-from hdet import Engine, Probe
+from hdet import Engine, Objective, Probe
 from hdet.controllers import Estimate, Hold
-from hdet.evidence import Analytic, Line
+from hdet.evidence import Analytic, Contrast, Evidence, Line, MixedDifference
 from hdet.evidence.parts.excess import _of_stack
 from hdet.history import WindowRecord
 from hdet.schedules import LinearDecay
@@ -110,6 +110,33 @@ def test_it_is_told_once() -> None:
     first, second = told(Net(), steps=12)
     assert all(0.8 < one["excess"] < 1.1 for one in first.estimates.values())
     assert [one["excess"] for one in second.estimates.values()] == [None, None]
+
+
+@pytest.mark.parametrize("evidence", [Contrast(), MixedDifference()], ids=lambda evidence: evidence.kind)
+def test_knobs_of_the_forward_pass_hear_it_too(evidence: Evidence) -> None:
+    """So that a pretrained model's dropout moves further; whether the window taught anything of it or not."""
+
+    def of_dropout(model: nn.Module) -> list[WindowRecord]:
+        knob = hdet.Dropout(evidence=evidence, controller=Hold())
+        objective = Objective(lambda model, rows: losses(model, rows).mean(), [batch(2000), batch(2001)])
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        engine = Engine(
+            hdet.micro_batches(model, optimizer, n=2),
+            [knob],
+            window=6,
+            signal=Probe(losses, [batch(1000), batch(1001)]),
+            objective=objective,
+            total_steps=STEPS,
+        )
+        return explicit_loop.train(engine, 12, loss=lambda model, step, index: losses(model, batch(step)).mean())
+
+    for model, pretrained in ((Net(), False), (trained(), True)):
+        for dropout in (0.2, 0.0):
+            model.layers.append(nn.Dropout(dropout))
+            first, second = (record.estimates["dropout"] for record in of_dropout(model))
+            model.layers.pop(-1)
+            assert Estimate(0.0, excess=first["excess"]).pretrained is pretrained
+            assert second["excess"] is None
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -123,7 +123,8 @@ class Levels:
         A knob that also acts in eval mode changes the probe itself, besides what is learned: to the slope of the
         window's steps is added that of the probe between the two levels, at the window's last weights.
         """
-        found = {knob.name: Estimate.nothing() for knob in self.knobs}
+        norms = self.scene.excess if harvest.window.start == 0 else None
+        found = {knob.name: replace(Estimate.nothing(), excess=norms) for knob in self.knobs}
         direct = self._direct([k for k in estimates if self.knobs[k].spec.acts_in_eval], harvest)
         steps = harvest.window.stop - harvest.window.start
         for k, estimate in estimates.items():
@@ -133,7 +134,7 @@ class Levels:
                 # Training batches and probe batches have no sub-batch in common.
                 slope, stderr = steps * estimate.slope + direct[k].slope, steps * estimate.stderr
                 estimate = Estimate(slope=slope, stderr=math.hypot(stderr, direct[k].stderr))
-            found[self.knobs[k].name] = replace(estimate, offset=float(self.centre[k]))
+            found[self.knobs[k].name] = replace(estimate, offset=float(self.centre[k]), excess=norms)
         return found
 
     def _direct(self, numbers: Sequence[int], harvest: Harvest) -> dict[int, Estimate]:
