@@ -20,6 +20,7 @@ import argparse
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -35,6 +36,8 @@ CLIPS_HALF = 1.2
 """About half of the training gradients are longer."""
 QUANTILE = 2.429  # of Student's t on 7 degrees of freedom, as unlikely as a normal deviate of 2
 MOVES_NOTHING = Hold()
+ONE_SEAT = "Contrast, one a step"
+"""Of one micro-batch a step: 8 blocks make an estimate, in place of 16."""
 
 
 class Flat(nn.Module):
@@ -55,15 +58,15 @@ def examples(*key: int, count: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(key).standard_normal((count, WEIGHTS))).float()
 
 
-def estimates(knob: hdet.Knob, seed: int, fixed: bool) -> list[Estimate]:
-    """Of one run, window by window, for one knob that nothing moves."""
+def estimates(knob: hdet.Knob, seed: int, fixed: bool, seats: int) -> list[Estimate]:
+    """Of one run, window by window, for one knob that nothing moves; of so many micro-batches a step."""
     torch.manual_seed(seed)
     model = Flat()
     optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     if isinstance(knob, hdet.ClipNorm):
         hdet.clip_gradients(optimizer, norm=CLIPS_HALF)
     diverges = isinstance(knob.evidence, hdet.evidence.Divergent)
-    replicas = hdet.replicate(model, optimizer, n=4) if diverges else hdet.micro_batches(model, optimizer, 4)
+    replicas = hdet.replicate(model, optimizer, n=4) if diverges else hdet.micro_batches(model, optimizer, seats)
     probe = hdet.Probe(
         lambda model, x: model(x).mean(dim=1),
         lambda window: [
@@ -100,7 +103,8 @@ def estimates(knob: hdet.Knob, seed: int, fixed: bool) -> list[Estimate]:
         told = record.estimates[knob.label]
         for line in (told, told.get("averaged", told)):
             if math.isfinite(line["stderr"]):
-                found.append(Estimate(line["slope"], stderr=line["stderr"], slopes=tuple(line["slopes"])))
+                slopes, freedom = tuple(line["slopes"]), line["freedom"]
+                found.append(Estimate(line["slope"], stderr=line["stderr"], slopes=slopes, freedom=freedom))
                 break
     return found
 
@@ -109,7 +113,7 @@ def taus(windows: list[Estimate], rule: Gated, forget_sub_batches: bool) -> list
     """The accumulated t after each window."""
     state, found = rule.start(), []
     for estimate in windows:
-        told = Estimate(estimate.slope, stderr=estimate.stderr) if forget_sub_batches else estimate
+        told = replace(estimate, slopes=()) if forget_sub_batches else estimate
         _, state = rule.step(state, told, Context())
         found.append(state.tau)
     return found
@@ -125,6 +129,7 @@ def placebos() -> Mapping[str, Callable[[], hdet.Knob]]:
         "Divergent": lambda: hdet.LearningRate(evidence=hdet.evidence.Divergent()),
         "MixedDifference": lambda: hdet.Dropout(evidence=hdet.evidence.MixedDifference(bound_from=0.0)),
         "Contrast, a window": lambda: hdet.Dropout(evidence=hdet.evidence.Contrast(bound_from=0.0)),
+        ONE_SEAT: lambda: hdet.Dropout(evidence=hdet.evidence.Contrast(bound_from=0.0)),
         "Contrast, horizon 400": lambda: hdet.Dropout(evidence=hdet.evidence.Contrast(horizon=400, bound_from=0.0)),
     }
 
@@ -141,7 +146,8 @@ def main() -> None:
     print("evidence               probe                    |   sd   > 1    > 2    |   sd   > 1    > 2")
     for name in given.evidence:
         for fixed in (True, False):
-            runs = [estimates(placebos()[name](), seed, fixed) for seed in range(given.runs)]
+            seats = 1 if name == ONE_SEAT else 4
+            runs = [estimates(placebos()[name](), seed, fixed, seats) for seed in range(given.runs)]
             t = np.abs([estimate.t for windows in runs for estimate in windows])
             line = f"{name:22s} {'fixed' if fixed else 'fresh':7s}  {np.mean(t > 2):6.1%} {np.mean(t > QUANTILE):6.1%} "
             for forget_sub_batches in (True, False):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def normal_equivalent(t: float, freedom: int) -> float:
+def normal_equivalent(t: float, freedom: float) -> float:
     """The normal deviate as unlikely as a Student t on `freedom` degrees of freedom, to 1 % from 5 degrees on.
 
     `z = sign(t) sqrt(f log(1 + t^2 / f)) (8 f + 1) / (8 f + 3)` (Wallace 1959, Bounds on normal approximations to

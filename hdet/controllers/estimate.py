@@ -41,6 +41,8 @@ class Estimate:
         slopes: the slope in each of J sub-batches, of which `slope` is the mean and `stderr` the scatter's; () where
             there are none. Sub-batch j is to be comparable between windows, or independent: sums over windows are
             kept apart by j.
+        freedom: the degrees of freedom of `stderr` where there are no slopes to tell: t is Student's on so many; None
+            where it comes from very many numbers, or nobody knows.
 
     Raises:
         ConfigError: a standard error is below 0.
@@ -61,6 +63,7 @@ class Estimate:
     step_ratio: float | None = None
     offset: float = 0.0
     slopes: tuple[float, ...] = ()
+    freedom: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("stderr", "curvature_stderr"):

@@ -10,7 +10,7 @@ from pydantic import Field
 from hdet.controllers.controller import Context, Controller, settled
 from hdet.controllers.estimate import Estimate
 from hdet.spec import register
-from hdet.sub_batches import accumulated, student
+from hdet.sub_batches import accumulated, normal_equivalent, student
 
 # The largest |t| that a window can have. Residuals can vanish, and an infinite t would dominate the discounted
 # sum for ever.
@@ -69,8 +69,9 @@ class Gated(Controller):
 
     where b_j is the slope in sub-batch j (`Estimate.slopes`), and tau, a Student t with J - 1 degrees of freedom, is
     taken as the normal deviate of the same probability. So gates do not depend on J, nor on whether the probe is fixed.
-    Estimates without sub-batches are summed as independent ones: `Z <- memory Z + t`, `n <- memory^2 n + 1`,
-    `tau = Z / sqrt(n)`. Only the sign and the certainty of the slope matter, so one setting serves many losses.
+    Estimates without sub-batches are summed as independent ones: `Z <- memory Z + z`, `n <- memory^2 n + 1`,
+    `tau = Z / sqrt(n)`, z the normal deviate for t by `Estimate.freedom`. Only the sign and the certainty of the slope
+    matter, so one setting serves many losses.
 
     With `window_steps`, a window of that many steps moves by at most `rate` and keeps `memory`. For a window of another
     length, share is its length over `window_steps`. It moves by at most `rate * min(share, max_scale)` and keeps
@@ -142,4 +143,6 @@ class Gated(Controller):
         if estimate.has_sub_batches:
             return GatedState(sums=accumulated(state.sums, estimate.slopes, kept), pretrained=state.pretrained)
         t = believable(estimate.slope, estimate.stderr)
+        if estimate.freedom is not None:
+            t = normal_equivalent(t, estimate.freedom)
         return GatedState(kept * state.total + t, kept**2 * state.variance + 1, pretrained=state.pretrained)

@@ -135,9 +135,10 @@ def _fell(losses: Sequence[float], wrecked: bool) -> bool:
 
 
 def surprise(record: WindowRecord, knob: str, t: float) -> float:
-    """|t| as the normal deviate that is as unlikely, by the number of sub-batches that its error comes from."""
-    count = len(record.estimates.get(knob, {}).get("slopes") or ())
-    return abs(normal_equivalent(t, count - 1)) if count > 2 else abs(t)
+    """|t| as the normal deviate that is as unlikely, by how many numbers its error comes from."""
+    estimate = record.estimates.get(knob, {})
+    freedom = estimate.get("freedom") or len(estimate.get("slopes") or ()) - 1
+    return abs(normal_equivalent(t, freedom)) if freedom > 1 else abs(t)
 
 
 def proof(windows: int) -> float:

@@ -39,6 +39,12 @@ def test_a_short_run_goes_further_where_there_is_no_doubt(total_steps: int | Non
     assert moves(gated, *given) == pytest.approx(expected)
 
 
+def test_an_error_of_few_numbers_counts_for_less() -> None:
+    """t of 4 on 7 degrees of freedom is as unlikely as a normal deviate of 2.79."""
+    few = moves(Gated(0.2, saturation=4.0), (Estimate(slope=4.0, stderr=1.0, freedom=7.0), Context()))
+    assert few == pytest.approx([-0.2 * 2.788 / 4.0], rel=1e-3)
+
+
 @pytest.mark.parametrize("taught", [True, False], ids=["the first window taught", "it did not"])
 @pytest.mark.parametrize(("excess", "factor"), [(None, 1.0), (0.9, 1.0), (2.0, 2.5)])
 def test_a_pretrained_model_goes_further(excess: float | None, factor: float, taught: bool) -> None:

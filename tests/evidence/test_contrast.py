@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from contrast_parts import (
@@ -35,10 +37,11 @@ from torch import Tensor, nn
 import hdet
 import hdet.testing
 from hdet import Engine, Probe
-from hdet.controllers import Hold
+from hdet.controllers import Estimate, Hold
 from hdet.evidence import Contrast
 from hdet.evidence.contrast import ContrastCollector
 from hdet.evidence.parts.gradient_memory import Dots
+from hdet.evidence.parts.two_levels import _added
 from hdet.hparams.forward import ModuleKnob
 from hdet.spreads import TwoLevel
 
@@ -278,6 +281,21 @@ def test_one_replica_is_compared_with_itself_over_steps() -> None:
     """Blocks of four steps: two windows of 16 make eight."""
     records = train(make([knob()], n=1, window=16, windows=4), loss=noisy)
     assert [record.estimates["a"]["t"] != 0.0 for record in records] == [False, True, False, True]
+    assert [record.estimates["a"]["freedom"] for record in records] == [None, 7.0, None, 7.0]
+
+
+def test_where_two_errors_add_up_so_do_their_degrees_of_freedom() -> None:
+    """By Welch and Satterthwaite: of equal errors of few and of many numbers, somewhat more than those of the few."""
+    few = Estimate(slope=0.5, stderr=0.1, freedom=7.0)
+    sub_batches = Estimate.of_sub_batches(np.array([0.9, 1.1, 1.0]))
+    assert _added(1, few, Estimate(slope=1.0, stderr=0.0)) == Estimate(
+        slope=1.5, stderr=0.1, freedom=pytest.approx(7.0)
+    )
+    assert _added(4, few, Estimate(slope=1.0, stderr=0.4)).freedom == pytest.approx(4 * 7.0)
+    a, b = 0.01, sub_batches.stderr**2
+    assert _added(1, few, sub_batches).freedom == pytest.approx((a + b) ** 2 / (a**2 / 7 + b**2 / 2))
+    assert _added(1, replace(few, freedom=None), Estimate(slope=1.0, stderr=0.1)).freedom is None
+    assert _added(1, replace(few, stderr=0.0), Estimate(slope=1.0, stderr=0.0)).freedom is None
 
 
 def test_a_block_that_the_windows_end_would_cut_short_is_not_explored() -> None:

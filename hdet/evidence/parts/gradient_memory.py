@@ -105,7 +105,8 @@ class Dots(Memory):
         found = {}
         for k, slopes in enumerate(self.saved):
             if len(slopes) >= FEWEST_BLOCKS:
-                found[k] = replace(Estimate.of_sub_batches(np.array(slopes)), slopes=())  # blocks have no numbers
+                told = Estimate.of_sub_batches(np.array(slopes))
+                found[k] = replace(told, slopes=(), freedom=len(slopes) - 1)  # blocks have no numbers
                 self.saved[k] = []
         return found
 

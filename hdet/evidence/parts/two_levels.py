@@ -132,8 +132,7 @@ class Levels:
                 self.called[k] = math.copysign(harvest.window.stop, estimate.t)
             if k in direct:
                 # Training batches and probe batches have no sub-batch in common.
-                slope, stderr = steps * estimate.slope + direct[k].slope, steps * estimate.stderr
-                estimate = Estimate(slope=slope, stderr=math.hypot(stderr, direct[k].stderr))
+                estimate = _added(steps, estimate, direct[k])
             found[self.knobs[k].name] = replace(estimate, offset=float(self.centre[k]), excess=norms)
         return found
 
@@ -161,3 +160,13 @@ class Levels:
             value = knob.displaced(step, offset if k == number else 0.0)
             for host in range(len(self.scene.replicas.hosts)):
                 knob.write(host, value)
+
+
+def _added(steps: int, estimate: Estimate, direct: Estimate) -> Estimate:
+    """`steps` times one estimate, and another that is independent of it; freedom by Welch and Satterthwaite."""
+    errors = np.array([steps * estimate.stderr, direct.stderr])
+    stderr = math.hypot(*errors)
+    freedoms = [len(each.slopes) - 1 if each.slopes else each.freedom or math.inf for each in (estimate, direct)]
+    shares = float((errors**4 / freedoms).sum()) / stderr**4 if 0.0 < stderr < math.inf else 0.0
+    freedom = 1.0 / shares if shares > 0.0 else None
+    return Estimate(slope=steps * estimate.slope + direct.slope, stderr=stderr, freedom=freedom)
