@@ -9,7 +9,8 @@
 Each task's parameters are in up to five groups. Their rates start sqrt(10) times above or below the best common rate,
 in every pattern of an orthogonal array of eight rows, and once with the right ratios. The oracle is the best run of a
 sweep of the common rate at right ratios. Regret is the test loss above the oracle's; every contender is given the
-compute of one plain run, probes included, so it trains for fewer steps. Only learning rates are explored.
+compute of one plain run, probes included, so it trains for fewer steps. Only learning rates are explored, and runs end
+as the recipe's do (`hdet.TailAverage`).
 """
 
 from __future__ import annotations
@@ -163,6 +164,7 @@ def explored(case: Case, seed: int, factors: Sequence[float], grouped: bool, ste
         seed=seed,
         total_steps=steps,
         guard=hdet.Rewind(),
+        tail=hdet.TailAverage(),
     )
     for step in range(steps):
         (replica,) = engine.replicas

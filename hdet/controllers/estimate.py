@@ -81,7 +81,7 @@ class Estimate:
         """The mean over J >= 2 sub-batches, and the standard error that their scatter tells.
 
         >>> Estimate.of_sub_batches(np.array([1.0, 3.0]))
-        Estimate(slope=2.0, curvature=None, stderr=1.0, ..., slopes=(1.0, 3.0))
+        Estimate(slope=2.0, curvature=None, stderr=1.0, ..., slopes=(1.0, 3.0), freedom=None)
         """
         found = cls(float(slopes.mean()), stderr=_error(slopes), slopes=tuple(slopes.tolist()))
         if curvatures is None:
