@@ -115,6 +115,11 @@ class Controller(Spec, family="controller"):
         """Whether it reads `Estimate.averaged`, which not all evidence has."""
         return False
 
+    @property
+    def shares(self) -> bool:
+        """Whether what it judges by is of several knobs together, so that it moves alike for all of them."""
+        return False
+
     def listens(self, step: int, total_steps: int | None) -> bool:
         """Whether an estimate at a step of the run could move it; if not, evidence need not be gathered."""
         return True

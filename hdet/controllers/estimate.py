@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdet.errors import ConfigError
+from hdet.sub_batches import normal_equivalent
 
 MOST_EXCESS = 1.2
 """Of weights that nothing has trained: random matrices have about 1 at most, and training adds strong directions."""
@@ -94,6 +95,13 @@ class Estimate:
         if math.isnan(self.slope) or math.isnan(self.stderr) or self.slope == 0 or math.isinf(self.stderr):
             return 0.0
         return self.slope / self.stderr if self.stderr > 0 else math.copysign(math.inf, self.slope)
+
+    @property
+    def normal_stderr(self) -> float:
+        """The standard error over which the slope is a normal deviate as unlikely as `t` is by `freedom`."""
+        if self.freedom is None or self.t == 0.0 or math.isinf(self.t):
+            return self.stderr
+        return self.stderr * self.t / normal_equivalent(self.t, self.freedom)
 
     def to_dict(self) -> dict[str, Any]:
         """Its numbers and `t`, for a history; `averaged` nested where there is one."""

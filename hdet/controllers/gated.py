@@ -10,7 +10,7 @@ from pydantic import Field
 from hdet.controllers.controller import Context, Controller, settled
 from hdet.controllers.estimate import Estimate
 from hdet.spec import register
-from hdet.sub_batches import accumulated, normal_equivalent, student
+from hdet.sub_batches import accumulated, student
 
 # The largest |t| that a window can have. Residuals can vanish, and an infinite t would dominate the discounted
 # sum for ever.
@@ -18,23 +18,32 @@ _BELIEVABLE = 100.0
 
 
 @dataclass(frozen=True)
-class GatedState:
+class Sums:
     """Discounted sum of evidence, and its variance for a knob without effect.
 
     Attributes:
         sums: the sum of each sub-batch, where estimates have sub-batches; their scatter then replaces the variance.
-        pretrained: whether the run began with weights that had been trained; not where nobody knows.
     """
 
     total: float = 0.0
     variance: float = 0.0
     sums: tuple[float, ...] = ()
-    pretrained: bool = False
 
     @property
     def tau(self) -> float:
         """The sum over its standard error, clipped to +-100."""
         return clipped(student(self.sums)) if self.sums else believable(self.total, math.sqrt(self.variance))
+
+
+@dataclass(frozen=True)
+class GatedState(Sums):
+    """The sum, and how the run began.
+
+    Attributes:
+        pretrained: whether it began with weights that had been trained; not where nobody knows.
+    """
+
+    pretrained: bool = False
 
 
 def believable(total: float, error: float) -> float:
@@ -142,7 +151,5 @@ class Gated(Controller):
         kept = self.memory**share
         if estimate.has_sub_batches:
             return GatedState(sums=accumulated(state.sums, estimate.slopes, kept), pretrained=state.pretrained)
-        t = believable(estimate.slope, estimate.stderr)
-        if estimate.freedom is not None:
-            t = normal_equivalent(t, estimate.freedom)
+        t = believable(estimate.slope, estimate.normal_stderr)
         return GatedState(kept * state.total + t, kept**2 * state.variance + 1, pretrained=state.pretrained)

@@ -39,7 +39,8 @@ class PooledState:
 class Pooled(Controller):
     """shift_k = common + relative_k, for learning rates of groups that `GroupLines` judges.
 
-    The common part moves by a rule for one learning rate. All groups hear the same of it, so they move alike.
+    The common part moves by a rule for one learning rate. All groups hear the same of it, so they move alike
+    where their schedules have one form.
 
     The relative part is moved once, after the first window of an untrained model: each group goes to where its steps,
     beside its weights, go as far as those of all in the mean. Layers that learn together want steps of a like size
@@ -67,6 +68,10 @@ class Pooled(Controller):
     def needs_averaged(self) -> bool:
         """Whether the common rule reads `Estimate.averaged`."""
         return self.common.needs_averaged
+
+    @property
+    def shares(self) -> bool:
+        return True
 
     def listens(self, step: int, total_steps: int | None) -> bool:
         return self.common.listens(step, total_steps)

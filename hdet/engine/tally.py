@@ -233,7 +233,7 @@ class Tally:
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         for name in ("sums", "bad_steps", "noted", "first"):
-            saved = state.get(name, self.first)  # states of older versions have no first loss
+            saved = state.get(name, torch.full_like(self.first, math.nan))  # older states have no first loss
             assert isinstance(saved, Tensor)
             getattr(self, name).copy_(saved)
         assert isinstance(state["steps"], int)

@@ -262,14 +262,13 @@ class BoundKnob:
         """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units.
 
         Where the schedule stood at what nothing moves all window long, as a rate at 0, nothing was in force that the
-        evidence could be of: it is not asked.
+        evidence could be of, unless it is of others too (`Controller.shares`): the controller hears of no slope.
 
         Args:
             run: where the run stands; what is the knob's own is filled in here.
         """
-        if self._slept(run.step - run.length, run.step):
-            self.reasons, self.alone = {}, 0.0
-            return 0.0
+        if not self.controller.shares and self._slept(run.step - run.length, run.step):
+            estimate = replace(Estimate.nothing(), excess=estimate.excess)
         judged = self.controller.judge(self.state, estimate, self._context(run))
         self.state, self.reasons = judged.state, judged.reasons
         move = self._move(float(judged.move))

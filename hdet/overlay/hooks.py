@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -215,21 +215,45 @@ def _is_loss(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point() and value.requires_grad
 
 
-def requiring_grad(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a model returned through which backward can come."""
+def requiring_grad(output: Any) -> list[Tensor]:
+    """The tensors in what a model returned through which backward can come.
+
+    In tuples, lists, dictionaries and attributes; where none is there, in what these hold, as dataclasses or mappings
+    inside others.
+    """
+    found = list(_tensors(output))
+    return found or list(_tensors(output, within=set()))
+
+
+def _tensors(output: Any, within: set[int] | None = None) -> Iterator[Tensor]:
+    """Those in an output; `within` are objects that are being looked through, None looks at an object's own alone."""
     if isinstance(output, Tensor):
         if output.requires_grad:
             yield output
-    elif isinstance(output, (tuple, list)):
-        for part in output:
-            yield from requiring_grad(part)
-    elif isinstance(output, Mapping):
-        for part in output.values():
-            yield from requiring_grad(part)
-    elif is_dataclass(output) and not isinstance(output, type):
-        for field in fields(output):
-            yield from requiring_grad(getattr(output, field.name, None))
-    elif hasattr(output, "__dict__"):
-        for part in vars(output).values():
-            if isinstance(part, (Tensor, tuple, list, Mapping)) or is_dataclass(part):
-                yield from requiring_grad(part)
+        return
+    if within is not None:
+        if id(output) in within:
+            return
+        within.add(id(output))
+    if isinstance(output, (tuple, list)):
+        parts: Iterable[Any] = output
+    elif isinstance(output, dict):
+        parts = output.values()
+    elif within is None:
+        parts = (part for part in _held(output) if isinstance(part, Tensor))
+    else:
+        parts = _held(output)
+    for part in parts:
+        yield from _tensors(part, within)
+
+
+def _held(output: Any) -> list[Any]:
+    """What an object holds: a mapping its values, others their attributes and fields, a module nothing."""
+    if isinstance(output, nn.Module):
+        return []
+    if isinstance(output, Mapping):
+        return list(output.values())
+    held = dict(getattr(output, "__dict__", {}))
+    if is_dataclass(output) and not isinstance(output, type):
+        held |= {field.name: getattr(output, field.name, None) for field in fields(output)}
+    return list(held.values())

@@ -19,10 +19,9 @@ CHANCE = 0.05
 FEWEST = 4
 """Windows from which a history tells whether training got anywhere."""
 WRECKED = 2.0
-"""Held-out over training loss of the first window, against the last ones, from which its steps wrecked the model."""
+"""From which the first window's steps wrecked the model: its held-out loss over its training loss, as against the last
+windows, or its training loss over that of the first step."""
 TINY = 1e-12
-RISE = 0.2
-"""Of the first step's training loss, by which the first window's has to lie above it for the same."""
 LEAST_FALL = 0.05
 """Of the loss, after such a beginning: a model that predicts a constant still settles a little."""
 
@@ -107,16 +106,17 @@ def made_progress(windows: Sequence[WindowRecord]) -> bool:
     """Whether training got anywhere: in the last quarter of the windows a loss lies below that of the first window.
 
     The training or the held-out loss will do. A first window whose steps wrecked the model says nothing of where the
-    run began: then the training loss has to lie 5 % below that of the first step, or, where nobody knows it, both
-    losses 5 % below the lowest of the first third. Few windows cannot tell, and are taken to have made progress.
+    run began. Where its training loss is far above that of the first step and that of the last windows, one of the two
+    losses has to lie 5 % below that of the first step; else, where held-out loss is far above training loss in it, both
+    5 % below the lowest of the first third. Few windows cannot tell, and are taken to have made progress.
     """
     trained = [record.loss for record in windows if math.isfinite(record.loss)]
     held_out = [level for level in map(held_out_loss, windows) if math.isfinite(level)]
     if len(trained) < FEWEST:
         return True
-    first = windows[0].first_loss
-    if first is not None and trained[0] > first + RISE * abs(first):
-        return _latest(trained) < first - LEAST_FALL * abs(first)
+    first = windows[0].first_loss or 0.0
+    if 0.0 < WRECKED * max(first, _latest(trained)) < trained[0] and first > 0.0:
+        return any(_latest(losses) < (1.0 - LEAST_FALL) * first for losses in (trained, held_out) if losses)
     # A probe on another scale, or one that is overfitted, is as far above the training loss at the end.
     usual = abs(_latest(held_out)) / max(abs(_latest(trained)), TINY) if held_out else 1.0
     wrecked = bool(held_out) and held_out[0] > WRECKED * abs(trained[0]) * max(1.0, usual)
@@ -134,20 +134,21 @@ def _fell(losses: Sequence[float], wrecked: bool) -> bool:
     return _latest(losses) < first - (LEAST_FALL * abs(first) if wrecked else 0.0)
 
 
-def surprise(record: WindowRecord, knob: str, t: float) -> float:
-    """|t| as the normal deviate that is as unlikely, by how many numbers its error comes from."""
+def surprise(record: WindowRecord, knob: str, source: str, t: float) -> float:
+    """|t| of a judgement as the normal deviate that is as unlikely, by how many numbers its error comes from."""
     estimate = record.estimates.get(knob, {})
-    freedom = estimate.get("freedom") or len(estimate.get("slopes") or ()) - 1
-    return abs(normal_equivalent(t, freedom)) if freedom > 1 else abs(t)
+    judged = estimate["averaged"] if source == AVERAGED else estimate
+    freedom = judged.get("freedom") or len(judged.get("slopes") or ()) - 1
+    return abs(normal_equivalent(t, freedom)) if freedom > 0 else abs(t)
 
 
-def proof(windows: int) -> float:
-    """The normal deviate that none of so many windows exceeds by chance in 95 % of runs (Bonferroni).
+def proof(judgements: int) -> float:
+    """The normal deviate that none of so many judgements exceeds by chance in 95 % of runs (Bonferroni).
 
     >>> round(proof(1), 2), round(proof(20), 2)
     (1.96, 3.02)
     """
-    return NormalDist().inv_cdf(1.0 - CHANCE / 2 / max(1, windows))
+    return NormalDist().inv_cdf(1.0 - CHANCE / 2 / max(1, judgements))
 
 
 def supported(source: str, t: float | None) -> bool:

@@ -87,8 +87,8 @@ class Verdict:
         start, end: its value as it was set and as it was left, at the schedule's peak; None where the history does
             not tell.
         up, down: the moves in each direction, the guard's aside; None where there were none.
-        support: share of this movement that is proven by its own window: by a t that all windows of the run together
-            would rarely show by chance (`hdet.report.reading.proof`).
+        support: share of this movement that is proven by its own window: by a t that all judgements of the run
+            together would rarely show by chance (`hdet.report.reading.proof`).
         asked: mean t of the windows measured since the last move; negative where more is asked for. The mean and not a
             sum: errors of windows that share a probe do not average out, and a mean holds for any correlation.
         asked_windows: how many these are.
@@ -186,7 +186,7 @@ def _verdict(windows: list[WindowRecord], knob: str, progress: bool) -> Verdict:
         found = readings(record, knob)
         if found:
             measured = record
-            tested += 1
+            tested += len(found)
             since.append(found[0].t)
         if record.moves.get(knob):
             turn = next((fault["kind"] for fault in record.faults if fault.get("kind") in TURNS), None)
@@ -194,7 +194,8 @@ def _verdict(windows: list[WindowRecord], knob: str, progress: bool) -> Verdict:
             if turn is not None:
                 retreats.setdefault(turn, []).append(made)
             else:
-                moved.append((made, math.inf if made.source == STEPS else surprise(record, knob, made.t or 0.0)))
+                proven = math.inf if made.source == STEPS else surprise(record, knob, made.source, made.t or 0.0)
+                moved.append((made, proven))
             since.clear()
     total = math.fsum(abs(made.amount) for made, _ in moved)
     clear = math.fsum(abs(made.amount) for made, found in moved if found >= proof(tested))

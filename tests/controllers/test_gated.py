@@ -45,6 +45,15 @@ def test_an_error_of_few_numbers_counts_for_less() -> None:
     assert few == pytest.approx([-0.2 * 2.788 / 4.0], rel=1e-3)
 
 
+def test_a_t_of_few_degrees_of_freedom_is_a_normal_deviate_over_a_wider_error() -> None:
+    few = Estimate(slope=-4.0, stderr=1.0, freedom=7.0)
+    assert few.slope / few.normal_stderr == pytest.approx(-2.788, rel=1e-3)
+    for estimate in (Estimate(slope=4.0, stderr=1.0), Estimate(slope=4.0, stderr=0.0, freedom=7.0)):
+        assert estimate.normal_stderr == estimate.stderr
+    assert Estimate(slope=0.0, stderr=1.0, freedom=7.0).normal_stderr == 1.0
+    assert Estimate(slope=4.0, freedom=7.0).normal_stderr == math.inf
+
+
 @pytest.mark.parametrize("taught", [True, False], ids=["the first window taught", "it did not"])
 @pytest.mark.parametrize(("excess", "factor"), [(None, 1.0), (0.9, 1.0), (2.0, 2.5)])
 def test_a_pretrained_model_goes_further(excess: float | None, factor: float, taught: bool) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 import hdet
 from hdet.errors import CheckpointError, ConfigError, StepError
+from hdet.overlay.hooks import requiring_grad
 from hdet.overlay.surroundings import OptimizedParameters
 
 
@@ -292,6 +293,27 @@ class Bare:
         self.part = part
 
 
+@dataclass
+class Linked:
+    """Parts that know each other, as nodes of a graph do."""
+
+    logits: Tensor
+    other: Any = None
+
+
+def linked(logits: Tensor) -> Bare:
+    first, last = Linked(logits.detach()), Linked(logits)
+    first.other, last.other = last, first
+    return Bare([first, {"itself": first}])
+
+
+def with_more(logits: Tensor) -> Any:
+    """Attributes beside its fields."""
+    found = Linked(logits.detach())
+    found.extra = logits  # type: ignore[attr-defined]
+    return found
+
+
 class Hidden:
     __slots__ = ("logits",)
 
@@ -302,6 +324,8 @@ class Hidden:
 KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "dataclass in one with slots": (lambda z: Slotted(Inner(z)), lambda out: out.inner.logits),
     "list in an object": (lambda z: Bare([z]), lambda out: out.part[0]),
+    "objects that know each other": (linked, lambda out: out.part[0].other.logits),
+    "attribute of a dataclass": (with_more, lambda out: out.extra),
     "mapping": (lambda z: UserDict(logits=z), lambda out: out["logits"]),
     "hidden": (Hidden, lambda out: out.logits),
 }
@@ -336,3 +360,11 @@ def test_passes_are_counted_whatever_the_model_returns_or_it_is_told(kind: str) 
             optimizer.step()
             optimizer.zero_grad()
     assert len(search.engine.replicas) == (1 if kind == "hidden" else 2)
+
+
+def test_what_an_output_holds_deep_inside_is_looked_at_where_nothing_else_is_there() -> None:
+    """A cache of keys and values costs a hook each, in each pass."""
+    logits, cached = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    assert requiring_grad({"logits": logits, "cache": Bare([cached])}) == [logits]
+    assert requiring_grad({"cache": Bare([cached])}) == [cached]
+    assert requiring_grad(Bare([nn.Linear(2, 2)])) == []

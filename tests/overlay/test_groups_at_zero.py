@@ -16,9 +16,10 @@ WAKES = 20
 
 
 class Creeping(hdet.controllers.Controller):
-    """Moves by as much in each window."""
+    """Moves by as much in each window that taught something, or in all."""
 
     by: float
+    deaf: bool = False
 
     def start(self) -> None:
         return None
@@ -26,7 +27,7 @@ class Creeping(hdet.controllers.Controller):
     def step(
         self, state: None, estimate: hdet.controllers.Estimate, context: hdet.controllers.Context
     ) -> tuple[float, None]:
-        return self.by, None
+        return self.by if self.deaf or estimate.testable else 0.0, None
 
 
 CREEPING = hdet.LearningRate(evidence=hdet.evidence.Line(), controller=Creeping(by=0.5))
@@ -92,18 +93,34 @@ def test_a_group_that_the_loop_puts_to_sleep_leaves_the_others_factor(tensor: bo
 
 
 def test_a_rate_that_was_0_all_window_long_is_not_moved() -> None:
-    """Of rates of their own: nothing that was in force can have been judged."""
-    seen, search = in_force([late, always], rates="groups", warmup_steps=0)
-    for record in search.history.windows[: WAKES // 5]:
-        assert record.moves["learning_rate[0]"] == 0.0
-        assert "learning_rate[0]" not in record.reasons
-    assert seen[WAKES][0] == pytest.approx(3e-3 / 4), "it wakes where it was entered: four times below what was set"
+    """Nothing that was in force can have been judged; what the first window tells of the weights is heard."""
+    told: list[Any] = []
+
+    class Listening(Creeping):
+        def step(self, state: None, estimate: hdet.controllers.Estimate, context: Any) -> tuple[float, None]:
+            told.append(estimate)
+            return super().step(state, estimate, context)
+
+    knob = hdet.LearningRate(groups=0, evidence=hdet.evidence.Line(), controller=Listening(by=0.5))
+    seen, search = in_force([late, always], knobs=[knob], warmup_steps=0)
+    moves = [record.moves[knob.label] for record in search.history.windows]
+    assert moves == [0.0] * (WAKES // 5) + [0.5] * ((STEPS - WAKES) // 5)
+    assert seen[WAKES][0] == 3e-3
+    assert told[0].excess is not None
+    assert not told[0].known
+
+
+def test_of_rates_of_groups_one_that_sleeps_takes_part_in_what_they_have_in_common() -> None:
+    """It was judged by those that trained, so that the ratios that were given stay."""
+    _, search = in_force([late, always], rates="groups", warmup_steps=0)
+    asleep = search.history.windows[: WAKES // 5]
+    assert any(record.moves["learning_rate[0]"] for record in asleep)
 
 
 def test_a_knob_that_can_leave_0_is_judged_there() -> None:
     model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.0), nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    knob = hdet.Dropout(controller=Creeping(by=0.1))
+    knob = hdet.Dropout(controller=Creeping(by=0.1, deaf=True))
     engine = hdet.recommended(model, optimizer, total_steps=STEPS, probe=probe(), knobs=[knob], quiet=True)
     for step in range(STEPS):
         losses = []

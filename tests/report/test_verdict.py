@@ -196,17 +196,28 @@ def test_a_run_that_learned_nothing_teaches_nothing(
         (2.3, [116.0, 9.0, 2.4, 2.33, 2.32, 2.32, 2.32, 2.31], False),  # the first window is no place to begin from
         (2.3, [116.0, 9.0, 2.4, 2.1, 1.8, 1.6, 1.5, 1.4], True),
         (2.0, [1.99, 1.98, 1.97, 1.97, 1.96, 1.96, 1.95, 1.95], True),  # as in fine-tuning
-        (-1.0, [-0.7, -0.9, -1.0, -1.0], False),
+        (0.2, [0.54, 0.45, 0.36, 0.32], True),  # one batch of few examples, which was easy
+        (1e-4, [1.0, 0.8, 0.7, 0.6], True),  # a loss that is phased in
+        (0.0, [116.0, 9.0, 2.4, 2.3], True),
+        (-1.0, [-0.7, -0.9, -1.0, -1.0], True),
         (None, [116.0, 9.0, 2.4, 2.33, 2.32, 2.32, 2.32, 2.31], True),  # an older history does not tell
     ],
 )
 def test_where_the_first_steps_wrecked_a_model_the_first_loss_tells_where_it_began(
     first: float | None, trained: list[float], progress: bool
 ) -> None:
-    told = verdict(
-        *(record(w, 5.0, -0.5, losses=[loss], first_loss=None if w else first) for w, loss in enumerate(trained))
-    )
-    assert told.progress is progress
+    told = [record(w, 5.0, -0.5, losses=[loss], first_loss=None if w else first) for w, loss in enumerate(trained)]
+    assert verdict(*told).progress is progress
+
+
+@pytest.mark.parametrize(("held_out", "progress"), [(2.1, True), (2.3, False)])
+def test_held_out_loss_may_tell_of_progress_after_a_wrecked_beginning(held_out: float, progress: bool) -> None:
+    losses = [116.0, 9.0, 2.4, 2.33]
+    told = [
+        record(w, losses=[loss], first_loss=None if w else 2.3, estimate={"level": held_out})
+        for w, loss in enumerate(losses)
+    ]
+    assert verdict(*told).progress is progress
 
 
 @pytest.mark.parametrize(("windows", "trust"), [(1, "clear"), (12, "weak")])
@@ -219,10 +230,29 @@ def test_of_many_windows_one_is_surprising_by_chance(windows: int, trust: str, s
     assert told.trust == trust
 
 
-def test_an_error_of_few_sub_batches_proves_less() -> None:
-    for sub_batches, support in ((0, 1.0), (4, 0.0)):
-        told = verdict(record(0, 2.8, -0.5, estimate={"slopes": [2.8] * sub_batches}))
-        assert told.support == support
+@pytest.mark.parametrize(
+    ("estimate", "support"),
+    [
+        ({}, 1.0),
+        ({"slopes": [2.8] * 8}, 1.0),
+        ({"slopes": [2.8] * 4}, 0.0),
+        ({"slopes": [2.8] * 2}, 0.0),
+        ({"freedom": 7.0}, 1.0),
+        ({"freedom": 3.0}, 0.0),
+    ],
+)
+def test_an_error_of_few_numbers_proves_less(estimate: dict[str, Any], support: float) -> None:
+    assert verdict(record(0, 2.8, -0.5, estimate=estimate)).support == support
+
+
+def test_each_judgement_of_a_window_counts() -> None:
+    """Of two there is one to choose from; and the error is that of the one that was chosen."""
+    both = {"averaged": {"slope": 2.1, "stderr": 1.0, "slopes": []}, "slopes": []}
+    assert verdict(record(0, 0.1, -0.5, estimate=both)).support == 0.0
+    both["averaged"]["slope"] = 2.8
+    assert verdict(record(0, 0.1, -0.5, estimate=both)).support == 1.0
+    both["averaged"]["slopes"] = [2.8] * 3
+    assert verdict(record(0, 0.1, -0.5, estimate=both)).support == 0.0
 
 
 def test_start_and_end_are_what_the_history_recorded() -> None:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
-from hdet.controllers.gated import GatedState, gated_move, window_share
+from hdet.controllers.gated import Sums, gated_move, window_share
 from hdet.controllers.part import Rule
 from hdet.spec import register
 from hdet.sub_batches import accumulated
@@ -20,7 +20,7 @@ _WINDOWS_AGAINST = 4
 
 
 @dataclass(frozen=True)
-class SlopeSumState(GatedState):
+class SlopeSumState(Sums):
     """The discounted sum of slopes per unit of the knob's value.
 
     Attributes:
@@ -58,7 +58,7 @@ class SummedSlopes(Rule):
     def observe(self, state: Any, estimate: Estimate, context: Context) -> Any:
         if context.base <= 0.0:
             return state
-        slope, error = estimate.slope / context.base, estimate.stderr / context.base
+        slope, error = estimate.slope / context.base, estimate.normal_stderr / context.base
         against = state.against + 1 if slope * state.total < 0 else 0
         kept = self.memory ** window_share(self.window_steps, context) if against < _WINDOWS_AGAINST else 0.0
         total, variance = kept * state.total + slope, kept * kept * state.variance + error * error

@@ -167,6 +167,6 @@ def _added(steps: int, estimate: Estimate, direct: Estimate) -> Estimate:
     errors = np.array([steps * estimate.stderr, direct.stderr])
     stderr = math.hypot(*errors)
     freedoms = [len(each.slopes) - 1 if each.slopes else each.freedom or math.inf for each in (estimate, direct)]
-    shares = float((errors**4 / freedoms).sum()) / stderr**4 if 0.0 < stderr < math.inf else 0.0
+    shares = float(((errors / stderr) ** 4 / freedoms).sum()) if 0.0 < stderr < math.inf else 0.0
     freedom = 1.0 / shares if shares > 0.0 else None
     return Estimate(slope=steps * estimate.slope + direct.slope, stderr=stderr, freedom=freedom)
