@@ -25,13 +25,13 @@ MARKS = {
     "no progress": "✕",
 }
 MEANINGS = {
-    "clear": "at least two thirds of its movement are proven by their own windows, of so many as there were",
-    "partly clear": "a third to two thirds of its movement are proven by their own windows",
-    "weak": "less than a third of its movement is proven by its own windows",
+    "clear": "at least two thirds of its movement rest on windows that prove it (chance rarely does, among so many)",
+    "partly clear": "a third to two thirds of its movement rest on windows that prove it",
+    "weak": "less than a third of its movement rests on windows that prove it",
     "to and fro": "it went up and down by like amounts",
     "not moved": "no window moved it",
     "by the guard": "only the guard moved it, which speaks neither for nor against its evidence",
-    "no progress": "it moved, but the loss of the last windows is not below that of the first",
+    "no progress": "it moved, but the loss ended no lower than it began",
 }
 
 
