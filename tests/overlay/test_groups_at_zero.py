@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attach_parts import STEPS, adamw, batch, loss_of, network, probe
+from attach_parts import STEPS, adamw, batch, explicit, loss_of, network, probe
 from torch import nn
 
 import hdet
@@ -122,15 +122,5 @@ def test_a_knob_that_can_leave_0_is_judged_there() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     knob = hdet.Dropout(controller=Creeping(by=0.1, deaf=True))
     engine = hdet.recommended(model, optimizer, total_steps=STEPS, probe=probe(), knobs=[knob], quiet=True)
-    for step in range(STEPS):
-        losses = []
-        for replica in engine.replicas:
-            with replica:
-                loss = loss_of(model, batch(step, replica.index))
-                loss.backward()
-            losses.append(loss.detach())
-        engine.share_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.step(losses)
+    explicit(engine, model, optimizer)
     assert engine.history.windows[0].moves["dropout"] == pytest.approx(0.1)

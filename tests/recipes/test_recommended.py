@@ -551,3 +551,20 @@ def test_a_tail_is_told_of_where_there_is_one(capsys: pytest.CaptureFixture[str]
         probe = hdet.Probe(lambda model, x: model(x).square().mean(1), [torch.ones(8, 8)])
         hdet.recommended(model, optimizer(model.parameters(), lr=1e-3), total_steps=STEPS, probe=probe)
         assert ("at the end, averaged weights" in capsys.readouterr().out) == told
+
+
+@pytest.mark.parametrize(
+    ("window", "total", "enters"),
+    [(None, 100, True), (5, 100, True), (28, 100, True), (29, 100, False), (1000, 100, False), (None, 20, False)],
+)
+def test_a_run_is_entered_from_below_only_where_a_window_ends_in_its_warm_up(
+    window: int | None, total: int, enters: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing else brings it back: with one window it would train to its end at a quarter of what was set."""
+    model = network()
+    engine = hdet.recommended(model, adamw(model), total_steps=total, probe=probe(), window=window)
+    factor = engine.learned["learning_rate"].factor
+    assert factor == pytest.approx(1 / CAUTION if enters else 1.0)
+    said = capsys.readouterr().out
+    assert ("times below" in said) == enters
+    assert ("so nothing is learned before the run ends" in said) == (window == 1000)
