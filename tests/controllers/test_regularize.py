@@ -27,6 +27,16 @@ def slope(value: float, level: float | None = 2.0, span: float | None = 9.0, t: 
     return Estimate(slope=value, stderr=abs(value) / t, level=level, span=span)
 
 
+def test_a_slope_whose_error_comes_from_few_numbers_is_believed_less() -> None:
+    """Without sub-batches its variance is that by which it would be a normal deviate."""
+    few = replace(slope(0.4, t=4.0), freedom=7.0)
+    for estimate in (few, replace(few, freedom=None)):
+        state = SlopeSum().observe(SlopeSum().start(), estimate, Context(base=2.0))
+        assert state.total == pytest.approx(0.2)
+        assert state.variance == pytest.approx((estimate.normal_stderr / 2.0) ** 2)
+    assert few.normal_stderr > 1.4 * few.stderr
+
+
 # Of a window whose held-out loss is 2, as `slope` has it: a gap of 0.1, which forbids nothing.
 SMALL_GAP = Context(loss=1.8)
 

@@ -89,6 +89,17 @@ def test_a_restored_tally_goes_on_to_the_same_numbers(tally: Tally, problem: Any
     assert torch.equal(tally.rows(), other.rows())
 
 
+def test_of_a_state_without_the_first_loss_it_is_unknown(tally: Tally) -> None:
+    """As before it was kept; no number stands for it."""
+    for _ in range(CHUNK + 1):
+        tally.add([1.0, 2.0, 3.0])
+    assert tally.read(CHUNK + 1).first == 2.0
+    state = tally.state_dict()
+    del state["first"]
+    tally.load_state_dict(state)
+    assert math.isnan(tally.read(CHUNK + 1).first)
+
+
 def test_a_loss_that_is_changed_later_was_noted_as_it_was(tally: Tally) -> None:
     """A captured graph writes every step's loss to the same place."""
     losses = [torch.ones((), requires_grad=True).clone() for _ in range(3)]
