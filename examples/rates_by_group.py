@@ -4,7 +4,7 @@
 
 The head of a network often wants another rate than its body. Patterns on parameter names say which parameters have a
 rate together; an optimizer that has such groups already is given `rates="groups"`. Each group sets out from the rate it
-holds, and goes after the first window to where its steps, beside its weights, go as far as those of the others.
+holds, and goes to where its steps, beside its weights, go as far as those of the others.
 """
 
 import argparse

@@ -71,6 +71,7 @@ def test_groups_of_rates_are_compared_by_their_steps() -> None:
     first = search.history.windows[0].estimates
     ratios = {name: first[name]["step_ratio"] for name in search.shifts}
     assert ratios.pop("learning_rate[biases]") is None
+    assert first["learning_rate[biases]"]["rate_ratio"] == pytest.approx(1.0)
     assert min(ratios.values()) < 0.95 < 1.05 < max(ratios.values())
 
 

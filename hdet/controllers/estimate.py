@@ -36,8 +36,9 @@ class Estimate:
         step_size: how far a step at the schedule's peak, shift included, can change matrices, as a share of what they
             hold (`hdet.evidence.parts.step_size`), where the evidence tells.
         step_ratio: of one of several learning rates that share this estimate, how far its steps went beside the weights
-            in the run's first window, over the geometric mean of all (`hdet.evidence.parts.step_ratio`), where the
-            evidence tells.
+            over the geometric mean of all (`hdet.evidence.parts.step_ratio`), where the evidence tells.
+        rate_ratio: of one whose steps tell nothing by what it moves, as of vectors, its rate over the mean of those of
+            the same scale that have a `step_ratio`.
         offset: where it was taken, relative to the base in coordinate units; 0 is at the base.
         slopes: the slope in each of J sub-batches, of which `slope` is the mean and `stderr` the scatter's; () where
             there are none. Sub-batch j is to be comparable between windows, or independent: sums over windows are
@@ -62,6 +63,7 @@ class Estimate:
     excess: float | None = None
     step_size: float | None = None
     step_ratio: float | None = None
+    rate_ratio: float | None = None
     offset: float = 0.0
     slopes: tuple[float, ...] = ()
     freedom: float | None = None

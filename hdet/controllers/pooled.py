@@ -15,6 +15,9 @@ from hdet.controllers.estimate import Estimate
 from hdet.record import BALANCE
 from hdet.spec import register
 
+ROUNDING = 1e-12
+"""Of a shift, in coordinates: a group that is no farther off is in its place."""
+
 
 @dataclass(frozen=True)
 class PooledState:
@@ -22,17 +25,31 @@ class PooledState:
 
     Attributes:
         common: the state of the common rule, by the name `rule`.
-        relative: the part of the shift that is the group's alone, in coordinates.
-        since: the step at which that part was moved.
-        last_move: what the last window moved the relative part by.
+        untrained: whether the run's first window told that nothing had trained the model.
+        measured: whether the group was ever compared by how far its steps go.
+        steps: at which the part of the shift that is the group's alone was moved.
+        places: that part after each of these moves, in coordinates.
+        last_move: what the last window moved it by.
         expected_shift: the whole shift after that window, if bounds cut off nothing.
     """
 
     common: Mapping[str, Any]
-    relative: float = 0.0
-    since: int = 0
+    untrained: bool = False
+    measured: bool = False
+    steps: tuple[float, ...] = ()
+    places: tuple[float, ...] = ()
     last_move: float = 0.0
     expected_shift: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """The part of the shift that is the group's alone, in coordinates."""
+        return self.places[-1] if self.places else 0.0
+
+    def relative_at(self, point: int | None) -> float:
+        """The same at a point of the run: that of the moves made before it."""
+        before = [place for step, place in zip(self.steps, self.places, strict=True) if point is None or step < point]
+        return before[-1] if before else 0.0
 
 
 @register
@@ -42,9 +59,10 @@ class Pooled(Controller):
     The common part moves by a rule for one learning rate. All groups hear the same of it, so they move alike
     where their schedules have one form.
 
-    The relative part is moved once, after the first window of an untrained model: each group goes to where its steps,
+    The relative part is moved where the evidence compares groups, in an untrained model: each goes to where its steps,
     beside its weights, go as far as those of all in the mean. Layers that learn together want steps of a like size
-    (Yang, Simon and Bernstein 2023, arXiv:2310.17813). Elsewhere ratios stay as given.
+    (Yang, Simon and Bernstein 2023, arXiv:2310.17813), and one that this was never told of to the rate that the others
+    go to. Of a model that was trained before ratios stay as given.
 
     After a new start or a rewind the common part goes where its rule says, and the relative part stays. What bounds or
     authority cut off a move is taken back from both.
@@ -52,7 +70,7 @@ class Pooled(Controller):
     Args:
         common: the rule of the common part.
         band: how far a group's steps may lie from the mean of all groups', as a logarithm.
-        limit: largest move of the relative part, in coordinates.
+        limit: largest move of the relative part at once, in coordinates.
 
     >>> pooled = Pooled()
     >>> faster = Estimate(slope=0.0, stderr=1.0, averaged=Estimate.nothing(), excess=1.0, step_ratio=3.0)
@@ -90,38 +108,48 @@ class Pooled(Controller):
         """Both parts' moves, and who decided on the larger one."""
         state = _placed(state, context)
         common = self.common.judge(state.common["rule"], estimate, _apart(context, state))
-        own = self._own(estimate) if self.listens(context.step, context.total_steps) else 0.0
+        untrained = state.untrained or bool(estimate.untrained)
+        measured = state.measured or estimate.step_ratio is not None
+        state = replace(state, untrained=untrained, measured=measured)
+        own = self._own(state, estimate) if self.listens(context.step, context.total_steps) else 0.0
+        if own:
+            places = (*state.places, state.relative + own)
+            state = replace(state, steps=(*state.steps, context.step), places=places)
         both = common.move + own
-        since = context.step if own else state.since
-        after = PooledState({"rule": common.state}, state.relative + own, since, own, context.shift + both)
+        after = replace(state, common={"rule": common.state}, last_move=own, expected_shift=context.shift + both)
         judged = replace(common, move=both, state=after, alone=own)
         return replace(judged, rule=BALANCE, veto="") if abs(own) > abs(common.move) else judged
 
     def retreat(self, state: PooledState, context: Context, worked: float) -> tuple[float, PooledState]:
-        """The common part goes on as its rule says; `worked` held the relative part too, unless it is older."""
+        """The common part goes on as its rule says; `worked` held the relative part as it was then, too."""
         state = _placed(state, context)
-        held = state.relative if context.point is None or context.point > state.since else 0.0
-        move, rule = self.common.retreat(state.common["rule"], _apart(context, state), worked * math.exp(-held))
-        return move, PooledState({"rule": rule}, state.relative, state.since)
+        common_alone = worked * math.exp(-state.relative_at(context.point))
+        move, rule = self.common.retreat(state.common["rule"], _apart(context, state), common_alone)
+        return move, replace(state, common={"rule": rule})
 
     def restart(self, state: PooledState, context: Context) -> tuple[float, PooledState]:
         """The common part goes on as its rule says."""
         state = _placed(state, context)
         move, rule = self.common.restart(state.common["rule"], _apart(context, state))
-        return move, PooledState({"rule": rule}, state.relative, state.since)
+        return move, replace(state, common={"rule": rule})
 
-    def _own(self, estimate: Estimate) -> float:
+    def _own(self, state: PooledState, estimate: Estimate) -> float:
         """The move to the nearest place within the band."""
-        if not estimate.untrained or not estimate.step_ratio:
+        ratio = estimate.step_ratio if state.measured else estimate.rate_ratio
+        if not state.untrained or not ratio:
             return 0.0
-        far = math.log(estimate.step_ratio)
-        return max(-self.limit, min(self.limit, max(-self.band, min(self.band, far)) - far))
+        far = math.log(ratio)
+        move = max(-self.limit, min(self.limit, max(-self.band, min(self.band, far)) - far))
+        return move if abs(move) > ROUNDING else 0.0
 
 
 def _placed(state: PooledState, context: Context) -> PooledState:
     """The state where the shift is now: bounds may have cut off some of the last move."""
+    if not state.last_move:
+        return state
     left = left_alone(state.last_move, state.expected_shift - context.shift)
-    return replace(state, relative=state.relative - state.last_move + left, last_move=0.0)
+    place = state.relative - state.last_move + left
+    return replace(state, places=(*state.places[:-1], place), last_move=0.0)
 
 
 def _apart(context: Context, state: PooledState) -> Context:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from hdet.controllers import Controller, Estimate, Pooled
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.line import Line, LineCollector, moved_by
-from hdet.evidence.parts.step_ratio import step_ratios
+from hdet.evidence.parts.step_ratio import places
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
@@ -24,13 +26,16 @@ class GroupLines(Evidence):
     In common: `Line` along the whole window's update, all groups together, as for one rate.
 
     Each among the others (`Estimate.step_ratio`): how far the group's steps went beside its weights in the run's first
-    window, over the geometric mean of all groups. Slopes do not tell a ratio that ruins a run from the right one
-    (docs/results-recipe.md).
+    window and in a few after it, over the geometric mean of all groups. A group that this cannot be told of, as of
+    vectors, is compared by its rate (`Estimate.rate_ratio`). Slopes do not tell a ratio that ruins a run
+    from the right one (docs/results-recipe.md).
 
     The price is that of one `Line`, whatever the number of groups.
 
     Args:
         line: how the common line is read.
+        again: shares of the run, of known length, in whose windows the groups are compared again. First steps alone
+            mislead: Adam's all point one way at first, and under SGD the gradients of some layers soon become smaller.
     """
 
     sees: ClassVar[frozenset[str]] = frozenset({"update"})
@@ -40,6 +45,7 @@ class GroupLines(Evidence):
     spaces: ClassVar[tuple[type[Space], ...]] = (Log,)
 
     line: Line = Line()
+    again: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = (0.1, 0.2)
 
     @property
     def width(self) -> float:
@@ -54,10 +60,11 @@ class GroupLines(Evidence):
 
 
 class GroupLinesCollector(Collector):
-    """Reads the common line, and compares the first steps of the groups."""
+    """Reads the common line, and compares how far the groups' steps go."""
 
     def __init__(self, spec: GroupLines, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         super().__init__(scene, knobs)
+        self.again = spec.again
         self.common = LineCollector(spec.line, scene, knobs, together=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,12 +75,20 @@ class GroupLinesCollector(Collector):
 
     def close(self, harvest: Harvest) -> dict[str, Estimate]:
         found = self.common.close(harvest)
-        if harvest.window.start > 0:
+        if not self._compares(harvest.window):
             return found
         moves = [moved_by(knob, self.scene) for knob in self.knobs]
-        ratios = step_ratios(self.scene, harvest, self.knobs, moves)
-        excess = self.scene.excess if any(ratios) else found[self.knobs[0].name].excess
+        among = places(self.scene, harvest, self.knobs, moves)
+        first = harvest.window.start == 0 and any(place.step_ratio for place in among)
+        excess = self.scene.excess if first else found[self.knobs[0].name].excess
         return {
-            knob.name: replace(found[knob.name], step_ratio=ratio, excess=excess)
-            for knob, ratio in zip(self.knobs, ratios, strict=True)
+            knob.name: replace(
+                found[knob.name], step_ratio=place.step_ratio, rate_ratio=place.rate_ratio, excess=excess
+            )
+            for knob, place in zip(self.knobs, among, strict=True)
         }
+
+    def _compares(self, window: Window) -> bool:
+        """Whether it is the first window, or one of those in which groups are compared again."""
+        total = window.total_steps or 0
+        return window.start == 0 or any(window.start <= share * total < window.stop for share in self.again)

@@ -49,6 +49,22 @@ def test_a_trained_model_keeps_its_ratios() -> None:
     ]
 
 
+def test_an_untrained_model_is_balanced_whenever_groups_are_compared() -> None:
+    later = replace(NOTHING, step_ratio=math.exp(-0.4))
+    pooled, moved = Pooled(common=Hold()), replace(HALFWAY, shift=-1.0)
+    assert moves(pooled, (first(1.0), HALFWAY), (NOTHING, moved), (later, moved)) == pytest.approx([-1.0, 0.0, 0.4])
+    assert moves(pooled, (first(0.0), HALFWAY), (later, HALFWAY)) == pytest.approx([0.0, 0.4])  # a group in its place
+    assert moves(pooled, (first(1.0, excess=TRAINED), HALFWAY), (later, HALFWAY)) == [0.0, 0.0]
+
+
+def test_a_group_that_was_never_compared_by_its_steps_goes_by_its_rate() -> None:
+    """Once it was, that it has stopped to move is no reason to leave its place."""
+    by_rate = replace(NOTHING, rate_ratio=math.exp(0.7))
+    pooled, moved = Pooled(common=Hold()), replace(HALFWAY, shift=-0.7)
+    assert moves(pooled, (replace(by_rate, excess=RANDOM), HALFWAY), (by_rate, moved)) == pytest.approx([-0.7, -0.7])
+    assert moves(pooled, (first(0.7), HALFWAY), (by_rate, moved)) == pytest.approx([-0.7, 0.0])
+
+
 def test_both_parts_add_up_and_the_common_rule_sees_its_own_alone() -> None:
     """A cap on the common part is not used up by what a group has of its own."""
     pooled, alone = Pooled(), Calibrate()
@@ -66,6 +82,7 @@ def test_both_parts_add_up_and_the_common_rule_sees_its_own_alone() -> None:
 
 def test_the_reason_is_that_of_the_larger_part() -> None:
     pooled = Pooled()
+    assert pooled.judge(pooled.start(), first(1e-15), HALFWAY).rule == ""
     judged = pooled.judge(pooled.start(), first(2.0, AT_LAST), HALFWAY)
     assert (judged.rule, judged.alone) == ("balance", -2.0)
     assert pooled.judge(pooled.start(), first(0.2, AT_LAST), HALFWAY).rule == "raise"
@@ -104,6 +121,14 @@ def test_a_point_that_is_older_than_the_groups_place_is_of_the_common_part_alone
     move, after = pooled.retreat(state, context, worked=0.9)
     assert move == pytest.approx(Calibrate().retreat(Calibrate().start(), replace(HALFWAY, shift=0.4), worked=0.9)[0])
     assert after.relative == state.relative
+
+
+def test_a_point_between_two_moves_of_a_group_held_the_first_alone() -> None:
+    pooled, later = Pooled(common=Hold()), replace(NOTHING, step_ratio=math.exp(-0.4))
+    state = pooled.step(pooled.start(), first(1.0), replace(HALFWAY, step=10))[1]
+    state = pooled.step(state, later, replace(HALFWAY, step=20, shift=-1.0))[1]
+    held = [state.relative_at(point) for point in (10, 11, 20, 21, None)]
+    assert held == pytest.approx([0.0, -1.0, -1.0, -0.6, -0.6])
 
 
 def test_after_a_turn_the_group_keeps_its_place_among_the_others() -> None:

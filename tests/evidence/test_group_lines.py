@@ -79,7 +79,7 @@ def test_what_is_common_is_the_line_of_all_groups(kind: Any) -> None:
     )
     for number, (record, other) in enumerate(zip(several, one, strict=True)):
         for name in NAMES:
-            told = {**record.estimates[f"learning_rate[{name}]"], "step_ratio": None}
+            told = {**record.estimates[f"learning_rate[{name}]"], "step_ratio": None, "rate_ratio": None}
             wanted = other.estimates["learning_rate"]
             assert {**told, "excess": None} == {**wanted, "excess": None}
             assert wanted["excess"] is None or told["excess"] == wanted["excess"]

@@ -60,6 +60,7 @@ def train(
     controller: Any = None,
     watch: Callable[[nn.Module, int], None] | None = None,
     authority: float | None = None,
+    again: tuple[float, ...] = GroupLines().again,
     **options: Any,
 ) -> list[WindowRecord]:
     """A run in which every matrix has a rate of its own, some times `lr`, and so have the vectors together."""
@@ -72,7 +73,7 @@ def train(
             name=str(k),
             groups=[k],
             schedule=course,
-            evidence=GroupLines(),
+            evidence=GroupLines(again=again),
             controller=controller or Hold(),
             **({} if authority is None else {"authority": authority}),
         )
@@ -85,13 +86,13 @@ def train(
         knobs,
         window=WINDOW,
         signal=Probe(loss, [x[:8], x[8:16]]),
-        total_steps=STEPS,
-        **options,
+        **{"total_steps": STEPS, **options},
     )
     if watch is not None:
         watch(model, 0)
     return explicit_loop.train(
         engine,
+        STEPS,
         loss=lambda model, step, index: loss(model, x[16:]).mean(),
         stepped=lambda step: watch(model, step + 1) if watch is not None else None,
     )
@@ -99,6 +100,10 @@ def train(
 
 def ratios(records: list[WindowRecord], window: int = 0) -> list[float | None]:
     return [estimate["step_ratio"] for estimate in records[window].estimates.values()]
+
+
+def by_rate(records: list[WindowRecord], window: int = 0) -> list[float | None]:
+    return [estimate["rate_ratio"] for estimate in records[window].estimates.values()]
 
 
 def of_matrices(records: list[WindowRecord]) -> list[float]:
@@ -131,10 +136,126 @@ def test_it_is_the_updates_spectral_norm_beside_that_of_the_weights(make: Any, l
     assert found == pytest.approx(over_their_mean(by_hand), rel=1e-4)  # all schedules have the same form
 
 
-def test_it_is_told_in_the_first_window_alone() -> None:
-    records = train(*EQUAL)
-    assert records[0].estimates["0"]["excess"] is not None
-    assert set(ratios(records, 1)) == {None}
+@pytest.mark.parametrize(("again", "windows"), [((0.1, 0.2), [0, 1]), ((0.2, 0.5), [0, 1, 4]), ((), [0])])
+def test_it_is_told_in_the_first_window_and_at_some_shares_of_the_run(
+    again: tuple[float, ...], windows: list[int]
+) -> None:
+    records = train(*EQUAL, again=again)
+    told = [None not in ratios(records, k)[:3] for k in range(len(records))]
+    assert [k for k in range(len(records)) if told[k]] == windows
+    assert [one is not None for one in [by_rate(records, k)[-1] for k in range(len(records))]] == told
+    assert all(set(ratios(records, k)) == {None} for k in range(len(records)) if not told[k])
+    assert [record.estimates["0"]["excess"] is not None for record in records] == [True] + [False] * 7
+
+
+def test_in_a_run_of_unknown_length_it_is_told_in_the_first_window_alone() -> None:
+    records = train(*EQUAL, courses=[Constant(1e-3)] * 4, total_steps=None)
+    assert len(records) > 2
+    assert [set(ratios(records, k)) == {None} for k in range(len(records))] == [False] + [True] * (len(records) - 1)
+
+
+def test_later_it_is_of_that_windows_steps_beside_the_weights_it_began_with() -> None:
+    held: dict[int, list[Tensor]] = {}
+
+    def watch(model: nn.Module, step: int) -> None:
+        held[step] = [p.detach().flatten(1).clone() for p in model.parameters() if p.ndim > 1]
+
+    records = train(*EQUAL, again=(0.5,), watch=watch)
+    by_hand = [
+        float((b - a).norm() / (a.square().mean().sqrt() * (math.sqrt(a.shape[0]) + math.sqrt(a.shape[1]))))
+        for a, b in zip(held[4 * WINDOW], held[5 * WINDOW], strict=True)
+    ]
+    assert ratios(records, 4)[:3] == pytest.approx(over_their_mean(by_hand), rel=1e-4)
+
+
+@pytest.mark.parametrize("rate", [0.1, 7.0])
+@pytest.mark.parametrize(("odd", "fine"), [(1.0, False), (1e4, True)])
+def test_a_rate_without_a_matrix_goes_where_the_others_go(rate: float, odd: float, fine: bool) -> None:
+    """To the mean of the others' rates once they are balanced; one far off counts as ten times off."""
+    small: dict[str, Any] = {"make": SGD, "lr": 1e-6, "model": Net().double()} if fine else {}
+    courses = [risen(small.get("lr", 1e-3) * one) for one in (2.0, odd, 0.3, rate)]
+    found = of_matrices(records := train(2.0, odd, 0.3, courses=courses, **small))
+    balanced = [one / far for one, far in zip((2.0, odd, 0.3), found, strict=True)]
+    assert by_rate(records)[-1] == pytest.approx(rate / math.prod(balanced) ** (1 / 3))
+    assert by_rate(records)[:3] == [None] * 3
+
+
+def chained(own: Sequence[int]) -> Callable[[Any], Any]:
+    """SGD, and AdamW for some groups."""
+
+    def make(groups: list[dict[str, Any]]) -> Any:
+        other = [k for k in range(len(groups)) if k not in own]
+        return hdet.ChainedOptimizer(SGD([groups[k] for k in other]), AdamW([groups[k] for k in own]))
+
+    return make
+
+
+def test_vectors_are_compared_with_rates_of_their_own_optimizer() -> None:
+    """Those by AdamW with the matrix that AdamW steps, as its rate stands then; with none, they tell nothing."""
+    rates = (5.0, 5.0, 0.2, 1.0)
+    options: dict[str, Any] = {"courses": [risen(1e-3 * one) for one in rates], "controller": Pooled(common=Hold())}
+    records = train(*rates[:3], make=chained([2, 3]), again=(0.5,), **options)
+    assert by_rate(records)[-1] == pytest.approx(5.0)
+    at_once = list(records[1].bases.values())
+    assert at_once[2] != pytest.approx(at_once[3], rel=0.1)  # the matrix has left, by AdamW's steps beside SGD's
+    assert by_rate(records, 4)[-1] == pytest.approx(at_once[3] / at_once[2])
+    assert by_rate(train(*rates[:3], make=chained([3]), **options))[-1] is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "kept"), [("by_muon", True, True), ("algorithm", "lion", True), ("maximize", False, False)]
+)
+def test_groups_with_other_switches_have_another_scale(entry: str, value: Any, kept: bool) -> None:
+    """As in optimizers that step some groups by Muon and the others by Adam."""
+
+    def switched(groups: list[dict[str, Any]]) -> SGD:
+        return SGD([{**group, **({entry: value} if k < 3 else {})} for k, group in enumerate(groups)], lr=0.1)
+
+    assert (by_rate(train(*EQUAL, make=switched, lr=0.1))[-1] is None) == kept
+
+
+def test_a_group_that_has_been_compared_by_its_steps_keeps_its_place_once_it_is_frozen() -> None:
+    model = Net()
+
+    def freeze(_: nn.Module, step: int) -> None:
+        if step == WINDOW:
+            model.filters.weight.requires_grad_(False)
+
+    records = train(1.0, 30.0, 1.0, model=model, watch=freeze, again=(0.5,), controller=Pooled(common=Hold()))
+    assert records[0].moves["1"] < -1.0
+    assert [record.moves["1"] for record in records[1:]] == [0.0] * 7
+
+
+def test_what_is_frozen_from_the_start_keeps_its_rate() -> None:
+    model = Net()
+    model.filters.weight.requires_grad_(False)
+    records = train(1.0, 0.01, 1.0, model=model, controller=Pooled(common=Hold()))
+    assert [record.moves["1"] for record in records] == [0.0] * 8
+    assert records[0].moves["0"] != 0.0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_knob_over_groups_of_unlike_rates_has_no_one_rate_to_compare_with(first: int) -> None:
+    """Whichever of them comes first."""
+    model = Net()
+    both = [{"params": [model.matrix.weight], "lr": 1e-3}, {"params": [model.head.weight], "lr": 3e-2}]
+    vectors = {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 1e-3}
+    optimizer = AdamW([both[first], both[1 - first], vectors])
+    knobs: list[hdet.Knob] = [
+        hdet.LearningRate(name=name, groups=own, schedule=risen(1e-3), evidence=GroupLines(), controller=Hold())
+        for name, own in (("matrices", [0, 1]), ("vectors", [2]))
+    ]
+    x = torch.randn(16, 256)
+    engine = Engine(
+        hdet.micro_batches(model, optimizer, n=1),
+        knobs,
+        window=WINDOW,
+        signal=Probe(loss, [x[:8], x[8:]]),
+        total_steps=STEPS,
+    )
+    told, *_ = explicit_loop.train(engine, WINDOW, loss=lambda model, step, index: loss(model, x).mean())
+    assert ratios([told])[0] == pytest.approx(1.0)
+    assert by_rate([told]) == [None, None]
 
 
 @pytest.mark.parametrize("make", [AdamW, SGD, Adafactor])
@@ -185,11 +306,12 @@ def test_a_move_that_bounds_cut_off_is_no_overshoot() -> None:
     assert records[0].faults == []
 
 
-def test_where_nothing_moves_none_is_told() -> None:
+def test_what_does_not_move_does_not_count() -> None:
     model = Net()
     model.filters.weight.register_hook(torch.zeros_like)
-    first, filters, head, _ = ratios(train(*EQUAL, model=model, make=SGD))
+    first, filters, head, _ = ratios(records := train(*EQUAL, model=model, make=SGD))
     assert filters is None
+    assert by_rate(records)[1] is None
     assert first is not None
     assert head is not None
     assert first * head == pytest.approx(1.0)
@@ -201,8 +323,9 @@ def test_a_matrix_whose_scale_is_no_usual_one_does_not_count(scale: float) -> No
     model = Net()
     with torch.no_grad():
         model.filters.weight.mul_(scale)
-    first, filters, head, _ = ratios(train(*EQUAL, model=model))
+    first, filters, head, _ = ratios(records := train(*EQUAL, model=model))
     assert filters is None
+    assert by_rate(records)[1] == pytest.approx(1.0)
     assert first is not None
     assert head is not None
     assert first * head == pytest.approx(1.0)
@@ -225,8 +348,9 @@ def test_what_has_no_gradient_yet_is_no_rate_that_is_too_low() -> None:
     """A layer behind one that begins at zeros: by SGD it moves as little as that lets through."""
     model = Net()
     model.filters.weight.register_hook(lambda gradient: 1e-4 * gradient)
-    first, filters, head, _ = ratios(train(*EQUAL, model=model, make=SGD))
+    first, filters, head, _ = ratios(records := train(*EQUAL, model=model, make=SGD))
     assert filters is None
+    assert by_rate(records)[1] is None
     assert first is not None
     assert head is not None
     assert first * head == pytest.approx(1.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,9 +13,11 @@ from torch import Tensor, nn
 
 from hdet.evidence.parts.scale import holds, matrix_shape, spectral_gain
 from hdet.evidence.scene import Harvest, Scene, Window
+from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.schedule import Constant
 from hdet.replicas import tensors
+from hdet.replicas.chained_optimizer import OWNER
 from hdet.replicas.replicas import present
 
 KEPT = 3.0
@@ -32,10 +36,20 @@ FINEST = 2.0
 """Steps, in units of the weights' last digit, below which what is left of an update after rounding tells nothing."""
 
 
+SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable", "maximize"})
+"""Switches of torch's optimizers that leave the scale of steps as it is."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one of several learning rates stands among the others: `Estimate.step_ratio` and `Estimate.rate_ratio`."""
+
+    step_ratio: float | None = None
+    rate_ratio: float | None = None
+
+
 @torch.no_grad()
-def step_ratios(
-    scene: Scene, harvest: Harvest, knobs: Sequence[BoundKnob], moves: Sequence[Sequence[bool]]
-) -> list[float | None]:
+def places(scene: Scene, harvest: Harvest, knobs: Sequence[BoundKnob], moves: Sequence[Sequence[bool]]) -> list[Place]:
     """How far a window's steps went under each of several learning rates, over the geometric mean of all.
 
     The update U of a matrix [m, n] is of low rank while a window is short, so that its spectral norm is about its
@@ -45,37 +59,75 @@ def step_ratios(
     counts as that far off.
 
     A matrix that holds next to nothing, as of a layer that begins at zeros, or far more than what keeps the scale of
-    its inputs, as `nn.Embedding` by default, does not count: what it holds says nothing of how far it should go.
+    its inputs, as `nn.Embedding` by default, does not count: what it holds says nothing of how far it should go. A rate
+    of such matrices and of vectors is compared with the mean of those rates of its kind (`_kind`) that have a ratio,
+    since optimizers take one rate for all of a model by default. How far that kind as a whole is to move counts in the
+    next comparison only: beside another optimizer's, first steps mislead.
 
     Args:
         moves: by rate, which of the weights (`Scene.moving`) it moves.
 
     Returns:
-        One for each rate, the same on every process. None where none of its matrices counts or has moved by more than
-        rounding shows, where they go less than `IDLE` as far as the median for their rate, where the schedule's peak is
-        not known, and where replicas come apart.
+        One for each rate, the same on every process. Neither ratio where a matrix could count, but has not moved by
+        more than rounding shows or goes less than `IDLE` as far as the median for its rate, where there is none to
+        compare with, where nothing moves, where the schedule's peak is not known, and where replicas come apart.
     """
+    nowhere = [Place()] * len(knobs)
     if scene.apart:
-        return [None] * len(knobs)
+        return nowhere
     gone = _gone(scene, harvest)
-    sizes = []
+    sizes, silent = [], []
     for knob, own in zip(knobs, moves, strict=True):
-        found = [far for far, moved in zip(gone, own, strict=True) if moved and far > 0.0]
-        median = math.exp(float(np.median(np.log(found)))) if found else 0.0
-        sizes.append(median * _up_to_the_peak(knob, harvest.window))
+        found = [far for far, moved in zip(gone, own, strict=True) if moved]
+        shown = [far for far in found if far]
+        peak = _up_to_the_peak(knob, harvest.window)
+        sizes.append(math.exp(float(np.median(np.log(shown)))) * peak if shown else 0.0)
+        silent.append(bool(found) and not any(far is not None for far in found) and peak > 0.0)
     if not any(sizes):
-        return [None] * len(knobs)
-    for_their_rate = [size / knob.learned.value if size else 0.0 for size, knob in zip(sizes, knobs, strict=True)]
+        return nowhere
+    rates = [knob.learned.value for knob in knobs]
+    for_their_rate = [size / rate for size, rate in zip(sizes, rates, strict=True)]
     usual = np.quantile([one for one in for_their_rate if one], 0.5, method="higher")  # of two the larger
     sizes = [size if one > IDLE * usual else 0.0 for size, one in zip(sizes, for_their_rate, strict=True)]
     logs = np.log([size for size in sizes if size])
     middle, farthest = float(np.median(logs)), math.log(FARTHEST)
-    mean = math.exp(middle + float(np.mean(np.clip(logs - middle, -farthest, farthest))))
-    return [size / mean if size else None for size in sizes]
+    off = np.clip(logs - middle, -farthest, farthest)
+    mean = math.exp(middle + float(np.mean(off)))
+    kinds = [_kind(knob) for knob in knobs]
+    usual_rates = defaultdict(list)  # by kind, as logarithms
+    beyond = iter(logs - middle - off)
+    for size, rate, kind in zip(sizes, rates, kinds, strict=True):
+        if size:
+            usual_rates[kind].append(math.log(rate) - next(beyond))
+    return [
+        Place(step_ratio=size / mean)
+        if size
+        else Place(rate_ratio=rate / math.exp(float(np.mean(usual_rates[kind]))))
+        if is_silent and kind is not None and usual_rates[kind]
+        else Place()
+        for size, rate, kind, is_silent in zip(sizes, rates, kinds, silent, strict=True)
+    ]
 
 
-def _gone(scene: Scene, harvest: Harvest) -> list[float]:
-    """How far each of the weights went; 0 where it does not count. One collective."""
+def _kind(knob: BoundKnob) -> Hashable:
+    """What tells of which scale a rate is: the optimizer of a chain, and the switches of its groups.
+
+    (Some optimizers step matrices by Muon and the rest by Adam, as an entry of the group says.) None where its groups
+    differ, or hold unlike rates.
+    """
+    binding = knob.bindings[0]
+    assert isinstance(binding, GroupBinding)
+    found = set()
+    for index in binding.indices:
+        group = binding.optimizer.param_groups[index]
+        said = ((name, value) for name, value in group.items() if isinstance(value, (bool, str)) and name != "name")
+        switches = tuple(sorted((name, str(value)) for name, value in said if name not in SETTINGS))
+        found.add((float(group["lr"]), group.get(OWNER), switches))
+    return found.pop()[1:] if len(found) == 1 else None
+
+
+def _gone(scene: Scene, harvest: Harvest) -> list[float | None]:
+    """How far each of the weights went: 0 where rounding hides it, None where it does not count. One collective."""
     parameters = scene.moving.parameters[0]
     sums = [_sums(*ends) for ends in zip(scene.origin(), scene.moving.values(), strict=True)]
     row = torch.tensor(sums, dtype=torch.float64).flatten()
@@ -83,12 +135,13 @@ def _gone(scene: Scene, harvest: Harvest) -> list[float]:
     told = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
     updates, weights, counts = told[present(told)][0].reshape(-1, 3).T
     steps = harvest.window.stop - harvest.window.start
-    return [
-        spectral_gain(parameter) * math.sqrt(update / held)
-        if _keeps_scale(parameter, held, count) and _shows(parameter, update, held, steps)
-        else 0.0
-        for parameter, update, held, count in zip(parameters, updates, weights, counts, strict=True)
-    ]
+
+    def far(parameter: nn.Parameter, update: float, held: float, count: float) -> float | None:
+        if not _keeps_scale(parameter, held, count):
+            return None
+        return spectral_gain(parameter) * math.sqrt(update / held) if _shows(parameter, update, held, steps) else 0.0
+
+    return [far(*one) for one in zip(parameters, updates, weights, counts, strict=True)]
 
 
 def _sums(start: Tensor, end: Tensor) -> tuple[float, float, float]:
