@@ -84,7 +84,7 @@ def test_the_reason_is_that_of_the_larger_part() -> None:
     pooled = Pooled()
     assert pooled.judge(pooled.start(), first(1e-15), HALFWAY).rule == ""
     judged = pooled.judge(pooled.start(), first(2.0, AT_LAST), HALFWAY)
-    assert (judged.rule, judged.alone) == ("balance", -2.0)
+    assert (judged.rule, judged.veto, judged.alone) == ("balance", "", -2.0)
     assert pooled.judge(pooled.start(), first(0.2, AT_LAST), HALFWAY).rule == "raise"
 
 

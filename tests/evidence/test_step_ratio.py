@@ -203,15 +203,23 @@ def test_vectors_are_compared_with_rates_of_their_own_optimizer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "value", "kept"), [("by_muon", True, True), ("algorithm", "lion", True), ("maximize", False, False)]
+    ("entry", "values", "kept"),
+    [("by_muon", (True, False), True), ("algorithm", ("lion", "adam"), True), ("foreach", (True, False), False)],
 )
-def test_groups_with_other_switches_have_another_scale(entry: str, value: Any, kept: bool) -> None:
+def test_groups_with_other_switches_have_another_scale(entry: str, values: tuple[Any, Any], kept: bool) -> None:
     """As in optimizers that step some groups by Muon and the others by Adam."""
 
     def switched(groups: list[dict[str, Any]]) -> SGD:
-        return SGD([{**group, **({entry: value} if k < 3 else {})} for k, group in enumerate(groups)], lr=0.1)
+        return SGD([{**group, entry: values[k == 3]} for k, group in enumerate(groups)], lr=0.1)
 
     assert (by_rate(train(*EQUAL, make=switched, lr=0.1))[-1] is None) == kept
+
+
+def test_parts_of_a_chain_have_scales_of_their_own_though_they_are_of_one_class() -> None:
+    def make(groups: list[dict[str, Any]]) -> Any:
+        return hdet.ChainedOptimizer(AdamW(groups[:3]), AdamW(groups[3:]))
+
+    assert by_rate(train(*EQUAL, make=make))[-1] is None
 
 
 def test_a_group_that_has_been_compared_by_its_steps_keeps_its_place_once_it_is_frozen() -> None:
@@ -232,6 +240,46 @@ def test_what_is_frozen_from_the_start_keeps_its_rate() -> None:
     records = train(1.0, 0.01, 1.0, model=model, controller=Pooled(common=Hold()))
     assert [record.moves["1"] for record in records] == [0.0] * 8
     assert records[0].moves["0"] != 0.0
+
+
+@pytest.mark.parametrize("part", ["bias", "weight"])
+def test_what_is_silent_and_frozen_keeps_its_rate_as_well(part: str) -> None:
+    """It may be thawed later."""
+    model = Net()
+    with torch.no_grad():
+        model.filters.weight.mul_(1e-3)
+    for name, parameter in model.named_parameters():
+        if part in name and (parameter.ndim == 1 or name == "filters.weight"):
+            parameter.requires_grad_(False)
+    courses = [risen(1e-3), risen(1e-5), risen(1e-3), risen(1e-4)]
+    records = train(1.0, 0.01, 1.0, model=model, courses=courses, controller=Pooled(common=Hold()), again=())
+    frozen, other = ("3", "1") if part == "bias" else ("1", "3")
+    assert records[0].moves[frozen] == 0.0
+    assert records[0].moves[other] > 1.0
+
+
+def test_where_rounding_hides_steps_vectors_do_not_follow_those_that_show() -> None:
+    """Which are of the higher rates."""
+    records = train(1.0, 10.0, 1.0, model=Net().bfloat16(), lr=1e-3)
+    assert ratios(records)[1] is not None
+    assert ratios(records)[0] is None
+    assert by_rate(records)[-1] is None
+
+
+@pytest.mark.parametrize(("off", "told"), [(1e-7, True), (0.1, False)])
+def test_a_knob_over_groups_whose_rates_differ_by_rounding_has_one_rate(off: float, told: bool) -> None:
+    model = Net()
+    rates = [{"params": [model.matrix.weight], "lr": 1e-3}, {"params": [model.head.weight], "lr": 1e-3 * (1 + off)}]
+    optimizer = AdamW([*rates, {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 1e-3}])
+    knobs: list[hdet.Knob] = [
+        hdet.LearningRate(name=name, groups=own, schedule=risen(1e-3), evidence=GroupLines(), controller=Hold())
+        for name, own in (("matrices", [0, 1]), ("vectors", [2]))
+    ]
+    x = torch.randn(16, 256)
+    signal = Probe(loss, [x[:8], x[8:]])
+    engine = Engine(hdet.micro_batches(model, optimizer, n=1), knobs, window=WINDOW, signal=signal, total_steps=STEPS)
+    first, *_ = explicit_loop.train(engine, WINDOW, loss=lambda model, step, index: loss(model, x).mean())
+    assert (by_rate([first])[-1] is not None) == told
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -276,9 +324,10 @@ def test_no_warm_up_is_needed(course: Schedule) -> None:
     assert of_matrices(train(*EQUAL, courses=[course] * 4)) == pytest.approx(of_matrices(train(*EQUAL)), rel=0.2)
 
 
-def test_a_rate_whose_peak_nobody_knows_is_compared_with_none() -> None:
+@pytest.mark.parametrize("begins", [1e-3, 0.0])
+def test_a_rate_whose_peak_nobody_knows_is_compared_with_none(begins: float) -> None:
     """What is written into the optimizer may rise in one group and not in another."""
-    followed = Told(Course([1e-3]), 0, None)
+    followed = Told(Course([begins]), 0, None)
     first, filters, head, _ = ratios(train(*EQUAL, courses=[risen(1e-3), followed, risen(1e-3), risen(1e-3)]))
     assert filters is None
     assert first is not None

@@ -36,6 +36,9 @@ FINEST = 2.0
 """Steps, in units of the weights' last digit, below which what is left of an update after rounding tells nothing."""
 
 
+ALIKE = 1e-3
+"""Relative difference up to which the rates of groups are one: they differ in last digits, and by a tensor's dtype."""
+
 SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable", "maximize"})
 """Switches of torch's optimizers that leave the scale of steps as it is."""
 
@@ -70,30 +73,35 @@ def places(scene: Scene, harvest: Harvest, knobs: Sequence[BoundKnob], moves: Se
     Returns:
         One for each rate, the same on every process. Neither ratio where a matrix could count, but has not moved by
         more than rounding shows or goes less than `IDLE` as far as the median for its rate, where there is none to
-        compare with, where nothing moves, where the schedule's peak is not known, and where replicas come apart.
+        compare with, where nothing trains, where the schedule's peak is not known, and where replicas come apart. No
+        `rate_ratio` of a kind in which rounding hides the steps of others.
     """
     nowhere = [Place()] * len(knobs)
     if scene.apart:
         return nowhere
     gone = _gone(scene, harvest)
-    sizes, silent = [], []
-    for knob, own in zip(knobs, moves, strict=True):
+    trains = [parameter.requires_grad for parameter in scene.moving.parameters[0]]
+    sizes, silent, hidden = [], [], set()
+    kinds = [_kind(knob) for knob in knobs]
+    for knob, kind, own in zip(knobs, kinds, moves, strict=True):
         found = [far for far, moved in zip(gone, own, strict=True) if moved]
+        training = [far for far, *moved in zip(gone, own, trains, strict=True) if all(moved)]
         shown = [far for far in found if far]
         peak = _up_to_the_peak(knob, harvest.window)
         sizes.append(math.exp(float(np.median(np.log(shown)))) * peak if shown else 0.0)
-        silent.append(bool(found) and not any(far is not None for far in found) and peak > 0.0)
+        silent.append(bool(training) and not any(far is not None for far in found) and peak > 0.0)
+        if not shown and 0.0 in training:  # where rounding hides some steps, those that show are of the higher rates
+            hidden.add(kind)
     if not any(sizes):
         return nowhere
     rates = [knob.learned.value for knob in knobs]
-    for_their_rate = [size / rate for size, rate in zip(sizes, rates, strict=True)]
+    for_their_rate = [size / rate if size else 0.0 for size, rate in zip(sizes, rates, strict=True)]
     usual = np.quantile([one for one in for_their_rate if one], 0.5, method="higher")  # of two the larger
     sizes = [size if one > IDLE * usual else 0.0 for size, one in zip(sizes, for_their_rate, strict=True)]
     logs = np.log([size for size in sizes if size])
     middle, farthest = float(np.median(logs)), math.log(FARTHEST)
     off = np.clip(logs - middle, -farthest, farthest)
     mean = math.exp(middle + float(np.mean(off)))
-    kinds = [_kind(knob) for knob in knobs]
     usual_rates = defaultdict(list)  # by kind, as logarithms
     beyond = iter(logs - middle - off)
     for size, rate, kind in zip(sizes, rates, kinds, strict=True):
@@ -103,7 +111,7 @@ def places(scene: Scene, harvest: Harvest, knobs: Sequence[BoundKnob], moves: Se
         Place(step_ratio=size / mean)
         if size
         else Place(rate_ratio=rate / math.exp(float(np.mean(usual_rates[kind]))))
-        if is_silent and kind is not None and usual_rates[kind]
+        if is_silent and kind is not None and kind not in hidden and usual_rates[kind]
         else Place()
         for size, rate, kind, is_silent in zip(sizes, rates, kinds, silent, strict=True)
     ]
@@ -117,13 +125,14 @@ def _kind(knob: BoundKnob) -> Hashable:
     """
     binding = knob.bindings[0]
     assert isinstance(binding, GroupBinding)
-    found = set()
+    found, rates = set(), []
     for index in binding.indices:
         group = binding.optimizer.param_groups[index]
+        rates.append(float(group["lr"]))
         said = ((name, value) for name, value in group.items() if isinstance(value, (bool, str)) and name != "name")
         switches = tuple(sorted((name, str(value)) for name, value in said if name not in SETTINGS))
-        found.add((float(group["lr"]), group.get(OWNER), switches))
-    return found.pop()[1:] if len(found) == 1 else None
+        found.add((group.get(OWNER), switches))
+    return found.pop() if len(found) == 1 and math.isclose(min(rates), max(rates), rel_tol=ALIKE) else None
 
 
 def _gone(scene: Scene, harvest: Harvest) -> list[float | None]:
