@@ -2,6 +2,9 @@
 
     python benchmarks/group_rates.py                              # every task, one seed
     python benchmarks/group_rates.py --tasks tabular --seeds 3
+    python benchmarks/group_rates.py --first-seed 3 --seeds 3     # seeds that nothing was chosen on
+    python benchmarks/group_rates.py --again 0.15                 # groups compared at 15 % of the run, too
+    python benchmarks/group_rates.py --tasks text_large gpt_400k --patterns -1   # larger GPTs, at right ratios
     python benchmarks/group_rates.py --cost                       # what thirty groups cost beside one
     python benchmarks/group_rates.py --worth                      # what each ratio is worth, and how far steps go
     python benchmarks/group_rates.py --trials                     # ratios from short trials before the run
@@ -33,6 +36,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hdet
+from hdet.evidence import GroupLines
 from hdet.recipes.recommended import choose, own_schedule
 from hdet.schedules import LinearDecay, Schedule
 from hdet.trials.bracket import Trial, minimum, next_rate
@@ -107,6 +111,8 @@ CASES = (
     Case("text_momentum", of_gpt, Setting(0.32, 1e-4)),
     Case("text_muon", of_muon, Setting(0.016, 0.1)),
 )
+LARGER = (Case("text_large", of_gpt, Setting(0.008, 0.1)), Case("gpt_400k", of_gpt, Setting(0.008, 0.1)))
+"""By --tasks alone."""
 
 
 def fixed(case: Case, seed: int, lr: float, factors: Sequence[float]) -> float:
@@ -136,8 +142,10 @@ class Explored:
     factors: dict[str, float]
 
 
-def explored(case: Case, seed: int, factors: Sequence[float], grouped: bool, steps: int) -> Explored:
-    """A run in which one common factor, or one for each group, is searched."""
+def explored(
+    case: Case, seed: int, factors: Sequence[float], grouped: bool, steps: int, evidence: GroupLines | None = None
+) -> Explored:
+    """A run in which one common factor, or one for each group, is searched; without `evidence` by the recipe's."""
     task = case.task
     problem, model, optimizer = case.begin(seed, case.best.lr, factors)
     passes = 0
@@ -156,9 +164,12 @@ def explored(case: Case, seed: int, factors: Sequence[float], grouped: bool, ste
         names = [group["name"] for group in optimizer.param_groups]
         courses = {name: own_schedule(optimizer, steps, index) for index, name in enumerate(names)}
     choices = choose(model, optimizer, steps, rates=courses, exclude=EXCLUDED)
+    knobs = [choice.knob for choice in choices if choice.knob is not None]
+    if grouped and evidence is not None:
+        knobs = [knob.replace(evidence=evidence) for knob in knobs]
     engine = hdet.Engine(
         hdet.micro_batches(model, optimizer, 1),
-        [choice.knob for choice in choices if choice.knob is not None],
+        knobs,
         window=hdet.windows.GrowingWindow(),
         signal=hdet.Probe(loss, batches),
         seed=seed,
@@ -234,17 +245,17 @@ def by_trials(case: Case, seed: int, factors: Sequence[float]) -> tuple[list[flo
     return [float(ROOT**move) for move in moves - moves.mean()], spent
 
 
-def print_trials(case: Case, seeds: int, patterns: Sequence[int]) -> None:
+def print_trials(case: Case, seeds: Sequence[int], patterns: Sequence[int]) -> None:
     """One rate in the run, from the ratios given and from those that trials found; both in a plain run's compute."""
-    print(f"\n{case.name}, {seeds} seeds")
+    print(f"\n{case.name}, {len(seeds)} seeds")
     print(f"{'pattern':20s} {'as given':>9s} {'by trials':>9s} {'spent':>7s}   ratios then (first seed)")
     for number in patterns:
         row = RIGHT if number < 0 else PATTERNS[number]
         factors = [ROOT**level for level in row]
         steps = affordable(case, False)[0]
-        given = [explored(case, seed, factors, False, steps).loss for seed in range(seeds)]
+        given = [explored(case, seed, factors, False, steps).loss for seed in seeds]
         ends, ratios, spent = [], [], 0.0
-        for seed in range(seeds):
+        for seed in seeds:
             moves, spent = by_trials(case, seed, factors)
             ratios.append([factor * move for factor, move in zip(factors, moves, strict=False)])
             ends.append(explored(case, seed, ratios[-1], False, round(steps * (1.0 - spent))).loss)
@@ -264,7 +275,7 @@ def held(case: Case, seed: int, factors: Sequence[float]) -> tuple[float, dict[s
         hdet.LearningRate(
             groups=name,
             schedule=own_schedule(optimizer, task.steps, index),
-            evidence=hdet.evidence.GroupLines(),
+            evidence=GroupLines(),
             controller=hdet.controllers.Hold(),
         )
         for index, name in enumerate(names)
@@ -292,16 +303,16 @@ def held(case: Case, seed: int, factors: Sequence[float]) -> tuple[float, dict[s
     return problem.test_loss(model), ratios
 
 
-def print_worth(case: Case, seeds: int) -> None:
+def print_worth(case: Case, seeds: Sequence[int]) -> None:
     """Of each group: what its rate alone three times off costs, and how far its steps go then beside the others'."""
-    right = [held(case, seed, [1.0] * 5) for seed in range(seeds)]
+    right = [held(case, seed, [1.0] * 5) for seed in seeds]
     at_right = np.mean([loss for loss, _ in right])
-    print(f"\n{case.name}, {seeds} seeds; right ratios {at_right:.4f}")
+    print(f"\n{case.name}, {len(seeds)} seeds; right ratios {at_right:.4f}")
     print(f"{'group':20s} {'rate':>6s} {'loss':>8s} {'steps':>8s}")
     for index, name in enumerate(right[0][1]):
         for factor in (1 / ROOT, 1.0, ROOT):
             factors = [factor if k == index else 1.0 for k in range(5)]
-            made = right if factor == 1.0 else [held(case, seed, factors) for seed in range(seeds)]
+            made = right if factor == 1.0 else [held(case, seed, factors) for seed in seeds]
             behind, ratios = np.mean([loss for loss, _ in made]) - at_right, [told[name] for _, told in made]
             known = [ratio for ratio in ratios if ratio is not None]
             told = f"{np.exp(np.mean(np.log(known))):.2f}x" if known else "-"
@@ -382,9 +393,11 @@ def affordable(case: Case, grouped: bool) -> tuple[int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--tasks", nargs="+", choices=[case.name for case in CASES], default=[case.name for case in CASES]
+        "--tasks", nargs="+", choices=[case.name for case in CASES + LARGER], default=[case.name for case in CASES]
     )
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--again", type=float, nargs="*", help="shares of the run at which groups are compared again")
     parser.add_argument("--patterns", type=int, nargs="+", default=list(range(-1, 8)), help="-1 is the right ratios")
     parser.add_argument("--cost", action="store_true", help="measure what many groups cost")
     parser.add_argument("--trials", action="store_true", help="find ratios by short trials before the run")
@@ -395,29 +408,30 @@ def main() -> None:
     if given.cost:
         print_costs()
         return
-    for case in CASES:
-        if case.name in given.tasks and given.worth:
-            print_worth(case, given.seeds)
-        elif case.name in given.tasks and given.trials:
-            print_trials(case, given.seeds, given.patterns)
-        elif case.name in given.tasks:
-            measure(case, given.seeds, given.patterns)
+    seeds = range(given.first_seed, given.first_seed + given.seeds)
+    evidence = None if given.again is None else GroupLines(again=tuple(given.again))
+    for case in (case for case in CASES + LARGER if case.name in given.tasks):
+        if given.worth:
+            print_worth(case, seeds)
+        elif given.trials:
+            print_trials(case, seeds, given.patterns)
+        else:
+            measure(case, seeds, given.patterns, evidence)
 
 
-def measure(case: Case, seeds: int, patterns: Sequence[int]) -> None:
+def measure(case: Case, seeds: Sequence[int], patterns: Sequence[int], evidence: GroupLines | None) -> None:
     """Print one task's table."""
 
     def mean(run: Callable[[int], float]) -> float:
-        return float(np.mean([run(seed) for seed in range(seeds)]))
+        return float(np.mean([run(seed) for seed in seeds]))
 
     sweep = {
         factor: mean(lambda seed: fixed(case, seed, case.best.lr * factor, [1.0] * 5))  # noqa: B023
         for factor in (0.25, 0.5, 1.0, 2.0, 4.0)
     }
     oracle = min(sweep.values())
-    print(
-        f"\n{case.name}, {seeds} seeds; oracle {oracle:.4f} of {', '.join(f'x{f:g} {v:.4f}' for f, v in sweep.items())}"
-    )
+    swept = ", ".join(f"x{factor:g} {loss:.4f}" for factor, loss in sweep.items())
+    print(f"\n{case.name}, {len(seeds)} seeds; oracle {oracle:.4f} of {swept}")
     shares = [affordable(case, grouped)[1] for grouped in (False, True)]
     print(f"probes' share of training: one rate {shares[0]:.1%}, rates of groups {shares[1]:.1%}")
     print(f"{'pattern':20s} {'fixed':>8s} {'one':>8s} {'groups':>8s}   factors found (first seed)")
@@ -427,7 +441,7 @@ def measure(case: Case, seeds: int, patterns: Sequence[int]) -> None:
         began = time.process_time()
         plain = sweep[1.0] if number < 0 else mean(lambda seed: fixed(case, seed, case.best.lr, factors))  # noqa: B023
         runs = {
-            grouped: [explored(case, seed, factors, grouped, affordable(case, grouped)[0]) for seed in range(seeds)]
+            grouped: [explored(case, seed, factors, grouped, affordable(case, grouped)[0], evidence) for seed in seeds]
             for grouped in (False, True)
         }
         one, groups = (float(np.mean([run.loss for run in runs[grouped]])) for grouped in (False, True))

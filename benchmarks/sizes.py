@@ -78,15 +78,16 @@ def regrets(rows: list[Row], name: str, contender: str, start: str) -> list[floa
 
 
 def show(rows: list[Row], names: list[str]) -> None:
-    """Mean regret, and the worst seed's in brackets."""
+    """Mean regret and its standard error, and the worst seed's in brackets."""
     columns = [("linear", RIGHT.name), *(("hdet", start.name) for start in SIZES)]
-    print("task".ljust(14) + "fixed cosine".rjust(14) + "".join(f"{who}, {start}".rjust(20) for who, start in columns))
+    print("task".ljust(14) + "fixed cosine".rjust(14) + "".join(f"{who}, {start}".rjust(26) for who, start in columns))
     for name in names:
         own = [loss for task, _, who, _, loss in rows if (task, who) == (name, "cosine")]
         line = name.ljust(14) + (f"{np.mean(own):.3f} ({len(own)})".rjust(14) if own else "-".rjust(14))
         for who, start in columns:
             found = regrets(rows, name, who, start)
-            line += (f"{np.mean(found):+.3f} ({max(found):+.3f})" if found else "-").rjust(20)
+            error = np.std(found, ddof=1) / len(found) ** 0.5 if len(found) > 1 else np.nan
+            line += (f"{np.mean(found):+.3f} +- {error:.3f} ({max(found):+.3f})" if found else "-").rjust(26)
         print(line)
 
 

@@ -10,6 +10,9 @@ from typing import Any
 from hdet.controllers.estimate import Estimate
 from hdet.spec import Spec
 
+ROUNDING = 1e-12
+"""Of a shift, in coordinate units: what less comes to is no move."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Context:

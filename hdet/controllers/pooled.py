@@ -10,13 +10,10 @@ from typing import Any
 from pydantic import Field
 
 from hdet.controllers.calibrate import Calibrate
-from hdet.controllers.controller import Context, Controller, Judgement, left_alone
+from hdet.controllers.controller import ROUNDING, Context, Controller, Judgement, left_alone
 from hdet.controllers.estimate import Estimate
 from hdet.record import BALANCE
 from hdet.spec import register
-
-ROUNDING = 1e-12
-"""Of a shift, in coordinates: a group that is no farther off is in its place."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pydantic import Field
 from hdet.controllers import Controller, Estimate, Pooled
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.line import Line, LineCollector, moved_by
-from hdet.evidence.parts.step_ratio import places
+from hdet.evidence.parts.step_ratio import compare
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
@@ -27,8 +27,8 @@ class GroupLines(Evidence):
 
     Each among the others (`Estimate.step_ratio`): how far the group's steps went beside its weights in the run's first
     window and in a few after it, over the geometric mean of all groups. A group that this cannot be told of, as of
-    vectors, is compared by its rate (`Estimate.rate_ratio`). Slopes do not tell a ratio that ruins a run
-    from the right one (docs/results-recipe.md).
+    vectors, is compared by its rate (`Estimate.rate_ratio`). Slopes do not tell a ratio that ruins a run from the right
+    one (docs/results-recipe.md).
 
     The price is that of one `Line`, whatever the number of groups.
 
@@ -78,14 +78,12 @@ class GroupLinesCollector(Collector):
         if not self._compares(harvest.window):
             return found
         moves = [moved_by(knob, self.scene) for knob in self.knobs]
-        among = places(self.scene, harvest, self.knobs, moves)
-        first = harvest.window.start == 0 and any(place.step_ratio for place in among)
+        compared = compare(self.scene, harvest, self.knobs, moves)
+        first = harvest.window.start == 0 and any(one.step_ratio for one in compared)
         excess = self.scene.excess if first else found[self.knobs[0].name].excess
         return {
-            knob.name: replace(
-                found[knob.name], step_ratio=place.step_ratio, rate_ratio=place.rate_ratio, excess=excess
-            )
-            for knob, place in zip(self.knobs, among, strict=True)
+            knob.name: replace(found[knob.name], step_ratio=one.step_ratio, rate_ratio=one.rate_ratio, excess=excess)
+            for knob, one in zip(self.knobs, compared, strict=True)
         }
 
     def _compares(self, window: Window) -> bool:

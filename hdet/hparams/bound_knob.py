@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdet.controllers import Context, Estimate
-from hdet.controllers.controller import left_alone
+from hdet.controllers.controller import ROUNDING, left_alone
 from hdet.controllers.state import from_plain, to_plain
 from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.hparams.bend import Bend
@@ -28,9 +28,6 @@ OF_A_COURSE = (
     ". Bounds hold for the whole course, warm-up and fall as well (hdet's own if none was given); authority= bounds "
     "how far the value is moved from its course"
 )
-
-ROUNDING = 1e-12
-"""Of a shift, in coordinate units: what less comes to is no move."""
 
 
 class BoundKnob:

@@ -266,44 +266,33 @@ def test_where_rounding_hides_steps_vectors_do_not_follow_those_that_show() -> N
     assert by_rate(records)[-1] is None
 
 
-@pytest.mark.parametrize(("off", "told"), [(1e-7, True), (0.1, False)])
-def test_a_knob_over_groups_whose_rates_differ_by_rounding_has_one_rate(off: float, told: bool) -> None:
-    model = Net()
-    rates = [{"params": [model.matrix.weight], "lr": 1e-3}, {"params": [model.head.weight], "lr": 1e-3 * (1 + off)}]
-    optimizer = AdamW([*rates, {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 1e-3}])
+def first_window(model: nn.Module, optimizer: Any, groups: dict[str, list[int]], **options: Any) -> WindowRecord:
+    """The first window of a run with a rate for some of the optimizer's groups together."""
     knobs: list[hdet.Knob] = [
         hdet.LearningRate(name=name, groups=own, schedule=risen(1e-3), evidence=GroupLines(), controller=Hold())
-        for name, own in (("matrices", [0, 1]), ("vectors", [2]))
+        for name, own in groups.items()
     ]
+    n = options.pop("n", 1)
+    home = hdet.replicate(model, optimizer, n=n) if n > 1 else hdet.micro_batches(model, optimizer, n=1)
     x = torch.randn(16, 256)
     signal = Probe(loss, [x[:8], x[8:]])
-    engine = Engine(hdet.micro_batches(model, optimizer, n=1), knobs, window=WINDOW, signal=signal, total_steps=STEPS)
-    first, *_ = explicit_loop.train(engine, WINDOW, loss=lambda model, step, index: loss(model, x).mean())
-    assert (by_rate([first])[-1] is not None) == told
+    engine = Engine(home, knobs, window=WINDOW, signal=signal, total_steps=STEPS, **options)
+    return explicit_loop.train(engine, WINDOW, loss=lambda model, step, index: loss(model, x).mean())[0]
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_knob_over_groups_of_unlike_rates_has_no_one_rate_to_compare_with(first: int) -> None:
-    """Whichever of them comes first."""
+@pytest.mark.parametrize(("other", "told"), [(1.0 + 1e-7, True), (1.1, False), (30.0, False)])
+def test_a_knob_over_groups_of_unlike_rates_has_no_one_rate_to_compare_with(
+    first: int, other: float, told: bool
+) -> None:
+    """Whichever of them comes first; rates that differ by rounding are one."""
     model = Net()
-    both = [{"params": [model.matrix.weight], "lr": 1e-3}, {"params": [model.head.weight], "lr": 3e-2}]
+    both = [{"params": [model.matrix.weight], "lr": 1e-3}, {"params": [model.head.weight], "lr": 1e-3 * other}]
     vectors = {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 1e-3}
     optimizer = AdamW([both[first], both[1 - first], vectors])
-    knobs: list[hdet.Knob] = [
-        hdet.LearningRate(name=name, groups=own, schedule=risen(1e-3), evidence=GroupLines(), controller=Hold())
-        for name, own in (("matrices", [0, 1]), ("vectors", [2]))
-    ]
-    x = torch.randn(16, 256)
-    engine = Engine(
-        hdet.micro_batches(model, optimizer, n=1),
-        knobs,
-        window=WINDOW,
-        signal=Probe(loss, [x[:8], x[8:]]),
-        total_steps=STEPS,
-    )
-    told, *_ = explicit_loop.train(engine, WINDOW, loss=lambda model, step, index: loss(model, x).mean())
-    assert ratios([told])[0] == pytest.approx(1.0)
-    assert by_rate([told]) == [None, None]
+    record = first_window(model, optimizer, {"matrices": [0, 1], "vectors": [2]})
+    assert ratios([record])[0] == pytest.approx(1.0)
+    assert [ratio is not None for ratio in by_rate([record])] == [False, told]
 
 
 @pytest.mark.parametrize("make", [AdamW, SGD, Adafactor])
@@ -417,21 +406,9 @@ def test_a_rate_that_is_a_thousand_times_too_low_is_told(make: Any) -> None:
 def test_where_replicas_come_apart_none_is_told(local: bool) -> None:
     model = Net()
     optimizer = AdamW([{"params": [p], "lr": 1e-3} for p in model.parameters() if p.ndim > 1])
-    knobs: list[hdet.Knob] = [
-        hdet.LearningRate(name=str(k), groups=[k], schedule=risen(1e-3), evidence=GroupLines(), controller=Hold())
-        for k in range(3)
-    ]
-    x = torch.randn(16, 256)
-    engine = Engine(
-        hdet.replicate(model, optimizer, n=2),
-        knobs,
-        window=WINDOW,
-        signal=Probe(loss, [x[:8], x[8:]]),
-        gradients="local" if local else "shared",
-        total_steps=STEPS,
-    )
-    first, *_ = explicit_loop.train(engine, WINDOW, loss=lambda model, step, index: loss(model, x).mean())
-    assert (ratios([first])[0] is None) == local
+    groups = {str(k): [k] for k in range(3)}
+    record = first_window(model, optimizer, groups, n=2, gradients="local" if local else "shared")
+    assert (ratios([record])[0] is None) == local
 
 
 def test_a_large_matrix_is_gone_through_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:

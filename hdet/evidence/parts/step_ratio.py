@@ -44,7 +44,7 @@ SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable", "maxim
 
 
 @dataclass(frozen=True)
-class Place:
+class Ratios:
     """Where one of several learning rates stands among the others: `Estimate.step_ratio` and `Estimate.rate_ratio`."""
 
     step_ratio: float | None = None
@@ -52,7 +52,9 @@ class Place:
 
 
 @torch.no_grad()
-def places(scene: Scene, harvest: Harvest, knobs: Sequence[BoundKnob], moves: Sequence[Sequence[bool]]) -> list[Place]:
+def compare(
+    scene: Scene, harvest: Harvest, knobs: Sequence[BoundKnob], moves: Sequence[Sequence[bool]]
+) -> list[Ratios]:
     """How far a window's steps went under each of several learning rates, over the geometric mean of all.
 
     The update U of a matrix [m, n] is of low rank while a window is short, so that its spectral norm is about its
@@ -76,13 +78,13 @@ def places(scene: Scene, harvest: Harvest, knobs: Sequence[BoundKnob], moves: Se
         compare with, where nothing trains, where the schedule's peak is not known, and where replicas come apart. No
         `rate_ratio` of a kind in which rounding hides the steps of others.
     """
-    nowhere = [Place()] * len(knobs)
+    unknown = [Ratios()] * len(knobs)
     if scene.apart:
-        return nowhere
+        return unknown
     gone = _gone(scene, harvest)
     trains = [parameter.requires_grad for parameter in scene.moving.parameters[0]]
-    sizes, silent, hidden = [], [], set()
     kinds = [_kind(knob) for knob in knobs]
+    sizes, silent, hidden = [], [], set()
     for knob, kind, own in zip(knobs, kinds, moves, strict=True):
         found = [far for far, moved in zip(gone, own, strict=True) if moved]
         training = [far for far, *moved in zip(gone, own, trains, strict=True) if all(moved)]
@@ -93,28 +95,41 @@ def places(scene: Scene, harvest: Harvest, knobs: Sequence[BoundKnob], moves: Se
         if not shown and 0.0 in training:  # where rounding hides some steps, those that show are of the higher rates
             hidden.add(kind)
     if not any(sizes):
-        return nowhere
+        return unknown
     rates = [knob.learned.value for knob in knobs]
+    sizes = _without_idle(sizes, rates)
+    ratios, nearer = _over_their_mean(sizes)
+    usual = defaultdict(list)  # by kind, the rates that have a ratio, as logarithms
+    for ratio, rate, kind, near in zip(ratios, rates, kinds, nearer, strict=True):
+        if ratio:
+            usual[kind].append(math.log(rate) + near)
+    return [
+        Ratios(rate_ratio=rate / math.exp(float(np.mean(usual[kind]))))
+        if is_silent and kind is not None and kind not in hidden and usual[kind]
+        else Ratios(step_ratio=ratio)
+        for ratio, rate, kind, is_silent in zip(ratios, rates, kinds, silent, strict=True)
+    ]
+
+
+def _without_idle(sizes: Sequence[float], rates: Sequence[float]) -> list[float]:
+    """The sizes of steps, 0 where they are next to nothing for their rate."""
     for_their_rate = [size / rate if size else 0.0 for size, rate in zip(sizes, rates, strict=True)]
     usual = np.quantile([one for one in for_their_rate if one], 0.5, method="higher")  # of two the larger
-    sizes = [size if one > IDLE * usual else 0.0 for size, one in zip(sizes, for_their_rate, strict=True)]
+    return [size if one > IDLE * usual else 0.0 for size, one in zip(sizes, for_their_rate, strict=True)]
+
+
+def _over_their_mean(sizes: Sequence[float]) -> tuple[list[float | None], list[float]]:
+    """Each size over their mean, None for 0; and what brings it within `FARTHEST` of the median, as a logarithm."""
     logs = np.log([size for size in sizes if size])
     middle, farthest = float(np.median(logs)), math.log(FARTHEST)
-    off = np.clip(logs - middle, -farthest, farthest)
-    mean = math.exp(middle + float(np.mean(off)))
-    usual_rates = defaultdict(list)  # by kind, as logarithms
-    beyond = iter(logs - middle - off)
-    for size, rate, kind in zip(sizes, rates, kinds, strict=True):
-        if size:
-            usual_rates[kind].append(math.log(rate) - next(beyond))
-    return [
-        Place(step_ratio=size / mean)
-        if size
-        else Place(rate_ratio=rate / math.exp(float(np.mean(usual_rates[kind]))))
-        if is_silent and kind is not None and kind not in hidden and usual_rates[kind]
-        else Place()
-        for size, rate, kind, is_silent in zip(sizes, rates, kinds, silent, strict=True)
-    ]
+
+    def nearer(size: float) -> float:
+        off = math.log(size) - middle
+        return max(-farthest, min(farthest, off)) - off
+
+    changes = [nearer(size) if size else 0.0 for size in sizes]
+    mean = math.exp(float(np.mean(logs)) + math.fsum(changes) / len(logs))
+    return [size / mean if size else None for size in sizes], changes
 
 
 def _kind(knob: BoundKnob) -> Hashable:
