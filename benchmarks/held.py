@@ -6,7 +6,8 @@
 Every run starts from the best fixed setting of the task's grid. A rate that is held follows the recipe's schedule,
 probes paid all the same; other knobs that are held are left out, neither explored nor moved. Where something is held,
 runs are planned for all probes that there can be: a schedule that the budget cuts off costs more than any move.
-Differences to the fixed cosine of the same seed, with standard errors.
+Differences to the fixed cosine of the same seed, with standard errors. Straight lines without hdet, of several peaks,
+tell what the schedule alone is worth.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import copy
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from search_parts.contender import Contender
@@ -137,7 +139,7 @@ def main() -> None:
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
     known = all_contenders()
-    rows: dict[str, Contender] = {
+    contenders: dict[str, Contender] = {
         "recipe": known["hdet"],
         "learning rate held": RateHeld(),
         "weight decay held": DecayHeld(),
@@ -148,15 +150,18 @@ def main() -> None:
         "recipe, no guard": Unguarded(),
         "fixed straight line": known["linear"],
     }
+    rows = {title: (contender, 1.0) for title, contender in contenders.items()}
+    rows |= {f"fixed straight line, rate x{factor}": (known["linear"], factor) for factor in (0.5, 0.7, 1.4)}
     for name in given.tasks:
         task = all_tasks()[name]
         seeds = range(given.first_seed, given.first_seed + given.seeds)
         fixed = losses(task, known["cosine"], BEST[name], seeds)
         print(f"{name}, {given.seeds} seeds from {given.first_seed} on; fixed cosine {fixed.mean():.4f}")
-        for title, contender in rows.items():
-            lost = losses(task, contender, BEST[name], seeds) - fixed
+        for title, (contender, factor) in rows.items():
+            setting = replace(BEST[name], lr=factor * BEST[name].lr)
+            lost = losses(task, contender, setting, seeds) - fixed
             error = lost.std(ddof=1) / np.sqrt(len(lost)) if len(lost) > 1 else float("nan")
-            print(f"  {title:24s} {lost.mean():+.4f} +- {error:.4f}", flush=True)
+            print(f"  {title:30s} {lost.mean():+.4f} +- {error:.4f}", flush=True)
 
 
 if __name__ == "__main__":

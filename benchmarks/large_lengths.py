@@ -2,13 +2,15 @@
 
     python benchmarks/large_lengths.py                                    # 500 steps, both sizes, one seed
     python benchmarks/large_lengths.py --sizes 125M --steps 500 2000 --sweep 0.3 1 3
+    python benchmarks/large_lengths.py --sizes 125M --steps 10000 --batch 8 --compile --sweep 0.3 1 --jobs 4
     python benchmarks/large_lengths.py --report --csv large.csv           # the table of the runs there are
 
-8,192 bytes a step in sequences of 256, in bfloat16, of the source text of Python's standard library and of torch. Every
-number of steps has its own sweep: fixed cosines at --sweep times a rate near the best, for the same compute. The oracle
-is the best of them, by its mean over seeds. hdet begins at --starts times that same rate. Regret is the test loss above
-the oracle's of the same seed. One JSON file a run lies under --out, in a folder for each version of the library,
-of torch and each device; a run that has its file there is not made again.
+8,192 bytes a step (32 sequences of 256; --batch has others), in bfloat16, of the source text of Python's standard
+library and of torch. Every number of steps has its own sweep: fixed cosines at --sweep times a rate near the best, for
+the same compute. The oracle is the best of them, by its mean over seeds. hdet begins at --starts times that same rate.
+Regret is the test loss above the oracle's of the same seed. One JSON file a run lies under --out, in a folder for each
+version of the library, of torch, each device and batch; a run that has its file there is not made again. --compile has
+torch compile each block of the model: steps are faster, and losses differ by rounding.
 """
 
 from __future__ import annotations
@@ -61,24 +63,37 @@ class LargeProblem(TextProblem):
             return super().test_loss(model)
 
 
+class CompiledProblem(LargeProblem):
+    """Blocks are compiled, each alone: they share one graph, and whoever counts passes stays outside of it."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        for block in model.get_submodule("blocks").children():
+            block.compile()
+        return model
+
+
 @dataclass(frozen=True, kw_only=True)
 class LargeText(TextTask):
     """A byte GPT that wants a GPU.
 
     Attributes:
         device: where it trains. The grid has one setting, near the best for 500 steps.
+        compiled: whether torch compiles the model's blocks.
     """
 
     device: str = "cuda"
+    compiled: bool = False
 
     def problem(self, seed: int, dropout: float) -> TextProblem:
-        return LargeProblem(self.text(dropout), seed=seed, batch=self.batch, device=self.device)
+        kind = CompiledProblem if self.compiled else LargeProblem
+        return kind(self.text(dropout), seed=seed, batch=self.batch, device=self.device)
 
     def optimizer(self, groups: Sequence[dict[str, Any]], setting: Setting) -> Optimizer:
         return AdamW(list(groups), lr=setting.lr, betas=self.betas, weight_decay=setting.decay, fused=True)
 
     def rehearsed(self) -> Task:
-        return replace(self, width=8, depth=1, heads=1, device="cpu")
+        return replace(self, width=8, depth=1, heads=1, device="cpu", compiled=False)
 
 
 def of_size(name: str, width: int, depth: int, heads: int, rate: float) -> LargeText:
@@ -121,14 +136,23 @@ def main() -> int:
     parser.add_argument("--starts", nargs="+", type=float, choices=FACTORS, default=[0.1, 1, 10])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch", type=int, default=32, help="sequences a step")
+    parser.add_argument("--compile", action="store_true", help="compile the model's blocks")
     runner.add_options(parser, ROOT / "runs" / "large_lengths")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
     errors: list[str] = []
-    out = given.out / f"{cells.code_hash()}-torch-{torch.__version__}-{given.device}"
+    where = f"{given.device}-batch-{given.batch}" + "-compiled" * given.compile
+    out = given.out / f"{cells.code_hash()}-torch-{torch.__version__}-{where}"
     plans: list[tuple[LargeText, Cell, Start]] = []
     for steps in given.steps:
-        tasks = {name: replace(TASKS[name], steps=steps, device=given.device) for name in given.sizes}
+        changes: dict[str, Any] = {
+            "steps": steps,
+            "device": given.device,
+            "batch": given.batch,
+            "compiled": given.compile,
+        }
+        tasks = {name: replace(TASKS[name], **changes) for name in given.sizes}
         own = [(tasks[cell.task], cell, start) for cell, start in planned(tasks, given)]
         if not given.report:
             wanted = [cell for _, cell, _ in own]
