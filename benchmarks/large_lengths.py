@@ -3,14 +3,15 @@
     python benchmarks/large_lengths.py                                    # 500 steps, both sizes, one seed
     python benchmarks/large_lengths.py --sizes 125M --steps 500 2000 --sweep 0.3 1 3
     python benchmarks/large_lengths.py --sizes 125M --steps 10000 --batch 8 --compile --sweep 0.3 1 --jobs 4
-    python benchmarks/large_lengths.py --report --csv large.csv           # the table of the runs there are
+    python benchmarks/large_lengths.py --report --csv large.csv           # of the runs there are, with their options
 
 8,192 bytes a step (32 sequences of 256; --batch has others), in bfloat16, of the source text of Python's standard
-library and of torch. Every number of steps has its own sweep: fixed cosines at --sweep times a rate near the best, for
-the same compute. The oracle is the best of them, by its mean over seeds. hdet begins at --starts times that same rate.
-Regret is the test loss above the oracle's of the same seed. One JSON file a run lies under --out, in a folder for each
-version of the library, of torch, each device and batch; a run that has its file there is not made again. --compile has
-torch compile each block of the model: steps are faster, and losses differ by rounding.
+library and of torch. Every number of steps has its own sweep: fixed cosines at --sweep times a rate near the best for
+500 steps of them, for the same compute. The oracle is the best of them, by its mean over seeds. hdet begins at --starts
+times that same rate. Regret is the test loss above the oracle's of the same seed. One JSON file a run lies under --out,
+in a folder for each version of the library, of torch, each device and batch; a run that has its file there is not made
+again. --compile has torch compile each block of the model: steps are faster. Rounding is another then, by which losses
+at the end differ as between seeds.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class LargeProblem(TextProblem):
 
 
 class CompiledProblem(LargeProblem):
-    """Blocks are compiled, each alone: they share one graph, and whoever counts passes stays outside of it."""
+    """Blocks are compiled, each alone: they share their graphs, and whoever counts passes stays outside of them."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -165,7 +166,7 @@ def main() -> int:
             runs.append(finished(made, made.steps, cell, start, result))
     print(f"{len(with_source_of_torch()):,} bytes to train on")
     show(runs, against_the_oracle(runs))
-    return finish(errors, given.csv, runs)
+    return finish(errors, given.csv, runs, batch=given.batch, compiled=given.compile)
 
 
 def planned(tasks: dict[str, LargeText], given: argparse.Namespace) -> Iterator[tuple[Cell, Start]]:

@@ -93,11 +93,12 @@ def finished(task: Task, length: int, cell: Cell, start: Start, result: Result) 
     return Run(task.name, length, task.steps, cell.contender, start, cell.seed, judged(task, result.test), probes)
 
 
-def finish(errors: Sequence[str], path: Path | None, runs: Sequence[Run]) -> int:
-    """As `runner.finish`, of these runs."""
-    columns = ["task", "steps", "contender", "start", "seed", "test_loss", "probes"]
+def finish(errors: Sequence[str], path: Path | None, runs: Sequence[Run], **alike: object) -> int:
+    """As `runner.finish`, of these runs; `alike` are columns in which they do not differ."""
+    columns = ["task", "steps", "contender", "start", "seed", "test_loss", "probes", *alike]
     rows = [
-        (run.task, run.steps, run.contender, run.start.name, run.seed, run.loss, f"{run.probes:.4f}") for run in runs
+        (run.task, run.steps, run.contender, run.start.name, run.seed, run.loss, f"{run.probes:.4f}", *alike.values())
+        for run in runs
     ]
     return runner.finish(errors, path, columns, rows)
 
