@@ -9,7 +9,8 @@ import pytest
 
 from hdet.controllers import Calibrate, Context, Estimate
 from hdet.controllers.beginning import Beginning, OfBeginning
-from hdet.controllers.rules import CatchUp, LookAhead, Raise, Regain
+from hdet.controllers.rules import CatchUp, LookAhead, Raise, Regain, Return
+from hdet.controllers.rules.returning import ReturnState
 from hdet.controllers.vetoes import LargeSteps, SmallSteps
 
 SMALL = 0.5
@@ -288,3 +289,33 @@ def test_calibrate_raises_a_pretrained_models_rate_at_once_until_the_schedule_fa
     assert later.move == pytest.approx(1.5)
     fallen = calibrate.judge(later.state, more, Context(schedule_next=0.4))
     assert fallen.move == pytest.approx(0.5)
+
+
+def returned(size: float | None, t: float, *, averaged: float = 0.0, untrained: bool = True) -> float | None:
+    estimate = Estimate(
+        slope=0.1 * t, stderr=0.1, step_size=size, averaged=Estimate(slope=0.1 * averaged, stderr=0.1), offset=0.0
+    )
+    return Return(small=SMALL).propose(ReturnState(untrained=untrained), estimate, replace(RISING, shift=-1.0))
+
+
+@pytest.mark.parametrize(("size", "move"), [(0.1, 0.25), (0.45, math.log(0.5 / 0.45)), (0.5, None), (2.0, None)])
+def test_what_looking_ahead_lowered_returns_to_where_steps_are_small(size: float, move: float | None) -> None:
+    """And beyond if the last weights call for more; that averaged ones do is not enough there."""
+    assert returned(size, 1.0) == pytest.approx(move)
+    assert returned(size, 30.0, averaged=-4.0) == pytest.approx(move)
+    assert returned(size, -0.1) == 0.25
+
+
+@pytest.mark.parametrize(("size", "untrained"), [(None, True), (2.0, False)])
+def test_where_steps_are_not_known_to_be_small_it_returns_as_far_as_to_what_was_given(
+    size: float | None, untrained: bool
+) -> None:
+    assert returned(size, 1.0, untrained=untrained) == 0.25
+    assert returned(size, 30.0, averaged=-4.0, untrained=untrained) == 0.25
+
+
+def test_a_return_forgets_untrained_weights_where_the_run_begins_anew() -> None:
+    rule, state = Return(), ReturnState(untrained=True, lowered=True)
+    assert rule.restart(state, RISING) == ReturnState(lowered=True)
+    assert rule.moved(replace(state, lowered=False), -0.6, -0.6, LESS, RISING) == state
+    assert rule.begin(rule.start(), replace(LESS, excess=1.0)) == ReturnState(untrained=True)

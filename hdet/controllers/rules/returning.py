@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import Field
 
+from hdet.controllers.beginning import Beginning, OfSmallSteps
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Rule
@@ -13,19 +14,27 @@ from hdet.spec import register
 
 
 @dataclass(frozen=True)
-class ReturnState:
-    """Whether anything but looking ahead has lowered the base."""
+class ReturnState(Beginning):
+    """How training has begun.
+
+    Attributes:
+        lowered: whether anything but looking ahead has lowered the base.
+    """
 
     lowered: bool = False
 
 
 @register
-class Return(Rule):
+class Return(OfSmallSteps, Rule):
     """Go back up to the schedule as given (a shift of 0), where only looking ahead has lowered the base.
 
     Early in a run the loss is sharper than it will be, and looking ahead lowers too far. Last weights that call for
     less (`t > significance`) hold the base, unless averaged weights call for more (`t < -significance`): in
     large models the last weights call for less in most windows, whatever the rate.
+
+    While an untrained model warms up, looking ahead lowers no rate below where its steps are small
+    (`hdet.controllers.vetoes.SmallSteps`), and there is nothing to make up for beyond. So it goes no further than there
+    unless the last weights call for more (`t < 0`).
 
     Args:
         significance: |t| from which last and averaged weights are believed.
@@ -45,17 +54,20 @@ class Return(Rule):
         return ReturnState()
 
     def propose(self, state: ReturnState, estimate: Estimate, context: Context) -> float | None:
-        step = min(self.return_step, max(0.0, -context.shift))
+        step = min(self.return_step, -context.shift)
+        room = self.room(state, estimate, context)
+        if room is not None and estimate.t >= 0.0:
+            step = min(step, room)
         averaged = estimate.averaged
         called = averaged is not None and averaged.testable and averaged.t < -self.significance
         held = estimate.t > self.significance and not called
-        return None if state.lowered or held or step == 0.0 else step
+        return None if state.lowered or held or step <= 0.0 else step
 
     def moved(self, state: ReturnState, wish: float, move: float, estimate: Estimate, context: Context) -> ReturnState:
-        return ReturnState(state.lowered or (move < 0 and estimate.offset <= 0))
+        return replace(state, lowered=state.lowered or (move < 0 and estimate.offset <= 0))
 
     def retreat(self, state: ReturnState, context: Context) -> ReturnState:
         return ReturnState(lowered=True)
 
     def restart(self, state: ReturnState, context: Context) -> ReturnState:
-        return state
+        return ReturnState(lowered=state.lowered)
