@@ -300,10 +300,10 @@ def returned(size: float | None, t: float, *, averaged: float = 0.0, untrained: 
 
 @pytest.mark.parametrize(("size", "move"), [(0.1, 0.25), (0.45, math.log(0.5 / 0.45)), (0.5, None), (2.0, None)])
 def test_what_looking_ahead_lowered_returns_to_where_steps_are_small(size: float, move: float | None) -> None:
-    """And beyond if the last weights call for more; that averaged ones do is not enough there."""
-    assert returned(size, 1.0) == pytest.approx(move)
+    """And beyond where t at the last weights is below 0; that averaged ones call for more is not enough there."""
+    assert [returned(size, t) for t in (0.0, 1.0)] == [pytest.approx(move)] * 2
     assert returned(size, 30.0, averaged=-4.0) == pytest.approx(move)
-    assert returned(size, -0.1) == 0.25
+    assert returned(size, -0.01) == 0.25
 
 
 @pytest.mark.parametrize(("size", "untrained"), [(None, True), (2.0, False)])

@@ -34,7 +34,7 @@ class Return(OfSmallSteps, Rule):
 
     While an untrained model warms up, looking ahead lowers no rate below where its steps are small
     (`hdet.controllers.vetoes.SmallSteps`), and there is nothing to make up for beyond. So it goes no further than there
-    unless the last weights call for more (`t < 0`).
+    where `t >= 0` at the last weights. Once the warm-up is over, steps have no size and it goes on.
 
     Args:
         significance: |t| from which last and averaged weights are believed.
