@@ -33,7 +33,7 @@ class Calibrate(Ruled):
     | `CatchUp` | goes up to where steps begin to matter, while an untrained model warms up |
 
     While an untrained model warms up, the veto `SmallSteps` lets nothing lower a rate below where its steps are small,
-    and `LargeSteps` lets nothing raise it to where they are large.
+    `Return` goes no further than there where `t >= 0`, and `LargeSteps` lets nothing raise it to where they are large.
 
     Args:
         rules, vetoes: see above; a number of theirs can be given here, and every part that has it takes it.
