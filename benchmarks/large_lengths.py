@@ -147,13 +147,10 @@ def main() -> int:
     out = given.out / f"{cells.code_hash()}-torch-{torch.__version__}-{where}"
     plans: list[tuple[LargeText, Cell, Start]] = []
     for steps in given.steps:
-        changes: dict[str, Any] = {
-            "steps": steps,
-            "device": given.device,
-            "batch": given.batch,
-            "compiled": given.compile,
+        tasks = {
+            name: replace(TASKS[name], steps=steps, batch=given.batch, device=given.device, compiled=given.compile)
+            for name in given.sizes
         }
-        tasks = {name: replace(TASKS[name], **changes) for name in given.sizes}
         own = [(tasks[cell.task], cell, start) for cell, start in planned(tasks, given)]
         if not given.report:
             wanted = [cell for _, cell, _ in own]

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 
 import hdet
 from hdet.controllers import Regularize, Ruled
+from hdet.controllers.rules import Return
 from hdet.recipes.recommended import ALONG_A_LINE, choose
 
 ROOT = Path(__file__).parents[1]
@@ -44,10 +45,11 @@ CHOSEN = ("lr x0.1", "lr x1", "lr x10", "lr x30", "decay x0.1", "decay x10")
 TABLES: dict[str, Ruled] = {"learning_rate": ALONG_A_LINE, "weight_decay": Regularize()}
 PARTS = [f"{knob}: {part.kind}" for knob, table in TABLES.items() for part in table.parts]
 AND = " and "
-FALL = "learning_rate: fall"
-"""It asks for no move, and shapes the rate of every run."""
+FALL, LIMIT = "learning_rate: fall", "learning_rate: return's limit"
+"""They ask for no move, and may have a say in any run. Without its limit `Return` passes where steps are small."""
 TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarted": hdet.Rewind(overshoot=None)}
 """What the guard does, and the guard that does not: without one there is no new start either."""
+LEFT_OUT = [*PARTS, LIMIT, *TURNS]
 
 Row = tuple[str, str, str, int, float, bool]
 
@@ -78,6 +80,10 @@ class Without(Altered):
         for part in left_out.split(AND):
             if part in TURNS:
                 self.guard = TURNS[part]
+            elif part == LIMIT:
+                table = self.tables["learning_rate"]
+                rules = [Return(small=0.0) if isinstance(rule, Return) else rule for rule in table.rules]
+                self.tables["learning_rate"] = table.replace(rules=tuple(rules))
             else:
                 owner, _, kind = part.partition(": ")
                 self.tables[owner] = self.tables[owner].without(kind)
@@ -87,8 +93,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=sorted(BEST), default=list(TASKS))
     parser.add_argument("--starts", nargs="+", choices=sorted(STARTS), default=list(CHOSEN))
-    parser.add_argument("--parts", nargs="+", choices=[*PARTS, *TURNS], default=[*PARTS, *TURNS])
-    parser.add_argument("--together", nargs="+", choices=[*PARTS, *TURNS], help="instead, all of these at once")
+    parser.add_argument("--parts", nargs="+", choices=LEFT_OUT, default=LEFT_OUT)
+    parser.add_argument("--together", nargs="+", choices=LEFT_OUT, help="instead, all of these at once")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--first-seed", type=int, default=0, help="seeds from here on: below 5 the recipe was chosen")
     runner.add_options(parser, ROOT / "runs" / "rules")
@@ -120,7 +126,7 @@ def changed(cell: Cell, parts: Sequence[str], folder: Path) -> Iterator[Cell]:
     result = cells.load(folder, cell)
     if result is not None:
         for part in parts:
-            if set(part.split(AND)) & {*result.details["spoke"], FALL}:
+            if set(part.split(AND)) & {*result.details["spoke"], FALL, LIMIT}:
                 yield Cell(cell.task, part, cell.setting, cell.steps, cell.seed)
 
 

@@ -291,11 +291,12 @@ def test_calibrate_raises_a_pretrained_models_rate_at_once_until_the_schedule_fa
     assert fallen.move == pytest.approx(0.5)
 
 
-def returned(size: float | None, t: float, *, averaged: float = 0.0, untrained: bool = True) -> float | None:
-    estimate = Estimate(
-        slope=0.1 * t, stderr=0.1, step_size=size, averaged=Estimate(slope=0.1 * averaged, stderr=0.1), offset=0.0
-    )
-    return Return(small=SMALL).propose(ReturnState(untrained=untrained), estimate, replace(RISING, shift=-1.0))
+def returned(
+    size: float | None, t: float, *, averaged: float = 0.0, untrained: bool = True, small: float = SMALL
+) -> float | None:
+    called = Estimate(slope=0.1 * averaged, stderr=0.1)
+    estimate = Estimate(slope=0.1 * t, stderr=0.1, step_size=size, averaged=called)
+    return Return(small=small).propose(ReturnState(untrained=untrained), estimate, replace(RISING, shift=-1.0))
 
 
 @pytest.mark.parametrize(("size", "move"), [(0.1, 0.25), (0.45, math.log(0.5 / 0.45)), (0.5, None), (2.0, None)])
@@ -304,6 +305,7 @@ def test_what_looking_ahead_lowered_returns_to_where_steps_are_small(size: float
     assert [returned(size, t) for t in (0.0, 1.0)] == [pytest.approx(move)] * 2
     assert returned(size, 30.0, averaged=-4.0) == pytest.approx(move)
     assert returned(size, -0.01) == 0.25
+    assert returned(size, 1.0, small=0.0) == 0.25, "switched off"
 
 
 @pytest.mark.parametrize(("size", "untrained"), [(None, True), (2.0, False)])
