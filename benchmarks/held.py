@@ -163,7 +163,7 @@ def main() -> None:
             setting = replace(BEST[name], lr=factor * BEST[name].lr)
             lost = losses(task, contender, setting, seeds) - fixed
             error = lost.std(ddof=1) / np.sqrt(len(lost)) if len(lost) > 1 else float("nan")
-            print(f"  {title:30s} {lost.mean():+.4f} +- {error:.4f}", flush=True)
+            print(f"  {title:31s} {lost.mean():+.4f} +- {error:.4f}", flush=True)
 
 
 if __name__ == "__main__":
