@@ -14,6 +14,9 @@ from hdet.controllers.part import Part
 
 LOWEST_BEST = 0.13
 """The smallest `step_size` at the best rates of 13 tasks by AdamW, of untrained models (`benchmarks/step_sizes.py`)."""
+TINY = 0.03
+"""The `step_size` below which steps are tiny: less than a quarter of `LOWEST_BEST`, at which a run is entered for
+caution that heads for it."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,13 @@ class OfRaises(OfBeginning):
 
     Args:
         significance: |t| at the last weights from which they are believed.
-        tiny: `step_size` below which an untrained model's steps are tiny. The default is less than a quarter of
-            `LOWEST_BEST`, at which a run is entered for caution that heads for it; 0 leaves raises as they are.
+        tiny: `step_size` below which an untrained model's steps are tiny; 0 leaves raises as they are.
         furthest: largest raise of a pretrained model, in coordinates; 0 leaves raises as they are.
         ceiling: largest shift that a raise from tiny steps leads to.
     """
 
     significance: float = Field(default=2.0, gt=0, le=100)
-    tiny: float = Field(default=0.03, ge=0, le=LOWEST_BEST)
+    tiny: float = Field(default=TINY, ge=0, le=LOWEST_BEST)
     furthest: float = Field(default=2.5, ge=0, le=10)
     ceiling: float = 5.0
 

@@ -10,6 +10,7 @@ import pytest
 from hdet.controllers import Calibrate, Context, Estimate
 from hdet.controllers.beginning import Beginning, OfBeginning
 from hdet.controllers.rules import CatchUp, LookAhead, Raise, Regain, Return
+from hdet.controllers.rules.catch_up import CatchUpState
 from hdet.controllers.rules.returning import ReturnState
 from hdet.controllers.vetoes import LargeSteps, SmallSteps
 
@@ -60,7 +61,7 @@ def test_where_nothing_says_that_steps_are_harmless_none_speaks(
     assert allowed(-0.6, estimate, context, state) == -0.6
     ahead, lowered = replace(estimate, offset=0.7), replace(context, shift=-1.0)
     assert Regain(small=SMALL).propose(state, ahead, lowered) is None
-    assert CatchUp().propose(state, estimate, lowered) is None
+    assert CatchUp().propose(CatchUpState(**vars(state)), estimate, lowered) is None
 
 
 @pytest.mark.parametrize(("size", "shift", "move"), [(0.1, -1.0, 1.0), (0.4, -1.0, math.log(0.5 / 0.4))])
@@ -94,12 +95,12 @@ def test_what_the_first_window_told_is_kept_and_a_rewind_or_new_start_ends_it(
 ) -> None:
     """But for the veto on large steps: that they were too large is what a rewind says."""
     begun = part.begin(part.start(), replace(LESS, excess=1.0))
-    assert begun == BEGUN
+    assert begun == replace(part.start(), untrained=True)
     assert part.observe(begun, LESS, RISING).untrained
     kept = isinstance(part, LargeSteps)
     assert [after.untrained for after in (part.restart(begun, RISING), part.retreat(begun, RISING))] == [kept, kept]
-    assert part.begin(part.start(), replace(LESS, excess=1.3)) == Beginning(pretrained=True)
-    assert part.begin(part.start(), replace(LESS, excess=0.0)) == Beginning(), "no matrix tells"
+    assert part.begin(part.start(), replace(LESS, excess=1.3)) == replace(part.start(), pretrained=True)
+    assert part.begin(part.start(), replace(LESS, excess=0.0)) == part.start(), "no matrix tells"
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -165,14 +166,38 @@ def test_calibrate_enters_from_below_and_comes_back_where_steps_are_small() -> N
     assert without.step(without.start(), first, RISING)[0] == -0.6
 
 
+NOT_MISLED = CatchUpState(untrained=True)
+
+
 @pytest.mark.parametrize(("size", "move"), [(0.03, 1.0), (0.15, math.log(2.0)), (0.3, None), (2.0, None)])
 def test_steps_that_hardly_matter_are_made_larger(size: float, move: float | None) -> None:
     """As far as the rule's `too_small`, wherever the schedule as given lies."""
     estimate = replace(LESS, step_size=size)
-    found = [CatchUp().propose(BEGUN, estimate, replace(RISING, shift=shift)) for shift in (-1.0, 0.0, 2.0)]
+    found = [CatchUp().propose(NOT_MISLED, estimate, replace(RISING, shift=shift)) for shift in (-1.0, 0.0, 2.0)]
     assert found == [pytest.approx(move)] * 3
-    assert CatchUp(too_small=0.0).propose(BEGUN, estimate, RISING) is None
-    assert CatchUp(ceiling=0.5).propose(BEGUN, estimate, replace(RISING, shift=0.5)) is None
+    misled = replace(NOT_MISLED, misled=True)
+    for state in (NOT_MISLED, misled):
+        assert CatchUp(too_small=0.0).propose(state, estimate, RISING) is None
+        assert CatchUp(ceiling=0.5).propose(state, estimate, replace(RISING, shift=0.5)) is None
+    assert CatchUp(misled_to=0.1).propose(misled, estimate, RISING) == found[1], "never less far"
+
+
+@pytest.mark.parametrize(
+    ("size", "t", "reached"), [(0.012, 11.0, 0.5), (0.012, 3.9, 0.3), (0.03, 11.0, 0.3), (0.012, -11.0, 0.3)]
+)
+def test_they_are_made_larger_still_where_evidence_calls_for_less_than_tiny_steps(
+    size: float, t: float, reached: float
+) -> None:
+    """A GPT of 125 million parameters from a tenth of the rate: its first window, ahead of the base, says t = 11."""
+    calibrate = Calibrate()
+    first = Estimate(t / 100, stderr=0.01, level=3.0, step_size=size, offset=1.9, excess=1.0)
+    state = calibrate.judge(calibrate.start(), first, RISING).state
+    silent = Estimate(0.0, 0.1, 0.1, averaged=Estimate.nothing(), level=3.0)
+    for window in range(4):
+        judged = calibrate.judge(state, replace(silent, step_size=0.2), replace(RISING, shift=0.5, window=window))
+        state = judged.state
+    assert (judged.rule, judged.move) == ("catch_up", pytest.approx(math.log(reached / 0.2)))
+    assert CatchUp().retreat(state.parts["catch_up"], RISING) == CatchUpState(), "a rewind forgets it"
 
 
 @pytest.mark.parametrize("t", [-1.0, 1.0, 9.0])

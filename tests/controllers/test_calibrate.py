@@ -6,6 +6,7 @@ from windows import moves
 
 from hdet.controllers import Calibrate, Context, Estimate, RuledState
 from hdet.controllers.beginning import Beginning
+from hdet.controllers.rules.catch_up import CatchUpState
 from hdet.controllers.rules.returning import ReturnState
 from hdet.controllers.rules.stall import StallState
 from hdet.errors import ConfigError
@@ -25,7 +26,10 @@ def holding(**parts: object) -> RuledState:
     return RuledState({**Calibrate().start().parts, **parts})
 
 
-UNTRAINED = dict.fromkeys(("regain", "small_steps", "catch_up"), Beginning(untrained=True))
+UNTRAINED = {
+    **dict.fromkeys(("regain", "small_steps"), Beginning(untrained=True)),
+    "catch_up": CatchUpState(untrained=True),
+}
 UP, DOWN = bracket(-3, 0, n_last=0.2), bracket(0, 4, n_avg=-0.2)
 LOW, LATE = Context(schedule_now=0.3, warming=True), Context(schedule_now=0.3, warming=False)
 
