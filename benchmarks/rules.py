@@ -35,7 +35,6 @@ from torch.optim import Optimizer
 
 import hdet
 from hdet.controllers import Regularize, Ruled
-from hdet.controllers.rules import Return
 from hdet.recipes.recommended import ALONG_A_LINE, choose
 
 ROOT = Path(__file__).parents[1]
@@ -45,11 +44,17 @@ CHOSEN = ("lr x0.1", "lr x1", "lr x10", "lr x30", "decay x0.1", "decay x10")
 TABLES: dict[str, Ruled] = {"learning_rate": ALONG_A_LINE, "weight_decay": Regularize()}
 PARTS = [f"{knob}: {part.kind}" for knob, table in TABLES.items() for part in table.parts]
 AND = " and "
-FALL, LIMIT = "learning_rate: fall", "learning_rate: return's limit"
-"""They ask for no move, and may have a say in any run. Without its limit `Return` passes where steps are small."""
+FALL, LIMIT, MISLED = "learning_rate: fall", "learning_rate: return's limit", "learning_rate: catch_up's misled_to"
+NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
+    LIMIT: ("return", {"small": 0.0}),
+    MISLED: ("catch_up", {"misled_to": 0.0}),
+}
+"""Rules that stay, and the numbers that leave out a part of what they do."""
+ANY_RUN = {FALL, *NUMBERS}
+"""They ask for no move of their own, and may have a say in any run."""
 TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarted": hdet.Rewind(overshoot=None)}
 """What the guard does, and the guard that does not: without one there is no new start either."""
-LEFT_OUT = [*PARTS, LIMIT, *TURNS]
+LEFT_OUT = [*PARTS, *NUMBERS, *TURNS]
 
 Row = tuple[str, str, str, int, float, bool]
 
@@ -80,13 +85,15 @@ class Without(Altered):
         for part in left_out.split(AND):
             if part in TURNS:
                 self.guard = TURNS[part]
-            elif part == LIMIT:
-                table = self.tables["learning_rate"]
-                rules = [Return(small=0.0) if isinstance(rule, Return) else rule for rule in table.rules]
-                self.tables["learning_rate"] = table.replace(rules=tuple(rules))
+                continue
+            owner, _, kind = part.partition(": ")
+            table = self.tables[owner]
+            if part in NUMBERS:
+                changed_kind, numbers = NUMBERS[part]
+                rules = [rule.replace(**numbers) if rule.kind == changed_kind else rule for rule in table.rules]
+                self.tables[owner] = table.replace(rules=tuple(rules))
             else:
-                owner, _, kind = part.partition(": ")
-                self.tables[owner] = self.tables[owner].without(kind)
+                self.tables[owner] = table.without(kind)
 
 
 def main() -> int:
@@ -126,7 +133,7 @@ def changed(cell: Cell, parts: Sequence[str], folder: Path) -> Iterator[Cell]:
     result = cells.load(folder, cell)
     if result is not None:
         for part in parts:
-            if set(part.split(AND)) & {*result.details["spoke"], FALL, LIMIT}:
+            if set(part.split(AND)) & {*result.details["spoke"], *ANY_RUN}:
                 yield Cell(cell.task, part, cell.setting, cell.steps, cell.seed)
 
 

@@ -103,15 +103,16 @@ def test_only_runs_that_a_part_had_a_say_in_are_made_again(tmp_path: Path) -> No
     parts = ["learning_rate: stall", "learning_rate: lower", rules.FALL]
     assert [one.contender for one in rules.changed(cell, parts, tmp_path)] == ["learning_rate: stall", rules.FALL]
     assert rules.FALL in rules.PARTS
-    limited = ["learning_rate: lower", rules.LIMIT]
-    assert [one.contender for one in rules.changed(cell, limited, tmp_path)][-1] == rules.LIMIT
-    free = rules.Without(rules.LIMIT).tables["learning_rate"]
-    others = [
-        (rule.kind, other.kind)
-        for rule, other in zip(free.rules, rules.TABLES["learning_rate"].rules, strict=True)
-        if rule != other
-    ]
-    assert others == [("return", "return")]
+    for part, changed in ((rules.LIMIT, "return"), (rules.MISLED, "catch_up")):
+        limited = ["learning_rate: lower", part]
+        assert [one.contender for one in rules.changed(cell, limited, tmp_path)][-1] == part
+        free = rules.Without(part).tables["learning_rate"]
+        others = [
+            (rule.kind, other.kind)
+            for rule, other in zip(free.rules, rules.TABLES["learning_rate"].rules, strict=True)
+            if rule != other
+        ]
+        assert others == [(changed, changed)]
     together = rules.AND.join(["learning_rate: lower", "learning_rate: stall"])
     assert [one.contender for one in rules.changed(cell, [together], tmp_path)] == [together]
 
