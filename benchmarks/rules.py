@@ -50,7 +50,9 @@ NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
     MISLED: ("catch_up", {"misled_to": 0.0}),
 }
 """Rules that stay, and the numbers that leave out a part of what they do."""
-ANY_RUN = {FALL, *NUMBERS}
+SAID_BY = {MISLED: "learning_rate: catch_up"}
+"""Without these numbers a rule asks for less, so where it was silent, they had no say."""
+ANY_RUN = {FALL, LIMIT}
 """They ask for no move of their own, and may have a say in any run."""
 TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarted": hdet.Rewind(overshoot=None)}
 """What the guard does, and the guard that does not: without one there is no new start either."""
@@ -133,7 +135,7 @@ def changed(cell: Cell, parts: Sequence[str], folder: Path) -> Iterator[Cell]:
     result = cells.load(folder, cell)
     if result is not None:
         for part in parts:
-            if set(part.split(AND)) & {*result.details["spoke"], *ANY_RUN}:
+            if {SAID_BY.get(one, one) for one in part.split(AND)} & {*result.details["spoke"], *ANY_RUN}:
                 yield Cell(cell.task, part, cell.setting, cell.steps, cell.seed)
 
 

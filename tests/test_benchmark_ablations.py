@@ -103,9 +103,12 @@ def test_only_runs_that_a_part_had_a_say_in_are_made_again(tmp_path: Path) -> No
     parts = ["learning_rate: stall", "learning_rate: lower", rules.FALL]
     assert [one.contender for one in rules.changed(cell, parts, tmp_path)] == ["learning_rate: stall", rules.FALL]
     assert rules.FALL in rules.PARTS
+    limited = ["learning_rate: lower", rules.MISLED, rules.LIMIT]
+    assert [one.contender for one in rules.changed(cell, limited, tmp_path)] == [rules.LIMIT]
+    caught_up = replace(cell, seed=1)
+    cells.save(tmp_path, caught_up, result(0.2, ["learning_rate: catch_up"]))
+    assert [one.contender for one in rules.changed(caught_up, limited, tmp_path)] == [rules.MISLED, rules.LIMIT]
     for part, changed in ((rules.LIMIT, "return"), (rules.MISLED, "catch_up")):
-        limited = ["learning_rate: lower", part]
-        assert [one.contender for one in rules.changed(cell, limited, tmp_path)][-1] == part
         free = rules.Without(part).tables["learning_rate"]
         others = [
             (rule.kind, other.kind)

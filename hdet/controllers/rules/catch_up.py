@@ -19,7 +19,7 @@ class CatchUpState(Beginning):
     """How training has begun.
 
     Attributes:
-        misled: whether a window has called for less where steps were tiny.
+        misled: whether a window has called for less where steps were tiny, while `untrained` held.
     """
 
     misled: bool = False
@@ -33,15 +33,15 @@ class CatchUp(OfBeginning, Rule):
     asked, and where averaged weights call for less, another speaks. It does not look ahead: it speaks in the part of
     the warm-up that is no longer looked ahead of.
 
-    Where a window calls for less although steps are tiny, evidence misleads, and this rule goes further: no best steps
-    are known that are so small.
+    Where a window calls for less although steps are tiny, evidence is taken to mislead, and this rule goes further: at
+    the best rates of 13 tasks by AdamW no steps are so small.
 
     Args:
         too_small: `step_size` below which a rate is taken to be too low; 0 leaves all as they are. At the best rates of
             13 tasks by AdamW it is 0.13 to 3.7, and at a rate twice too high a run loses little.
         misled_to: the same once evidence has misled, if it is larger.
-        tiny: `step_size` below which steps are tiny.
-        misleading: t at the last weights from which a window of tiny steps misleads.
+        tiny: `step_size` below which steps are tiny; 0 takes no window to mislead.
+        misleading: t at the last weights above which a window of tiny steps misleads.
         catch_up_step: largest move, in coordinates.
         ceiling: largest shift that it raises to.
 
@@ -66,10 +66,11 @@ class CatchUp(OfBeginning, Rule):
         return CatchUpState()
 
     def observe(self, state: CatchUpState, estimate: Estimate, context: Context) -> CatchUpState:
-        size = estimate.step_size
-        misled = size is not None and size < self.tiny and estimate.t > self.misleading
         seen: CatchUpState = super().observe(state, estimate, context)
-        return replace(seen, misled=state.misled or misled)
+        size = estimate.step_size
+        if not seen.untrained or not size or size >= self.tiny or not estimate.t > self.misleading:
+            return seen
+        return replace(seen, misled=True)
 
     def propose(self, state: CatchUpState, estimate: Estimate, context: Context) -> float | None:
         size, limit = estimate.step_size, self.too_small
