@@ -17,6 +17,8 @@ LOWEST_BEST = 0.13
 TINY = 0.03
 """The `step_size` below which steps are tiny: less than a quarter of `LOWEST_BEST`, at which a run is entered for
 caution that heads for it."""
+HUGE = 12.0
+"""The `step_size` above which steps are huge: three times that of the largest best rate whose decay is not strong."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Beginning:
 class OfBeginning(Part):
     """Knows whether the run began with untrained weights, or with trained ones, and still warms up.
 
-    By default it forgets that where the run goes back or begins anew: something was too large.
+    By default it forgets that where the run goes back: something was too large. Where it begins anew untrained weights
+    are back, and of pretrained ones, which raises go further for, it forgets it.
     """
 
     def start(self) -> Beginning:
@@ -47,6 +50,9 @@ class OfBeginning(Part):
 
     def begin(self, state: Any, estimate: Estimate) -> Any:
         return replace(state, untrained=bool(estimate.untrained), pretrained=bool(estimate.pretrained))
+
+    def restart(self, state: Any, context: Context) -> Any:
+        return replace(state, pretrained=False)
 
     def observe(self, state: Any, estimate: Estimate, context: Context) -> Any:
         fell = state.fell or context.schedule_next < state.last

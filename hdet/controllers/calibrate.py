@@ -6,7 +6,18 @@ from pydantic import Field
 
 from hdet.controllers.part import Rule, Veto
 from hdet.controllers.ruled import Ruled
-from hdet.controllers.rules import AwaitSchedule, CatchUp, LookAhead, Lower, Raise, Regain, Return, Stall, WarmUp
+from hdet.controllers.rules import (
+    AwaitSchedule,
+    CatchUp,
+    CutBack,
+    LookAhead,
+    Lower,
+    Raise,
+    Regain,
+    Return,
+    Stall,
+    WarmUp,
+)
 from hdet.controllers.vetoes import LargeSteps, SmallSteps
 from hdet.spec import register
 
@@ -22,6 +33,7 @@ class Calibrate(Ruled):
 
     | rule | the base |
     |---|---|
+    | `CutBack` | goes down at once, early in the warm-up, if the steps at the base are huge |
     | `Regain` | goes back up to the schedule as given, early in the warm-up, if the steps at the base are small |
     | `LookAhead` | follows the estimates taken ahead of it, early in the warm-up |
     | `Lower` | goes down, if averaged weights call for less |
@@ -52,6 +64,7 @@ class Calibrate(Ruled):
     """
 
     rules: tuple[Rule, ...] = (
+        CutBack(),
         Regain(),
         LookAhead(),
         Lower(),

@@ -114,7 +114,7 @@ class Ruled(Controller):
 
         >>> import hdet
         >>> [rule.kind for rule in hdet.controllers.Calibrate().without("look_ahead", "stall").rules]
-        ['regain', 'lower', 'await_schedule', 'warm_up', 'raise', 'return', 'catch_up']
+        ['cut_back', 'regain', 'lower', 'await_schedule', 'warm_up', 'raise', 'return', 'catch_up']
         """
         known = [part.kind for part in self.parts]
         for kind in kinds:

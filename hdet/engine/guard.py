@@ -45,7 +45,8 @@ class Rewind(Guard):
     (`Estimate.offset`, see `Line`). If its moves lowered a rate by more than a factor of `overshoot` in all, the first
     steps count as lost, and the run begins anew from its first weights, at most once. Every controller is told
     (`Controller.restart`). Until looking ahead is over the first weights are kept as well. (With the set-up of
-    `hdet.recommended` a factor of 4 takes three windows, so runs of less than some 400 steps are too short for it.)
+    `hdet.recommended` a factor of 4 takes evidence three windows, for which runs of less than some 400 steps are too
+    short; a rate whose steps are known to be huge is cut back by as much in one.)
 
     Args:
         patience: how many times longer the run must be than it was at its best point.

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from hdet import Rewind
 from hdet.controllers import Calibrate, Context, Estimate
 from hdet.controllers.beginning import Beginning, OfBeginning
-from hdet.controllers.rules import CatchUp, LookAhead, Raise, Regain, Return
+from hdet.controllers.rules import CatchUp, CutBack, LookAhead, Raise, Regain, Return
 from hdet.controllers.rules.catch_up import CatchUpState
 from hdet.controllers.rules.returning import ReturnState
 from hdet.controllers.vetoes import LargeSteps, SmallSteps
@@ -86,20 +87,20 @@ def test_without_a_size_that_is_small_both_are_off() -> None:
     assert Regain(small=0.0).propose(BEGUN, AHEAD, replace(RISING, shift=-1.0)) is None
 
 
-PARTS = [Regain(), SmallSteps(), LargeSteps(), CatchUp(), LookAhead(), Raise()]
+PARTS = [CutBack(), Regain(), SmallSteps(), LargeSteps(), CatchUp(), LookAhead(), Raise()]
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_what_the_first_window_told_is_kept_and_a_rewind_or_new_start_ends_it(
-    part: OfBeginning,
-) -> None:
-    """But for the veto on large steps: that they were too large is what a rewind says."""
+def test_what_the_first_window_told_is_kept_and_a_rewind_ends_it(part: OfBeginning) -> None:
+    """But for the veto on large steps: that they were too large is what a rewind says. A new start has them again."""
     begun = part.begin(part.start(), replace(LESS, excess=1.0))
     assert begun == replace(part.start(), untrained=True)
     assert part.observe(begun, LESS, RISING).untrained
-    kept = isinstance(part, LargeSteps)
-    assert [after.untrained for after in (part.restart(begun, RISING), part.retreat(begun, RISING))] == [kept, kept]
-    assert part.begin(part.start(), replace(LESS, excess=1.3)) == replace(part.start(), pretrained=True)
+    assert part.restart(begun, RISING) == begun
+    assert part.retreat(begun, RISING).untrained == isinstance(part, LargeSteps)
+    trained = part.begin(part.start(), replace(LESS, excess=1.3))
+    assert trained == replace(part.start(), pretrained=True)
+    assert part.restart(trained, RISING) == part.start(), "raises of a pretrained model have gone too far"
     assert part.begin(part.start(), replace(LESS, excess=0.0)) == part.start(), "no matrix tells"
 
 
@@ -124,9 +125,23 @@ def test_a_first_window_whose_slope_nobody_knows_tells_of_the_weights_all_the_sa
     assert (judged.move, judged.veto) == (pytest.approx(math.log(4.0 / 3.0)), "large_steps")
 
 
-@pytest.mark.parametrize(("shift", "left"), [(-0.4, 0.4), (-2.0, 0.6), (0.0, 0.0), (0.5, 0.0)])
-def test_the_schedule_as_given_is_never_out_of_reach(shift: float, left: float) -> None:
-    more = replace(LESS, slope=-0.3, step_size=9.0)
+@pytest.mark.parametrize(
+    ("size", "shift", "left"),
+    [
+        (7.0, -0.4, 0.4),
+        (2.0, -1.7, 0.6),
+        (9.0, 0.0, 0.0),
+        (9.0, 0.5, 0.0),
+        (8.1, -0.4, 0.0),
+        (3.9, -1.4, math.log(4.0 / 3.9)),
+        (3.0, -math.log(4.001), math.log(4.0 / 3.0)),
+    ],
+)
+def test_the_schedule_as_given_is_within_reach_unless_its_steps_are_huge(
+    size: float, shift: float, left: float
+) -> None:
+    more = replace(LESS, slope=-0.3, step_size=size)
+    assert LargeSteps(huge=0.0).allow(0.1, BEGUN, more, replace(RISING, shift=-1.7)) == 0.1
     assert LargeSteps().allow(0.6, BEGUN, more, replace(RISING, shift=shift)) == pytest.approx(left)
 
 
@@ -343,8 +358,51 @@ def test_where_steps_are_not_known_to_be_small_it_returns_as_far_as_to_what_was_
     assert returned(size, 30.0, averaged=-4.0, untrained=untrained) == 0.25
 
 
-def test_a_return_forgets_untrained_weights_where_the_run_begins_anew() -> None:
+def test_a_return_remembers_where_the_run_begins_anew() -> None:
     rule, state = Return(), ReturnState(untrained=True, lowered=True)
-    assert rule.restart(state, RISING) == ReturnState(lowered=True)
+    assert rule.restart(state, RISING) == state
     assert rule.moved(replace(state, lowered=False), -0.6, -0.6, LESS, RISING) == state
     assert rule.begin(rule.start(), replace(LESS, excess=1.0)) == ReturnState(untrained=True)
+
+
+def cut(size: float | None, t: float = 0.0, state: Beginning = BEGUN, **options: float) -> float | None:
+    return CutBack(**options).propose(state, Estimate(slope=0.1 * t, stderr=0.1, step_size=size, offset=0.7), RISING)
+
+
+@pytest.mark.parametrize(("size", "t"), [(12.1, 0.0), (24.0, 2.0), (300.0, 30.0)])
+def test_a_rate_of_huge_steps_is_cut_back_at_once(size: float, t: float) -> None:
+    """By so much that a guard begins anew (`Rewind.overshoot`), whatever the evidence is worth."""
+    move = cut(size, t)
+    assert move == pytest.approx(math.log(3.0 / size))
+    assert move < -math.log(Rewind().overshoot or math.inf)
+
+
+def test_what_is_not_known_to_be_huge_or_asked_to_grow_is_not_cut_back() -> None:
+    assert [cut(size) for size in (None, 0.0, 4.0, 12.0)] == [None] * 4
+    assert cut(24.0, -0.01) is None, "evidence calls for more"
+    assert cut(24.0, state=Beginning(pretrained=True)) is None
+    assert cut(24.0, huge=0.0) is None, "switched off"
+    assert cut(24.0, huge=1.0, cut_to=30.0) == 0.0, "never a raise"
+
+
+def test_calibrate_cuts_back_before_it_looks_ahead_and_only_while_it_does() -> None:
+    calibrate = Calibrate()
+    first = replace(AHEAD, excess=1.0, step_size=24.0)
+    judged = calibrate.judge(calibrate.start(), first, RISING)
+    assert (judged.move, judged.rule) == (pytest.approx(math.log(3.0 / 24.0)), "cut_back")
+    later = replace(first, excess=None, offset=0.0, averaged=Estimate(slope=0.0, stderr=0.1))
+    assert calibrate.judge(judged.state, later, RISING).rule != "cut_back"
+    assert Calibrate(huge=0.0).judge(calibrate.start(), first, RISING).rule == "look_ahead"
+
+
+def test_a_new_start_goes_on_below_large_steps() -> None:
+    """It neither returns to where steps are not small nor is raised to where they are large."""
+    calibrate, given = Calibrate(), replace(RISING, shift=-math.log(20.0))
+    judged = calibrate.judge(calibrate.start(), replace(AHEAD, excess=1.0, step_size=40.0), replace(RISING, shift=0.0))
+    move, state = calibrate.restart(judged.state, given)
+    assert move < 0.0
+    nothing = Estimate(slope=0.0, stderr=0.1, step_size=2.0, averaged=Estimate(slope=0.0, stderr=0.1))
+    assert calibrate.judge(state, nothing, given).move == 0.0
+    more = replace(nothing, slope=-1.0, step_size=3.9)
+    judged = calibrate.judge(state, more, given)
+    assert (judged.move, judged.veto) == (pytest.approx(math.log(4.0 / 3.9)), "large_steps")

@@ -195,12 +195,12 @@ def test_it_is_not_raised_by_a_rewind() -> None:
 
 
 def test_a_new_start_is_made_from_below_and_leaves_the_way_up_open() -> None:
-    """Not "lowered": what was found is the better guess. The old losses say nothing of the new run."""
+    """Not "lowered": what was found is the better guess. Weights are untrained again; the old losses say nothing."""
     old = holding(stall=StallState(lowest=0.4, since=10, waited=3, lowered=1), **UNTRAINED)
     context = Context(step=30, total_steps=100, warming=True, schedule_now=0.5, shift=-2.0)
     move, state = Calibrate(retreat_factor=4.0).restart(old, context)
     assert move == pytest.approx(-math.log(4.0))
-    assert state == holding(stall=StallState(since=30))
+    assert state == holding(stall=StallState(since=30), **UNTRAINED)
     returned, _ = Calibrate(return_step=0.2).step(state, bracket(0, 0), context)
     assert returned == 0.2
 

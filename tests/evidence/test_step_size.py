@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -238,3 +239,29 @@ def test_where_a_rate_is_a_strong_decay_too_it_says_nothing_of_harm(decay: float
     """A step takes the share rate * decay of a weight; what lies below 1 % hardly shows."""
     found = sizes(train(lambda groups: AdamW(groups, lr=PEAK, weight_decay=decay), initial_shift=-1.0))[0]
     assert (found is not None) == told
+
+
+def of_rate(peak: float, shift: float, *, decay: float) -> float | None:
+    """The first window's step size, by AdamW, in a warm-up so long that the weights are still the first ones."""
+    rising = LinearDecay(peak=peak, total_steps=50 * STEPS, warmup=0.5)
+    make = lambda groups: AdamW(groups, lr=peak, weight_decay=decay)  # noqa: E731
+    return sizes(train(make, rising, initial_shift=shift))[0]
+
+
+def test_huge_steps_are_told_whatever_decay_takes() -> None:
+    """Of a rate that is far too high decay takes too much by that alone, and nobody meant it."""
+    huge = 4.0 * PEAK * 12.0 / (of_rate(PEAK, 0.0, decay=0.0) or 0.0)
+    found = of_rate(huge, 0.0, decay=0.1)
+    assert found is not None
+    assert found > 12.0
+    assert found == pytest.approx(of_rate(huge, 0.0, decay=0.0), rel=0.1)
+    assert of_rate(huge / 5, 0.0, decay=0.11) is None, "decay takes 1 % and more, and steps are not huge"
+
+
+def test_beside_a_rate_that_is_far_too_high_decay_counts_by_the_present_one() -> None:
+    """So that steps have a size once that rate has been cut back, while decay of a rate that may be meant counts."""
+    huge = 2.0 * PEAK * 12.0 / (of_rate(PEAK, 0.0, decay=0.0) or 0.0)
+    low = math.log(PEAK / huge)
+    assert of_rate(huge, low, decay=0.5) == pytest.approx(of_rate(PEAK, 0.0, decay=0.5), rel=0.1)
+    assert of_rate(huge, low, decay=1.5) is None
+    assert of_rate(huge / 4, low + math.log(4.0), decay=0.5) is None

@@ -3,13 +3,14 @@
 | for | rules |
 |---|---|
 | a learning rate, at last and averaged weights | `Lower`, `Stall`, `WarmUp`, `Raise`, `Return` |
-| a learning rate, early in its warm-up | `Regain`, `LookAhead`, `AwaitSchedule`, `CatchUp` |
+| a learning rate, early in its warm-up | `CutBack`, `Regain`, `LookAhead`, `AwaitSchedule`, `CatchUp` |
 | a learning rate, as its schedule falls | `Fall` |
 | a weight decay, judged by its formula | `Leap`, `SlopeSum`, `Restore` |
 """
 
 from hdet.controllers.rules.await_schedule import AwaitSchedule
 from hdet.controllers.rules.catch_up import CatchUp
+from hdet.controllers.rules.cut_back import CutBack
 from hdet.controllers.rules.fall import Fall
 from hdet.controllers.rules.leap import Leap
 from hdet.controllers.rules.look_ahead import LookAhead
@@ -25,6 +26,7 @@ from hdet.controllers.rules.warm_up import WarmUp
 __all__ = [
     "AwaitSchedule",
     "CatchUp",
+    "CutBack",
     "Fall",
     "Leap",
     "LookAhead",

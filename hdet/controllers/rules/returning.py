@@ -68,6 +68,3 @@ class Return(OfSmallSteps, Rule):
 
     def retreat(self, state: ReturnState, context: Context) -> ReturnState:
         return ReturnState(lowered=True)
-
-    def restart(self, state: ReturnState, context: Context) -> ReturnState:
-        return ReturnState(lowered=state.lowered)

@@ -6,7 +6,7 @@ import math
 
 from pydantic import Field
 
-from hdet.controllers.beginning import Beginning, OfBeginning
+from hdet.controllers.beginning import HUGE, Beginning, OfBeginning
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Veto
@@ -15,15 +15,18 @@ from hdet.spec import register
 
 @register
 class LargeSteps(OfBeginning, Veto):
-    """While an untrained model warms up, raise no rate above the schedule as given to where its steps are large.
+    """While an untrained model warms up, raise no rate to where its steps are large.
 
     The first windows learn what takes few and large steps (in language models, how often each token comes), and call
     for more than what comes later can bear: attention that has seen too large steps learns no more. It holds after a
     rewind or a new start, too, which show that steps were too large.
 
+    The schedule as given is within reach all the same, unless its steps are huge.
+
     Args:
         large: `step_size` from which steps are large; 0 holds nothing back. At the best rates of 13 tasks by AdamW, of
             untrained models, it is 0.13 to 3.7.
+        huge: `step_size` of the schedule as given above which it is not within reach; 0 leaves all within reach.
 
     >>> veto, more = LargeSteps(), Estimate(slope=-0.3, stderr=0.1, step_size=2.0)
     >>> begun = veto.begin(veto.start(), Estimate(slope=0.0, excess=1.0))
@@ -32,15 +35,14 @@ class LargeSteps(OfBeginning, Veto):
     """
 
     large: float = Field(default=4.0, ge=0, le=1000)
+    huge: float = Field(default=HUGE, ge=0, le=1000)
 
     def retreat(self, state: Beginning, context: Context) -> Beginning:
-        return state
-
-    def restart(self, state: Beginning, context: Context) -> Beginning:
         return state
 
     def allow(self, move: float, state: Beginning, estimate: Estimate, context: Context) -> float:
         size = estimate.step_size
         if move <= 0 or not state.untrained or not size or self.large == 0.0:
             return move
-        return min(move, max(0.0, -context.shift, math.log(self.large / size)))
+        within = not self.huge or math.log(size) - context.shift <= math.log(self.huge)
+        return min(move, max(0.0, -context.shift if within else 0.0, math.log(self.large / size)))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hdet.controllers.beginning import HUGE
 from hdet.evidence.parts.scale import holds, spectral_gain
 from hdet.evidence.scene import Scene
 from hdet.hparams.binding import GroupBinding
@@ -32,7 +33,7 @@ def empty_at_first(scene: Scene, knobs: Sequence[BoundKnob]) -> list[int]:
     Returns:
         their places among the model's parameters (`Moving.flags`).
     """
-    own = {id(parameter) for knob in knobs for parameter, _, _ in _matrices(knob)}
+    own = {id(parameter) for knob in knobs for parameter, *_ in _matrices(knob)}
     found = [
         (place, parameter, values)
         for (place, parameter), values in zip(_placed(scene), scene.opening(), strict=True)
@@ -61,39 +62,41 @@ def step_size(scene: Scene, knobs: Sequence[BoundKnob], empty: Sequence[int]) ->
 
     Returns:
         The median over matrices (of sharded ones the mean over ranks of their medians), the same on every process.
-        None where steps follow from more than the rate (an optimizer that is not of Adam's kind), where decay takes
-        more than `MOST_DECAY` in one of them, or where there is no matrix.
+        None where steps follow from more than the rate (an optimizer that is not of Adam's kind), where there is no
+        matrix, or where decay takes more than `MOST_DECAY` in one of them and steps are not `HUGE` all the same. What
+        decay takes is told by the rate as given, and by the present one where steps as given would be `HUGE`: then
+        that rate was no guess.
     """
     left_out = {id(parameter) for place, parameter in _placed(scene) if place in empty}
     found = [own for knob in knobs for own in _matrices(knob) if id(own[0]) not in left_out]
-    ratios: list[float] = []
-    if found and max(decay for _, _, decay in found) <= MOST_DECAY:
-        weights = [local(each) for each, _, _ in found]
-        norms = tensors.norms(weights)
-        ratios = [
-            rate * spectral_gain(each) * math.sqrt(held.numel()) / norm
-            for (each, rate, _), held, norm in zip(found, weights, norms, strict=True)
-            if 0.0 < norm < math.inf
-        ]
-    row = torch.tensor([float(np.median(ratios)) if ratios else 0.0, float(bool(ratios))], dtype=torch.float64)
-    told = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
-    return next((float(total / ranks) for total, ranks in told if ranks > 0.0), None)
+    weights = [local(each) for each, *_ in found]
+    sizes = [
+        (rate * gain, given * gain)
+        for (each, rate, given, _), held, norm in zip(found, weights, tensors.norms(weights), strict=True)
+        if 0.0 < norm < math.inf and (gain := spectral_gain(each) * math.sqrt(held.numel()) / norm)
+    ]
+    size, as_given = (float(np.median(each)) for each in zip(*sizes, strict=True)) if sizes else (0.0, 0.0)
+    taken = max((decay * (rate if as_given > HUGE else given) for _, rate, given, decay in found), default=0.0)
+    told = bool(sizes) and (taken <= MOST_DECAY or size > HUGE)
+    row = torch.tensor([size if told else 0.0, float(told)], dtype=torch.float64)
+    by_rank = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
+    return next((float(total / ranks) for total, ranks in by_rank if ranks > 0.0), None)
 
 
-def _matrices(knob: BoundKnob) -> Iterator[tuple[nn.Parameter, float, float]]:
-    """Matrices that this learning rate moves by steps of Adam's kind, with what a step at the schedule's peak is.
+def _matrices(knob: BoundKnob) -> Iterator[tuple[nn.Parameter, float, float, float]]:
+    """Matrices that this learning rate moves by steps of Adam's kind.
 
-    The rate, shift included, and the share that decay takes, at the rate as given.
+    With the rate at the schedule's peak, shift included and as given, and their weight decay.
     """
     binding = knob.bindings[0]
     assert isinstance(binding, GroupBinding)
     for index, ratio in zip(binding.indices, binding.ratios, strict=True):
         group = binding.optimizer.param_groups[index]
-        rate, decay = knob.learned.value * ratio, knob.peak * ratio * float(group.get("weight_decay") or 0.0)
+        rate, given, decay = knob.learned.value * ratio, knob.peak * ratio, float(group.get("weight_decay") or 0.0)
         for parameter in group["params"] if rate else ():
             held = binding.optimizer.state.get(parameter, {})
             if spectral_gain(parameter) and local(parameter).numel() and any(key in held for key in SCALE_FREE):
-                yield parameter, rate, decay
+                yield parameter, rate, given, decay
 
 
 def _placed(scene: Scene) -> Iterator[tuple[int, nn.Parameter]]:
