@@ -40,12 +40,13 @@ def test_no_further_than_to_the_schedule_as_given() -> None:
         (LESS, replace(ABOVE, shift=1.2), RISEN),
         (LESS, ABOVE, replace(RISEN, rise=0.0)),
         (LESS, ABOVE, replace(RISEN, fell=True)),
+        (LESS, ABOVE, replace(RISEN, pretrained=True)),
     ],
 )
 def test_where_nothing_speaks_for_it_it_is_silent(
     estimate: Estimate, context: Context, state: AwaitScheduleState
 ) -> None:
-    """No proof; not above the schedule, or far above it; the schedule has not risen, or has fallen before."""
+    """No proof; not above the schedule, or far above it; it has not risen, or has fallen before; of trained weights."""
     assert asked(estimate, context, state) is None
 
 
@@ -53,7 +54,7 @@ def test_where_nothing_speaks_for_it_it_is_silent(
 def test_small_steps_of_an_untrained_model_go_on_rising(size: float, move: float | None) -> None:
     sized = replace(LESS, step_size=size)
     assert asked(sized, state=replace(RISEN, untrained=True)) == (move if move is None else pytest.approx(move))
-    assert asked(sized) == pytest.approx(-RISE), "in fine-tuning small steps may do harm"
+    assert asked(sized) == pytest.approx(-RISE), "nobody knows of untrained weights"
     without = AwaitSchedule(small=0.0).propose(replace(RISEN, untrained=True), sized, ABOVE)
     assert without == pytest.approx(-RISE), "no steps are small"
 

@@ -97,6 +97,7 @@ def test_what_the_first_window_told_is_kept_and_a_rewind_ends_it(part: OfBeginni
     assert begun == replace(part.start(), untrained=True)
     assert part.observe(begun, LESS, RISING).untrained
     assert part.restart(begun, RISING) == begun
+    assert part.restart(replace(begun, untrained=False, fell=True), RISING).fell, "the warm-up is over for good"
     assert part.retreat(begun, RISING).untrained == isinstance(part, LargeSteps)
     trained = part.begin(part.start(), replace(LESS, excess=1.3))
     assert trained == replace(part.start(), pretrained=True)
@@ -369,9 +370,9 @@ def cut(size: float | None, t: float = 0.0, state: Beginning = BEGUN, **options:
     return CutBack(**options).propose(state, Estimate(slope=0.1 * t, stderr=0.1, step_size=size, offset=0.7), RISING)
 
 
-@pytest.mark.parametrize(("size", "t"), [(12.1, 0.0), (24.0, 2.0), (300.0, 30.0)])
+@pytest.mark.parametrize(("size", "t"), [(12.1, 0.0), (24.0, -1.9), (300.0, 30.0)])
 def test_a_rate_of_huge_steps_is_cut_back_at_once(size: float, t: float) -> None:
-    """By so much that a guard begins anew (`Rewind.overshoot`), whatever the evidence is worth."""
+    """By so much that a guard begins anew (`Rewind.overshoot`), whether evidence calls for less or says nothing."""
     move = cut(size, t)
     assert move == pytest.approx(math.log(3.0 / size))
     assert move < -math.log(Rewind().overshoot or math.inf)
@@ -379,10 +380,11 @@ def test_a_rate_of_huge_steps_is_cut_back_at_once(size: float, t: float) -> None
 
 def test_what_is_not_known_to_be_huge_or_asked_to_grow_is_not_cut_back() -> None:
     assert [cut(size) for size in (None, 0.0, 4.0, 12.0)] == [None] * 4
-    assert cut(24.0, -0.01) is None, "evidence calls for more"
+    assert cut(24.0, -2.1) is None, "evidence calls for more"
     assert cut(24.0, state=Beginning(pretrained=True)) is None
     assert cut(24.0, huge=0.0) is None, "switched off"
-    assert cut(24.0, huge=1.0, cut_to=30.0) == 0.0, "never a raise"
+    assert cut(24.0, state=Beginning()) is None, "nobody knows of the first weights"
+    assert cut(24.0, huge=1.0, cut_to=30.0) is None, "no raise, and other rules have their say"
 
 
 def test_calibrate_cuts_back_before_it_looks_ahead_and_only_while_it_does() -> None:
@@ -406,3 +408,18 @@ def test_a_new_start_goes_on_below_large_steps() -> None:
     more = replace(nothing, slope=-1.0, step_size=3.9)
     judged = calibrate.judge(state, more, given)
     assert (judged.move, judged.veto) == (pytest.approx(math.log(4.0 / 3.9)), "large_steps")
+
+
+@pytest.mark.parametrize(("size", "shift", "move"), [(12.1, 0.0, None), (3.0, -1.4, None), (3.0, -1.38, 0.25)])
+def test_a_schedule_whose_steps_were_huge_is_not_returned_to_once_the_warm_up_is_over(
+    size: float, shift: float, move: float | None
+) -> None:
+    rule, given = Return(), replace(RISING, shift=shift, schedule_next=0.5)
+    state = rule.observe(ReturnState(untrained=True), Estimate(slope=0.0, stderr=0.1, step_size=size), given)
+    over = replace(RISING, shift=-1.0, schedule_next=0.4)
+    nothing = Estimate(slope=0.0, stderr=0.1)
+    state = rule.observe(rule.restart(state, given), nothing, over)
+    assert rule.propose(state, nothing, over) == move
+    without = Return(huge=0.0).observe(ReturnState(untrained=True), replace(nothing, step_size=size), given)
+    assert not without.huge
+    assert not rule.observe(ReturnState(), replace(nothing, step_size=99.0), given).huge, "nobody knows of the weights"

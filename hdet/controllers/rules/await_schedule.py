@@ -32,7 +32,8 @@ class AwaitSchedule(OfSmallSteps, Rule):
     Evidence for a raise is gathered early in the warm-up, where the rate is far below its peak. It proves that a higher
     rate is right there, not that the peak is too low. So where the last weights then call for less
     (`t > significance`), the base goes down by what the schedule has risen by since the window before, and no further
-    than to the schedule as given. While an untrained model warms up, a rate whose steps are small goes on rising.
+    than to the schedule as given. While an untrained model warms up, a rate whose steps are small goes on rising. Of a
+    pretrained one it says nothing: there the first windows call for no more than later ones can bear.
 
     Args:
         significance: t at the last weights from which they are believed.
@@ -61,7 +62,7 @@ class AwaitSchedule(OfSmallSteps, Rule):
         return replace(seen, rise=math.log(now / last) if now > last > 0.0 else 0.0)
 
     def propose(self, state: AwaitScheduleState, estimate: Estimate, context: Context) -> float | None:
-        if state.fell or not 0.0 < context.shift <= self.within or estimate.t <= self.significance:
+        if state.fell or state.pretrained or not 0.0 < context.shift <= self.within or estimate.t <= self.significance:
             return None
         move = min(context.shift, state.rise)
         if state.untrained and estimate.step_size and self.small > 0.0:

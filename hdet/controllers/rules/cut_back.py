@@ -19,13 +19,14 @@ class CutBack(OfBeginning, Rule):
     """Go down at once to where steps are large, if an untrained model's steps at the base are huge.
 
     It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up, and is silent where these call
-    for more (`t < 0`). Steps that large ruin attention before evidence has lowered the rate far enough. Such a move is
-    one by a factor of 4 at the least, after which a guard begins anew (`hdet.Rewind.overshoot`).
+    for more (`t < -significance`). Steps that large ruin attention before evidence has lowered the rate far enough. With
+    the numbers below a move is one by a factor of 4 at the least, after which `hdet.Rewind()` begins anew.
 
     Args:
         huge: `step_size` above which steps are huge; 0 cuts nothing back. At the best rates of 13 tasks by AdamW, of
-            untrained models, it is 0.13 to 3.7.
-        cut_to: `step_size` at which the rate goes on.
+            untrained models, it is 0.13 to 3.7, and at one beside a strong decay 8.3.
+        cut_to: `step_size` that the rate goes down to, beside the weights at the end of the window.
+        significance: |t| at the last weights from which they are believed.
 
     >>> rule, huge = CutBack(), Estimate(slope=0.1, stderr=0.1, step_size=24.0, offset=0.7)
     >>> begun = rule.begin(rule.start(), Estimate(slope=0.0, excess=1.0))
@@ -37,12 +38,14 @@ class CutBack(OfBeginning, Rule):
 
     huge: float = Field(default=HUGE, ge=0, le=1000)
     cut_to: float = Field(default=3.0, gt=0, le=1000)
+    significance: float = Field(default=2.0, gt=0, le=100)
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
         return False
 
     def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float | None:
         size = estimate.step_size
-        if not state.untrained or not size or not 0.0 < self.huge < size or estimate.t < 0.0:
+        if not state.untrained or not size or not 0.0 < self.huge < size or estimate.t < -self.significance:
             return None
-        return min(0.0, math.log(self.cut_to / size))
+        move = math.log(self.cut_to / size)
+        return move if move < 0.0 else None

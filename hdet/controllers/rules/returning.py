@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import Field
 
-from hdet.controllers.beginning import Beginning, OfSmallSteps
+from hdet.controllers.beginning import HUGE, Beginning, OfSmallSteps, huge_as_given
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Rule
@@ -19,9 +19,11 @@ class ReturnState(Beginning):
 
     Attributes:
         lowered: whether anything but looking ahead has lowered the base.
+        huge: whether steps at the schedule as given would have been huge, while `untrained` held.
     """
 
     lowered: bool = False
+    huge: bool = False
 
 
 @register
@@ -34,11 +36,13 @@ class Return(OfSmallSteps, Rule):
 
     While an untrained model warms up, looking ahead lowers no rate below where its steps are small
     (`hdet.controllers.vetoes.SmallSteps`), and there is nothing to make up for beyond. So it goes no further than there
-    where `t >= 0` at the last weights. Once the warm-up is over, steps have no size and it goes on.
+    where `t >= 0` at the last weights. Once the warm-up is over, steps have no size and it goes on, but to no schedule as
+    given whose steps would have been huge.
 
     Args:
         significance: |t| from which last and averaged weights are believed.
         return_step: largest move, in coordinates.
+        huge: `step_size` of the schedule as given above which that is no guess; 0 takes any for one.
 
     >>> Return().propose(Return().start(), Estimate(slope=0.0, stderr=0.1), Context(shift=-0.6))
     0.25
@@ -46,12 +50,17 @@ class Return(OfSmallSteps, Rule):
 
     significance: float = Field(default=2.0, gt=0, le=100)
     return_step: float = Field(default=0.25, ge=0, le=10)
+    huge: float = Field(default=HUGE, ge=0, le=1000)
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
         return False
 
     def start(self) -> ReturnState:
         return ReturnState()
+
+    def observe(self, state: ReturnState, estimate: Estimate, context: Context) -> ReturnState:
+        seen: ReturnState = super().observe(state, estimate, context)
+        return replace(seen, huge=seen.huge or (seen.untrained and huge_as_given(estimate, context, self.huge)))
 
     def propose(self, state: ReturnState, estimate: Estimate, context: Context) -> float | None:
         step = min(self.return_step, -context.shift)
@@ -61,7 +70,8 @@ class Return(OfSmallSteps, Rule):
         averaged = estimate.averaged
         called = averaged is not None and averaged.testable and averaged.t < -self.significance
         held = estimate.t > self.significance and not called
-        return None if state.lowered or held or step <= 0.0 else step
+        over = state.huge and room is None
+        return None if state.lowered or over or held or step <= 0.0 else step
 
     def moved(self, state: ReturnState, wish: float, move: float, estimate: Estimate, context: Context) -> ReturnState:
         return replace(state, lowered=state.lowered or (move < 0 and estimate.offset <= 0))

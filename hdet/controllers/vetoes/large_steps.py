@@ -6,7 +6,7 @@ import math
 
 from pydantic import Field
 
-from hdet.controllers.beginning import HUGE, Beginning, OfBeginning
+from hdet.controllers.beginning import HUGE, Beginning, OfBeginning, huge_as_given
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Veto
@@ -44,5 +44,5 @@ class LargeSteps(OfBeginning, Veto):
         size = estimate.step_size
         if move <= 0 or not state.untrained or not size or self.large == 0.0:
             return move
-        within = not self.huge or math.log(size) - context.shift <= math.log(self.huge)
-        return min(move, max(0.0, -context.shift if within else 0.0, math.log(self.large / size)))
+        given = 0.0 if huge_as_given(estimate, context, self.huge) else -context.shift
+        return min(move, max(0.0, given, math.log(self.large / size)))

@@ -70,17 +70,21 @@ def step_size(scene: Scene, knobs: Sequence[BoundKnob], empty: Sequence[int]) ->
     left_out = {id(parameter) for place, parameter in _placed(scene) if place in empty}
     found = [own for knob in knobs for own in _matrices(knob) if id(own[0]) not in left_out]
     weights = [local(each) for each, *_ in found]
-    sizes = [
-        (rate * gain, given * gain)
+    gains = [
+        (rate, given, spectral_gain(each) * math.sqrt(held.numel()) / norm)
         for (each, rate, given, _), held, norm in zip(found, weights, tensors.norms(weights), strict=True)
-        if 0.0 < norm < math.inf and (gain := spectral_gain(each) * math.sqrt(held.numel()) / norm)
+        if 0.0 < norm < math.inf
     ]
-    size, as_given = (float(np.median(each)) for each in zip(*sizes, strict=True)) if sizes else (0.0, 0.0)
-    taken = max((decay * (rate if as_given > HUGE else given) for _, rate, given, decay in found), default=0.0)
-    told = bool(sizes) and (taken <= MOST_DECAY or size > HUGE)
-    row = torch.tensor([size if told else 0.0, float(told)], dtype=torch.float64)
-    by_rank = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
-    return next((float(total / ranks) for total, ranks in by_rank if ranks > 0.0), None)
+    size = float(np.median([rate * gain for rate, _, gain in gains])) if gains else 0.0
+    as_given = float(np.median([given * gain for _, given, gain in gains])) if gains else 0.0
+    strong = any(decay * rate > MOST_DECAY for _, rate, _, decay in found)
+    strong_as_given = any(decay * given > MOST_DECAY for _, _, given, decay in found)
+    row = torch.tensor([size, as_given, bool(gains), strong, strong_as_given], dtype=torch.float64)
+    for sizes, given, ranks, now, before in scene.replicas.gather(row.expand(len(scene.replicas.local), -1)):
+        if ranks > 0.0:
+            size = float(sizes / ranks)
+            return size if size > HUGE or not (now if given / ranks > HUGE else before) else None
+    return None
 
 
 def _matrices(knob: BoundKnob) -> Iterator[tuple[nn.Parameter, float, float, float]]:
