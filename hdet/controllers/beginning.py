@@ -47,8 +47,8 @@ class Beginning:
 class OfBeginning(Part):
     """Knows whether the run began with untrained weights, or with trained ones, and still warms up.
 
-    By default it forgets that where the run goes back: something was too large. A new start has untrained weights again,
-    so that is kept there; that weights were pretrained, which allows larger raises, is forgotten.
+    By default it forgets that where the run goes back: something was too large. A new start has untrained weights
+    again, so that is kept there; that weights were pretrained, which allows larger raises, is forgotten.
     """
 
     def start(self) -> Beginning:

@@ -19,8 +19,8 @@ class CutBack(OfBeginning, Rule):
     """Go down at once to where steps are large, if an untrained model's steps at the base are huge.
 
     It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up, and is silent where these call
-    for more (`t < -significance`). Steps that large ruin attention before evidence has lowered the rate far enough. With
-    the numbers below a move is one by a factor of 4 at the least, after which `hdet.Rewind()` begins anew.
+    for more (`t < -significance`). Steps that large ruin attention before evidence has lowered the rate far enough.
+    With the numbers below a move is one by a factor of 4 at the least, after which `hdet.Rewind()` begins anew.
 
     Args:
         huge: `step_size` above which steps are huge; 0 cuts nothing back. At the best rates of 13 tasks by AdamW, of

@@ -36,8 +36,8 @@ class Return(OfSmallSteps, Rule):
 
     While an untrained model warms up, looking ahead lowers no rate below where its steps are small
     (`hdet.controllers.vetoes.SmallSteps`), and there is nothing to make up for beyond. So it goes no further than there
-    where `t >= 0` at the last weights. Once the warm-up is over, steps have no size and it goes on, but to no schedule as
-    given whose steps would have been huge.
+    where `t >= 0` at the last weights. Once the warm-up is over, steps have no size and it goes on, but to no schedule
+    as given whose steps would have been huge.
 
     Args:
         significance: |t| from which last and averaged weights are believed.

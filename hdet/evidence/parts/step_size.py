@@ -65,7 +65,7 @@ def step_size(scene: Scene, knobs: Sequence[BoundKnob], empty: Sequence[int]) ->
         None where steps follow from more than the rate (an optimizer that is not of Adam's kind), where there is no
         matrix, or where decay takes more than `MOST_DECAY` in one of them and steps are not `HUGE` all the same. What
         decay takes is told by the rate as given, and by the present one where steps as given would be `HUGE`: then
-        that rate was no guess.
+        that rate was no guess. Weights are those at the window's end.
     """
     left_out = {id(parameter) for place, parameter in _placed(scene) if place in empty}
     found = [own for knob in knobs for own in _matrices(knob) if id(own[0]) not in left_out]
