@@ -180,7 +180,7 @@ def test_every_family_is_listed_with_fields_and_defaults(capsys: pytest.CaptureF
         "  calibrate: ",
         "    max_lr: required",
         "    authority: 1.0",
-        '    rules: [{"kind": "regain", "small": 1.0',
+        '    rules: [{"kind": "cut_back", "huge": 12.0',
     ):
         assert f"\n{line}" in f"\n{said}", line
     for family in ("rule", "veto", "task", "estimator", "signal", "optimizer", "guard"):
