@@ -23,8 +23,9 @@ decay, of a model that is mostly embeddings, has 8.3."""
 
 
 def huge_as_given(estimate: Estimate, context: Context, huge: float) -> bool:
-    """Whether steps at the schedule as given would be larger than that, which makes it no guess; not if `huge` is 0."""
-    return bool(estimate.step_size and huge) and math.log(estimate.step_size or 1.0) - context.shift > math.log(huge)
+    """Whether the schedule as given has a `step_size` above `huge`, which makes it no guess; of a `huge` of 0 never."""
+    size = estimate.step_size
+    return bool(size and huge and math.log(size) - context.shift > math.log(huge))
 
 
 @dataclass(frozen=True)

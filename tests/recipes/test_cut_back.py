@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import explicit_loop
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 import hdet
+from hdet.windows import GrowingWindow
 
 STEPS, WIDTH = 400, 256
 
@@ -33,16 +35,8 @@ def run(rate: float, windows: int, **options: Any) -> tuple[hdet.Engine, nn.Modu
         quiet=True,
         **options,
     )
-    while len(list(engine.history)) < windows:
-        (replica,) = engine.replicas
-        with replica:
-            own = loss(model, torch.randn(32, 16)).mean()
-            own.backward()
-        engine.share_gradients()
-        (optimizer,) = [optimizer for _, optimizer in engine.hosts]
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.step(own.detach())
+    drawn = lambda model, step, index: loss(model, torch.randn(32, 16)).mean()  # noqa: E731
+    explicit_loop.train(engine, windows * GrowingWindow().minimum, loss=drawn)
     return engine, model, first
 
 

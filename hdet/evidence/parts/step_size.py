@@ -75,16 +75,22 @@ def step_size(scene: Scene, knobs: Sequence[BoundKnob], empty: Sequence[int]) ->
         for (each, rate, given, _), held, norm in zip(found, weights, tensors.norms(weights), strict=True)
         if 0.0 < norm < math.inf
     ]
-    size = float(np.median([rate * gain for rate, _, gain in gains])) if gains else 0.0
-    as_given = float(np.median([given * gain for _, given, gain in gains])) if gains else 0.0
-    strong = any(decay * rate > MOST_DECAY for _, rate, _, decay in found)
-    strong_as_given = any(decay * given > MOST_DECAY for _, _, given, decay in found)
-    row = torch.tensor([size, as_given, bool(gains), strong, strong_as_given], dtype=torch.float64)
-    for sizes, given, ranks, now, before in scene.replicas.gather(row.expand(len(scene.replicas.local), -1)):
-        if ranks > 0.0:
-            size = float(sizes / ranks)
-            return size if size > HUGE or not (now if given / ranks > HUGE else before) else None
-    return None
+    own = [
+        float(np.median([rate * gain for rate, _, gain in gains])) if gains else 0.0,
+        float(np.median([given * gain for _, given, gain in gains])) if gains else 0.0,
+        any(decay * rate > MOST_DECAY for _, rate, _, decay in found),
+        any(decay * given > MOST_DECAY for _, _, given, decay in found),
+        bool(gains),
+    ]
+    row = torch.tensor(own, dtype=torch.float64)
+    rows = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
+    sums = next((sums for sums in rows if sums[-1] > 0.0), None)  # over the ranks of one replica
+    if sums is None:
+        return None
+    size, as_given = float(sums[0] / sums[-1]), sums[1] / sums[-1]
+    strong_now, strong_as_given = sums[2:4] > 0.0
+    strong = strong_now if as_given > HUGE else strong_as_given
+    return None if strong and size <= HUGE else size
 
 
 def _matrices(knob: BoundKnob) -> Iterator[tuple[nn.Parameter, float, float, float]]:
