@@ -28,6 +28,8 @@ from hdet.replicas.distributed.lost_rank import translated
 from hdet.user_warning import warn
 
 KEY = "hdet"
+ENDED = ".ended"
+"""What the name of a checkpoint ends with if `Engine.finish` had ended the run before its last step."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class CheckpointFolder:
     `step_00001000.part/` and gets its name when it is whole and its `manifest.json` lists sizes and checksums. A
     resume checks these first, and reads everything as data: no code that a file names is called. Replicas that differ
     even at a converged point (`Mean("keep")`) are stored each, and resumed so by as many as were saved; another number
-    starts from the first place's.
+    starts from the first place's. The end of a run that `Engine.finish` ended early is `step_00001000.ended/`.
 
     Args:
         path: the folder; made when first saved to.
@@ -72,7 +74,7 @@ class CheckpointFolder:
         import torch.distributed.checkpoint as dcp
 
         self.wait()
-        target = self.path / f"step_{step_of(engine):08d}"
+        target = self.path / _name(engine)
         part = part_of(target)
         group = everyone(engine)
         try:
@@ -163,7 +165,7 @@ class CheckpointFolder:
     def _claimed(self, target: Path, run: str) -> bool:
         """Whether a point is still to be written; its place is free then."""
         newest = self._newest()
-        if newest is not None and _number(newest) > _number(target):
+        if newest is not None and _place(newest) > _place(target):
             raise CheckpointError(
                 f"{self.path} holds {newest.name}, from which this engine has not gone on, and {target.name} would be "
                 f"older; resume(engine) first, choose another folder, or remove that one"
@@ -194,13 +196,14 @@ class CheckpointFolder:
     def _named(self) -> list[Path]:
         if not self.path.is_dir():
             return []
-        return sorted((entry for entry in self.path.iterdir() if re.fullmatch(r"step_\d{8,}", entry.name)), key=_number)
+        name = re.compile(rf"step_\d{{8,}}({re.escape(ENDED)})?")
+        return sorted((entry for entry in self.path.iterdir() if name.fullmatch(entry.name)), key=_place)
 
     def _prune(self, engine: Engine, target: Path) -> None:
         """Drop this run's checkpoints before the one just written, but for the last few."""
         if not engine.home.is_leader:
             return
-        earlier = [entry for entry in self._named() if _number(entry) <= _number(target)]
+        earlier = [entry for entry in self._named() if _place(entry) <= _place(target)]
         for old in earlier[: -self.keep]:
             try:
                 if Manifest.read(old).run == engine.cycle.run:
@@ -210,8 +213,15 @@ class CheckpointFolder:
                 warn(f"{old} is no longer needed and cannot be removed: {error}")
 
 
-def _number(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
+def _name(engine: Engine) -> str:
+    """A run that was ended early has two points at that step: the one it could have gone on from, and its end."""
+    ended_early = engine.finished and engine.step_count != engine.total_steps
+    return f"step_{step_of(engine):08d}" + (ENDED if ended_early else "")
+
+
+def _place(path: Path) -> tuple[int, bool]:
+    """Where a checkpoint comes among the others."""
+    return int(path.name.removeprefix("step_").removesuffix(ENDED)), path.name.endswith(ENDED)
 
 
 def _control(path: Path, manifest: Manifest) -> dict[str, Any]:

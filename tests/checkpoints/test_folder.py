@@ -209,6 +209,25 @@ def test_a_save_cut_short_does_not_count_and_is_cleared_away(
     assert sorted(path.name for path in saved.parent.iterdir()) == ["step_00000004", "step_00000008"]
 
 
+def test_the_end_of_a_run_that_was_ended_early_is_saved_beside_the_point_it_ended_at(
+    saved: Path, start: Callable[[], hdet.Engine], train: Any, assert_same: Any
+) -> None:
+    engine, checkpoints = start(), hdet.checkpoints.CheckpointFolder(saved.parent)
+    checkpoints.resume(engine)
+    engine.finish()
+    assert checkpoints.save(engine) == checkpoints.save(engine) == saved.with_name("step_00000004.ended")
+    assert saved.exists() and checkpoints.latest() == saved.with_name("step_00000004.ended")
+    again = start()
+    assert hdet.checkpoints.CheckpointFolder(saved.parent).resume(again) == 4
+    assert again.finished
+    assert_same(again.replicas[1].model.state_dict(), engine.replicas[0].model.state_dict())
+    goes_on = start()
+    shutil.rmtree(saved.with_name("step_00000004.ended"))
+    checkpoints.resume(goes_on)
+    train(goes_on, 12)
+    assert checkpoints.save(goes_on).name == "step_00000012"  # the end that was planned
+
+
 def test_an_old_checkpoint_that_is_damaged_is_left_there_and_told(
     saved: Path, start: Callable[[], hdet.Engine], train: Any
 ) -> None:
