@@ -530,11 +530,18 @@ class Cycle:
             self.tail = None
         if self.tally.steps:
             return self.close_window()
-        told = self._settle(self.tail, self.window.index - 1) if self.tail is not None and self.tail.parts else {}
+        last = self.window.index - 1
+        told: dict[str, Any] = {}
+        sources = self.merger.end()
+        if sources is not None:
+            self._tell_of_copies(sources)
+            self._forget_values()
+            told["best_schedule"] = self._best_schedule()
+        if self.tail is not None and self.tail.parts:
+            told["tail"] = self._settle(self.tail, last)
         self.end()
-        if told:  # last: where the disk is full, the run has ended all the same
-            device = self.tally.sums.device
-            recording.tell_of_tail(self.history, self.window.index - 1, told, self.home, device)
+        if any(told.values()):  # last: where the disk is full, the run has ended all the same
+            recording.amend(self.history, last, told, self.home, self.tally.sums.device)
         return None
 
     def end(self) -> None:

@@ -215,7 +215,7 @@ class Engine:
                 f"a run takes another history before its first step only, and {self.step_count} are done, whose "
                 f"windows the one it has holds; give Engine(history=...), or set it before a state is loaded"
             )
-        self.cycle.history = history
+        self.cycle.history = History.given(history, writes=self.cycle.home.is_leader)
 
     @property
     def noise_scale(self) -> NoiseScale | None:

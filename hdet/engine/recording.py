@@ -56,8 +56,8 @@ def append(history: History, record: WindowRecord, home: Replicas, device: torch
     _together(partial(history.append, record), home, device)
 
 
-def tell_of_tail(history: History, window: int, tail: dict[str, Any], home: Replicas, device: torch.device) -> None:
-    """Into the record of a window that has closed. A history that is another's, or empty, goes without.
+def amend(history: History, window: int, told: dict[str, Any], home: Replicas, device: torch.device) -> None:
+    """Fields of the record of a window that has closed. A history that is another's, or empty, goes without.
 
     Raises:
         HdetError: a history could not be written, here or in another process.
@@ -65,7 +65,7 @@ def tell_of_tail(history: History, window: int, tail: dict[str, Any], home: Repl
 
     def write() -> None:
         if history.latest and history.latest[-1].window == window:
-            history.latest[-1] = replace(history.latest[-1], tail=tail)
+            history.latest[-1] = replace(history.latest[-1], **told)
             history.take_over(history.windows)
 
     _together(write, home, device)

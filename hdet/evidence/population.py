@@ -81,10 +81,15 @@ class PopulationCollector(DivergentCollector):
             self._seen = window.index
             self._inherit(window)
         for k, knob in enumerate(self.knobs):
-            _place(knob, self.offsets[:, k])
+            _place(knob, self._in_force()[:, k])
+
+    def _in_force(self) -> NDArray[np.float64]:
+        """[N, K] what bounds left of the offsets as the latest window opened."""
+        return np.array(self.opened[-1][2]) if self.opened else self.offsets
 
     def _inherit(self, window: Window) -> None:
         sources = self.sources
+        in_force = self._in_force()[sources]
         self.offsets = self.offsets[sources]
         for k, knob in enumerate(self.knobs):
             draws = uniform(
@@ -95,15 +100,20 @@ class PopulationCollector(DivergentCollector):
                 if source != member and draws[0, member] < self.population.resample:
                     self.offsets[member, k] = low + draws[1, member] * (high - low)
                 elif source != member:
-                    self.offsets[member, k] += self.population.step * (1.0 if draws[2, member] < 0.5 else -1.0)
+                    step = self.population.step * (1.0 if draws[2, member] < 0.5 else -1.0)
+                    self.offsets[member, k] = in_force[member, k] + step
         self._enter_line(window.start, sources)
 
     def _enter_line(self, start: int, sources: list[int]) -> None:
-        """A window opens at these offsets, as far as bounds allow."""
+        """A window opens at these offsets, as far as bounds allow.
+
+        A base that its schedule moves away from a bound gives the members back what they had.
+        """
+        offsets = self.offsets.copy()
         for k, knob in enumerate(self.knobs):
             down, up = knob.spec.space.room(knob.base(start), knob.spec.bounds)
-            self.offsets[:, k] = np.clip(self.offsets[:, k], -down, up)
-        self.opened.append((start, sources, self.offsets.tolist(), [knob.shift for knob in self.knobs]))
+            offsets[:, k] = np.clip(offsets[:, k], -down, up)
+        self.opened.append((start, sources, offsets.tolist(), [knob.shift for knob in self.knobs]))
 
     def after_update(self, window: Window, step: int) -> None:
         self._stop = step + 1
@@ -143,7 +153,7 @@ class PopulationCollector(DivergentCollector):
             self.offsets, self._stop = self._levels(), start
             self._enter_line(start, sources[:1] * len(self.offsets))
         for k, knob in enumerate(self.knobs):
-            _place(knob, self.offsets[:, k])
+            _place(knob, self._in_force()[:, k])
 
 
 def _place(knob: BoundKnob, offsets: NDArray[np.float64]) -> None:

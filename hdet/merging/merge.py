@@ -85,6 +85,10 @@ class Merger(ABC):
         """Where `step` would lead with these settings (`hdet.evidence.scene.OuterStep`; asked if `steps`)."""
         raise NotImplementedError
 
+    def end(self) -> list[int] | None:
+        """The run ends at this window's end, which was not known as it merged. Returns as `merge`."""
+        return None
+
     def forget(self) -> None:  # noqa: B027
         """The run went back to an earlier point: what is remembered came from where it led astray."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import free_port, start
-from training import batch, difference, loss_of, network
+from training import batch, difference, loss_of, network, optimizer_of, train
 
 import hdet
 from hdet.app.run import Run, RunConfig, launching
@@ -67,6 +67,26 @@ def as_on_the_page(rank: int, ranks: int, port: int, code: str) -> None:
     names = {"build_model": network, "loss_fn": loss_of, "batches": batches, "__name__": "page"}
     exec(compile(code, "docs/distributed.md", "exec"), names)
     assert len(names["engine"].history) == 2  # type: ignore[attr-defined]
+
+
+def given_afterwards(rank: int, ranks: int, port: int, path: Path) -> None:
+    """A history that is set, and not given as the engine is made."""
+    become(rank, ranks, port)
+    with launching.ranks("cpu"):
+        model = network()
+        replicas = hdet.distribute(model, optimizer_of(model))
+        engine = hdet.Engine(replicas, [hdet.LearningRate()], window=2, gradients="local", total_steps=4)
+        engine.history = hdet.History(path)
+        train(engine, 4)
+
+
+def test_one_rank_writes_a_history_that_is_set_afterwards(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    processes = start(given_afterwards, 2, free_port(), path)
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert [record.window for record in hdet.History(path)] == [0, 1]
 
 
 def test_the_five_changed_places_of_the_page_train_on_two_ranks() -> None:
