@@ -40,6 +40,9 @@ class ProbeSize:
     them for independent, since on a fixed probe they err alike: slopes are added up by sub-batch where there are such
     (`Estimate.slopes`), and errors of curvatures as though all were one.
 
+    Where slope and error are exactly 0 in all those windows, and the loss the same, although the base was not 0, the
+    probe's loss does not depend on the model at all.
+
     Only evidence whose standard error is the probe's own is looked at: that of `Contrast` is its training
     gradients', and that of diverged replicas under local gradients is the replicas' too.
 
@@ -73,6 +76,13 @@ class ProbeSize:
         for name in self._names:
             given = (one.estimates.get(name, {}) for one in latest)
             recent = list(islice((estimate for estimate in given if testable(estimate)), WINDOWS))
+            if name not in self._told and dead(latest[:WINDOWS], name):
+                self._told.add(name)
+                found.append({"kind": "dead_probe", "knob": name, "step": record.stop})
+                warn(
+                    f"the probe's loss does not depend on what is trained: over {WINDOWS} windows it was the same, "
+                    f"wherever {name} was read. Let loss(model, batch) evaluate the model that it is handed, no copy"
+                )
             if name in self._told or len(recent) < WINDOWS:
                 continue
             t, factor, proven = growth(recent)
@@ -89,6 +99,13 @@ class ProbeSize:
                 f"{factor:.3g} times as many examples ({needed}){nothing}"
             )
         return found
+
+
+def dead(windows: Sequence[WindowRecord], name: str) -> bool:
+    """Whether neither training nor what a knob did made any difference to the probe."""
+    told = [one.estimates.get(name, {}) for one in windows if one.bases.get(name)]
+    same = len({one.get("level") for one in told} - {None}) == 1
+    return same and len(told) == WINDOWS and all(one.get("slope") == one.get("stderr") == 0.0 for one in told)
 
 
 def growth(estimates: Sequence[Mapping[str, Any]]) -> tuple[float, float, bool]:

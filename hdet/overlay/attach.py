@@ -258,11 +258,16 @@ def _inner(optimizer: Any) -> Optimizer:
 
 
 def refuse_line_search(optimizer: Optimizer) -> None:
-    """Go on with an optimizer that steps once a gradient.
+    """Go on with an optimizer that steps once a gradient, by the learning rate.
 
     Raises:
-        ConfigError: it looks at the loss many times in one step.
+        ConfigError: it looks at the loss many times in one step, or makes steps of a size of its own.
     """
+    if any(isinstance(each, torch.optim.Rprop) for each in chained(optimizer)):
+        raise ConfigError(
+            "Rprop reads its learning rate in the first step alone and finds the size of every other by itself, so no "
+            "rate found later would be in force; hdet explores optimizers that step by their rate, such as AdamW"
+        )
     if any(isinstance(each, torch.optim.LBFGS) for each in chained(optimizer)):
         raise ConfigError(
             "L-BFGS looks at the loss many times in one step, along a line of its own, which no learning rate found in "
@@ -271,7 +276,7 @@ def refuse_line_search(optimizer: Optimizer) -> None:
 
 
 def _end_earlier(model: nn.Module, optimizer: Optimizer) -> None:
-    """A notebook's cell may run twice: the search of the first time ends.
+    """A notebook's cell may run twice: the search of the first time ends, and one that is over goes.
 
     Raises:
         ConfigError: a search with another optimizer rides on this model.
@@ -280,7 +285,7 @@ def _end_earlier(model: nn.Module, optimizer: Optimizer) -> None:
         earlier = reference()
         if earlier is None or not earlier.attached:
             continue
-        if held is optimizer:
+        if held is optimizer or (earlier.model is model and earlier.finished):
             earlier.detach()
         elif earlier.model is model:
             raise ConfigError(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
+from hdet.errors import StepError
 from hdet.replicas import finite, host_memory, tensors
 from hdet.replicas.held_optimizer import HeldOptimizer, refilled
 from hdet.replicas.walk import Walk
@@ -84,8 +85,18 @@ class Anchor:
         return [] if self._norms else [number for number in own if (before or {}).get(number) != norms[number]]
 
     def values(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """The anchored values of some of the model's parameters; those that nothing changes are the model's own."""
+        """The anchored values of some of the model's parameters; those that nothing changes are the model's own.
+
+        Raises:
+            StepError: the model does not hold one of them any more, or had not when this was made.
+        """
         place = {id(parameter): number for number, parameter in enumerate(self._walk.every())}
+        if any(id(parameter) not in place for parameter in parameters):
+            raise StepError(
+                "the optimizer trains parameters that are not the model's, as where a layer was replaced and its new "
+                "parameters were put into a group in place of the old; replace layers before the engine is made, or "
+                "hdet attached"
+            )
         held = [self._parameters.get(place[id(parameter)]) for parameter in parameters]
         pairs = zip(held, parameters, strict=True)
         return [tensors.local(parameter.detach()) if own is None else own for own, parameter in pairs]

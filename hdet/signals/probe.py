@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from hdet.errors import ConfigError, StepError
 from hdet.replicas.generators import numbers_lent
-from hdet.replicas.random_numbers import accelerators_in_use, seeded
+from hdet.replicas.random_numbers import accelerators_in_use
 from hdet.replicas.tensors import evaluating
 from hdet.user_warning import warn
 
@@ -24,8 +24,8 @@ from hdet.user_warning import warn
 class Probe:
     """Evaluates every replica on the same held-out batches at a window's end, in eval mode, without gradients.
 
-    What batches draw from the global generators of torch, Python and NumPy, and the model in evaluation from torch's,
-    follows from the window's number. These generators, and those that a DataLoader, its samplers and its data sets
+    What batches, and the model in evaluation, draw from the global generators of torch, Python and NumPy follows from
+    the window's number. These generators, and those that a DataLoader, its samplers and its data sets
     hold, are left as they were, so that training draws what it would without a probe.
 
     Args:
@@ -60,7 +60,7 @@ class Probe:
                 f"a probe's batches are gone through in every window, and a {type(self.batches).__name__} only once; "
                 f"give a list of them, or a function from the window's number to them"
             )
-        if not callable(self.batches) and not len(self.batches):
+        if not callable(self.batches) and _are_none(self.batches):
             raise ConfigError("a probe needs batches; got none")
         if self.at not in ("last", "average"):
             raise ConfigError(f"at must be 'last' or 'average', got {self.at!r}")
@@ -96,7 +96,7 @@ class Probe:
     @contextmanager
     def evaluated(self, model: nn.Module, window: int, optimizer: Optimizer | None = None) -> Iterator[None]:
         """The model evaluates inside the block, with the same random numbers in all blocks of a window."""
-        with evaluating(model, optimizer), seeded(accelerators_in_use(), f"hdet.probe.loss:{window}"):
+        with evaluating(model, optimizer), numbers_lent(f"hdet.probe.loss:{window}", accelerators_in_use()):
             yield
 
     @torch.no_grad()
@@ -112,6 +112,12 @@ class Probe:
         with self.evaluated(model, window, optimizer):
             losses = [self.loss(model, batch) for batch in batches]
         return torch.cat(checked(losses)).detach().double()
+
+
+def _are_none(batches: Sequence[Any] | DataLoader[Any]) -> bool:
+    """Whether there are none; of a stream's loader nobody knows before it is gone through."""
+    streams = isinstance(batches, DataLoader) and isinstance(batches.dataset, IterableDataset)
+    return not streams and not len(batches)
 
 
 def leading_sizes(batches: Sequence[Any]) -> list[int | None]:

@@ -216,7 +216,8 @@ def test_the_end_of_a_run_that_was_ended_early_is_saved_beside_the_point_it_ende
     checkpoints.resume(engine)
     engine.finish()
     assert checkpoints.save(engine) == checkpoints.save(engine) == saved.with_name("step_00000004.ended")
-    assert saved.exists() and checkpoints.latest() == saved.with_name("step_00000004.ended")
+    assert saved.exists()
+    assert checkpoints.latest() == saved.with_name("step_00000004.ended")
     again = start()
     assert hdet.checkpoints.CheckpointFolder(saved.parent).resume(again) == 4
     assert again.finished

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,21 @@ def test_it_tells_once_after_enough_windows_that_taught_something() -> None:
     assert len(told) == 1
     assert hints == [{"kind": "small_probe", "knob": "learning_rate", "step": WINDOWS + 2, "factor": 8.2}]
     assert "(17 batches)" in str(told[0].message)
+
+
+def test_a_probe_that_nothing_changes_is_told_and_a_rate_of_0_is_no_reason() -> None:
+    flat = [{"slope": 0.0, "stderr": 0.0, "level": 2.5}] * (WINDOWS + 1)
+    at_work = [replace(record, bases={"learning_rate": 0.01}) for record in records(flat)]
+    with pytest.warns(UserWarning, match="does not depend on what is trained: over 8 windows") as told:
+        hints = found(looker(), at_work)
+    assert len(told) == 1
+    assert hints == [{"kind": "dead_probe", "knob": "learning_rate", "step": WINDOWS}]
+    other = {**flat[0], "level": 2.4}
+    trained = [replace(record, estimates={"learning_rate": other}, hints=[]) for record in at_work[:1]]
+    assert found(looker(), [*trained, *(replace(record, hints=[]) for record in at_work[1:WINDOWS])]) == []
+    at_0 = [replace(record, bases={"learning_rate": 0.0}, hints=[]) for record in records(flat)]
+    assert found(looker(), at_0) == []
+    assert found(looker(), [replace(record, hints=[]) for record in at_work[1:]][: WINDOWS - 1]) == []
 
 
 def test_where_nothing_shows_it_says_that_the_knob_may_do_nothing() -> None:

@@ -394,10 +394,15 @@ def test_several_optimizers_and_line_searches_are_refused() -> None:
         attached(model, [adamw(model)])
     with pytest.raises(ConfigError, match="L-BFGS looks at the loss many times in one step"):
         attached(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ConfigError, match="Rprop reads its learning rate in the first step alone"):
+        attached(model, torch.optim.Rprop(model.parameters()))
     first = attached(model, adamw(model))
     with pytest.raises(ConfigError, match=r"a search with another optimizer \(AdamW\) is attached to this model"):
         attached(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    first.detach()
+    first.engine.finish()
+    second = attached(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert (first.attached, second.attached) == (False, True)
+    second.detach()
 
 
 class Twice(torch.optim.SGD):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hdet
 from hdet import Engine, Probe
@@ -34,6 +34,32 @@ def test_it_measures_in_eval_mode_without_gradients_and_leaves_no_trace(problem:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert modes.count(False) == 1
+
+
+def test_what_the_loss_draws_outside_of_torch_is_paired_and_leaves_no_trace() -> None:
+    def drawn(model: Any, batch: Any) -> torch.Tensor:
+        return torch.tensor([random.random(), np.random.uniform(), torch.rand(()).item()])
+
+    probe = Probe(drawn, [0])
+    random.seed(1)
+    np.random.seed(1)
+    untouched = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    one, other, later = (probe.measure(nn.Linear(1, 1), window) for window in (0, 0, 1))
+    assert torch.equal(one, other)
+    assert not torch.eq(one, later).any()
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == untouched  # type: ignore[index]
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Held-out data without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(8.0))
+
+
+def test_a_loader_of_a_stream_is_gone_through() -> None:
+    probe = Probe(lambda model, x: x.mean(), DataLoader(Stream(), batch_size=4))
+    assert probe.measure(nn.Linear(1, 1), 0).tolist() == [1.5, 5.5]
 
 
 def test_modes_come_back_after_an_error(problem: Any) -> None:
