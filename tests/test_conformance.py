@@ -592,7 +592,7 @@ class Forgetful(Ends):
 
 
 BREACHES: list[tuple[Spec, str, str]] = [
-    (OffCentre(0.2), "levels_sum_to_zero", "levels(2) is [-0.2, 0.22"),
+    (OffCentre(0.2), "levels_sum_to_zero", "_levels(2) gave [-0.2, 0.22"),
     (Descending(0.2), "levels_ascend", ""),
     (Unbounded(), "the_domain_is_never_left", "outside (0.0, 1.0)"),
     (Lossy(), "difference_inverts_apply", ""),

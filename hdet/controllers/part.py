@@ -52,11 +52,9 @@ class Rule(Part, family="rule"):
 
     Attributes:
         looks_ahead: it judges estimates that were taken ahead of the base (`Estimate.offset`), and no others.
-        without_evidence: it observes windows whose estimate tells nothing (`Estimate.testable`) and speaks there, too.
     """
 
     looks_ahead: ClassVar[bool] = False
-    without_evidence: ClassVar[bool] = False
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
         """Whether a curvature could change what it asks for; see `Controller.wants_curvature`."""

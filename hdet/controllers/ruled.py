@@ -141,10 +141,8 @@ class Ruled(Controller):
     def judge(self, state: RuledState, estimate: Estimate, context: Context) -> Judgement:
         if estimate.excess is not None:
             state = RuledState({part.kind: part.begin(state.parts[part.kind], estimate) for part in self.parts})
-        if not self.listens(context.step, context.total_steps):
+        if not estimate.testable or not self.listens(context.step, context.total_steps):
             return Judgement(0.0, state)
-        if not estimate.testable:
-            return self._without_evidence(state, estimate, context)
         if self.needs_averaged and estimate.averaged is None and estimate.offset <= 0:
             raise ConfigError(
                 f"{type(self).__name__} was given an estimate without its counterpart at window-averaged weights; "
@@ -157,18 +155,6 @@ class Ruled(Controller):
         powers = (rule.power(seen[rule.kind], estimate, context) for rule in self.rules)
         power = next((power for power in powers if power is not None), None)
         return Judgement(move, RuledState(after), rule, veto, power)
-
-    def _without_evidence(self, state: RuledState, estimate: Estimate, context: Context) -> Judgement:
-        """What rules ask for that need none; all others know nothing of the window."""
-        parts = dict(state.parts)
-        for rule in self.rules:
-            if rule.without_evidence:
-                parts[rule.kind] = rule.observe(parts[rule.kind], estimate, context)
-                wish = rule.propose(parts[rule.kind], estimate, context)
-                if wish is not None:
-                    move, veto = self._allowed(wish, parts, estimate, context)
-                    return Judgement(move, RuledState(parts), rule.kind, veto)
-        return Judgement(0.0, RuledState(parts))
 
     def _wish(self, seen: Mapping[str, Any], estimate: Estimate, context: Context) -> tuple[float, str]:
         """What the first rule that speaks asks for, and its kind."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from itertools import repeat
 from typing import Any
 
@@ -62,6 +62,11 @@ class BoundKnob:
         self.bend = Bend()
         self._counted = self.shift  # by the moves that were returned
         self.state = self.controller.start()
+        if not is_dataclass(self.state):
+            raise ConfigError(
+                f"{self.name}: {type(self.controller).__name__}.start() gave a {type(self.state).__name__}, and a "
+                f"state is a frozen dataclass of numbers, so that a checkpoint can hold it"
+            )
         self.reasons: dict[str, str] = {}
         self.alone = 0.0
         self._placed: tuple[int, float, float, float]  # step, shift, base and reach, as last worked out

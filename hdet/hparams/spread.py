@@ -36,7 +36,8 @@ class Spread(Spec, family="spread"):
         Exactly zeros at width 0.
 
         Raises:
-            ConfigError: n < 1, or n = 1 with a width, as one replica has nothing to be compared with.
+            ConfigError: n < 1, or n = 1 with a width, as one replica has nothing to be compared with; `_levels` gave
+                other than n finite numbers whose sum is 0.
         """
         if n < 1:
             raise ConfigError(f"a spread needs at least one replica; got n={n}")
@@ -47,7 +48,13 @@ class Spread(Spec, family="spread"):
                 f"a spread with one replica: {type(self).__name__}(width={self.width}) compares nothing; "
                 f"use more replicas, width=0, or counterfactual evidence"
             )
-        return self._levels(n)
+        levels = np.asarray(self._levels(n), dtype=np.float64)
+        if levels.shape != (n,) or not abs(levels.sum()) <= 1e-9 * n * np.abs(levels).max(initial=1.0):
+            raise ConfigError(
+                f"{type(self).__name__}._levels({n}) gave {levels.tolist()}, and {n} levels whose sum is 0 are wanted, "
+                f"so that the replicas together neither raise nor lower the knob; a mean off the base is `centre`"
+            )
+        return levels
 
     def centre(self, n: int) -> float:
         """Offset of the mean level from the base, in coordinate units: 0 for every symmetric spread."""

@@ -274,21 +274,6 @@ def test_averaged_weights_that_call_for_more_overrule_the_last(t_avg: float, ret
     assert Calibrate().step(anew, called, below)[0] == returned
 
 
-def test_where_evidence_tells_nothing_on_end_it_returns_all_the_same() -> None:
-    calibrate = Calibrate()
-    state, moves = calibrate.start(), []
-    untold = Estimate(slope=math.nan, stderr=math.nan, averaged=Estimate.nothing())
-    for estimate in [untold] * 3 + [Estimate(slope=0.3, stderr=0.1, averaged=Estimate.nothing())] + [untold] * 5:
-        move, state = calibrate.step(state, estimate, Context(shift=-0.4))
-        moves.append(move)
-    assert moves == [0.0] * 7 + [0.25] * 2
-    assert calibrate.step(state, untold, Context(shift=-0.1))[0] == 0.1
-    assert calibrate.step(state, untold, Context(shift=0.0))[0] == 0.0
-    assert calibrate.step(state, untold, Context(shift=-0.4, step=90, total_steps=100))[0] == 0.0
-    lowered = calibrate.retreat(state, Context(shift=-0.4), worked=0.0)[1]
-    assert calibrate.step(lowered, untold, Context(shift=-0.4))[0] == 0.0
-
-
 def test_what_was_lowered_for_a_reason_does_not_return() -> None:
     below = Context(shift=-0.6)
     assert moves(Calibrate(), (DOWN, below), (QUIET, below)) == [pytest.approx(-0.2), 0.0]

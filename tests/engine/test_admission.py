@@ -12,7 +12,7 @@ from torch import nn
 import hdet
 import hdet.nn
 from hdet import Engine
-from hdet.controllers import Calibrate, Controller, Hold
+from hdet.controllers import Calibrate, Controller, Gated, Hold
 from hdet.designs import Hadamard
 from hdet.errors import ConfigError, HdetError, IdentifiabilityError, MatchError, StepError
 from hdet.schedules import Cosine, OneCycle
@@ -408,3 +408,15 @@ def test_a_controller_that_moves_nowhere(bad: float, problem: Any) -> None:
             engine.step([0.0] * 4)
     finally:
         del Controller._members["lost"]
+
+
+class Noted(Gated):
+    """Keeps its state in a dictionary."""
+
+    def start(self) -> Any:
+        return {"sum": 0.0}
+
+
+def test_a_controller_whose_state_no_checkpoint_can_hold_is_refused(problem: Any) -> None:
+    with pytest.raises(ConfigError, match=r"learning_rate: Noted\.start\(\) gave a dict, and a state is a frozen"):
+        make(problem, [hdet.LearningRate(controller=Noted())], window=2, total_steps=6)

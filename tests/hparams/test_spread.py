@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from hdet.contrib import Geometric
 from hdet.errors import ConfigError
@@ -89,3 +90,13 @@ def test_a_single_replica_cannot_be_spread(kind: type[Spread]) -> None:
 def test_errors_name_the_field(given_fields: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         Spread.from_dict(given_fields)
+
+
+@pytest.mark.parametrize("found", [[0.3, 0.3, 0.3], [-0.1, 0.1], [-0.1, float("nan"), 0.1], [[-0.1, 0.0, 0.1]]])
+def test_levels_of_ones_own_that_are_no_levels_are_refused(found: list[Any]) -> None:
+    class Own(Spread):
+        def _levels(self, n: int) -> NDArray[np.float64]:
+            return np.array(found)
+
+    with pytest.raises(ConfigError, match=r"Own\._levels\(3\) gave .*, and 3 levels whose sum is 0 are wanted"):
+        Own(0.3).levels(3)

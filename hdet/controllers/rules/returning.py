@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from pydantic import Field
 
@@ -21,12 +20,10 @@ class ReturnState(Beginning):
     Attributes:
         lowered: whether anything but looking ahead has lowered the base.
         huge: whether steps at the schedule as given would have been huge, while `untrained` held.
-        untold: windows on end whose evidence told nothing.
     """
 
     lowered: bool = False
     huge: bool = False
-    untold: int = 0
 
 
 @register
@@ -42,25 +39,18 @@ class Return(OfSmallSteps, Rule):
     where `t >= 0` at the last weights. Once the warm-up is over, steps have no size and it goes on, but to no schedule
     as given whose steps would have been huge.
 
-    Where the evidence has told nothing in `patience` windows on end, as where the probe's loss is NaN, nothing will
-    make up for a base that was entered from below, and it goes back as well.
-
     Args:
         significance: |t| from which last and averaged weights are believed.
         return_step: largest move, in coordinates.
         huge: `step_size` of the schedule as given above which that is no guess; 0 takes any for one.
-        patience: windows on end without evidence from which it speaks there.
 
     >>> Return().propose(Return().start(), Estimate(slope=0.0, stderr=0.1), Context(shift=-0.6))
     0.25
     """
 
-    without_evidence: ClassVar[bool] = True
-
     significance: float = Field(default=2.0, gt=0, le=100)
     return_step: float = Field(default=0.25, ge=0, le=10)
     huge: float = Field(default=HUGE, ge=0, le=1000)
-    patience: int = Field(default=4, ge=1)
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
         return False
@@ -70,8 +60,7 @@ class Return(OfSmallSteps, Rule):
 
     def observe(self, state: ReturnState, estimate: Estimate, context: Context) -> ReturnState:
         seen: ReturnState = super().observe(state, estimate, context)
-        huge = seen.huge or (seen.untrained and huge_as_given(estimate, context, self.huge))
-        return replace(seen, huge=huge, untold=0 if estimate.testable else seen.untold + 1)
+        return replace(seen, huge=seen.huge or (seen.untrained and huge_as_given(estimate, context, self.huge)))
 
     def propose(self, state: ReturnState, estimate: Estimate, context: Context) -> float | None:
         step = min(self.return_step, -context.shift)
@@ -82,8 +71,7 @@ class Return(OfSmallSteps, Rule):
         called = averaged is not None and averaged.testable and averaged.t < -self.significance
         held = estimate.t > self.significance and not called
         over = state.huge and room is None
-        waits = 0 < state.untold < self.patience
-        return None if state.lowered or over or held or waits or step <= 0.0 else step
+        return None if state.lowered or over or held or step <= 0.0 else step
 
     def moved(self, state: ReturnState, wish: float, move: float, estimate: Estimate, context: Context) -> ReturnState:
         return replace(state, lowered=state.lowered or (move < 0 and estimate.offset <= 0))

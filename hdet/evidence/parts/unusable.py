@@ -26,8 +26,9 @@ class Unusable:
         if never:
             warn(
                 f"the probe's loss is not finite on sub-batches {never} of {losses.shape[1]}, at any weights that "
-                f"it was evaluated at, so that nothing is learnt from any: look at these batches (an empty mask, a "
-                f"label that is missing) and at the loss"
+                f"it was evaluated at, so that nothing is learnt from any, and every knob stays where it is (a rate "
+                f"that is entered from below for caution too): look at these batches (an empty mask, a label that is "
+                f"missing) and at the loss"
             )
         if window != self._window:
             self._on_end = self._on_end if self._partly else 0
