@@ -388,6 +388,19 @@ def test_a_metric_scheduler_and_a_foreign_one_are_refused(shared: bool) -> None:
         attached(model, optimizer, scheduler=scheduler)
 
 
+def test_a_layer_that_is_replaced_under_way_is_named() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer)
+    old = list(model.parameters())
+    model[0] = copy.deepcopy(model[0])
+    new = {id(one): other for one, other in zip(old, model.parameters(), strict=True)}
+    for group in optimizer.param_groups:
+        group["params"][:] = [new[id(parameter)] for parameter in group["params"]]
+    with pytest.raises(StepError, match="the optimizer trains parameters that are not the model's"):
+        plain(model, optimizer, search)
+
+
 def test_several_optimizers_and_line_searches_are_refused() -> None:
     model = network()
     with pytest.raises(ConfigError, match="one optimizer, got several"):
