@@ -203,6 +203,7 @@ def test_a_direction_that_is_soon_used_up_does_not_lower_a_rate_whose_steps_are_
     assert max(low / high for low, high in zip(lowered, held, strict=True)) < 0.5
 
 
+@pytest.mark.filterwarnings("ignore:the probe's loss does not depend on what is trained")  # behind the head's zeros
 def test_what_began_at_zeros_does_not_count() -> None:
     """Whatever the rate, its steps are as large as all that it holds."""
     alone = sizes(train(groups=lambda model: [model.matrix.weight]))

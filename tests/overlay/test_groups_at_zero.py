@@ -11,6 +11,7 @@ from attach_parts import STEPS, adamw, batch, explicit, loss_of, network, probe
 from torch import nn
 
 import hdet
+from hdet.controllers.state import NoState
 
 WAKES = 20
 
@@ -21,13 +22,13 @@ class Creeping(hdet.controllers.Controller):
     by: float
     deaf: bool = False
 
-    def start(self) -> None:
-        return None
+    def start(self) -> NoState:
+        return NoState()
 
     def step(
-        self, state: None, estimate: hdet.controllers.Estimate, context: hdet.controllers.Context
-    ) -> tuple[float, None]:
-        return self.by if self.deaf or estimate.testable else 0.0, None
+        self, state: NoState, estimate: hdet.controllers.Estimate, context: hdet.controllers.Context
+    ) -> tuple[float, NoState]:
+        return self.by if self.deaf or estimate.testable else 0.0, state
 
 
 CREEPING = hdet.LearningRate(evidence=hdet.evidence.Line(), controller=Creeping(by=0.5))
@@ -97,7 +98,7 @@ def test_a_rate_that_was_0_all_window_long_is_not_moved() -> None:
     told: list[Any] = []
 
     class Listening(Creeping):
-        def step(self, state: None, estimate: hdet.controllers.Estimate, context: Any) -> tuple[float, None]:
+        def step(self, state: NoState, estimate: hdet.controllers.Estimate, context: Any) -> tuple[float, NoState]:
             told.append(estimate)
             return super().step(state, estimate, context)
 
