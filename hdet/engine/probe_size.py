@@ -74,16 +74,18 @@ class ProbeSize:
         found = []
         latest = [record, *islice(reversed(earlier), REACH)]
         for name in self._names:
+            if name in self._told:
+                continue
             given = (one.estimates.get(name, {}) for one in latest)
             recent = list(islice((estimate for estimate in given if testable(estimate)), WINDOWS))
-            if name not in self._told and dead(latest[:WINDOWS], name):
+            if dead(latest[:WINDOWS], name):
                 self._told.add(name)
                 found.append({"kind": "dead_probe", "knob": name, "step": record.stop})
                 warn(
                     f"the probe's loss does not depend on what is trained: over {WINDOWS} windows it was the same, "
                     f"wherever {name} was read. Let loss(model, batch) evaluate the model that it is handed, no copy"
                 )
-            if name in self._told or len(recent) < WINDOWS:
+            if len(recent) < WINDOWS:
                 continue
             t, factor, proven = growth(recent)
             if t >= 1.0 or factor <= 1.0:

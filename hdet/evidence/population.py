@@ -80,8 +80,11 @@ class PopulationCollector(DivergentCollector):
         if window.index != self._seen:
             self._seen = window.index
             self._inherit(window)
-        for k, knob in enumerate(self.knobs):
-            _place(knob, self._in_force()[:, k])
+        self._place_all()
+
+    def _place_all(self) -> None:
+        for knob, offsets in zip(self.knobs, self._in_force().T, strict=True):
+            _place(knob, offsets)
 
     def _in_force(self) -> NDArray[np.float64]:
         """[N, K] what bounds left of the offsets as the latest window opened."""
@@ -152,8 +155,7 @@ class PopulationCollector(DivergentCollector):
             start, sources, _, _ = self.opened.pop()
             self.offsets, self._stop = self._levels(), start
             self._enter_line(start, sources[:1] * len(self.offsets))
-        for k, knob in enumerate(self.knobs):
-            _place(knob, self._in_force()[:, k])
+        self._place_all()
 
 
 def _place(knob: BoundKnob, offsets: NDArray[np.float64]) -> None:

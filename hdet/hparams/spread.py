@@ -49,7 +49,8 @@ class Spread(Spec, family="spread"):
                 f"use more replicas, width=0, or counterfactual evidence"
             )
         levels = np.asarray(self._levels(n), dtype=np.float64)
-        if levels.shape != (n,) or not abs(levels.sum()) <= 1e-9 * n * np.abs(levels).max(initial=1.0):
+        sound = levels.shape == (n,) and bool(np.isfinite(levels).all())
+        if not sound or abs(levels.sum()) > 1e-9 * n * np.abs(levels).max():
             raise ConfigError(
                 f"{type(self).__name__}._levels({n}) gave {levels.tolist()}, and {n} levels whose sum is 0 are wanted, "
                 f"so that the replicas together neither raise nor lower the knob; a mean off the base is `centre`"

@@ -86,7 +86,8 @@ class Merger(ABC):
         raise NotImplementedError
 
     def end(self) -> list[int] | None:
-        """The run ends at this window's end, which was not known as it merged. Returns as `merge`."""
+        """The run ends at this window's end, which was not known as it merged. Returns as `merge`, and None where all
+        had become one."""
         return None
 
     def forget(self) -> None:  # noqa: B027

@@ -253,11 +253,11 @@ def _inner(optimizer: Any) -> Optimizer:
                 f"{type(each).__name__} steps another optimizer, its base_optimizer, which is where learning rate and "
                 f"decay act: give that one to hdet.attach"
             )
-    refuse_line_search(optimizer)
+    refuse_own_steps(optimizer)
     return optimizer
 
 
-def refuse_line_search(optimizer: Optimizer) -> None:
+def refuse_own_steps(optimizer: Optimizer) -> None:
     """Go on with an optimizer that steps once a gradient, by the learning rate.
 
     Raises:

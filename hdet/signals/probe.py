@@ -25,8 +25,8 @@ class Probe:
     """Evaluates every replica on the same held-out batches at a window's end, in eval mode, without gradients.
 
     What batches, and the model in evaluation, draw from the global generators of torch, Python and NumPy follows from
-    the window's number. These generators, and those that a DataLoader, its samplers and its data sets
-    hold, are left as they were, so that training draws what it would without a probe.
+    the window's number. These generators, and those that a DataLoader, its samplers and its data sets hold, are left as
+    they were, so that training draws what it would without a probe.
 
     Args:
         loss: `loss(model, batch)`, the mean loss of one sub-batch as a 0-dim tensor, or several sub-batches' at

@@ -17,7 +17,7 @@ from hdet.errors import ConfigError, DivergedError, StepError
 from hdet.hparams import LearningRate, Schedule
 from hdet.hparams.binding import given
 from hdet.hparams.schedule import LinearDecay
-from hdet.overlay.attach import refuse_line_search, searched
+from hdet.overlay.attach import refuse_own_steps, searched
 from hdet.recipes.recommended import WARMUP
 from hdet.replicas import tensors
 from hdet.replicas.generators import generators_kept
@@ -147,7 +147,7 @@ def _require(model: nn.Module, optimizer: Optimizer, probe: Probe, batches: Batc
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    refuse_line_search(optimizer)
+    refuse_own_steps(optimizer)
     trained(optimizer)
     check_pair(model, optimizer, 1)
     require_alone(model, "hdet.find")

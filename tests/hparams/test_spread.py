@@ -92,7 +92,9 @@ def test_errors_name_the_field(given_fields: dict[str, object], field: str) -> N
         Spread.from_dict(given_fields)
 
 
-@pytest.mark.parametrize("found", [[0.3, 0.3, 0.3], [-0.1, 0.1], [-0.1, float("nan"), 0.1], [[-0.1, 0.0, 0.1]]])
+@pytest.mark.parametrize(
+    "found", [[0.3, 0.3, 0.3], [-0.1, 0.1], [-0.1, float("nan"), 0.1], [math.inf] * 3, [[-0.1, 0.0, 0.1]]]
+)
 def test_levels_of_ones_own_that_are_no_levels_are_refused(found: list[Any]) -> None:
     class Own(Spread):
         def _levels(self, n: int) -> NDArray[np.float64]:
