@@ -21,7 +21,7 @@ from hdet.spec import Spec
 def declared(argument: str, given: object, *kinds: type) -> None:
     """What was passed is of the kind that the argument takes."""
     if not isinstance(given, kinds) or isinstance(given, bool):
-        allowed = " or ".join(kind.__name__ for kind in kinds)
+        allowed = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise ConfigError(f"{argument} must be of type {allowed}, got {given!r}")
 
 
@@ -31,6 +31,13 @@ def counted(**given: object) -> None:
         declared(argument, number, int)
         if number < 1:  # type: ignore[operator]
             raise ConfigError(f"{argument} must be at least 1, got {number}")
+
+
+def switched(**given: object) -> None:
+    """Each argument is True or False."""
+    for argument, switch in given.items():
+        if not isinstance(switch, bool):
+            raise ConfigError(f"{argument} is True or False, got {switch!r}")
 
 
 def trained(optimizer: Optimizer) -> None:

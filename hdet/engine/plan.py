@@ -73,6 +73,8 @@ class Plan:
             if given not in allowed:
                 raise ConfigError(f"{name} must be {allowed[0]!r} or {allowed[1]!r}, got {given!r}")
         admission.declared("window", window, int, Windows)
+        admission.declared("seed", seed, int)
+        admission.switched(noise_scale=noise_scale)
         admission.declared("signal", signal, TrainingLoss, Probe, type(None))
         admission.declared("evidence", evidence, Evidence, type(None))
         admission.declared("merge", merge, Merge, type(None))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.engine.admission import counted, listed, trained
+from hdet.engine.admission import counted, declared, listed, switched, trained
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard
 from hdet.engine.tail import Tail, possible
@@ -130,10 +130,12 @@ def attach(
     if not isinstance(probe, Probe):
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
     listed(knobs)
+    switched(noise_scale=noise_scale)
     lengths = {"total_steps": total_steps, "micro_batches": micro_batches}
     counted(**{name: number for name, number in lengths.items() if number is not None})
     optimizer = _inner(optimizer)
     trained(optimizer)
+    declared("replicas", replicas, Replicas, type(None))
     tensors.reshard(model)  # a look at the model, as a trainer has before it trains, leaves it gathered
     _end_earlier(model, optimizer)
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
@@ -334,6 +336,11 @@ def _follower(
         if total_steps is None:
             raise ConfigError("a scheduler is simulated to the run's end; give total_steps=, in optimizer steps")
         return Follower(scheduler, optimizer, scheduler_every)
+    if scheduler_every != 1:
+        raise ConfigError(
+            f"scheduler_every={scheduler_every!r} says how often a scheduler is stepped, and none is given; give "
+            f"scheduler= with it"
+        )
     if not (schedule is None or schedule == OWN or isinstance(schedule, Schedule)):
         raise ConfigError(
             f'schedule is an hdet.schedules.Schedule, "own" or None, got {schedule!r}; a torch scheduler is scheduler='

@@ -217,8 +217,8 @@ class Follower:
                 "the scheduler belongs to another optimizer; give hdet.attach the optimizer that it steps, or make the "
                 "scheduler of the optimizer given, which has all groups if it is a chain"
             )
-        if steps_between < 1:
-            raise ConfigError(f"scheduler_every is a number of optimizer steps, at least 1; got {steps_between}")
+        if not isinstance(steps_between, int) or steps_between < 1:
+            raise ConfigError(f"scheduler_every is a number of optimizer steps, at least 1; got {steps_between!r}")
         self.optimizer = optimizer
         self.steps_between = steps_between
         self.steps_each = _steps_each(scheduler)

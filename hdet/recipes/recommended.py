@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hdet.controllers import Calibrate, Pooled
 from hdet.controllers.rules import Fall
-from hdet.engine.admission import counted, listed, trained
+from hdet.engine.admission import counted, declared, listed, trained
 from hdet.engine.defaults import complete
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard, Rewind
@@ -99,6 +99,9 @@ def choose(
         ConfigError: `exclude` names a knob that the recipe does not have, or one that `knobs` declares; `warmup_steps`
             is no number of steps within the run, or there is no schedule whose peak is known.
     """
+    declared("window", window, int, Windows, type(None))
+    if stride is not None:
+        counted(stride=stride)
     rates = rates if rates is not None else {None: schedule or own_schedule(optimizer, total_steps)}
     pooled = len(rates) > 1
     names = rate_names or {}
@@ -328,8 +331,15 @@ def _smoothed_by_torch(model: nn.Module) -> str:
 
 
 def excluding(given: str | Iterable[str], *more: str) -> list[str]:
-    """The names that are left out; one alone may be given without a list."""
-    return [*((given,) if isinstance(given, str) else given), *more]
+    """The names that are left out; one alone may be given without a list.
+
+    Raises:
+        ConfigError: something else is given.
+    """
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"exclude is a list of knobs' names, got {given!r}; give ['weight_decay'], say")
+    return [*names, *more]
 
 
 def _adapted(choices: Sequence[Choice], knobs: Sequence[Knob], exclude: Sequence[str]) -> list[Choice]:

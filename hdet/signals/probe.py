@@ -60,12 +60,17 @@ class Probe:
                 f"a probe's batches are gone through in every window, and a {type(self.batches).__name__} only once; "
                 f"give a list of them, or a function from the window's number to them"
             )
+        if not (callable(self.batches) or hasattr(self.batches, "__len__")) or isinstance(self.batches, str):
+            raise ConfigError(
+                f"batches is a list, a DataLoader or a function from the window's number to batches, got "
+                f"{self.batches!r}"
+            )
         if not callable(self.batches) and _are_none(self.batches):
             raise ConfigError("a probe needs batches; got none")
         if self.at not in ("last", "average"):
             raise ConfigError(f"at must be 'last' or 'average', got {self.at!r}")
-        if self.stride is not None and self.stride < 1:
-            raise ConfigError(f"stride must be at least 1, got {self.stride}")
+        if self.stride is not None and (not isinstance(self.stride, int) or self.stride < 1):
+            raise ConfigError(f"stride is a number of steps, at least 1; got {self.stride!r}")
 
     def draw(self, window: int) -> list[Any]:
         """The batches of a window, the same in every call; a function may hold a generator of its own."""
