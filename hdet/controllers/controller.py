@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hdet.controllers.estimate import Estimate
+from hdet.errors import ConfigError
 from hdet.spec import Spec
 
 ROUNDING = 1e-12
@@ -145,9 +146,15 @@ class Controller(Spec, family="controller"):
         """The move of the base for the next window, and the state that goes with it."""
 
     def judge(self, state: Any, estimate: Estimate, context: Context) -> Judgement:
-        """What `step` gives, and who decided, for controllers that are made of parts."""
-        move, state = self.step(state, estimate, context)
-        return Judgement(move, state)
+        """What `step` gives, and who decided, for controllers that are made of parts.
+
+        Raises:
+            ConfigError: `step` gives something else than a move and a state.
+        """
+        made: object = self.step(state, estimate, context)
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise ConfigError(f"{type(self).__name__}.step returned {made!r}; it returns a move and a state, as a pair")
+        return Judgement(*made)
 
     def retreat(self, state: Any, context: Context, worked: float) -> tuple[float, Any]:
         """The move and state with which to go on after the run went back to an earlier point.

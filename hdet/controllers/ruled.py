@@ -163,14 +163,14 @@ class Ruled(Controller):
                 continue
             wish = rule.propose(seen[rule.kind], estimate, context)
             if wish is not None:
-                return wish, rule.kind
+                return _number(wish, rule, "propose"), rule.kind
         return 0.0, ""
 
     def _allowed(self, move: float, seen: Mapping[str, Any], estimate: Estimate, context: Context) -> tuple[float, str]:
         """What the vetoes leave of a move, and the kind of the last that took something away."""
         held_by = ""
         for veto in self.vetoes:
-            allowed = veto.allow(move, seen[veto.kind], estimate, context)
+            allowed = _number(veto.allow(move, seen[veto.kind], estimate, context), veto, "allow")
             allowed = min(max(allowed, min(0.0, move)), max(0.0, move))  # a veto of somebody's own can only shrink it
             if allowed != move:
                 move, held_by = allowed, veto.kind
@@ -188,3 +188,14 @@ class Ruled(Controller):
         """Come to the present value from `retreat_factor` times below: fresh weights want a warm-up."""
         parts = {part.kind: part.restart(state.parts[part.kind], context) for part in self.parts}
         return 0.0 - math.log(self.retreat_factor), RuledState(parts)
+
+
+def _number(answer: object, part: Part, method: str) -> float:
+    """What a part answered, which may be one of somebody's own.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    if not isinstance(answer, (int, float)):
+        raise ConfigError(f"{type(part).__name__}.{method} returned {answer!r}; it returns a move, a number")
+    return answer

@@ -303,7 +303,7 @@ class Cycle:
             harvest = Harvest(window, closed.losses, closed.valid)
             with self._evaluated(), self.home.lent_buffers(closed.valid.tolist()):
                 for collector in self.collectors:
-                    estimates.update(collector.close(harvest))
+                    estimates.update(_told(collector, collector.close(harvest)))
             merged, of_merge = self._converge(closed, harvest)
             estimates.update(of_merge)
             context = self._context(window, harvest.loss)
@@ -566,6 +566,21 @@ class Cycle:
             self.end()
         else:
             self.open_window(window)
+
+
+def _told(collector: Collector, found: object) -> dict[str, Estimate]:
+    """What a collector, which may be one of somebody's own, returned at a window's end.
+
+    Raises:
+        ConfigError: it is no estimate for each of its knobs.
+    """
+    names = sorted(knob.name for knob in collector.knobs)
+    if isinstance(found, dict) and sorted(found) == names and all(isinstance(e, Estimate) for e in found.values()):
+        return found
+    raise ConfigError(
+        f"{type(collector).__name__}.close returned {found!r}; it returns an Estimate for each of the knobs "
+        f"{names} and no others, Estimate.nothing() where it learnt nothing"
+    )
 
 
 def _has(collector: Collector, hook: str) -> bool:

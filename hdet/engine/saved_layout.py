@@ -183,12 +183,12 @@ def _require_optimizer(place: str, optimizer: Optimizer, saved: Mapping[str, Any
         if getattr(optimizer, "state_in_parts", False):
             continue  # of shapes that it checks itself, when it loads them
         for index, parameter in zip(kept["params"], group["params"], strict=True):
-            entries = saved["state"].get(index)
-            if not entries:
-                continue
+            entries = saved["state"].get(index, {})
             where = f"{place}, parameter group {number}, parameter {index}"
             if not isinstance(entries, dict):
                 raise CheckpointError(f"the checkpoint's optimizer state is no mapping ({where}); {AS_THEY_ARE}")
+            if not entries:
+                continue
             own, like = optimizer.state.get(parameter), parameter.shape
             if not own:
                 kind = (number, parameter.dim(), parameter.dtype)

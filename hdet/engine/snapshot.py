@@ -98,9 +98,9 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any], going_back: Callable[[]
     _refuse_unless_all(cycle, _problem(cycle, state))
     together = _in_one_step(cycle, state)
     before, how = state_dict(cycle), _continuation(cycle, state, together)
-    failure = _attempted(lambda: _load_point(cycle, state, how))
+    failure = attempted(lambda: _load_point(cycle, state, how))
     if all_agree(cycle, failure is None):
-        failure = _attempted(lambda: _take_up(cycle, state, how))
+        failure = attempted(lambda: _take_up(cycle, state, how))
         if all_agree(cycle, failure is None):
             cycle.history.truncate(_windows(state))
             return
@@ -117,7 +117,7 @@ def _refuse_unless_all(cycle: Cycle, problem: HdetError | None) -> None:
         raise problem or CheckpointError("another process cannot load its state; this one's engine is as it was")
 
 
-def _attempted(load: Callable[[], None]) -> HdetError | None:
+def attempted(load: Callable[[], None]) -> HdetError | None:
     """Load, and return what went wrong."""
     try:
         load()
@@ -133,14 +133,16 @@ def _attempted(load: Callable[[], None]) -> HdetError | None:
 
 
 def _problem(cycle: Cycle, state: Mapping[str, Any]) -> HdetError | None:
-    """Why a state cannot be loaded, as far as that shows beforehand."""
-    try:
+    """Why a state cannot be loaded, as far as that shows beforehand: all that is read of it before it is loaded."""
+
+    def look() -> None:
         check(cycle, state)
         require_fit(cycle, state)
         cycle.history.require(_windows(state), state["converged"]["step"])
-    except HdetError as error:
-        return error
-    return None
+        _moment(cycle, state)
+        _known_and_same(cycle, state)
+
+    return attempted(look)
 
 
 def _windows(state: Mapping[str, Any]) -> int:
@@ -188,14 +190,7 @@ def _in_one_step(cycle: Cycle, state: Mapping[str, Any]) -> bool:
     """
     if len(cycle.home.local) == cycle.home.size:
         return True
-    point, under_way = state["converged"], state["open"]
-    facts = {
-        "last converged points are those of the steps": point["step"],
-        "windows are": state["window"],
-        "replicas had been made one (1) or not (0):": int(_met(state)),
-        **{f"bases of {knob.name!r} have moved by": state["knobs"][knob.name]["shift"] for knob in cycle.knobs},
-    }
-    step = under_way["step"] if under_way is not None else point["step"]
+    step, facts = _moment(cycle, state)
     row = torch.tensor([[step, _length(cycle, state), *facts.values()]], dtype=torch.float64)
     table = cycle.home.gather(row.to(cycle.tally.sums.device).expand(len(cycle.home.local), -1))
     columns = dict(zip(facts, table[:, 2:].T, strict=True))
@@ -214,16 +209,33 @@ def _in_one_step(cycle: Cycle, state: Mapping[str, Any]) -> bool:
     return bool((table[:, 0] == table[0, 0]).all())
 
 
+def _moment(cycle: Cycle, state: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    """The step of a state, and what is one for all processes in its window."""
+    point, under_way = state["converged"], state["open"]
+    facts = {
+        "last converged points are those of the steps": point["step"],
+        "windows are": state["window"],
+        "replicas had been made one (1) or not (0):": int(_met(state)),
+        **{f"bases of {knob.name!r} have moved by": state["knobs"][knob.name]["shift"] for knob in cycle.knobs},
+    }
+    return (under_way["step"] if under_way is not None else point["step"]), facts
+
+
 def _continuation(cycle: Cycle, state: Mapping[str, Any], together: bool) -> Continuation:
+    known, same = _known_and_same(cycle, state)
+    return Continuation(all_agree(cycle, known) and state["opening"] is not None, all_agree(cycle, together and same))
+
+
+def _known_and_same(cycle: Cycle, state: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether this process's replicas find the points they set out from, and those of the same window under way."""
     opening, under_way, firsts = state["opening"], state["open"], cycle.home.first_of_hosts
     known = opening is None or (state["size"] == cycle.home.size and all(str(r.index) in opening for r in firsts))
     same = (
-        together
-        and under_way is not None
+        under_way is not None
         and under_way["exploring"] == _exploring(cycle)
         and all(str(replica.index) in under_way["replicas"] for replica in firsts)
     )
-    return Continuation(all_agree(cycle, known) and opening is not None, all_agree(cycle, same))
+    return known, same
 
 
 def _load_point(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.controllers import Controller, Estimate, Regularize
-from hdet.errors import ConfigError
+from hdet.errors import CheckpointError, ConfigError
 from hdet.evidence.parts.batch_statistics import Statistics
 from hdet.evidence.parts.directional import Block, Direction, Directional, DirectionalCollector
 from hdet.evidence.parts.losses_at import statistics_of_average
@@ -187,7 +187,10 @@ class AnalyticCollector(DirectionalCollector):
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
         if window is not None:
-            self.pulls = [list(pulls) for pulls in state["pulls"]]
+            pulls: list[list[float | Tensor]] = [[float(pull) for pull in own] for own in state["pulls"]]
+            if list(map(len, pulls)) != list(map(len, self.pulls)):
+                raise CheckpointError(f"the checkpoint's pulls of decay, {pulls}, are of other parameter groups")
+            self.pulls = pulls
 
 
 def _stepped(begun: Sequence[Tensor], now: Sequence[Tensor]) -> list[bool]:

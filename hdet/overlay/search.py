@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from hdet.engine import snapshot
 from hdet.engine.engine import Engine
 from hdet.engine.noise_scale import NoiseScale
-from hdet.errors import CheckpointError, StepError
+from hdet.errors import CheckpointError, HdetError, StepError
 from hdet.history import History, WindowRecord
 from hdet.hparams.learned import Learned
 from hdet.overlay.hooks import Hooks, Output
@@ -201,9 +201,7 @@ class Search(AbstractContextManager["Search"]):
                 mid-window, and this is another rank.
         """
         riding = self._riding
-        problem = self._problem(state)
-        if not snapshot.all_agree(riding.engine.cycle, problem is None):
-            raise problem or CheckpointError("another process cannot load its state; this one's search is as it was")
+        self._refuse_unless_all(snapshot.attempted(lambda: self._require(state)))
         riding.passes.give_up()
         riding.passes.begin_step()
         seats = state["micro_batches"]
@@ -213,7 +211,7 @@ class Search(AbstractContextManager["Search"]):
         model = riding.engine.hosts[0][0]
         before = riding.state_dict()
         try:
-            riding.load_state_dict(state)
+            self._refuse_unless_all(snapshot.attempted(lambda: riding.load_state_dict(state)))
             with _groups_kept(self.optimizer):
                 whole = with_frozen(state["engine"], model)
                 snapshot.load_state_dict(riding.engine.cycle, whole, lambda: riding.load_state_dict(before))
@@ -226,21 +224,23 @@ class Search(AbstractContextManager["Search"]):
             raise
         self._notice_return(state["engine"]["open"], of_all_ranks="ranks" in state)
 
-    def _problem(self, state: Mapping[str, Any]) -> CheckpointError | None:
-        """Why a state cannot be loaded, as far as that shows beforehand."""
-        try:
-            _require_parts(state, self.model)
-            self._riding.rates.require_courses(state["rates"])
-            self._require_seats(state["micro_batches"])
-        except CheckpointError as error:
-            return error
-        if state["part"] == self._part:
-            return None
-        return CheckpointError(
-            f"the search's state is of {_named(state['part'])}, and this is {_named(self._part)}: save "
-            f"search.all_ranks.state_dict(), which all ranks call together, load it by "
-            f"search.all_ranks.load_state_dict(), and resume on as many ranks"
-        )
+    def _refuse_unless_all(self, problem: HdetError | None) -> None:
+        """Raise this process's problem, or say that another has one."""
+        if not snapshot.all_agree(self.engine.cycle, problem is None):
+            raise problem or CheckpointError("another process cannot load its state; this one's search is as it was")
+
+    def _require(self, state: Mapping[str, Any]) -> None:
+        """Whether a state can be loaded, as far as that shows beforehand."""
+        _require_parts(state, self.model)
+        self._riding.rates.require_courses(state["rates"])
+        self._require_seats(state["micro_batches"])
+        with_frozen(state["engine"], self.model)
+        if state["part"] != self._part:
+            raise CheckpointError(
+                f"the search's state is of {_named(state['part'])}, and this is {_named(self._part)}: save "
+                f"search.all_ranks.state_dict(), which all ranks call together, load it by "
+                f"search.all_ranks.load_state_dict(), and resume on as many ranks"
+            )
 
     def _require_seats(self, saved: int | None) -> None:
         own = len(self.engine.replicas)

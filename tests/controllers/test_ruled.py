@@ -123,3 +123,18 @@ def test_a_veto_of_ones_own_can_only_shrink_a_move(left: float, expected: float)
     assert told(Ruled(rules=(Raise(),), vetoes=(Own(),)), MORE)[0] == expected
     if left < 0.0:
         assert told(Ruled(rules=(Lower(),), vetoes=(Own(),)), LESS)[0] == -0.4
+
+
+def test_a_part_of_ones_own_that_answers_no_number_is_named() -> None:
+    class Silent(Veto):
+        def allow(self, move: float, *_: object) -> None:  # type: ignore[override]
+            return None
+
+    class Vague(Raise):
+        def propose(self, *_: object) -> str:  # type: ignore[override]
+            return "up"
+
+    with pytest.raises(ConfigError, match=r"Silent.allow returned None; it returns a move, a number"):
+        told(Ruled(rules=(Raise(),), vetoes=(Silent(),)), MORE)
+    with pytest.raises(ConfigError, match=r"Vague.propose returned 'up'; it returns a move, a number"):
+        told(Ruled(rules=(Vague(),)), MORE)

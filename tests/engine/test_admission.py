@@ -15,6 +15,7 @@ from hdet import Engine
 from hdet.controllers import Calibrate, Controller, Gated, Hold
 from hdet.designs import Hadamard
 from hdet.errors import ConfigError, HdetError, IdentifiabilityError, MatchError, StepError
+from hdet.evidence import Divergent
 from hdet.schedules import Cosine, OneCycle
 from hdet.spreads import Symmetric, TwoLevel
 
@@ -408,6 +409,41 @@ def test_a_controller_that_moves_nowhere(bad: float, problem: Any) -> None:
             engine.step([0.0] * 4)
     finally:
         del Controller._members["lost"]
+
+
+class MovesOnly(Hold):
+    """A controller that forgets its state."""
+
+    def step(self, state: Any, estimate: Any, context: Any) -> Any:
+        return 0.1
+
+
+class Forgetful(Divergent):
+    """Evidence that tells of some knobs only."""
+
+    def collect(self, scene: Any, knobs: Any) -> Any:
+        collector = super().collect(scene, knobs)
+        collector.close = lambda harvest: {}
+        return collector
+
+
+@pytest.mark.parametrize(
+    ("knob", "message"),
+    [
+        (
+            hdet.LearningRate(controller=MovesOnly()),
+            r"MovesOnly.step returned 0.1; it returns a move and a state, as a pair",
+        ),
+        (
+            hdet.LearningRate(evidence=Forgetful()),
+            r"DivergentCollector.close returned {}; it returns an Estimate for each of the knobs \['learning_rate'\]",
+        ),
+    ],
+)
+def test_members_that_answer_something_else_are_named(knob: Any, message: str, problem: Any) -> None:
+    engine = make(problem, [knob], window=1)
+    with pytest.raises(ConfigError, match=message):
+        engine.step([0.0] * 4)
 
 
 class Noted(Gated):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections import UserDict
 from collections.abc import Callable
@@ -99,6 +100,47 @@ def test_a_refused_state_leaves_the_search_as_it_was() -> None:
     with pytest.raises(CheckpointError):
         searches[1].load_state_dict(searches[0].state_dict())
     assert searches[1].engine.knobs[0].peak == peak
+
+
+DAMAGED: list[tuple[tuple[Any, ...], Any]] = [
+    (("part",), "x"),
+    (("rates", "courses"), None),
+    (("losses",), {}),
+    (("engine",), None),
+    (("engine", "window"), "x"),
+    (("engine", "converged"), {}),
+    (("engine", "converged", "model"), None),
+    (("engine", "converged", "optimizer", "state", 0), None),
+    (("engine", "opening"), "x"),
+    (("engine", "watch"), {}),
+    (("engine", "collectors", 1, "pulls"), "x"),
+    (("engine", "collectors", 1, "pulls"), []),
+    (("engine", "open", "tally"), {}),
+]
+
+
+@pytest.mark.parametrize(("place", "value"), DAMAGED)
+def test_a_damaged_state_is_refused_and_the_search_goes_on_as_it_was(place: tuple[Any, ...], value: Any) -> None:
+    ends = []
+    for damage in (False, True):
+        torch.manual_seed(0)
+        model = network()
+        optimizer = adamw(model)
+        search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True)
+        for step in range(STEPS):
+            if damage and step == 13:
+                state = copy.deepcopy(search.state_dict())
+                part = state
+                for key in place[:-1]:
+                    part = part[key]
+                part[place[-1]] = value
+                with pytest.raises(CheckpointError):
+                    search.load_state_dict(state)
+            search.loss(loss_of(model, batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *ends))
 
 
 def test_a_models_state_is_no_searchs() -> None:

@@ -38,7 +38,8 @@ def along(offsets: Sequence[float], losses: NDArray[np.float64]) -> Estimate:
     """
     x = np.asarray(offsets, dtype=np.float64)
     # Differences, so that losses which are all the same give a slope of 0 and not rounding that all sub-batches share.
-    coefficients = _inverse(tuple(x.tolist())) @ (losses - losses[0])
+    with np.errstate(invalid="ignore"):  # a loss that is infinite at all points, which tells nothing
+        coefficients = _inverse(tuple(x.tolist())) @ (losses - losses[0])
     if not np.isfinite(coefficients).all():
         return Estimate.nothing()
     return Estimate.of_sub_batches(*coefficients[1:])
