@@ -33,7 +33,9 @@ def ablate(
     part: Annotated[
         str | None, typer.Option("--shard", metavar="I/N", help="Run the i-th of n parts only, for job arrays.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cells and their cost; run nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the cells and their cost, by a short run of each kind; run none.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="The study's quick version.")] = False,
 ) -> None:
     """Run an ablation study: a grid of runs over seeds, tables and pictures. Goes on where it was left.
