@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hdet.controllers import Calibrate, Pooled
 from hdet.controllers.rules import Fall
-from hdet.engine.admission import counted, declared, listed, trained
+from hdet.engine.admission import counted, declared, listed, trained, unique_names
 from hdet.engine.defaults import complete
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard, Rewind
@@ -349,6 +349,7 @@ def _adapted(choices: Sequence[Choice], knobs: Sequence[Knob], exclude: Sequence
     takes the place of all of its kind unless it bears the name of one.
     """
     exclude = excluding(exclude)
+    unique_names(knobs)
     known = {_name(choice) for choice in choices}
     own = {knob.label: knob for knob in knobs}
     for name in exclude:
