@@ -15,7 +15,6 @@ from hdet.controllers import Context, Estimate
 from hdet.engine import begun_anew, recording, recovery
 from hdet.engine.declaration import declaration
 from hdet.engine.guard import Watch
-from hdet.engine.loop_checks import ModulesThere
 from hdet.engine.noise_scale import NoiseMeter, NoiseScale
 from hdet.engine.plan import Plan
 from hdet.engine.probe_size import ProbeSize
@@ -64,7 +63,6 @@ class Cycle:
         self.history = history
         self.anchor = Anchor(*self.hosts[0], device="cpu" if plan.anchor == "host" else None)
         self.moving = Moving(self.hosts)
-        self._modules = ModulesThere(self.knobs, self.hosts, self.moving.looks)
         self.averages = Averages(self.moving, device="cpu" if plan.averages == "host" else None)
         self.scene = scene = Scene(
             self.home,
@@ -237,7 +235,6 @@ class Cycle:
             knob.rest()
         self.apply()  # so that the anchored optimizer holds the bases, not the first replica's levels
         self.moving.open()
-        self._modules.look(self.moving.looks)
         self.anchor.take(start, self._lent())
         self.tally.reset()
         if not self.met:

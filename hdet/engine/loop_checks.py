@@ -7,11 +7,9 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.optim import Optimizer
 
-from hdet.errors import MatchError, StepError
+from hdet.errors import StepError
 from hdet.hparams.binding import Attribute, Holding, ModelBinding
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.replicas import Replica, Replicas
@@ -127,47 +125,6 @@ class LoopChecks:
                 )
         self._look()
         return False
-
-
-class ModulesThere:
-    """Notices that modules which hold a knob's scalars were replaced, as by `hdet.nn.swap` after `hdet.attach`.
-
-    Args:
-        looks: how often the models have been walked (`hdet.replicas.moving.Moving.looks`).
-    """
-
-    def __init__(self, knobs: Sequence[BoundKnob], hosts: Sequence[tuple[nn.Module, Optimizer]], looks: int) -> None:
-        self._hosts = hosts
-        self._knobs = [
-            knob
-            for knob in knobs
-            if all(isinstance(getattr(binding, "inner", binding), ModelBinding) for binding in knob.bindings)
-        ]
-        self._looks = looks
-
-    def look(self, looks: int) -> None:
-        """A window opens: if the models are made of other objects than before, so that they were walked again.
-
-        It is said once of each knob.
-        """
-        if looks == self._looks:
-            return
-        self._looks = looks
-        for knob in list(self._knobs):
-            gone = kept = 0
-            for host, binding in zip(self._hosts, knob.bindings, strict=True):
-                try:
-                    now = knob.spec.bind(*host).targets
-                except MatchError:
-                    now = frozenset()
-                gone, kept = gone + len(binding.targets - now), kept + len(binding.targets & now)
-            if gone:
-                self._knobs.remove(knob)
-                warn(
-                    f"{knob.name}: {gone} of the {gone + kept} modules that hold it were replaced since it was "
-                    f"declared, and what is written there acts on nothing; change the model (hdet.nn.swap, "
-                    f"get_peft_model) before the search is attached or the engine made"
-                )
 
 
 class PlainDropouts:

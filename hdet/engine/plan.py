@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
+import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
@@ -73,7 +74,8 @@ class Plan:
             if given not in allowed:
                 raise ConfigError(f"{name} must be {allowed[0]!r} or {allowed[1]!r}, got {given!r}")
         admission.declared("window", window, int, Windows)
-        admission.declared("seed", seed, int)
+        if not isinstance(seed, np.integer):
+            admission.declared("seed", seed, int)
         admission.switched(noise_scale=noise_scale)
         admission.declared("signal", signal, TrainingLoss, Probe, type(None))
         admission.declared("evidence", evidence, Evidence, type(None))

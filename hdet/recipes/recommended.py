@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
@@ -100,7 +101,7 @@ def choose(
             is no number of steps within the run, or there is no schedule whose peak is known.
     """
     declared("window", window, int, Windows, type(None))
-    if stride is not None:
+    if stride is not None and not isinstance(stride, np.integer):
         counted(stride=stride)
     rates = rates if rates is not None else {None: schedule or own_schedule(optimizer, total_steps)}
     pooled = len(rates) > 1
@@ -337,7 +338,9 @@ def excluding(given: str | Iterable[str], *more: str) -> list[str]:
         ConfigError: something else is given.
     """
     names = (given,) if isinstance(given, str) else given
-    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+    if isinstance(names, Iterable):
+        names = tuple(names)
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"exclude is a list of knobs' names, got {given!r}; give ['weight_decay'], say")
     return [*names, *more]
 

@@ -53,11 +53,6 @@ class Moving:
             if list(map(id, were)) != list(map(id, are)) or _layout(self._values[host]) != _layout(self._here(host)):
                 self._values[host] = []
 
-    @property
-    def looks(self) -> int:
-        """How often a model was walked: once each, and again where its modules or parameters were replaced."""
-        return sum(walk.looks for walk in self._walks)
-
     def values(self, host: int = 0) -> list[Tensor]:
         """Their values now, detached and sharing memory; of sharded ones this rank's part.
 

@@ -14,13 +14,9 @@ class Walk:
 
     `model.parameters()` of hundreds of modules takes longer than the rest of a step. What it found holds for as long as
     all modules have the same submodules and parameters, the objects themselves.
-
-    Attributes:
-        looks: how often the model was walked.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.looks = 0
         self._model = model
         self._modules: list[nn.Module] = []
         self._sharded: list[Any] = []
@@ -47,7 +43,6 @@ class Walk:
         return [member for own in self._modules for held in (own._modules, own._parameters) for member in held.values()]
 
     def _look(self) -> None:
-        self.looks += 1
         self._modules = list(self._model.modules())
         self._sharded = fully_sharded(self._modules)
         for module in self._sharded:

@@ -189,30 +189,6 @@ def test_an_attached_model_can_be_pickled() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_dropouts_that_are_replaced_after_attaching_are_told_of_once() -> None:
-    model = network()
-    model.append(nn.Dropout(0.2))
-    optimizer = adamw(model)
-    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True)
-
-    def train(steps: int) -> None:
-        for step in range(steps):
-            search.loss(loss_of(model, batch(step))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    train(12)
-    model.append(nn.Dropout(0.2))  # another beside them is nobody's
-    train(10)
-    model[2] = nn.Dropout(0.2)
-    with pytest.warns(UserWarning, match="dropout: 1 of the 2 modules that hold it were replaced since") as caught:
-        train(10)
-    model[4] = nn.Dropout(0.2)
-    train(STEPS - 32)
-    assert search.finished
-    assert len([one for one in caught if "were replaced" in str(one.message)]) == 1
-
-
 def test_passes_that_teach_nothing_are_told_once() -> None:
     model = network()
     optimizer = adamw(model)
