@@ -243,6 +243,8 @@ class Search(AbstractContextManager["Search"]):
             )
 
     def _require_seats(self, saved: int | None) -> None:
+        if saved is not None and not (isinstance(saved, int) and saved > 0):
+            raise CheckpointError(f"the search's state is of {saved!r} micro-batches a step, which is no number")
         own = len(self.engine.replicas)
         if self.engine.step_count and saved not in (None, own):
             raise CheckpointError(

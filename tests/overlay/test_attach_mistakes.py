@@ -105,6 +105,7 @@ def test_a_refused_state_leaves_the_search_as_it_was() -> None:
 
 DAMAGED: list[tuple[tuple[Any, ...], Any]] = [
     (("part",), "x"),
+    (("micro_batches",), "x"),
     (("rates", "courses"), None),
     (("losses",), {}),
     (("engine",), None),
