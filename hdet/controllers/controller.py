@@ -152,7 +152,7 @@ class Controller(Spec, family="controller"):
             ConfigError: `step` gives something else than a move and a state.
         """
         made: object = self.step(state, estimate, context)
-        if not isinstance(made, tuple) or len(made) != 2:
+        if not isinstance(made, (tuple, list)) or len(made) != 2:
             raise ConfigError(f"{type(self).__name__}.step returned {made!r}; it returns a move and a state, as a pair")
         return Judgement(*made)
 

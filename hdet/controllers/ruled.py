@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -196,6 +197,6 @@ def _number(answer: object, part: Part, method: str) -> float:
     Raises:
         ConfigError: it is no number.
     """
-    if not isinstance(answer, (int, float)):
+    if not isinstance(answer, Real):
         raise ConfigError(f"{type(part).__name__}.{method} returned {answer!r}; it returns a move, a number")
-    return answer
+    return float(answer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 
+import numpy as np
 from torch.optim import Optimizer
 
 from hdet.engine.guard import Guard
@@ -33,10 +34,19 @@ def counted(**given: object) -> None:
             raise ConfigError(f"{argument} must be at least 1, got {number}")
 
 
+def whole(argument: str, given: object) -> int:
+    """A whole number as Python's, of which NumPy's is one too."""
+    if isinstance(given, np.integer):
+        return int(given)
+    declared(argument, given, int)
+    assert isinstance(given, int)
+    return given
+
+
 def switched(**given: object) -> None:
     """Each argument is True or False."""
     for argument, switch in given.items():
-        if not isinstance(switch, bool):
+        if not isinstance(switch, (bool, np.bool_)):
             raise ConfigError(f"{argument} is True or False, got {switch!r}")
 
 

@@ -24,6 +24,7 @@ from hdet.engine.tail import FollowedTail, possible
 from hdet.engine.tally import Losses, Tally, WindowLosses
 from hdet.errors import ConfigError, DivergedError
 from hdet.evidence import Collector, Harvest, Scene, Window
+from hdet.evidence.collector import told_by
 from hdet.history import History, WindowRecord
 from hdet.hparams import WeightDecay
 from hdet.replicas import Replica, Terms, tensors
@@ -303,7 +304,7 @@ class Cycle:
             harvest = Harvest(window, closed.losses, closed.valid)
             with self._evaluated(), self.home.lent_buffers(closed.valid.tolist()):
                 for collector in self.collectors:
-                    estimates.update(_told(collector, collector.close(harvest)))
+                    estimates.update(told_by(collector, harvest))
             merged, of_merge = self._converge(closed, harvest)
             estimates.update(of_merge)
             context = self._context(window, harvest.loss)
@@ -566,21 +567,6 @@ class Cycle:
             self.end()
         else:
             self.open_window(window)
-
-
-def _told(collector: Collector, found: object) -> dict[str, Estimate]:
-    """What a collector, which may be one of somebody's own, returned at a window's end.
-
-    Raises:
-        ConfigError: it is no estimate for each of its knobs.
-    """
-    names = sorted(knob.name for knob in collector.knobs)
-    if isinstance(found, dict) and sorted(found) == names and all(isinstance(e, Estimate) for e in found.values()):
-        return found
-    raise ConfigError(
-        f"{type(collector).__name__}.close returned {found!r}; it returns an Estimate for each of the knobs "
-        f"{names} and no others, Estimate.nothing() where it learnt nothing"
-    )
 
 
 def _has(collector: Collector, hook: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
-import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
@@ -74,8 +73,6 @@ class Plan:
             if given not in allowed:
                 raise ConfigError(f"{name} must be {allowed[0]!r} or {allowed[1]!r}, got {given!r}")
         admission.declared("window", window, int, Windows)
-        if not isinstance(seed, np.integer):
-            admission.declared("seed", seed, int)
         admission.switched(noise_scale=noise_scale)
         admission.declared("signal", signal, TrainingLoss, Probe, type(None))
         admission.declared("evidence", evidence, Evidence, type(None))
@@ -88,7 +85,7 @@ class Plan:
         signal = signal if signal is not None else TrainingLoss()
         self.signal: Final = signal
         self.gradients: Final[Gradients] = gradients
-        self.seed: Final = seed
+        self.seed: Final = admission.whole("seed", seed)
         self.anchor: Final[Place] = anchor
         self.averages: Final[Place] = averages
         self.guard: Final = guard

@@ -95,7 +95,7 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any], going_back: Callable[[]
         CheckpointError: another format, other knobs, or a model that does not fit; or another process cannot load its
             state, or loads one of another run or moment. The engine is as it was.
     """
-    _refuse_unless_all(cycle, _problem(cycle, state))
+    refuse_unless_all(cycle, _problem(cycle, state))
     together = _in_one_step(cycle, state)
     before, how = state_dict(cycle), _continuation(cycle, state, together)
     failure = attempted(lambda: _load_point(cycle, state, how))
@@ -108,13 +108,13 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any], going_back: Callable[[]
     back = _continuation(cycle, before, together=True)
     _load_point(cycle, before, back)
     _take_up(cycle, before, back)
-    _refuse_unless_all(cycle, failure)
+    refuse_unless_all(cycle, failure)
 
 
-def _refuse_unless_all(cycle: Cycle, problem: HdetError | None) -> None:
-    """Raise this process's problem, or say that another has one."""
+def refuse_unless_all(cycle: Cycle, problem: HdetError | None, kept: str = "engine") -> None:
+    """Raise this process's problem, or say that another has one, and what is as it was. A collective."""
     if not all_agree(cycle, problem is None):
-        raise problem or CheckpointError("another process cannot load its state; this one's engine is as it was")
+        raise problem or CheckpointError(f"another process cannot load its state; this one's {kept} is as it was")
 
 
 def attempted(load: Callable[[], None]) -> HdetError | None:

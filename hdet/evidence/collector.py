@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hdet.controllers import Controller, Estimate
+from hdet.errors import ConfigError
 from hdet.evidence.scene import Harvest, OuterStep, Scene, Window
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.evidence_needs import EvidenceNeeds
@@ -96,3 +97,19 @@ class Collector:
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
         """Restore `state_dict` in mid-window; with `None`, the window was opened anew: only what outlives windows."""
+
+
+def told_by(collector: Collector, harvest: Harvest) -> dict[str, Estimate]:
+    """What a collector, which may be one of somebody's own, returns at a window's end.
+
+    Raises:
+        ConfigError: it is no estimate for each of its knobs.
+    """
+    found: object = collector.close(harvest)
+    names = {knob.name for knob in collector.knobs}
+    if isinstance(found, dict) and found.keys() == names and all(isinstance(e, Estimate) for e in found.values()):
+        return found
+    raise ConfigError(
+        f"{type(collector).__name__}.close returned {found!r}; it returns an Estimate for each of the knobs "
+        f"{sorted(names)} and no others, Estimate.nothing() where it learnt nothing"
+    )

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from hdet.engine import snapshot
 from hdet.engine.engine import Engine
 from hdet.engine.noise_scale import NoiseScale
-from hdet.errors import CheckpointError, HdetError, StepError
+from hdet.errors import CheckpointError, StepError
 from hdet.history import History, WindowRecord
 from hdet.hparams.learned import Learned
 from hdet.overlay.hooks import Hooks, Output
@@ -201,7 +201,7 @@ class Search(AbstractContextManager["Search"]):
                 mid-window, and this is another rank.
         """
         riding = self._riding
-        self._refuse_unless_all(snapshot.attempted(lambda: self._require(state)))
+        snapshot.refuse_unless_all(riding.engine.cycle, snapshot.attempted(lambda: self._require(state)), "search")
         riding.passes.give_up()
         riding.passes.begin_step()
         seats = state["micro_batches"]
@@ -211,7 +211,8 @@ class Search(AbstractContextManager["Search"]):
         model = riding.engine.hosts[0][0]
         before = riding.state_dict()
         try:
-            self._refuse_unless_all(snapshot.attempted(lambda: riding.load_state_dict(state)))
+            loaded = snapshot.attempted(lambda: riding.load_state_dict(state))
+            snapshot.refuse_unless_all(riding.engine.cycle, loaded, "search")
             with _groups_kept(self.optimizer):
                 whole = with_frozen(state["engine"], model)
                 snapshot.load_state_dict(riding.engine.cycle, whole, lambda: riding.load_state_dict(before))
@@ -224,17 +225,12 @@ class Search(AbstractContextManager["Search"]):
             raise
         self._notice_return(state["engine"]["open"], of_all_ranks="ranks" in state)
 
-    def _refuse_unless_all(self, problem: HdetError | None) -> None:
-        """Raise this process's problem, or say that another has one."""
-        if not snapshot.all_agree(self.engine.cycle, problem is None):
-            raise problem or CheckpointError("another process cannot load its state; this one's search is as it was")
-
     def _require(self, state: Mapping[str, Any]) -> None:
         """Whether a state can be loaded, as far as that shows beforehand."""
         _require_parts(state, self.model)
         self._riding.rates.require_courses(state["rates"])
         self._require_seats(state["micro_batches"])
-        with_frozen(state["engine"], self.model)
+        with_frozen(state["engine"], self.engine.hosts[0][0])
         if state["part"] != self._part:
             raise CheckpointError(
                 f"the search's state is of {_named(state['part'])}, and this is {_named(self._part)}: save "
@@ -289,6 +285,9 @@ def _require_parts(state: Mapping[str, Any], model: nn.Module) -> None:
     lacking = [key for key in ("divided", "seen", "known") if key not in state["losses"]]
     if lacking:
         raise CheckpointError(f"the search's state lacks {', '.join(lacking)} of its losses")
+    for key in ("entered", "lost"):
+        if not isinstance(state.get(key, 0), int):
+            raise CheckpointError(f"the search's state has {state[key]!r} for {key}, which is no number of passes")
     live = model.state_dict()
     for name, value in state["written"].items():
         if name not in live or live[name].shape != value.shape:

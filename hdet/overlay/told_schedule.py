@@ -8,6 +8,7 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import PrivateAttr
 from torch import Tensor
@@ -217,7 +218,7 @@ class Follower:
                 "the scheduler belongs to another optimizer; give hdet.attach the optimizer that it steps, or make the "
                 "scheduler of the optimizer given, which has all groups if it is a chain"
             )
-        if not isinstance(steps_between, int) or steps_between < 1:
+        if not isinstance(steps_between, (int, np.integer)) or steps_between < 1:
             raise ConfigError(f"scheduler_every is a number of optimizer steps, at least 1; got {steps_between!r}")
         self.optimizer = optimizer
         self.steps_between = steps_between

@@ -8,13 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
 from hdet.controllers import Calibrate, Pooled
 from hdet.controllers.rules import Fall
-from hdet.engine.admission import counted, declared, listed, trained, unique_names
+from hdet.engine.admission import counted, declared, listed, trained, unique_names, whole
 from hdet.engine.defaults import complete
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard, Rewind
@@ -98,10 +97,12 @@ def choose(
 
     Raises:
         ConfigError: `exclude` names a knob that the recipe does not have, or one that `knobs` declares; `warmup_steps`
-            is no number of steps within the run, or there is no schedule whose peak is known.
+            is no number of steps within the run, or there is no schedule whose peak is known; `window` or `stride` is
+            of another type; two of `knobs` have one name.
     """
     declared("window", window, int, Windows, type(None))
-    if stride is not None and not isinstance(stride, np.integer):
+    if stride is not None:
+        stride = whole("stride", stride)
         counted(stride=stride)
     rates = rates if rates is not None else {None: schedule or own_schedule(optimizer, total_steps)}
     pooled = len(rates) > 1
@@ -337,10 +338,8 @@ def excluding(given: str | Iterable[str], *more: str) -> list[str]:
     Raises:
         ConfigError: something else is given.
     """
-    names = (given,) if isinstance(given, str) else given
-    if isinstance(names, Iterable):
-        names = tuple(names)
-    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+    names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    if not all(isinstance(name, str) for name in names):
         raise ConfigError(f"exclude is a list of knobs' names, got {given!r}; give ['weight_decay'], say")
     return [*names, *more]
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -63,13 +64,13 @@ class Probe:
         if not (callable(self.batches) or hasattr(self.batches, "__len__")) or isinstance(self.batches, str):
             raise ConfigError(
                 f"batches is a list, a DataLoader or a function from the window's number to batches, got "
-                f"{self.batches!r}"
+                f"{type(self.batches).__name__}; what can only be iterated goes into a DataLoader"
             )
         if not callable(self.batches) and _are_none(self.batches):
             raise ConfigError("a probe needs batches; got none")
         if self.at not in ("last", "average"):
             raise ConfigError(f"at must be 'last' or 'average', got {self.at!r}")
-        if self.stride is not None and (not isinstance(self.stride, int) or self.stride < 1):
+        if self.stride is not None and (not isinstance(self.stride, (int, np.integer)) or self.stride < 1):
             raise ConfigError(f"stride is a number of steps, at least 1; got {self.stride!r}")
 
     def draw(self, window: int) -> list[Any]:

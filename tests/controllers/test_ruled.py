@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hdet.controllers import Calibrate, Context, Controller, Estimate, Regularize, Ruled
@@ -134,6 +135,11 @@ def test_a_part_of_ones_own_that_answers_no_number_is_named() -> None:
         def propose(self, *_: object) -> str:  # type: ignore[override]
             return "up"
 
+    class Single(Veto):
+        def allow(self, move: float, *_: object) -> float:  # type: ignore[override]
+            return np.float32(0.25)  # type: ignore[return-value]
+
+    assert told(Ruled(rules=(Raise(),), vetoes=(Single(),)), MORE)[0] == 0.25
     with pytest.raises(ConfigError, match=r"Silent.allow returned None; it returns a move, a number"):
         told(Ruled(rules=(Raise(),), vetoes=(Silent(),)), MORE)
     with pytest.raises(ConfigError, match=r"Vague.propose returned 'up'; it returns a move, a number"):

@@ -514,6 +514,25 @@ def state_of_one_rank() -> str:
     return _refusal(CheckpointError, lambda: search.load_state_dict(box[0]))
 
 
+def damaged_on_one_rank() -> tuple[str, float]:
+    """Each rank's own state between two windows, of which rank 1's has no peaks; what is said, and the end's weight."""
+    model, optimizer, search = _attached()
+
+    def train(steps: range) -> None:
+        for step in steps:
+            search.loss(loss_of(model, batch(step, dist.get_rank()))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(range(WINDOW))
+    state = search.state_dict()
+    if dist.get_rank() == 1:
+        state["peaks"] = None
+    said = _refusal(CheckpointError, lambda: search.load_state_dict(state))
+    train(range(WINDOW, 2 * WINDOW))
+    return said, float(next(model.parameters()).detach().sum())
+
+
 def joined() -> str:
     """Ranks with different numbers of batches."""
     model, _, search = _attached()

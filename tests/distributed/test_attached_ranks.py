@@ -188,6 +188,13 @@ def test_one_ranks_state_in_mid_window_is_refused_on_all() -> None:
     assert all("save search.all_ranks.state_dict()" in message for message in launch(attached.state_of_one_rank, 2))
 
 
+def test_what_one_rank_cannot_take_of_its_own_state_is_refused_on_all() -> None:
+    (first, weight), (second, other) = launch(attached.damaged_on_one_rank, 2)
+    assert first == "another process cannot load its state; this one's search is as it was"
+    assert "the checkpoint cannot be loaded (AttributeError" in second
+    assert weight == other
+
+
 def test_all_ranks_state_in_mid_window_is_gone_on_with_by_other_ranks_from_its_opening() -> None:
     state, _ = launch(attached.state_of_all_ranks, 2)
     assert launch(attached.resumed_on_other_ranks, 3, state) == [attached.WINDOW] * 3

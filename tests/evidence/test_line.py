@@ -7,6 +7,7 @@ Ubar = -(T + 1) / 2 r c: every slope along the line is exact.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from hdet.contrib import Fade
 from hdet.controllers import Calibrate, Hold
 from hdet.errors import ConfigError
 from hdet.evidence import Line
+from hdet.evidence.parts.line_fit import along
 from hdet.schedules import Replay, Schedule
 from hdet.spaces import Linear
 from hdet.spreads import TwoLevel
@@ -451,3 +453,9 @@ def test_the_record_says_which_rule_moved_the_rate_and_which_veto_held_it_back()
     assert records[0].reasons == {"learning_rate": {"rule": "raise", "veto": "fade"}}
     _, records = run([knob.replace(controller=Hold())], batches=(1.0, 1.2))
     assert records[0].reasons == {}
+
+
+def test_losses_that_are_infinite_at_all_points_teach_nothing_and_bring_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not along((-1.0, 0.0, 1.0), np.full((3, 4), np.inf)).known

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attach_parts import STEPS, adamw, batch, loss_of, network, probe
@@ -91,6 +92,26 @@ def test_what_attach_cannot_take_is_refused_and_changes_nothing(given: Any, mess
     assert not any((model._forward_pre_hooks, model._forward_hooks, optimizer._optimizer_step_post_hooks))
 
 
+def test_numbers_of_numpy_and_any_collection_of_names_are_taken() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = hdet.attach(
+        model,
+        optimizer,
+        probe=probe(),
+        total_steps=STEPS,
+        seed=np.int64(3),  # type: ignore[arg-type]
+        stride=np.int64(2),  # type: ignore[arg-type]
+        noise_scale=np.bool_(False),  # type: ignore[arg-type]
+        exclude=(name for name in ["weight_decay"]),  # type: ignore[arg-type]
+        scheduler_every=np.int64(2),  # type: ignore[arg-type]
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5),
+        quiet=True,
+    )
+    assert type(search.engine.plan.seed) is int
+    assert sorted(search.shifts) == ["dropout", "learning_rate"]
+
+
 def test_a_refused_state_leaves_the_search_as_it_was() -> None:
     searches = []
     for rate in (0.01, 0.05):
@@ -106,6 +127,8 @@ def test_a_refused_state_leaves_the_search_as_it_was() -> None:
 DAMAGED: list[tuple[tuple[Any, ...], Any]] = [
     (("part",), "x"),
     (("micro_batches",), "x"),
+    (("entered",), "x"),
+    (("lost",), "x"),
     (("rates", "courses"), None),
     (("losses",), {}),
     (("engine",), None),

@@ -134,8 +134,8 @@ def test_a_smaller_last_batch_is_said_once(problem: Any) -> None:
     [
         (lambda p: Probe(3, [1, 2]), r"loss must be callable as loss\(model, batch\), got int"),
         (lambda p: Probe(p.loss, []), "a probe needs batches; got none"),
-        (lambda p: Probe(p.loss, None), "batches is a list, a DataLoader or a function .* got None"),
-        (lambda p: Probe(p.loss, "validation"), "batches is a list, a DataLoader or a function .* got 'validation'"),
+        (lambda p: Probe(p.loss, None), "batches is a list, a DataLoader or a function .* got NoneType; "),
+        (lambda p: Probe(p.loss, "validation"), "batches is a list, a DataLoader or a function .* got str; "),
         (lambda p: p.probe(at="mean"), "at must be 'last' or 'average', got 'mean'"),
         (lambda p: p.probe(at="average", stride="2"), "stride is a number of steps, at least 1; got '2'"),
         (lambda p: p.probe(at="average", stride=0), "stride is a number of steps, at least 1; got 0"),
