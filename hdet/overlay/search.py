@@ -240,7 +240,7 @@ class Search(AbstractContextManager["Search"]):
 
     def _require_seats(self, saved: int | None) -> None:
         if saved is not None and not (isinstance(saved, int) and saved > 0):
-            raise CheckpointError(f"the search's state is of {saved!r} micro-batches a step, which is no number")
+            raise CheckpointError(f"{saved!r} micro-batches a step, as the search's state has, is no number of them")
         own = len(self.engine.replicas)
         if self.engine.step_count and saved not in (None, own):
             raise CheckpointError(
@@ -287,7 +287,7 @@ def _require_parts(state: Mapping[str, Any], model: nn.Module) -> None:
         raise CheckpointError(f"the search's state lacks {', '.join(lacking)} of its losses")
     for key in ("entered", "lost"):
         if not isinstance(state.get(key, 0), int):
-            raise CheckpointError(f"the search's state has {state[key]!r} for {key}, which is no number of passes")
+            raise CheckpointError(f"{state[key]!r} for {key}, as the search's state has, is no number of passes")
     live = model.state_dict()
     for name, value in state["written"].items():
         if name not in live or live[name].shape != value.shape:
