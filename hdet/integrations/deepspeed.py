@@ -250,10 +250,10 @@ def _refuse_forward(knobs: Sequence[Any], stage: int, kind: str) -> None:
 
 def _refuse_rates(rates: Any, stage: int, kind: str) -> None:
     """Rates of parts of a flat tensor."""
-    if isinstance(rates, Mapping):
+    if isinstance(rates, Mapping) or rates == "matrices":
         raise ConfigError(
-            f"rates= with patterns cuts the optimizer's groups, and under ZeRO stage {stage} ({kind}) a group is one "
-            f"flat tensor; give deepspeed.initialize an optimizer with a group for each name, and "
+            f"rates= with patterns, or by matrices, cuts the optimizer's groups, and under ZeRO stage {stage} ({kind}) "
+            f"a group is one flat tensor; give deepspeed.initialize an optimizer with a group for each name, and "
             f'hdet.deepspeed.attach rates="groups"'
         )
 

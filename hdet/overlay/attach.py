@@ -23,7 +23,7 @@ from hdet.hparams.update import GroupKnob, Groups
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.rates import RATE, Rates
 from hdet.overlay.search import Search
-from hdet.overlay.split_groups import Patterns, SplitGroups
+from hdet.overlay.split_groups import Patterns, SplitGroups, by_matrix
 from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
 from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL, choose, describe, own_schedule
@@ -46,7 +46,7 @@ def attach(
     scheduler: Any = None,
     scheduler_every: int = 1,
     schedule: Schedule | Literal["own"] | None = OWN,
-    rates: Literal["together", "groups"] | Patterns = "together",
+    rates: Literal["together", "groups", "matrices"] | Patterns = "together",
     knobs: Sequence[Knob] = (),
     exclude: Sequence[str] = (),
     micro_batches: int | None = None,
@@ -85,7 +85,8 @@ def attach(
         rates: "together", one factor for the rates of all parameter groups; "groups", one for each, whose steps
             come to go equally far beside the weights; or names with patterns on parameter names, as `{"head":
             "head.*", "norms": ("*norm*", "*bias")}`, by which the optimizer's groups are cut where they have to be.
-            Parameters that no pattern matches are called "others".
+            Parameters that no pattern matches are called "others". "matrices" cuts them so that each parameter of two
+            dimensions or more is a group by its own name.
         knobs: in place of the recipe's knob of the same name, or beside them.
         exclude: names of the recipe's knobs (or one name) that are left as they are: "learning_rate", "weight_decay",
             "dropout", "label_smoothing".
@@ -143,6 +144,8 @@ def attach(
         warmup_steps = 0  # a training that is under way has had its warm-up
     with ExitStack() as undo:
         split = None
+        if rates == "matrices":
+            rates = by_matrix(model, optimizer)
         if isinstance(rates, Mapping):
             split = SplitGroups(model, optimizer, rates)
             undo.callback(split.undo)
@@ -366,7 +369,8 @@ def _groups(optimizer: Optimizer, rates: Any, split: SplitGroups | None) -> dict
         return {None: ""}
     if rates != "groups":
         raise ConfigError(
-            f'rates is "together", "groups" or a mapping of names to patterns on parameter names, got {rates!r}'
+            f'rates is "together", "groups", "matrices" or a mapping of names to patterns on parameter names, got '
+            f"{rates!r}"
         )
     groups = optimizer.param_groups
     names = [group.get("name") for group in groups]

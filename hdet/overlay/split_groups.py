@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from glob import escape
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +19,26 @@ OTHERS = "others"
 OF_PARAMETERS = ("params", "param_names")
 """Entries of a group that hold something for each parameter."""
 Patterns = Mapping[str, str | Sequence[str]]
+
+
+def by_matrix(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
+    """A name and its pattern for each parameter of two dimensions or more that the optimizer holds.
+
+    What has one dimension is left to `OTHERS`.
+
+    Raises:
+        ConfigError: there is no such parameter.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    found: dict[int, str] = {}
+    for name, parameter in _parameters(model):
+        if id(parameter) in held and parameter.dim() >= 2:
+            found.setdefault(id(parameter), name)
+    if not found:
+        raise ConfigError(
+            'rates="matrices" finds no parameter of two dimensions or more in this optimizer; give rates="together"'
+        )
+    return {name: escape(name) for name in found.values()}
 
 
 class SplitGroups:

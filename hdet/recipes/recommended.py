@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 from torch import nn
@@ -38,6 +39,8 @@ WARMUP = 0.3
 MOST_WARMUP_STEPS = 300
 CAUTION = 4.0
 MOST = 0.5
+MOST_LINES = 8
+"""Subjects that are told each for itself where the same is said of all."""
 BY_GRADIENTS = "micro-batches run at two levels, fresh signs every step; their gradients are compared along the probe's"
 GUARD = (
     "  a guard: where training stands still and the held-out loss got worse, it goes back to the best point and on "
@@ -498,8 +501,10 @@ def describe(
 ) -> str:
     """The choices in words, a line each."""
     lines = ["hdet explores, without any replica diverging:"]
-    for choice in choices:
-        mark = "+" if choice.knob is not None else "-"
-        lines.append(f"  {mark} {choice.subject}: {choice.reason}")
+    for (explored, reason), alike in groupby(choices, key=lambda choice: (choice.knob is not None, choice.reason)):
+        subjects = [choice.subject for choice in alike]
+        if len(subjects) > MOST_LINES:  # of groups, as many as a model has matrices
+            subjects = [f"{subjects[0]}, and {len(subjects) - 1} more up to {subjects[-1]}"]
+        lines += [f"  {'+' if explored else '-'} {subject}: {reason}" for subject in subjects]
     lines += [GUARD] * (guard is not None) + [TAIL] * (tail is not None)
     return "\n".join(lines)

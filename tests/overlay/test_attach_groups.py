@@ -72,6 +72,49 @@ def test_groups_are_cut_by_name_and_whole_again_afterwards() -> None:
     train(model, optimizer, None, start=20)
 
 
+def test_each_matrix_is_a_group_by_its_own_name() -> None:
+    """What has one dimension is the rest; a tied matrix has one name, and what the optimizer does not hold has none."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"table[in]": nn.Embedding(6, 4), "mix": nn.Conv1d(4, 4, 1), "out": nn.Linear(4, 6)})
+    model["out"].weight = model["table[in]"].weight
+    model["frozen"] = nn.Linear(4, 4)
+    held = [*model["table[in]"].parameters(), *model["mix"].parameters(), model["out"].bias]
+    optimizer = torch.optim.AdamW(held, lr=1e-3)
+    search = attach(model, optimizer, rates="matrices")
+    names = ["mix.weight", "others", "table[in].weight"]
+    assert sorted(search.shifts) == [f"learning_rate[{name}]" for name in names]
+    groups = sorted(map(sorted, names_by_group(model, optimizer)))
+    assert groups == [["mix.bias", "out.bias"], ["mix.weight"], ["table[in].weight"]]
+    search.detach()
+    assert len(optimizer.param_groups) == 1
+
+
+def test_without_a_matrix_there_is_no_group() -> None:
+    model = nn.LayerNorm(4)
+    with pytest.raises(ConfigError, match="finds no parameter of two dimensions or more"):
+        attach(model, torch.optim.AdamW(model.parameters()), rates="matrices")
+
+
+def test_rates_by_matrix_learn_what_the_same_patterns_do() -> None:
+    learned = []
+    for rates in ("matrices", {"0.weight": "0.weight", "2.weight": "2.weight"}):
+        model, optimizer = build()
+        search = attach(model, optimizer, rates=rates)
+        train(model, optimizer, search)
+        learned.append((search.shifts, [parameter.tolist() for parameter in model.parameters()]))
+    assert learned[0] == learned[1]
+    assert all(own.factor not in (None, 1.0) for own in learned[0][0].values())
+
+
+def test_what_is_said_of_many_groups_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
+    attach(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rates="matrices", quiet=False)
+    printed = capsys.readouterr().out
+    assert printed.count("learning rate of group") == 2
+    assert "learning rate of group 0.weight, and 12 more up to learning rate of group others: heads" in printed
+
+
 @pytest.mark.parametrize("restored", [False, True])
 def test_a_group_that_somebody_added_since_stays(restored: bool) -> None:
     """A restored optimizer holds its groups in new dictionaries."""
@@ -193,7 +236,7 @@ def test_what_cannot_be_is_refused() -> None:
         attach(model, optimizer, rates={"body": "body.*"})
     with pytest.raises(ConfigError, match="names each group by a printable string, got 3"):
         attach(model, optimizer, rates={3: "2.*"})
-    with pytest.raises(ConfigError, match='rates is "together", "groups" or a mapping'):
+    with pytest.raises(ConfigError, match='rates is "together", "groups", "matrices" or a mapping'):
         attach(model, optimizer, rates="group")
 
 
