@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -315,6 +316,41 @@ def test_of_a_pretrained_model_a_raise_goes_the_further_the_more_certain_it_is(
     assert rule.propose(Beginning(), flat, RISING) == pytest.approx(limit), "nobody knows"
     assert rule.replace(furthest=0.0).propose(TRAINED, flat, RISING) == pytest.approx(limit)
     assert rule.propose(TRAINED, replace(flat, curvature=3.0), RISING) == pytest.approx(0.1), "a Newton move"
+
+
+FIRST = Estimate(slope=-0.001, curvature=-0.001 + 0.001 / 49.0, stderr=0.0001, excess=2.8)
+"""Of a pretrained model's first window: a parabola in the rate with its bottom at 50 times the rate."""
+
+
+@pytest.mark.parametrize("rule", [AT_BASE, BEFORE_IT])
+def test_the_first_raise_of_a_pretrained_model_stops_short_of_the_bottom_of_a_parabola_in_the_rate(
+    rule: Raise | LookAhead,
+) -> None:
+    def raised(estimate: Estimate, state: Beginning = TRAINED, *, of: Any = rule, shift: float = 0.0) -> float:
+        move = of.propose(state, estimate, replace(RISING, shift=shift))
+        assert move is not None
+        return move
+
+    assert raised(FIRST) == pytest.approx(math.log(50.0) - 0.5)
+    without = pytest.approx(2.5)
+    assert raised(replace(FIRST, curvature=-0.001 + 0.001 / 99.0)) == without, "out of sight"
+    assert raised(replace(FIRST, curvature=-0.001 + 0.001 / 19.0)) == without, "the bottom is as near as any raise goes"
+    assert raised(replace(FIRST, curvature=-0.001)) == without, "no bottom"
+    assert raised(replace(FIRST, curvature=None)) == without, "not measured"
+    assert raised(replace(FIRST, curvature=math.nan)) == without
+    assert raised(replace(FIRST, excess=None)) == without, "a later window"
+    assert raised(FIRST, of=rule.replace(in_sight=0.0)) == without
+    limit = rule.limit if isinstance(rule, Raise) else rule.early_limit
+    assert raised(FIRST, of=rule.replace(furthest=0.0)) == pytest.approx(limit)
+    assert raised(replace(FIRST, excess=1.0), Beginning(untrained=True)) == pytest.approx(limit)
+    assert raised(FIRST, shift=2.0) == pytest.approx(3.0), "no further than the ceiling"
+
+
+def test_and_where_it_calls_for_less_or_proves_nothing_the_parabola_has_no_say() -> None:
+    less = replace(FIRST, slope=0.001, curvature=0.002)
+    assert BEFORE_IT.propose(TRAINED, less, RISING) == pytest.approx(-0.5)
+    assert AT_BASE.propose(TRAINED, replace(FIRST, stderr=0.001), RISING) is None
+    assert BEFORE_IT.propose(TRAINED, replace(FIRST, stderr=0.001), RISING) == 0.0
 
 
 def test_and_a_lowering_no_further_than_any() -> None:

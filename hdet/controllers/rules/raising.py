@@ -18,7 +18,8 @@ class Raise(OfRaises, Rule):
 
     The last weights flatter small steps, so they are believed where they call for large ones. While the schedule rises,
     an untrained model's tiny steps (`tiny`) go at once to where the best ones may lie, and a pretrained model's move
-    may go up to `furthest`, the further the more significant it is.
+    may go up to `furthest`, the further the more significant it is. In its first window it goes to
+    short of where a parabola in the rate has its bottom, if that is further, and in sight (`in_sight`).
 
     Args:
         significance: |t| at the last weights from which they are believed.
