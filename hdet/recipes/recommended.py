@@ -39,7 +39,7 @@ WARMUP = 0.3
 MOST_WARMUP_STEPS = 300
 CAUTION = 4.0
 MOST = 0.5
-MOST_LINES = 8
+MOST_LINES = 3
 """Subjects that are told each for itself where the same is said of all."""
 BY_GRADIENTS = "micro-batches run at two levels, fresh signs every step; their gradients are compared along the probe's"
 GUARD = (
