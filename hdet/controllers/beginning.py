@@ -10,7 +10,6 @@ from pydantic import Field
 
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
-from hdet.controllers.newton import newton_in_rate
 from hdet.controllers.part import Part
 
 LOWEST_BEST = 0.13
@@ -18,7 +17,7 @@ LOWEST_BEST = 0.13
 TINY = 0.03
 """The `step_size` below which steps are tiny: less than a quarter of `LOWEST_BEST`, at which a run is entered for
 caution that heads for it."""
-SHORT_OF = 0.5
+SHORT_OF = 1.0
 """How far below the bottom of a parabola in the rate a pretrained model's first raise stays, in coordinates."""
 HUGE = 12.0
 """The `step_size` above which steps are huge. The best rates of those tasks have 0.13 to 3.7, and one beside a strong
@@ -80,21 +79,18 @@ class OfRaises(OfBeginning):
 
     Of a pretrained one it goes the further the more certain the slope is: there the first windows call for no more
     than the later ones can bear, and fine-tuning is short. In the first window it goes to where the loss is lowest as
-    a parabola in the rate itself, less a factor of e^0.5, if that is further.
+    a parabola in the rate itself, less a factor of e, if that is further.
 
     Args:
         significance: |t| at the last weights from which they are believed.
         tiny: `step_size` below which an untrained model's steps are tiny; 0 leaves raises as they are.
         furthest: largest raise of a pretrained model, in coordinates; 0 leaves raises as they are.
-        in_sight: how far, in coordinates, the bottom of its first window's parabola may lie. One that lies further is
-            none: the curvature is next to 0, of either sign.
         ceiling: largest shift that a raise from tiny steps, or of a pretrained model's first window, leads to.
     """
 
     significance: float = Field(default=2.0, gt=0, le=100)
     tiny: float = Field(default=TINY, ge=0, le=LOWEST_BEST)
     furthest: float = Field(default=2.5, ge=0, le=10)
-    in_sight: float = Field(default=4.5, ge=0, le=10)
     ceiling: float = 5.0
 
     def limited(self, limit: float, state: Beginning, estimate: Estimate) -> float:
@@ -114,9 +110,9 @@ class OfRaises(OfBeginning):
         size = estimate.step_size
         if state.untrained and size and size < self.tiny:
             return math.log(LOWEST_BEST / size)
-        if state.pretrained and estimate.pretrained and self.furthest > 0.0:
-            bottom = newton_in_rate(estimate)
-            return bottom - SHORT_OF if bottom <= self.in_sight else 0.0
+        # `Estimate.pretrained` is told in the first window alone.
+        if state.pretrained and estimate.pretrained and estimate.bottom is not None and self.furthest > 0.0:
+            return estimate.bottom - SHORT_OF
         return 0.0
 
 

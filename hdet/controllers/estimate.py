@@ -39,6 +39,8 @@ class Estimate:
             over the geometric mean of all (`hdet.evidence.parts.step_ratio`), where the evidence tells.
         rate_ratio: of one whose steps tell nothing by what it moves, as of vectors, its rate over the mean of those of
             the same scale that have a `step_ratio`.
+        bottom: how far from where it was taken, in coordinate units, the signal is lowest as a parabola in the value
+            itself (`hdet.evidence.parts.line_fit.bottom_in_value`), where the evidence proves that it has a bottom.
         offset: where it was taken, relative to the base in coordinate units; 0 is at the base.
         slopes: the slope in each of J sub-batches, of which `slope` is the mean and `stderr` the scatter's; () where
             there are none. Sub-batch j is to be comparable between windows, or independent: sums over windows are
@@ -64,6 +66,7 @@ class Estimate:
     step_size: float | None = None
     step_ratio: float | None = None
     rate_ratio: float | None = None
+    bottom: float | None = None
     offset: float = 0.0
     slopes: tuple[float, ...] = ()
     freedom: float | None = None

@@ -27,21 +27,6 @@ def newton_move(estimate: Estimate, limit: float) -> float:
     return math.copysign(limit, -slope)
 
 
-def newton_in_rate(estimate: Estimate) -> float:
-    """The move to the bottom of a parabola in the value itself, not in its logarithm; 0 where that has none.
-
-    With the loss f(s) at s times the value, the slope b = f' and the curvature c = f'' + f' in log s lead to
-    `log(1 - b / (c - b))`. It is for raises: 0 where b is not below 0.
-
-    >>> round(newton_in_rate(Estimate(slope=-0.2, curvature=-0.1)), 3), newton_in_rate(Estimate(slope=-0.2))
-    (1.099, 0.0)
-    """
-    slope, curvature = estimate.slope, estimate.curvature
-    if curvature is None or not slope < 0.0 or not curvature > slope:
-        return 0.0
-    return math.log1p(-slope / (curvature - slope))
-
-
 @register
 class Newton(Controller):
     """Move to the bottom of the fitted parabola, no further than `limit`, if the slope passes a gate.

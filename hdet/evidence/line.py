@@ -19,7 +19,7 @@ from hdet.controllers import Calibrate, Controller, Estimate
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.batch_statistics import Statistics
-from hdet.evidence.parts.line_fit import along
+from hdet.evidence.parts.line_fit import along, bottom_in_value
 from hdet.evidence.parts.losses_at import Point, Write, losses_at, statistics_of_average
 from hdet.evidence.parts.step_size import empty_at_first, step_size
 from hdet.evidence.scene import Harvest, Scene, Window
@@ -141,8 +141,9 @@ class LineCollector(Collector):
             if curved:
                 more = measure([segments[k] for k in curved], curved, between, statistics)
                 for k, line in zip(curved, more, strict=True):
-                    fit = along([*ends, *between], np.concatenate([lines[k], line]))
-                    told[k] = replace(fit, offset=centres[k], level=told[k].level)
+                    points, losses = [*ends, *between], np.concatenate([lines[k], line])
+                    bottom = bottom_in_value(points, losses)
+                    told[k] = replace(along(points, losses), offset=centres[k], level=told[k].level, bottom=bottom)
             return told
 
         at_last = read(last, range(len(knobs)), averaged=False)

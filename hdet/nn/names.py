@@ -19,8 +19,14 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     >>> [name for name, _ in named_modules(nn.DataParallel(nn.Sequential(nn.ReLU())))]
     ['', '', '0']
     """
+    inner: set[str] = set()
     for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            inner.add(f"{name}.module" if name else "module")
         parts = name.split(".") if name else []
-        if parts[:1] == ["module"] and isinstance(model, DistributedDataParallel | DataParallel):
-            parts = parts[1:]
-        yield ".".join(part for part in parts if part not in _WRAPPERS), module
+        kept = (
+            part
+            for place, part in enumerate(parts, 1)
+            if part not in _WRAPPERS and ".".join(parts[:place]) not in inner
+        )
+        yield ".".join(kept), module

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from hdet.hparams.update import GroupKnob, Groups
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.rates import RATE, Rates
 from hdet.overlay.search import Search
-from hdet.overlay.split_groups import Patterns, SplitGroups, by_matrix
+from hdet.overlay.split_groups import Patterns, SplitGroups, by_matrix, by_pattern
 from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
 from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL, choose, describe, own_schedule
@@ -85,8 +86,8 @@ def attach(
         rates: "together", one factor for the rates of all parameter groups; "groups", one for each, whose steps
             come to go equally far beside the weights; or names with patterns on parameter names, as `{"head":
             "head.*", "norms": ("*norm*", "*bias")}`, by which the optimizer's groups are cut where they have to be.
-            Parameters that no pattern matches are called "others". "matrices" cuts them so that each parameter of two
-            dimensions or more is a group by its own name.
+            Parameters that no pattern matches are called "others". "matrices" cuts them so that each trained
+            matrix (or filter bank, or table) is a group by its own name.
         knobs: in place of the recipe's knob of the same name, or beside them.
         exclude: names of the recipe's knobs (or one name) that are left as they are: "learning_rate", "weight_decay",
             "dropout", "label_smoothing".
@@ -144,10 +145,9 @@ def attach(
         warmup_steps = 0  # a training that is under way has had its warm-up
     with ExitStack() as undo:
         split = None
-        if rates == "matrices":
-            rates = by_matrix(model, optimizer)
-        if isinstance(rates, Mapping):
-            split = SplitGroups(model, optimizer, rates)
+        if rates == "matrices" or isinstance(rates, Mapping):
+            names = by_matrix if rates == "matrices" else partial(by_pattern, patterns=rates)
+            split = SplitGroups(optimizer, names(model, optimizer))
             undo.callback(split.undo)
             knobs = [split.follow(knob) for knob in knobs]
         undo.callback(_share_again, optimizer, _shared_rates(optimizer, rates, schedule))
@@ -311,7 +311,8 @@ def _shared_rates(optimizer: Optimizer, rates: Any, schedule: Any) -> list[Any]:
     if len(set(ids)) < len(ids) and rates != "together" and schedule is None:
         raise ConfigError(
             "parameter groups share one tensor as their learning rate, and under rates= each has a rate of its own; "
-            "give every group a tensor of its own, or let a torch scheduler (scheduler=) or hdet's schedule drive them"
+            "give every group a tensor of its own, or a float where rates= cuts a group, or let a torch scheduler "
+            "(scheduler=) or hdet's schedule drive them"
         )
     return held
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from glob import escape
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError, MatchError
+from hdet.evidence.parts.scale import spectral_gain
 from hdet.hparams.knob import Knob
 from hdet.hparams.update import GroupKnob, LearningRate
 from hdet.nn.names import named_modules
@@ -18,27 +18,9 @@ from hdet.nn.names import named_modules
 OTHERS = "others"
 OF_PARAMETERS = ("params", "param_names")
 """Entries of a group that hold something for each parameter."""
+MOST_NAMED = 8
+"""Names in a message."""
 Patterns = Mapping[str, str | Sequence[str]]
-
-
-def by_matrix(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
-    """A name and its pattern for each parameter of two dimensions or more that the optimizer holds.
-
-    What has one dimension is left to `OTHERS`.
-
-    Raises:
-        ConfigError: there is no such parameter.
-    """
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    found: dict[int, str] = {}
-    for name, parameter in _parameters(model):
-        if id(parameter) in held and parameter.dim() >= 2:
-            found.setdefault(id(parameter), name)
-    if not found:
-        raise ConfigError(
-            'rates="matrices" finds no parameter of two dimensions or more in this optimizer; give rates="together"'
-        )
-    return {name: escape(name) for name in found.values()}
 
 
 class SplitGroups:
@@ -48,27 +30,29 @@ class SplitGroups:
     settings. The optimizer's state belongs to parameters and is not touched.
 
     Args:
-        patterns: by name one shell pattern on parameter names, or several (`"blocks.*.attention.*"`; `*` matches dots
-            too). The first name that matches a parameter has it; parameters that none matches are called `OTHERS`.
+        names: of parameters, by their id (`by_pattern`, `by_matrix`). Those that are not in it are called `OTHERS`.
 
     Attributes:
         indices: by name, the groups that hold its parameters.
 
     Raises:
-        MatchError: a pattern matches no parameter that the optimizer holds.
-        ConfigError: there is no name, or one that no parameter has, or that others have too; or a group would have to
-            be cut that a torch scheduler drives, which counts groups.
+        ConfigError: a name is that of the others too; or a group would have to be cut that a torch scheduler drives,
+            which counts groups.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> None:
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         self._optimizer = optimizer
         self._before = [
             {key: list(group[key]) for key in OF_PARAMETERS if key in group} for group in optimizer.param_groups
         ]
-        names = _named(model, optimizer, patterns)
+        if OTHERS in names.values() and not names.keys() >= _held(optimizer):
+            raise ConfigError(
+                f"rates= calls a group {OTHERS!r}, and so hdet calls the parameters that no pattern matches; give it "
+                f"another name, or patterns that match all"
+            )
         parts = [_parted(own, names) for own in self._before]
         _refuse_scheduled(optimizer, parts)
-        self.indices: dict[str, list[int]] = {name: [] for name in (*patterns, OTHERS)}
+        self.indices: dict[str, list[int]] = {name: [] for name in (*names.values(), OTHERS)}
         self._parts: dict[int, tuple[int, ...]] = {}
         for index, cut in enumerate(parts):
             group, first, *others = optimizer.param_groups[index], *cut.values()
@@ -114,11 +98,20 @@ class SplitGroups:
         groups[first:] = [group for group in groups[first:] if not cut.intersection(map(id, group["params"]))]
 
 
-def _named(model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> dict[int, str]:
-    """The name that each of the optimizer's parameters goes by, by its id."""
+def by_pattern(model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> dict[int, str]:
+    """The name that each of the optimizer's parameters goes by, by its id; those that no pattern matches have none.
+
+    Args:
+        patterns: by name one shell pattern on parameter names, or several (`"blocks.*.attention.*"`; `*` matches dots
+            too). The first name that matches a parameter has it.
+
+    Raises:
+        MatchError: a pattern matches no parameter that the optimizer holds.
+        ConfigError: there is no name, or one that no parameter has.
+    """
     if not patterns:
         raise ConfigError('rates={} names no group; give names with patterns on parameter names, or rates="together"')
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = _held(optimizer)
     known = [(name, parameter) for name, parameter in _parameters(model) if id(parameter) in held]
     found: dict[int, str] = {}
     for name, given in patterns.items():
@@ -134,7 +127,7 @@ def _named(model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> dict[i
             if not matched:
                 raise MatchError(
                     f"rates={{{name!r}: ...}}: no parameter that the optimizer holds matches {pattern!r}; there are "
-                    f"{', '.join(path for path, _ in known[:8])}{', ...' if len(known) > 8 else ''}"
+                    f"{', '.join(path for path, _ in known[:MOST_NAMED])}{', ...' if len(known) > MOST_NAMED else ''}"
                 )
             for parameter in matched:
                 found.setdefault(id(parameter), name)
@@ -143,12 +136,29 @@ def _named(model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> dict[i
                 f"rates={{{name!r}: ...}} is left with no parameter, since names before it have all that its patterns "
                 f"match; put it before them, or leave it out"
             )
-    if OTHERS in patterns and len(found) < len(held):
-        raise ConfigError(
-            f"rates= calls a group {OTHERS!r}, and so hdet calls the parameters that no pattern matches; give it "
-            f"another name, or patterns that match all"
-        )
     return found
+
+
+def by_matrix(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    """The name in the model of each trained matrix that the optimizer holds, by its id.
+
+    Filters and stacks of matrices count too; what has one row, or one column, is a vector.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    held = _held(optimizer)
+    found: dict[int, str] = {}
+    for name, parameter in _parameters(model):
+        if id(parameter) in held and parameter.requires_grad and spectral_gain(parameter) > 0.0:
+            found.setdefault(id(parameter), name)
+    if not found:
+        raise ConfigError('rates="matrices" finds no matrix that this optimizer trains; give rates="together"')
+    return found
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -171,8 +181,9 @@ def _parted(own: Mapping[str, list[Any]], names: Mapping[int, str]) -> dict[str,
 def _refuse_scheduled(optimizer: Optimizer, parts: Sequence[Mapping[str, Any]]) -> None:
     for index, cut in enumerate(parts):
         if len(cut) > 1 and "initial_lr" in optimizer.param_groups[index]:
+            names = f"{', '.join(map(repr, list(cut)[:MOST_NAMED]))}{', ...' if len(cut) > MOST_NAMED else ''}"
             raise ConfigError(
-                f"the optimizer's group {index} holds parameters of {', '.join(map(repr, cut))}, and a torch scheduler "
-                f"drives it (it holds 'initial_lr'), which cannot follow when the group is cut; give the optimizer one "
-                f'group for each name before you make the scheduler, and hdet.attach rates="groups"'
+                f"the optimizer's group {index} holds parameters of {names}, and a torch scheduler drives it (it holds "
+                f"'initial_lr'), which cannot follow when the group is cut; give the optimizer one group for each name "
+                f'before you make the scheduler, and hdet.attach rates="groups"'
             )

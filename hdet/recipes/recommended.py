@@ -40,7 +40,8 @@ MOST_WARMUP_STEPS = 300
 CAUTION = 4.0
 MOST = 0.5
 MOST_LINES = 3
-"""Subjects that are told each for itself where the same is said of all."""
+"""Groups' learning rates that are told each for itself where the same is said of all."""
+RATE_OF = "learning rate of group "
 BY_GRADIENTS = "micro-batches run at two levels, fresh signs every step; their gradients are compared along the probe's"
 GUARD = (
     "  a guard: where training stands still and the held-out loss got worse, it goes back to the best point and on "
@@ -168,7 +169,7 @@ def _rate(
     if course.total_steps is not None:
         course = course.with_warmup(warmup_steps)
     peak = course.nominal_peak()
-    subject = "learning rate" if groups is None else f"learning rate of group {name or groups}"
+    subject = "learning rate" if groups is None else f"{RATE_OF}{name or groups}"
     if groups is not None and peak == 0.0:
         return Choice(subject, None, "is 0, which no factor moves")
     # Only a warm-up that is looked ahead of can be entered from below: nothing else makes up for it in time.
@@ -501,10 +502,16 @@ def describe(
 ) -> str:
     """The choices in words, a line each."""
     lines = ["hdet explores, without any replica diverging:"]
-    for (explored, reason), alike in groupby(choices, key=lambda choice: (choice.knob is not None, choice.reason)):
+    for (explored, reason, rates), alike in groupby(choices, key=_alike):
         subjects = [choice.subject for choice in alike]
-        if len(subjects) > MOST_LINES:  # of groups, as many as a model has matrices
-            subjects = [f"{subjects[0]}, and {len(subjects) - 1} more up to {subjects[-1]}"]
+        if rates and len(subjects) > MOST_LINES:
+            first, last = (subject.removeprefix(RATE_OF) for subject in (subjects[0], subjects[-1]))
+            subjects = [f"learning rates of {len(subjects)} groups, {first} to {last}"]
         lines += [f"  {'+' if explored else '-'} {subject}: {reason}" for subject in subjects]
     lines += [GUARD] * (guard is not None) + [TAIL] * (tail is not None)
     return "\n".join(lines)
+
+
+def _alike(choice: Choice) -> tuple[bool, str, bool]:
+    """What lines of one sort have in common: explored or not, the reason, and whether they are of groups' rates."""
+    return choice.knob is not None, choice.reason, choice.subject.startswith(RATE_OF)

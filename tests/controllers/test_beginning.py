@@ -10,7 +10,7 @@ import pytest
 
 from hdet import Rewind
 from hdet.controllers import Calibrate, Context, Estimate
-from hdet.controllers.beginning import Beginning, OfBeginning
+from hdet.controllers.beginning import SHORT_OF, Beginning, OfBeginning
 from hdet.controllers.rules import CatchUp, CutBack, LookAhead, Raise, Regain, Return
 from hdet.controllers.rules.catch_up import CatchUpState
 from hdet.controllers.rules.returning import ReturnState
@@ -318,8 +318,8 @@ def test_of_a_pretrained_model_a_raise_goes_the_further_the_more_certain_it_is(
     assert rule.propose(TRAINED, replace(flat, curvature=3.0), RISING) == pytest.approx(0.1), "a Newton move"
 
 
-FIRST = Estimate(slope=-0.001, curvature=-0.001 + 0.001 / 49.0, stderr=0.0001, excess=2.8)
-"""Of a pretrained model's first window: a parabola in the rate with its bottom at 50 times the rate."""
+FIRST = Estimate(slope=-0.001, curvature=-0.0009, stderr=0.0001, excess=2.8, bottom=math.log(100.0))
+"""Of a pretrained model's first window: a parabola in the rate with its bottom at 100 times the rate."""
 
 
 @pytest.mark.parametrize("rule", [AT_BASE, BEFORE_IT])
@@ -331,15 +331,10 @@ def test_the_first_raise_of_a_pretrained_model_stops_short_of_the_bottom_of_a_pa
         assert move is not None
         return move
 
-    assert raised(FIRST) == pytest.approx(math.log(50.0) - 0.5)
-    without = pytest.approx(2.5)
-    assert raised(replace(FIRST, curvature=-0.001 + 0.001 / 99.0)) == without, "out of sight"
-    assert raised(replace(FIRST, curvature=-0.001 + 0.001 / 19.0)) == without, "the bottom is as near as any raise goes"
-    assert raised(replace(FIRST, curvature=-0.001)) == without, "no bottom"
-    assert raised(replace(FIRST, curvature=None)) == without, "not measured"
-    assert raised(replace(FIRST, curvature=math.nan)) == without
-    assert raised(replace(FIRST, excess=None)) == without, "a later window"
-    assert raised(FIRST, of=rule.replace(in_sight=0.0)) == without
+    assert raised(FIRST) == pytest.approx(math.log(100.0) - SHORT_OF)
+    assert raised(replace(FIRST, bottom=2.5 + SHORT_OF - 0.1)) == pytest.approx(2.5), "as near as any raise goes"
+    assert raised(replace(FIRST, bottom=None)) == pytest.approx(2.5), "no bottom is proven"
+    assert raised(replace(FIRST, excess=None)) == pytest.approx(2.5), "a later window"
     limit = rule.limit if isinstance(rule, Raise) else rule.early_limit
     assert raised(FIRST, of=rule.replace(furthest=0.0)) == pytest.approx(limit)
     assert raised(replace(FIRST, excess=1.0), Beginning(untrained=True)) == pytest.approx(limit)

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from hdet.controllers import Context, Estimate, Newton, NoState
-from hdet.controllers.newton import newton_in_rate, newton_move
+from hdet.controllers.newton import newton_move
 
 
 @pytest.mark.parametrize(
@@ -25,32 +25,6 @@ from hdet.controllers.newton import newton_in_rate, newton_move
 )
 def test_newton_move(slope: float, curvature: float | None, move: float) -> None:
     assert newton_move(Estimate(slope, curvature), 0.5) == pytest.approx(move)
-
-
-@pytest.mark.parametrize("bottom", [1.5, 3.0, 50.0])
-@pytest.mark.parametrize("height", [0.1, 1.0])
-def test_a_parabola_in_the_value_itself_has_its_bottom_where_newton_in_rate_leads(bottom: float, height: float) -> None:
-    """f(s) = height (s - bottom)^2 at s = e^u: b = df/du and c = d2f/du2 at u = 0."""
-    slope = 2.0 * height * (1.0 - bottom)
-    estimate = Estimate(slope, curvature=2.0 * height + slope)
-    assert math.exp(newton_in_rate(estimate)) == pytest.approx(bottom)
-
-
-@pytest.mark.parametrize(
-    ("slope", "curvature", "move"),
-    [
-        (-0.2, None, 0.0),
-        (-0.2, -0.2, 0.0),
-        (-0.2, -0.3, 0.0),
-        (0.2, 0.5, 0.0),
-        (-0.2, math.nan, 0.0),
-        (math.nan, 1.0, 0.0),
-        (-0.2, math.inf, 0.0),
-        (-1.0, math.nextafter(-1.0, 0.0), pytest.approx(53 * math.log(2))),
-    ],
-)
-def test_newton_in_rate_says_nothing_without_a_bottom(slope: float, curvature: float | None, move: float) -> None:
-    assert newton_in_rate(Estimate(slope, curvature)) == move
 
 
 def test_gate() -> None:

@@ -23,7 +23,7 @@ from hdet.contrib import Fade
 from hdet.controllers import Calibrate, Hold
 from hdet.errors import ConfigError
 from hdet.evidence import Line
-from hdet.evidence.parts.line_fit import along
+from hdet.evidence.parts.line_fit import along, bottom_in_value
 from hdet.schedules import Replay, Schedule
 from hdet.spaces import Linear
 from hdet.spreads import TwoLevel
@@ -143,6 +143,42 @@ def test_slope_and_curvature_of_a_quadratic() -> None:
     across, along = float(start @ update), float(update @ update)
     assert estimate["slope"] == pytest.approx(across + along, rel=2e-3)
     assert estimate["curvature"] == pytest.approx(across + 2 * along, abs=0.1)
+
+
+@pytest.mark.parametrize("width", [0.1, 0.3, 1.0])
+def test_what_is_quadratic_in_the_rate_has_its_bottom_where_that_says_whatever_the_width(width: float) -> None:
+    """Of the distance to theta_0 + 7 U, where U is the window's update."""
+    target = START - 7.0 * T * RATE * SLOPE
+
+    def distance(model: Any, batch: float) -> Tensor:
+        loss: Tensor = batch * (model.w - target).square().sum()
+        return loss
+
+    _, (record,) = run([lr_knob(Line(width=width))], probe=distance, batches=(1.0, 1.2))
+    assert record.estimates["learning_rate"]["bottom"] == pytest.approx(math.log(7.0), abs=1e-3)
+
+
+@pytest.mark.parametrize("width", [0.1, 0.3, 1.0])
+@pytest.mark.parametrize("bottom", [0.5, 3.0, 50.0, 300.0])
+def test_a_bottom_far_from_the_points_is_where_it_is(width: float, bottom: float) -> None:
+    points = [-width, width, 0.0]
+    losses = np.square(np.exp(points) - bottom)[:, None] * np.array([1.0, 1.2, 0.7])
+    assert bottom_in_value(points, losses) == pytest.approx(math.log(bottom), abs=1e-6)
+
+
+def test_no_bottom_is_told_of_without_three_points_or_where_there_is_none() -> None:
+    points = np.array([-0.3, 0.3, 0.0])
+    values, scales = np.exp(points)[:, None], np.array([1.0, 1.2, 0.7])
+    assert bottom_in_value(points[:2].tolist(), (values[:2] - 3.0) ** 2 * scales) is None
+    assert bottom_in_value(points.tolist(), -((values - 3.0) ** 2) * scales) is None
+    assert bottom_in_value(points.tolist(), (values + 1.0) ** 2 * scales) is None, "at a negative rate"
+
+
+def test_of_what_is_linear_in_the_rate_noise_hardly_ever_proves_a_bottom() -> None:
+    generator, points = np.random.default_rng(0), np.array([-0.3, 0.3, 0.0])
+    slanted = -np.exp(points)[:, None]
+    noisy = [slanted * generator.normal(1.0, 0.3, 8) + generator.normal(0.0, 0.01, (3, 8)) for _ in range(1000)]
+    assert sum(bottom_in_value(points.tolist(), losses) is not None for losses in noisy) <= 20
 
 
 def test_points_and_width_are_where_the_probe_is_read() -> None:

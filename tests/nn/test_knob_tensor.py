@@ -182,5 +182,13 @@ def test_names_leave_wrappers_out() -> None:
         "",
         "module",
     ]
+    parallel = torch.compile(nn.DataParallel(nn.Sequential(nn.ReLU())))
+    assert [name for name, _ in named_modules(parallel)] == ["", "", "", "0"]  # type: ignore[arg-type]
+    assert [name for name, _ in named_modules(nn.Sequential(nn.DataParallel(nn.Sequential(nn.ReLU()))))] == [
+        "",
+        "0",
+        "0",
+        "0.0",
+    ]
     # A module that happens to be called "module" keeps its name where nothing wraps it.
     assert list(knob_tensors(nn.ModuleDict({"module": Dropout(0.1)}), "dropout")) == ["module.p"]

@@ -73,37 +73,50 @@ def test_groups_are_cut_by_name_and_whole_again_afterwards() -> None:
 
 
 def test_each_matrix_is_a_group_by_its_own_name() -> None:
-    """What has one dimension is the rest; a tied matrix has one name, and what the optimizer does not hold has none."""
+    """What is a vector, in more dimensions too, and what is frozen is the rest; a tied matrix has one name."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"table[in]": nn.Embedding(6, 4), "mix": nn.Conv1d(4, 4, 1), "out": nn.Linear(4, 6)})
     model["out"].weight = model["table[in]"].weight
-    model["frozen"] = nn.Linear(4, 4)
-    held = [*model["table[in]"].parameters(), *model["mix"].parameters(), model["out"].bias]
-    optimizer = torch.optim.AdamW(held, lr=1e-3)
+    model["frozen"] = nn.Linear(4, 4).requires_grad_(False)
+    model["single"] = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p is not model["frozen"].bias], lr=1e-3)
     search = attach(model, optimizer, rates="matrices")
     names = ["mix.weight", "others", "table[in].weight"]
     assert sorted(search.shifts) == [f"learning_rate[{name}]" for name in names]
     groups = sorted(map(sorted, names_by_group(model, optimizer)))
-    assert groups == [["mix.bias", "out.bias"], ["mix.weight"], ["table[in].weight"]]
+    assert groups == [
+        ["frozen.weight", "mix.bias", "out.bias", "single.weight"],
+        ["mix.weight"],
+        ["table[in].weight"],
+    ]
     search.detach()
     assert len(optimizer.param_groups) == 1
 
 
 def test_without_a_matrix_there_is_no_group() -> None:
     model = nn.LayerNorm(4)
-    with pytest.raises(ConfigError, match="finds no parameter of two dimensions or more"):
+    with pytest.raises(ConfigError, match="finds no matrix that this optimizer trains"):
+        attach(model, torch.optim.AdamW(model.parameters()), rates="matrices")
+
+
+def test_a_matrix_that_is_called_as_the_rest_is_refused() -> None:
+    model = nn.ParameterDict({"others": nn.Parameter(torch.randn(4, 4)), "bias": nn.Parameter(torch.zeros(4))})
+    with pytest.raises(ConfigError, match="and so hdet calls the parameters that no pattern matches"):
         attach(model, torch.optim.AdamW(model.parameters()), rates="matrices")
 
 
 def test_rates_by_matrix_learn_what_the_same_patterns_do() -> None:
     learned = []
     for rates in ("matrices", {"0.weight": "0.weight", "2.weight": "2.weight"}):
-        model, optimizer = build()
+        model, optimizer = build(width=64)
+        with torch.no_grad():
+            model[2].weight.mul_(0.2)
         search = attach(model, optimizer, rates=rates)
         train(model, optimizer, search)
         learned.append((search.shifts, [parameter.tolist() for parameter in model.parameters()]))
     assert learned[0] == learned[1]
-    assert all(own.factor not in (None, 1.0) for own in learned[0][0].values())
+    factors = {name: own.factor for name, own in learned[0][0].items()}
+    assert factors["learning_rate[2.weight]"] < 0.7 * factors["learning_rate[0.weight]"], "its weights are smaller"
 
 
 def test_what_is_said_of_many_groups_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,8 +124,17 @@ def test_what_is_said_of_many_groups_is_said_once(capsys: pytest.CaptureFixture[
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
     attach(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rates="matrices", quiet=False)
     printed = capsys.readouterr().out
-    assert printed.count("learning rate of group") == 2
-    assert "learning rate of group 0.weight, and 12 more up to learning rate of group others: heads" in printed
+    assert "+ learning rates of 13 groups, 0.weight to others: heads" in printed
+    assert "learning rate of group" not in printed
+
+
+def test_a_scheduler_is_refused_without_a_list_of_all_matrices() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(60)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    with pytest.raises(ConfigError, match=r"which cannot follow when the group is cut") as refused:
+        attach(model, optimizer, rates="matrices", scheduler=scheduler)
+    assert len(str(refused.value)) < 500
 
 
 @pytest.mark.parametrize("restored", [False, True])

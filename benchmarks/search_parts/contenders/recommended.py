@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +72,8 @@ class Recommended(Contender):
         steps: int,
         seed: int,
     ) -> hdet.Engine:
-        """The recipe. A variant is a file with a subclass that overrides this, `groups`, `knobs` or `schedule`."""
-        optimizer = task.optimizer(self.groups(problem, model), setting)
+        """The recipe. A variant of it is a file with a subclass that overrides this, `knobs` or `schedule`."""
+        optimizer = task.optimizer(problem.groups(model), setting)
         return hdet.recommended(
             model,
             optimizer,
@@ -89,10 +88,6 @@ class Recommended(Contender):
             guard=self.guard,
             tail=self.tail,
         )
-
-    def groups(self, problem: Problem, model: nn.Module) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups."""
-        return problem.groups(model)
 
     def schedule(self, peak: float, steps: int) -> Schedule | None:
         """Of the learning rate; None for the recipe's own."""

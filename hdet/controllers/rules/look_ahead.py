@@ -20,8 +20,8 @@ class LookAhead(OfRaises, Rule):
 
     It judges estimates taken ahead of the base (`Estimate.offset`), early in a warm-up. Where an untrained model's
     steps are tiny (`tiny`), a raise goes at once to where the best ones may lie. A pretrained model's may go up to
-    `furthest`, the further the more significant it is, and in the first window to short of a
-    parabola's bottom (`in_sight`).
+    `furthest`, the further the more significant it is, and in the first window to short of
+    `Estimate.bottom`.
 
     Args:
         significance: |t| at the last weights from which they are believed.

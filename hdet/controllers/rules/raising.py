@@ -19,12 +19,12 @@ class Raise(OfRaises, Rule):
     The last weights flatter small steps, so they are believed where they call for large ones. While the schedule rises,
     an untrained model's tiny steps (`tiny`) go at once to where the best ones may lie, and a pretrained model's move
     may go up to `furthest`, the further the more significant it is. In its first window it goes to
-    short of where a parabola in the rate has its bottom, if that is further, and in sight (`in_sight`).
+    short of where a parabola in the rate has its bottom (`Estimate.bottom`), if that is further.
 
     Args:
         significance: |t| at the last weights from which they are believed.
         limit: largest move, in coordinates, but for those.
-        ceiling: largest shift that a move from tiny steps leads to.
+        ceiling: largest shift that a move from tiny steps, or of a pretrained model's first window, leads to.
 
     >>> Raise().propose(Raise().start(), Estimate(slope=-0.3, curvature=1.0, stderr=0.1), Context())
     0.3

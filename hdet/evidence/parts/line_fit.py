@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated
@@ -21,6 +22,11 @@ def _distinct(points: tuple[float, ...]) -> tuple[float, ...]:
 
 Points = Annotated[tuple[float, ...], AfterValidator(_distinct)]
 """Where losses are read for a slope, in units of a width; two of them at least differ."""
+
+
+PROVEN = 3.0
+"""How many standard errors a curvature is to be above 0 for `bottom_in_value`: by chance one of 8 sub-batches is in one
+window of a hundred."""
 
 
 def along(offsets: Sequence[float], losses: NDArray[np.float64]) -> Estimate:
@@ -43,6 +49,31 @@ def along(offsets: Sequence[float], losses: NDArray[np.float64]) -> Estimate:
     if not np.isfinite(coefficients).all():
         return Estimate.nothing()
     return Estimate.of_sub_batches(*coefficients[1:])
+
+
+def bottom_in_value(offsets: Sequence[float], losses: NDArray[np.float64]) -> float | None:
+    """Where y(s) = a + p (s - 1) + q (s - 1)^2 / 2, with s = exp(x) the value itself, is lowest: log(1 - p / q).
+
+    A parabola in x, as `along` fits it, has its bottom within reach of the points; what is quadratic in s is not bound
+    to that.
+
+    Args:
+        offsets: P distinct points x, in coordinate units.
+        losses: [P, J] probe losses there, J >= 2.
+
+    Returns:
+        In coordinate units; None with fewer than 3 points, without a bottom at s > 0, and where q is not `PROVEN`.
+
+    >>> x = np.array([-0.3, 0.0, 0.3])
+    >>> bottom = bottom_in_value(x, np.stack([(np.exp(x) - 50) ** 2, (np.exp(x) - 50) ** 2 * 1.1], axis=1))
+    >>> round(math.exp(bottom), 6)
+    50.0
+    """
+    fit = along(np.expm1(offsets).tolist(), losses)
+    p, q, error = fit.slope, fit.curvature, fit.curvature_stderr
+    if q is None or error is None or not q > max(p, PROVEN * error):
+        return None
+    return math.log1p(-p / q)
 
 
 @lru_cache(maxsize=64)
