@@ -25,8 +25,8 @@ Points = Annotated[tuple[float, ...], AfterValidator(_distinct)]
 
 
 PROVEN = 3.0
-"""How many standard errors a curvature is to be above 0 for `bottom_in_value`: by chance one of 8 sub-batches is in one
-window of a hundred."""
+"""Standard errors that a curvature has to be above 0 for `bottom_in_value`. Of 8 sub-batches chance goes beyond it once
+in a hundred windows."""
 
 
 def along(offsets: Sequence[float], losses: NDArray[np.float64]) -> Estimate:
