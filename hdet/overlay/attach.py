@@ -148,12 +148,12 @@ def attach(
         if rates == "matrices" or isinstance(rates, Mapping):
             names = by_matrix if rates == "matrices" else partial(by_pattern, patterns=rates)
             split = SplitGroups(optimizer, names(model, optimizer))
-            undo.callback(split.undo)
             knobs = [split.follow(knob) for knob in knobs]
-        undo.callback(_share_again, optimizer, _shared_rates(optimizer, rates, schedule))
-        found = Rates(optimizer, follower, driven=follower is None and schedule is not None)
-        if split is not None and schedule is None:
-            found.pass_on = split.pass_on
+            undo.callback(split.take_out)
+            split.put_in()
+        else:
+            undo.callback(_share_again, optimizer, _shared_rates(optimizer, rates, schedule))
+        found = Rates(optimizer, follower, driven=follower is None and schedule is not None, split=split)
         length = total_steps if follower is not None else None
 
         def course_of(groups: Groups) -> Schedule:
@@ -209,6 +209,8 @@ def attach(
             )
 
         search = Search(model, optimizer, build, found, micro_batches if replicas is None else len(replicas.local))
+        if split is not None:
+            split.take_out()
         search.undo_when_detached(undo.pop_all().close)
     if not quiet and search.engine.home.is_leader:
         search.on_window(_say_ending)
@@ -311,8 +313,7 @@ def _shared_rates(optimizer: Optimizer, rates: Any, schedule: Any) -> list[Any]:
     if len(set(ids)) < len(ids) and rates != "together" and schedule is None:
         raise ConfigError(
             "parameter groups share one tensor as their learning rate, and under rates= each has a rate of its own; "
-            "give every group a tensor of its own, or a float where rates= cuts a group, or let a torch scheduler "
-            "(scheduler=) or hdet's schedule drive them"
+            "give every group a tensor of its own, or let a torch scheduler (scheduler=) or hdet's schedule drive them"
         )
     return held
 
@@ -391,12 +392,12 @@ def _refuse_in_place_of_all(knobs: Sequence[Knob], named: Mapping[Groups, str]) 
 
 
 def _leading(found: Rates, total_steps: int | None, groups: Groups) -> int:
-    """The group that a factor of several is measured at: the first of those with a rate above 0 for most of the run."""
+    """The user's group that a factor of several is measured at: the first with a rate above 0 for most of the run."""
     rows = [found.read(RATE)]
     if found.follower is not None and total_steps is not None:
         rows = found.course(RATE, total_steps).forecast
     chosen = range(len(rows[0])) if groups is None else (groups,) if isinstance(groups, int) else groups
-    indices = [index for index in chosen if isinstance(index, int)]
+    indices = [found.owner(index) for index in chosen if isinstance(index, int)]
     return max(indices, key=lambda index: sum(row[index] > 0.0 for row in rows))
 
 
@@ -407,4 +408,4 @@ def _relative(knob: Knob, found: Rates, optimizer: Optimizer, model: nn.Module, 
     indices = knob.bind(model, optimizer).indices
     if isinstance(knob, LearningRate):
         return knob.replace(schedule=course_of(indices))
-    return knob.replace(schedule=Told(found.course((knob.key, knob.item)), indices[0], None))
+    return knob.replace(schedule=Told(found.course((knob.key, knob.item)), found.owner(indices[0]), None))

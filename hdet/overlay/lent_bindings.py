@@ -17,6 +17,7 @@ from hdet.hparams.binding import Binding, GroupBinding, Holding, fit
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.space import Space
+from hdet.overlay.split_groups import SplitGroups
 from hdet.overlay.told_schedule import Told
 
 
@@ -41,11 +42,15 @@ class LentGroups(GroupBinding):
     Where it is `told` what the user or a scheduler writes, the value is relative to that: each group's own is moved
     as far as that of the group told of; where that one stands at 0, which nothing moves, as far as the knob was. Else
     the value is written as it is, and groups keep their first ratios.
+
+    Attributes:
+        owners: by index, the places of the groups that the user holds, by which is told; None for the same.
     """
 
     told: Told | None
     space: Space
     step: Callable[[], int] | None
+    owners: Sequence[int] | None = None
     hand: Hand = field(default_factory=Hand, compare=False)
 
     def read(self) -> float:
@@ -89,6 +94,7 @@ class LentGroups(GroupBinding):
         reference = row[self.told.group]
         for index, theirs in zip(self.indices, self.hand.theirs, strict=True):
             group = self.optimizer.param_groups[index]
+            own = row[index if self.owners is None else self.owners[index]]
             if isinstance(theirs, Tensor) and self.item is None:
                 # As a factor, so that a rate that lies on a device is not read.
                 with torch.no_grad():
@@ -98,7 +104,7 @@ class LentGroups(GroupBinding):
                     elif reference == 0.0 and self._shift != 0.0:
                         group[self.key].mul_(self.space.apply(1.0, self._shift))
                 continue
-            own = self._moved(row[index], value, reference)
+            own = self._moved(own, value, reference)
             held = torch.full_like(theirs, fit(own, self.bounds, theirs.dtype)) if isinstance(theirs, Tensor) else own
             put_back(group, self.key, held, self.item)
 
@@ -184,10 +190,12 @@ class Lending:
     Args:
         step: the coming step. With it a knob that follows what the optimizer holds is relative to that, and one that
             acts in evaluation too rests at its base; else values are written as they are.
+        split: groups that are cut wherever update knobs are in force, and bound.
     """
 
-    def __init__(self, step: Callable[[], int] | None = None) -> None:
+    def __init__(self, step: Callable[[], int] | None = None, split: SplitGroups | None = None) -> None:
         self._step = step
+        self._split = split
         self.groups: list[LentGroups] = []
         self.scalars: list[LentScalar] = []
 
@@ -196,7 +204,8 @@ class Lending:
         inner = knob.bind(model, optimizer)
         if isinstance(inner, GroupBinding):
             told = knob.schedule if self._step is not None and isinstance(knob.schedule, Told) else None
-            lent = LentGroups(**vars(inner), told=told, space=knob.space, step=self._step)
+            owners = self._split.owners if self._split is not None else None
+            lent = LentGroups(**vars(inner), told=told, space=knob.space, step=self._step, owners=owners)
             self.groups.append(lent)
             return lent
         scalar = LentScalar(inner, knob.label, knob.acts_in_eval)
@@ -227,6 +236,8 @@ class Lending:
 
     def put_in_update(self, stepped: Optimizer | None = None) -> None:
         """Update knobs are in force: the optimizer steps; of several the given one."""
+        if self._split is not None:
+            self._split.put_in()
         for group in self.groups:
             if stepped is None or group.optimizer is stepped:
                 group.put_in()
@@ -236,19 +247,34 @@ class Lending:
         for group in self.groups:
             if stepped is None or group.optimizer is stepped:
                 group.take_out()
+        if self._split is not None:
+            self._split.take_out()
+
+    @contextmanager
+    def groups_cut(self) -> Iterator[None]:
+        """The optimizer holds the groups that knobs go by inside the block; afterwards what it held before."""
+        if self._split is None or self._split.in_force:
+            yield
+            return
+        self._split.put_in()
+        try:
+            yield
+        finally:
+            self._split.take_out()
 
     @contextmanager
     def all_in_force(self) -> Iterator[None]:
         """Everything as hdet has it inside the block; afterwards as it was before."""
         lent: list[LentGroups | LentScalar] = [*self.groups, *self.scalars]
         mine = [one for one in lent if not one.hand.in_force]
-        for one in mine:
-            one.put_in()
-        try:
-            yield
-        finally:
+        with self.groups_cut():
             for one in mine:
-                one.take_out()
+                one.put_in()
+            try:
+                yield
+            finally:
+                for one in mine:
+                    one.take_out()
 
 
 def _base(knob: BoundKnob, step: Callable[[], int]) -> Callable[[], float]:

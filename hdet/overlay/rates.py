@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.errors import CheckpointError, ConfigError, StepError
+from hdet.overlay.split_groups import SplitGroups
 from hdet.overlay.told_schedule import Course, Follower
 from hdet.user_warning import warn
 
@@ -24,19 +25,28 @@ class Rates:
     Args:
         follower: the scheduler, where it is known.
         driven: hdet's own schedule drives the learning rate, which the user is to leave as it is.
-
-    Attributes:
-        pass_on: called before the groups are read: what is written into one may be meant for others too.
+        split: cuts the groups for a step; what the user holds in them goes by whole groups.
     """
 
-    def __init__(self, optimizer: Optimizer, follower: Follower | None, driven: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, follower: Follower | None, driven: bool, split: SplitGroups | None = None
+    ) -> None:
         self.optimizer = optimizer
+        self.split = split
         self.follower = follower
         self.driven = driven
         self.courses: dict[Entry, Course] = {}
-        self.pass_on: Callable[[], None] = lambda: None
         self._first = self.read(RATE)
         self._was_fresh = not optimizer.state
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups as the user knows them."""
+        return self.optimizer.param_groups if self.split is None else self.split.wholes
+
+    def owner(self, index: int) -> int:
+        """The place among them of a group that a knob goes by."""
+        return index if self.split is None else self.split.owners[index]
 
     def course(self, entry: Entry, total_steps: int | None = None) -> Course:
         """What all groups hold under an entry; the learning rate's is foreseen where the scheduler is known."""
@@ -45,7 +55,7 @@ class Rates:
             between = each = 1
             before = 0
             if entry == RATE and self.follower is not None and total_steps is not None:
-                forecast = self.follower.forecast(total_steps, rates)
+                forecast = self.follower.forecast(total_steps, self.groups, rates)
                 between, each = self.follower.steps_between, self.follower.steps_each
                 before = self.follower.steps_before
             self.courses[entry] = Course(self.read(entry), forecast, between, each, before, warms_up=entry == RATE)
@@ -53,7 +63,7 @@ class Rates:
 
     def read(self, entry: Entry) -> list[float]:
         """What the groups hold; 0 where one has no such entry, the last known where it lies on a device."""
-        return [self._value(index, entry) for index in range(len(self.optimizer.param_groups))]
+        return [self._value(index, entry) for index in range(len(self.groups))]
 
     def tell(self, step: int, *, over: bool = False) -> bool:
         """The coming step is made with what the optimizer holds now. Returns whether that is not what was foreseen.
@@ -64,7 +74,7 @@ class Rates:
             StepError: a rate that nobody was to move has moved, or not as the scheduler would have moved it; or the
                 optimizer holds other groups.
         """
-        groups = len(self.optimizer.param_groups)
+        groups = len(self.groups)
         if groups != len(self._first):
             raise StepError(
                 f"the optimizer holds {groups} parameter groups at step {step}, and held {len(self._first)} when hdet "
@@ -72,7 +82,6 @@ class Rates:
                 f"give the optimizer all parameters from the start and train some of them later: "
                 f"parameter.requires_grad_(False)"
             )
-        self.pass_on()
         if step == 0 and self._loaded_since():
             assert self.follower is not None
             raise StepError(
@@ -112,6 +121,7 @@ class Rates:
             "courses": {_named(entry): course.state_dict() for entry, course in self.courses.items()},
             "simulated_at": self.follower.first if self.follower is not None else 0,
             "found": list(self._first),
+            "parts": self.split.state_dict() if self.split is not None else [],
         }
 
     def require_courses(self, state: Mapping[str, Any]) -> None:
@@ -131,6 +141,8 @@ class Rates:
         for entry, course in self.courses.items():
             course.load_state_dict(state["courses"][_named(entry)])
         self._first = list(state["found"])
+        if self.split is not None:
+            self.split.load_state_dict(state.get("parts", []))
         if self.follower is not None:
             self.follower.first = int(state["simulated_at"])
             for course in self.courses.values():
@@ -182,7 +194,7 @@ class Rates:
 
     def _value(self, index: int, entry: Entry) -> float:
         key, item = entry
-        group = self.optimizer.param_groups[index]
+        group = self.groups[index]
         if key not in group:
             return 0.0
         held = group[key] if item is None else group[key][item]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,12 +78,9 @@ class Riding:
         """Make an engine for that many micro-batches a step. No step may have been made."""
         if hasattr(self, "engine"):
             self.engine.home.observe_no_more()
-        self.lending = Lending(lambda: self.engine.step_count if hasattr(self, "engine") else 0)
-        self._busy = True
-        try:
+        self.lending = Lending(lambda: self.engine.step_count if hasattr(self, "engine") else 0, self.rates.split)
+        with self._at_work(), self.lending.groups_cut():
             self.engine = self._build(micro_batches, self.lending)
-        finally:
-            self._busy = False
         self.lending.know(self.engine.knobs)
         self.passes.ride(self.engine, self.lending)
 
@@ -190,7 +188,8 @@ class Riding:
         if self.counting and self.engine.step_count == 0:
             self._count()
         if self.passes.begun == 0:
-            self.engine.cycle.take_first_point()  # else the first pass has done so
+            with self.lending.groups_cut():
+                self.engine.cycle.take_first_point()  # else the first pass has done so
         if not skipped(self.optimizer) and self._losses_can_be_judged():
             self._find_scale()
         if not isinstance(self.engine.home.scaler, GradScaler):
@@ -218,10 +217,28 @@ class Riding:
 
     def before_saving(self) -> None:
         """The optimizer's state is asked for: where a step raised, hdet's values are still in force."""
-        if self._stepping:
+        if self._stepping and not self._busy:
             self.lending.take_out_update()
 
+    # -- what the search asks for -----------------------------------------------------------------
+
+    @contextmanager
+    def engine_alone(self) -> Iterator[None]:
+        """Inside the block the engine's state is taken or given, with the groups that it knows."""
+        self.before_saving()
+        with self._at_work(), self.lending.groups_cut():
+            yield
+
     # -- how a step is made -----------------------------------------------------------------------
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """The engine is at work inside the block: what it does with model and optimizer is not the loop's."""
+        before, self._busy = self._busy, True
+        try:
+            yield
+        finally:
+            self._busy = before
 
     def _follow(self) -> None:
         """The coming step is made with what the optimizer holds now."""
@@ -254,12 +271,8 @@ class Riding:
             passes.miss()
         self.engine.gradients_are_shared()
         complete = passes.entered == passes.begun == seats
-        self._busy = True
-        try:
-            with self.lending.all_in_force():
-                record = self.engine.step(self.losses.of(seats, passes.begun), complete=complete)
-        finally:
-            self._busy = False
+        with self._at_work(), self.lending.all_in_force():
+            record = self.engine.step(self.losses.of(seats, passes.begun), complete=complete)
         self._left_out += passes.missed or not complete
         passes.missed = False
         if record is not None:
@@ -298,12 +311,8 @@ class Riding:
         """Compare the first losses with the probe's at the same weights, alike in all processes."""
         engine = self.engine
         rows = self.losses.mean().expand(len(engine.replicas), 1)
-        self._busy = True
-        try:
-            with self.lending.all_in_force(), engine.at_base():
-                held_out = engine.plan.signal.measure(engine.hosts[0][0], 0, self.optimizer).mean()  # type: ignore[union-attr]
-        finally:
-            self._busy = False
+        with self._at_work(), self.lending.all_in_force(), engine.at_base():
+            held_out = engine.plan.signal.measure(engine.hosts[0][0], 0, self.optimizer).mean()  # type: ignore[union-attr]
         table = engine.home.gather(torch.cat([rows, held_out.to(rows.device).expand(len(rows), 1)], dim=1))
         self.losses.judge(float(table[:, 0].mean()), float(table[0, 1]), max(1, self.passes.begun))
 

@@ -169,15 +169,16 @@ class Search(AbstractContextManager["Search"]):
         parameters are in the model's own state.
         """
         riding = self._riding
-        engine = state_without_frozen(riding.engine.cycle)
-        return {
-            "format": FORMAT,
-            "micro_batches": None if riding.counting else len(riding.engine.replicas),
-            "part": self._part,
-            "engine": engine,
-            "written": written_since(engine, riding.engine.hosts[0][0]),
-            **riding.state_dict(),
-        }
+        with riding.engine_alone():
+            engine = state_without_frozen(riding.engine.cycle)
+            return {
+                "format": FORMAT,
+                "micro_batches": None if riding.counting else len(riding.engine.replicas),
+                "part": self._part,
+                "engine": engine,
+                "written": written_since(engine, riding.engine.hosts[0][0]),
+                **riding.state_dict(),
+            }
 
     @property
     def all_ranks(self) -> AllRanks:
@@ -200,6 +201,10 @@ class Search(AbstractContextManager["Search"]):
             CheckpointError: the state is another search's, which is left as it was; or it is one rank's, taken in
                 mid-window, and this is another rank.
         """
+        with self._riding.engine_alone():
+            self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
         riding = self._riding
         snapshot.refuse_unless_all(riding.engine.cycle, snapshot.attempted(lambda: self._require(state)), "search")
         riding.passes.give_up()

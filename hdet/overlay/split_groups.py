@@ -1,4 +1,4 @@
-"""An optimizer's parameter groups, cut where patterns on parameter names ask for a learning rate of their own."""
+"""An optimizer's parameter groups, cut for the time of a step where parameters have a learning rate of their own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,88 +15,148 @@ from hdet.evidence.parts.scale import spectral_gain
 from hdet.hparams.knob import Knob
 from hdet.hparams.update import GroupKnob, LearningRate
 from hdet.nn.names import named_modules
+from hdet.replicas.held_optimizer import kept_in_groups
 
 OTHERS = "others"
 OF_PARAMETERS = ("params", "param_names")
 """Entries of a group that hold something for each parameter."""
 MOST_NAMED = 8
 """Names in a message."""
+PLAIN = (bool, int, float, str)
 Patterns = Mapping[str, str | Sequence[str]]
+Group = dict[str, Any]
 
 
 class SplitGroups:
-    """Parameter groups of an optimizer, none of which holds parameters of two names.
+    """Parameter groups of an optimizer, none of which holds parameters of two names while they are cut.
 
-    A group that does is cut: its first part stays in its place, the others follow after all groups, with the same
-    settings. The optimizer's state belongs to parameters and is not touched.
+    A cut group's first part stands in its place, the others follow after all groups. Parts have the settings that their
+    group has whenever they are put in. The optimizer's state belongs to parameters and is not touched; the list of its
+    groups stays the same object. Groups are whole wherever a loop, a scheduler or a checkpoint looks at them, as long
+    as these do so between `take_out` and `put_in`.
 
     Args:
         names: of parameters, by their id (`by_pattern`, `by_matrix`). Those that are not in it are called `OTHERS`.
 
     Attributes:
-        indices: by name, the groups that hold its parameters.
+        indices: by name, the parts that hold its parameters.
+        owners: by part, the place of the group that it is cut from.
+        in_force: whether the optimizer holds the parts.
 
     Raises:
-        ConfigError: a name is that of the others too; or a group would have to be cut that a torch scheduler drives,
-            which counts groups.
+        ConfigError: a name is that of the others too.
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self._optimizer = optimizer
-        self._before = [
-            {key: list(group[key]) for key in OF_PARAMETERS if key in group} for group in optimizer.param_groups
-        ]
         if OTHERS in names.values() and not names.keys() >= _held(optimizer):
             raise ConfigError(
                 f"rates= calls a group {OTHERS!r}, and so hdet calls the parameters that no pattern matches; give it "
                 f"another name, or patterns that match all"
             )
-        parts = [_parted(own, names) for own in self._before]
-        _refuse_scheduled(optimizer, parts)
+        self._optimizer = optimizer
+        self._wholes = list(optimizer.param_groups)
+        self._known: list[dict[str, tuple[Any, int]]] = [{} for _ in self._wholes]
+        first: list[tuple[str, Group]] = []
+        others: list[tuple[str, Group]] = []
+        apart: list[int] = []
+        for index, whole in enumerate(self._wholes):
+            leading, *following = _parted(whole, names).items()
+            first.append(leading)
+            others += following
+            apart += [index] * len(following)
+        self._parts = [part for _, part in (*first, *others)]
+        self.owners = (*range(len(first)), *apart)
         self.indices: dict[str, list[int]] = {name: [] for name in (*names.values(), OTHERS)}
-        self._parts: dict[int, tuple[int, ...]] = {}
-        for index, cut in enumerate(parts):
-            group, first, *others = optimizer.param_groups[index], *cut.values()
-            places = (index, *range(len(optimizer.param_groups), len(optimizer.param_groups) + len(others)))
-            optimizer.param_groups += [{**group, **own} for own in others]
-            group.update(first)
-            self._parts[index] = places
-            for name, place in zip(cut, places, strict=True):
-                self.indices[name].append(place)
+        for place, (name, _) in enumerate((*first, *others)):
+            self.indices[name].append(place)
         self.indices = {name: held for name, held in self.indices.items() if held}
-        self._rates = [group["lr"] for group in optimizer.param_groups]
+        self.in_force = False
+
+    @property
+    def wholes(self) -> list[Group]:
+        """The groups as the loop knows them."""
+        return self._wholes if self.in_force else self._optimizer.param_groups
 
     def follow(self, knob: Knob) -> Knob:
-        """A knob of groups that were cut is one of all their parts, but for a learning rate, which is of one part."""
+        """A knob of groups that are cut is one of all their parts, but for a learning rate, which is of one part."""
         if isinstance(knob, LearningRate) or not isinstance(knob, GroupKnob) or knob.groups is None:
             return knob
         chosen = knob.groups if isinstance(knob.groups, tuple) else (knob.groups,)
-        whole = [part for own in chosen for part in (self._parts.get(own, (own,)) if isinstance(own, int) else (own,))]
+        whole = [part for own in chosen for part in (self._parts_of(own) if isinstance(own, int) else (own,))]
         return knob if whole == list(chosen) else knob.replace(groups=tuple(whole), name=knob.label)
 
-    def pass_on(self) -> None:
-        """Parts that have the first one's rate follow it: the loop may know of that group alone."""
-        groups = self._optimizer.param_groups
-        for index, (_, *others) in self._parts.items():
-            rate = groups[index]["lr"]
-            if isinstance(rate, Tensor) or rate == self._rates[index]:
-                continue
-            for other in others:
-                if groups[other]["lr"] == self._rates[other] == self._rates[index]:
-                    groups[other]["lr"] = rate
-        self._rates = [group["lr"] for group in groups]
+    def put_in(self) -> None:
+        """The optimizer holds the parts. What was written into a group since is written into all of its parts."""
+        if self.in_force:
+            return
+        groups, count = self._optimizer.param_groups, len(self._wholes)
+        self._wholes, added = groups[:count], groups[count:]
+        written = [_written_since(*pair) for pair in zip(self._wholes, self._known, strict=True)]
+        for owner, part in zip(self.owners, self._parts, strict=True):
+            for key in written[owner]:
+                _pass_on(part, key, self._wholes[owner])
+        groups[:] = self._parts + added
+        self.in_force = True
 
-    def undo(self) -> None:
-        """The groups are again as they were; the first part's settings are those of the whole.
+    def take_out(self) -> None:
+        """The optimizer holds its own groups again. What changed in the first part meanwhile has changed in its group.
 
         A group that was added since by somebody else stays.
         """
-        groups = self._optimizer.param_groups
-        for group, own in zip(groups, self._before, strict=False):
-            group.update(own)
-        cut = {id(parameter) for own in self._before for parameter in own["params"]}
-        first = len(self._before)
-        groups[first:] = [group for group in groups[first:] if not cut.intersection(map(id, group["params"]))]
+        if not self.in_force:
+            return
+        groups, count = self._optimizer.param_groups, len(self._parts)
+        self._parts, added = groups[:count], groups[count:]  # an optimizer that was loaded holds others
+        for whole, part in zip(self._wholes, self._parts, strict=False):
+            for key in part:
+                _pass_on(whole, key, part)
+        self._known = [{key: (entry, _version(entry)) for key, entry in whole.items()} for whole in self._wholes]
+        groups[:] = self._wholes + added
+        self.in_force = False
+
+    def state_dict(self) -> list[tuple[int, str, float | Tensor]]:
+        """What the optimizer keeps of each part as state in its groups, while they are cut."""
+        parts = self._optimizer.param_groups
+        return [(index, key, parts[index][key]) for index, key in kept_in_groups(self._optimizer)]
+
+    def load_state_dict(self, state: Sequence[tuple[int, str, float | Tensor]]) -> None:
+        """Restore `state_dict`, while they are cut."""
+        for index, key, value in state:
+            _pass_on(self._optimizer.param_groups[index], key, {key: value})
+
+    def _parts_of(self, group: int) -> list[int]:
+        return [part for part, owner in enumerate(self.owners) if owner == group] or [group]
+
+
+def _written_since(whole: Group, known: Mapping[str, tuple[Any, int]]) -> list[str]:
+    """The entries that somebody has written, or taken away, since they were known."""
+    gone = [key for key in known if key not in whole]
+    return gone + [key for key, entry in whole.items() if not _same(entry, *known.get(key, (None, -1)))]
+
+
+def _same(entry: Any, known: Any, version: int) -> bool:
+    if version != _version(entry):
+        return False
+    return entry is known or (isinstance(entry, PLAIN) and type(entry) is type(known) and entry == known)
+
+
+def _version(entry: Any) -> int:
+    return entry._version if isinstance(entry, Tensor) else 0
+
+
+def _pass_on(group: Group, key: str, source: Mapping[str, Any]) -> None:
+    """A group has what another has under a key; a tensor by its value, in one of its own."""
+    if key in OF_PARAMETERS:
+        return
+    if key not in source:
+        group.pop(key, None)
+        return
+    entry, held = source[key], group.get(key)
+    if isinstance(entry, Tensor) and isinstance(held, Tensor) and entry.shape == held.shape:
+        with torch.no_grad():
+            held.copy_(entry)
+    else:
+        group[key] = entry.detach().clone() if isinstance(entry, Tensor) else entry
 
 
 def by_pattern(model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> dict[int, str]:
@@ -168,22 +229,12 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield f"{path}.{name}" if path else name, parameter
 
 
-def _parted(own: Mapping[str, list[Any]], names: Mapping[int, str]) -> dict[str, dict[str, list[Any]]]:
-    """By name, the part of a group's entries that is of its parameters."""
-    parts: dict[str, dict[str, list[Any]]] = {}
-    for place, parameter in enumerate(own["params"]):
-        part = parts.setdefault(names.get(id(parameter), OTHERS), {key: [] for key in own})
-        for key, each in own.items():
-            part[key].append(each[place])
-    return parts or {OTHERS: {key: [] for key in own}}
-
-
-def _refuse_scheduled(optimizer: Optimizer, parts: Sequence[Mapping[str, Any]]) -> None:
-    for index, cut in enumerate(parts):
-        if len(cut) > 1 and "initial_lr" in optimizer.param_groups[index]:
-            names = f"{', '.join(map(repr, list(cut)[:MOST_NAMED]))}{', ...' if len(cut) > MOST_NAMED else ''}"
-            raise ConfigError(
-                f"the optimizer's group {index} holds parameters of {names}, and a torch scheduler drives it (it holds "
-                f"'initial_lr'), which cannot follow when the group is cut; give the optimizer one group for each name "
-                f'before you make the scheduler, and hdet.attach rates="groups"'
-            )
+def _parted(whole: Group, names: Mapping[int, str]) -> dict[str, Group]:
+    """By name, what a part of a group has of its own: the entries that are of its parameters."""
+    keys = [key for key in OF_PARAMETERS if key in whole]
+    parts: dict[str, Group] = {}
+    for place, parameter in enumerate(whole["params"]):
+        part = parts.setdefault(names.get(id(parameter), OTHERS), {key: [] for key in keys})
+        for key in keys:
+            part[key].append(whole[key][place])
+    return parts or {OTHERS: {key: [] for key in keys}}

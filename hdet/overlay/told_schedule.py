@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -236,9 +236,15 @@ class Follower:
         """How many steps the scheduler has made since it was simulated."""
         return self._count() - self.first
 
-    def forecast(self, total_steps: int, read: Callable[[Optimizer], list[float]]) -> list[list[float]]:
-        """What `read` gives after 0, 1, 2, ... steps of the scheduler, until `total_steps` optimizer steps are over."""
-        shadow = _shadow(self.optimizer)
+    def forecast(
+        self, total_steps: int, groups: Sequence[Mapping[str, Any]], read: Callable[[Optimizer], list[float]]
+    ) -> list[list[float]]:
+        """What `read` gives after 0, 1, 2, ... steps of the scheduler, until `total_steps` optimizer steps are over.
+
+        Args:
+            groups: of the optimizer, as the scheduler knows them.
+        """
+        shadow = _shadow(self.optimizer, groups)
         functions = _functions(self.scheduler)
         first = _answers(functions, self._count())
         # What only a function of the step needs is not copied: the owner of a method may be a whole trainer.
@@ -331,13 +337,12 @@ def bare_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _shadow(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of no parameters whose groups hold what the given one's hold."""
+def _shadow(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    """An optimizer of no parameters with the defaults of one, whose groups hold what the given ones hold."""
     shadow = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
     shadow.defaults = copy.deepcopy(optimizer.defaults)
     shadow.param_groups = [
-        {key: [] if key == "params" else _plain(value) for key, value in group.items()}
-        for group in optimizer.param_groups
+        {key: [] if key == "params" else _plain(value) for key, value in group.items()} for group in groups
     ]
 
     def step() -> None:

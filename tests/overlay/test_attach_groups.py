@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,24 +53,54 @@ def train(model: nn.Module, optimizer: Any, search: hdet.Search | None, start: i
         optimizer.zero_grad()
 
 
-def names_by_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+def groups_in_a_step(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> list[dict[str, Any]]:
+    """What the optimizer steps by."""
+    seen: list[dict[str, Any]] = []
+    hook = optimizer.register_step_pre_hook(lambda *_: seen.extend(map(dict, optimizer.param_groups)))
+    step()
+    hook.remove()
+    return seen
+
+
+def names_by_group(model: nn.Module, groups: list[dict[str, Any]]) -> list[list[str]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
 
 
-def test_groups_are_cut_by_name_and_whole_again_afterwards() -> None:
-    """The first name that matches has a parameter; settings are those of the group that was cut."""
+def test_groups_are_cut_by_name_for_a_step_and_whole_for_the_loop() -> None:
+    """The first name that matches has a parameter; settings are those of the group that is cut."""
     model, optimizer = build(weight_decay=0.3)
-    group, parameters = optimizer.param_groups[0], list(optimizer.param_groups[0]["params"])
+    (group,) = groups = optimizer.param_groups
+    parameters = list(group["params"])
     search = attach(model, optimizer)
-    assert sorted(map(sorted, names_by_group(model, optimizer))) == [["0.bias"], ["0.weight"], ["2.bias", "2.weight"]]
-    assert [own["weight_decay"] for own in optimizer.param_groups] == [0.3] * 3
     assert sorted(search.shifts) == ["learning_rate[biases]", "learning_rate[head]", "learning_rate[others]"]
-    train(model, optimizer, search, stop=20)
+    for start in range(0, 20, 5):
+        assert optimizer.param_groups is groups
+        assert [id(own) for own in groups] == [id(group)]
+        assert group["lr"] == 3e-3
+        found = groups_in_a_step(optimizer, lambda start=start: train(model, optimizer, search, start, start + 1))  # type: ignore[misc]
+        assert sorted(map(sorted, names_by_group(model, found))) == [["0.bias"], ["0.weight"], ["2.bias", "2.weight"]]
+        assert [own["weight_decay"] for own in found] == [0.3] * 3
+        group["weight_decay"] = 0.3
+        train(model, optimizer, search, start=start + 1, stop=start + 5)
     search.detach()
-    assert optimizer.param_groups == [group]
+    assert [id(own) for own in optimizer.param_groups] == [id(group)]
     assert all(one is other for one, other in zip(group["params"], parameters, strict=True))
     train(model, optimizer, None, start=20)
+
+
+def test_settings_that_the_loop_writes_are_those_of_all_parts() -> None:
+    model, optimizer = build(weight_decay=0.3)
+    search = attach(model, optimizer)
+    for step, settings in enumerate([{}, {"weight_decay": 0.1}, {"eps": 1e-6, "note": "mine"}]):
+        optimizer.param_groups[0].update(settings)
+        found = groups_in_a_step(optimizer, lambda step=step: train(model, optimizer, search, step, step + 1))  # type: ignore[misc]
+        assert all(own[key] == value for own in found for key, value in settings.items())
+    del optimizer.param_groups[0]["note"]
+    found = groups_in_a_step(optimizer, lambda: train(model, optimizer, search, 3, 4))
+    assert not any("note" in own for own in found)
+    assert [own["weight_decay"] for own in found] == [0.1] * 3
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
 def test_each_matrix_is_a_group_by_its_own_name() -> None:
@@ -83,8 +114,8 @@ def test_each_matrix_is_a_group_by_its_own_name() -> None:
     search = attach(model, optimizer, rates="matrices")
     names = ["mix.weight", "others", "table[in].weight"]
     assert sorted(search.shifts) == [f"learning_rate[{name}]" for name in names]
-    groups = sorted(map(sorted, names_by_group(model, optimizer)))
-    assert groups == [
+    groups = groups_in_a_step(optimizer, optimizer.step)
+    assert sorted(map(sorted, names_by_group(model, groups))) == [
         ["frozen.weight", "mix.bias", "out.bias", "single.weight"],
         ["mix.weight"],
         ["table[in].weight"],
@@ -128,15 +159,6 @@ def test_what_is_said_of_many_groups_is_said_once(capsys: pytest.CaptureFixture[
     assert "learning rate of group" not in printed
 
 
-def test_a_scheduler_is_refused_without_a_list_of_all_matrices() -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(60)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    with pytest.raises(ConfigError, match=r"which cannot follow when the group is cut") as refused:
-        attach(model, optimizer, rates="matrices", scheduler=scheduler)
-    assert len(str(refused.value)) < 500
-
-
 @pytest.mark.parametrize("restored", [False, True])
 def test_a_group_that_somebody_added_since_stays(restored: bool) -> None:
     """A restored optimizer holds its groups in new dictionaries."""
@@ -156,8 +178,8 @@ def test_a_second_search_ends_the_first_one_and_its_groups() -> None:
     model, optimizer = build()
     attach(model, optimizer)
     gc.collect()
-    attach(model, optimizer, rates={"head": "2.*"})
-    assert len(optimizer.param_groups) == 2
+    search = attach(model, optimizer, rates={"head": "2.*"})
+    assert len(groups_in_a_step(optimizer, lambda: train(model, optimizer, search, stop=1))) == 2
     assert len(optimizer._optimizer_step_pre_hooks) == 1
 
 
@@ -231,23 +253,99 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been() -> None:
     assert len(again.param_groups) == 1
 
 
-def test_with_a_scheduler_groups_that_fit_are_taken_and_others_refused() -> None:
-    model, optimizer = build()
-    torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    with pytest.raises(
-        ConfigError,
-        match=r"holds parameters of 'others', 'biases', 'head', .*give the optimizer one group for each name",
-    ):
-        attach(model, optimizer, schedule=None)
-    assert len(optimizer.param_groups) == 1
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
-    fitting = torch.optim.AdamW(groups, lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(fitting, STEPS)
-    search = attach(model, fitting, rates={"body": "0.*", "head": "2.*"}, scheduler=scheduler)
+@pytest.mark.parametrize("rates", ["matrices", PATTERNS])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_scheduler_drives_the_groups_that_it_knows(rates: Any, as_tensor: bool) -> None:
+    """Each part goes where it takes its group, by a factor of its own; the scheduler sees what it wrote."""
+    model, _ = build(width=64)
+    with torch.no_grad():
+        model[2].weight.mul_(0.2)
+    groups = [
+        {"params": [model[0].weight, model[2].weight], "lr": 3e-3},
+        {"params": [model[0].bias, model[2].bias], "lr": 1e-3},
+    ]
+    if as_tensor:
+        groups = [{**group, "lr": torch.tensor(group["lr"], dtype=torch.float64)} for group in groups]
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [3e-3, 1e-3], total_steps=STEPS + 1)
+    plain = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (3e-3, 1e-3)])
+    alone = torch.optim.lr_scheduler.OneCycleLR(plain, [3e-3, 1e-3], total_steps=STEPS + 1)
+    search = attach(model, optimizer, rates=rates, scheduler=scheduler, warmup_steps=0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for step in range(STEPS):
-        train(model, fitting, search, start=step, stop=step + 1)
+        shifts = {knob.name[14:-1]: knob.shift for knob in search.engine.knobs}
+        held = [float(group["lr"]) for group in optimizer.param_groups]
+        assert held == pytest.approx([group["lr"] for group in plain.param_groups], rel=1e-12)
+        assert len(scheduler.get_last_lr()) == 2
+        stepped: dict[str, float] = {}
+        hook = optimizer.register_step_pre_hook(
+            lambda own, *_, stepped=stepped: stepped.update(  # type: ignore[misc]
+                {names[id(p)]: float(group["lr"]) for group in own.param_groups for p in group["params"]}
+            )
+        )
+        train(model, optimizer, search, start=step, stop=step + 1)
+        hook.remove()
+        for name, rate in stepped.items():
+            part = name if name in shifts else "head" if name.startswith("2.") else "biases" if "bias" in name else ""
+            part = part if part in shifts else "others"
+            assert rate == pytest.approx(held["bias" in name] * math.exp(shifts[part]), rel=1e-5)
+        plain.step()
         scheduler.step()
-    assert sorted(search.shifts) == ["learning_rate[body]", "learning_rate[head]"]
+        alone.step()
+    assert len({round(knob.shift, 6) for knob in search.engine.knobs}) >= 2, "the second layer's weights are smaller"
+
+
+def test_numbers_that_an_optimizer_keeps_in_its_groups_are_each_parts_own() -> None:
+    """And go into the search's state: a stopped run goes on, in whatever order its parts are loaded."""
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["traveled"] = group.get("traveled", 0.0) + group["lr"]
+            return super().step(closure)
+
+    def begin() -> tuple[nn.Sequential, Any, hdet.Search]:
+        model, optimizer = build(Counting, width=64, lr=0.1)
+        with torch.no_grad():
+            model[2].weight.mul_(0.2)
+        return model, optimizer, attach(model, optimizer, rates="matrices")
+
+    model, optimizer, search = begin()
+    train(model, optimizer, search, stop=40)
+    whole = groups_in_a_step(optimizer, lambda: train(model, optimizer, search, 40, 41))
+    assert len({group["traveled"] for group in whole}) == 2
+    for optimizer_first in (True, False):
+        first, other, begun = begin()
+        train(first, other, begun, stop=33)
+        saved = copy.deepcopy({"model": first.state_dict(), "of": other.state_dict(), "search": begun.state_dict()})
+        assert len(saved["of"]["param_groups"]) == 1
+        first, other, begun = begin()
+        loads = [lambda: other.load_state_dict(saved["of"]), lambda: begun.load_state_dict(saved["search"])]  # noqa: B023
+        first.load_state_dict(saved["model"])
+        for load in loads if optimizer_first else reversed(loads):
+            load()
+        train(first, other, begun, start=33, stop=40)
+        again = groups_in_a_step(other, lambda: train(first, other, begun, 40, 41))  # noqa: B023
+        assert [group["traveled"] for group in again] == [group["traveled"] for group in whole]
+        assert [group["lr"] for group in again] == [group["lr"] for group in whole]
+
+
+def test_a_step_that_raises_leaves_the_groups_whole_for_the_next_pass_and_for_saving() -> None:
+    model, optimizer = build()
+    search = attach(model, optimizer)
+    train(model, optimizer, search, stop=7)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    for look in (optimizer.state_dict, search.state_dict, lambda: train(model, optimizer, search, 7, 8)):
+        hook = optimizer.register_step_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train(model, optimizer, search, start=7, stop=8)
+        hook.remove()
+        optimizer.zero_grad()
+        look()
+        assert len(optimizer.param_groups) == len(optimizer.state_dict()["param_groups"]) == 1
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -292,8 +390,8 @@ def test_the_name_of_the_rest_can_be_given_where_there_is_no_rest() -> None:
 
 def test_names_are_those_of_the_model_under_its_wrappers() -> None:
     model, optimizer = build()
-    attach(torch.compile(model, backend="eager"), optimizer)
-    assert len(optimizer.param_groups) == 3
+    search = attach(torch.compile(model, backend="eager"), optimizer)
+    assert len(search.shifts) == 3
 
 
 def test_tied_parameters_go_by_any_of_their_names() -> None:
@@ -301,8 +399,11 @@ def test_tied_parameters_go_by_any_of_their_names() -> None:
     model.append(nn.Linear(8, 3, bias=False))
     model[3].weight = model[2].weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attach(model, optimizer, rates={"tied": "3.weight"})
-    assert [parameter is model[2].weight for parameter in optimizer.param_groups[1]["params"]] == [True]
+    search = attach(model, optimizer, rates={"tied": "3.weight"})
+    (tied,) = search.engine.knobs[1].bindings
+    assert isinstance(tied, GroupBinding)
+    groups = groups_in_a_step(optimizer, optimizer.step)
+    assert [parameter is model[2].weight for parameter in groups[1]["params"]] == [True]
 
 
 @pytest.mark.parametrize("groups", [0, "all"])
@@ -313,7 +414,9 @@ def test_what_was_declared_for_a_group_holds_for_all_that_it_is_cut_into(groups:
     search = attach(model, optimizer, knobs=[decay])
     binding = next(knob for knob in search.engine.knobs if knob.name == f"weight_decay[{groups}]").bindings[0]
     assert isinstance(binding, GroupBinding)
-    assert set(binding.indices) == set(range(len(optimizer.param_groups)))
+    assert len(binding.indices) == 3
+    found = groups_in_a_step(optimizer, lambda: train(model, optimizer, search, stop=1))
+    assert set(binding.indices) == set(range(len(found)))
 
 
 def test_names_of_parameters_are_cut_with_them() -> None:
@@ -321,23 +424,27 @@ def test_names_of_parameters_are_cut_with_them() -> None:
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=3e-3)
     whole = list(optimizer.param_groups[0]["param_names"])
     search = attach(model, optimizer)
-    assert sorted(own["param_names"] for own in optimizer.param_groups) == sorted(names_by_group(model, optimizer))
-    search.detach()
+    found = groups_in_a_step(optimizer, lambda: train(model, optimizer, search, stop=1))
+    assert len(found) == 3
+    assert sorted(own["param_names"] for own in found) == sorted(names_by_group(model, found))
     assert [own["param_names"] for own in optimizer.param_groups] == [whole]
 
 
-def test_a_rate_that_the_loop_writes_into_the_group_it_made_reaches_all_parts() -> None:
-    """But not a part that somebody has written apart, whenever that was."""
-    model, optimizer = build()
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_rate_that_the_loop_writes_reaches_all_parts(as_tensor: bool) -> None:
+    model, optimizer = build(lr=torch.tensor(3e-3) if as_tensor else 3e-3)
     search = attach(model, optimizer, schedule=None)
     for step in range(4):
-        optimizer.param_groups[0]["lr"] = 1e-3 * (4 - step)
+        rate = 1e-3 * (4 - step)
+        if as_tensor:
+            optimizer.param_groups[0]["lr"].fill_(rate)
+        else:
+            optimizer.param_groups[0]["lr"] = rate
+        found: list[float] = []
+        hook = optimizer.register_step_pre_hook(
+            lambda own, *_, found=found: found.extend(float(group["lr"]) for group in own.param_groups)  # type: ignore[misc]
+        )
         train(model, optimizer, search, start=step, stop=step + 1)
-        assert [group["lr"] for group in optimizer.param_groups] == [1e-3 * (4 - step)] * 3
-    optimizer.param_groups[1]["lr"] = 0.5
-    optimizer.param_groups[0]["lr"] = 0.1
-    train(model, optimizer, search, start=4, stop=5)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5, 0.1]
-    optimizer.param_groups[0]["lr"] = 0.2
-    train(model, optimizer, search, start=5, stop=6)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.5, 0.2]
+        hook.remove()
+        assert found == pytest.approx([rate] * 3)
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(rate)

@@ -25,10 +25,11 @@ class RecommendedMatrices(Recommended):
     order = 2
 
     def knobs(self, model: nn.Module, optimizer: Optimizer, steps: int) -> Sequence[hdet.Knob]:
-        cut = SplitGroups(optimizer, by_matrix(model, optimizer)).indices
-        names: dict[Groups, str] = {tuple(indices): name for name, indices in cut.items()}
+        split = SplitGroups(optimizer, by_matrix(model, optimizer))
+        split.put_in()
+        names: dict[Groups, str] = {tuple(indices): name for name, indices in split.indices.items()}
         courses: dict[Groups, Schedule] = {
-            tuple(indices): own_schedule(optimizer, steps, indices[0]) for indices in cut.values()
+            tuple(indices): own_schedule(optimizer, steps, indices[0]) for indices in split.indices.values()
         }
         choices = choose(model, optimizer, steps, rates=courses, rate_names=names, exclude=OTHER_KNOBS)
         return [choice.knob for choice in choices if choice.knob is not None]
