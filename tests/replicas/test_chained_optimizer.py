@@ -412,11 +412,19 @@ def go_on(pair: Pair, search: hdet.Search, steps: Any) -> None:
 
 
 def test_it_is_searched_as_one_optimizer_and_a_pattern_cuts_its_groups() -> None:
-    """Each part's group is cut in two, and stepped by that part still; detached they are whole again."""
+    """Each part's group is cut in two for a step, which that part makes still; the loop finds it whole."""
     pair = build()
     search = searched(*pair, rates={"first": "0.*", "last": "2.*"})
-    assert [len(group["params"]) for group in pair[1].param_groups] == [1, 1, 1, 1]
+    seen: list[list[int]] = []
+    hooks = [
+        part.register_step_pre_hook(lambda part, *_: seen.append([len(own["params"]) for own in part.param_groups]))
+        for part in pair[1].optimizers
+    ]
     go_on(pair, search, range(STEPS))
+    assert seen == [[1, 1]] * 2 * STEPS
+    for hook in hooks:
+        hook.remove()
+    assert [len(group["params"]) for group in pair[1].param_groups] == [2, 2]
     assert sorted(search.shifts) == ["learning_rate[first]", "learning_rate[last]", "weight_decay"]
     assert any(learned.factor != 1.0 for learned in search.shifts.values())
     weight, bias = pair[0][0].weight, pair[0][0].bias  # type: ignore[index]
