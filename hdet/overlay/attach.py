@@ -85,9 +85,9 @@ def attach(
             optimizer, and never looks ahead.
         rates: "together", one factor for the rates of all parameter groups; "groups", one for each, whose steps
             come to go equally far beside the weights; or names with patterns on parameter names, as `{"head":
-            "head.*", "norms": ("*norm*", "*bias")}`, by which the optimizer's groups are cut where they have to be.
-            Parameters that no pattern matches are called "others". "matrices" cuts them so that each trained
-            matrix (or filter bank, or table) is a group by its own name.
+            "head.*", "norms": ("*norm*", "*bias")}`, by which the optimizer's groups are cut for each step where they
+            have to be. Parameters that no pattern matches are called "others". "matrices" cuts them so that each
+            trained matrix (or filter bank, or table) is a group by its own name.
         knobs: in place of the recipe's knob of the same name, or beside them.
         exclude: names of the recipe's knobs (or one name) that are left as they are: "learning_rate", "weight_decay",
             "dropout", "label_smoothing".

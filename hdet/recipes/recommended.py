@@ -21,6 +21,7 @@ from hdet.engine.guard import Guard, Rewind
 from hdet.engine.tail import Tail, TailAverage, possible
 from hdet.errors import ConfigError, MatchError
 from hdet.evidence import Analytic, GroupLines, Line, MixedDifference
+from hdet.evidence.parts.step_ratio import ALIKE
 from hdet.history import History
 from hdet.hparams import Dropout, Knob, LabelSmoothing, LearningRate, Schedule, WeightDecay
 from hdet.hparams.binding import given
@@ -42,6 +43,9 @@ MOST = 0.5
 MOST_LINES = 3
 """Groups' learning rates that are told each for itself where the same is said of all."""
 RATE_OF = "learning rate of group "
+ALIKE_FIRST = 0.5
+ALIKE_AGAIN = (0.2,)
+"""Of groups that were given one rate, which is likely right: `Pooled.first` and `GroupLines.again`."""
 BY_GRADIENTS = "micro-batches run at two levels, fresh signs every step; their gradients are compared along the probe's"
 GUARD = (
     "  a guard: where training stands still and the held-out loss got worse, it goes back to the best point and on "
@@ -109,7 +113,7 @@ def choose(
         stride = whole("stride", stride)
         counted(stride=stride)
     rates = rates if rates is not None else {None: schedule or own_schedule(optimizer, total_steps)}
-    pooled = len(rates) > 1
+    groups_judged = _judged_together(rates.values()) if len(rates) > 1 else None
     names = rate_names or {}
     least = _warmup_steps(warmup_steps, total_steps, rates.values())
     for length in {course.total_steps for course in rates.values()}:
@@ -120,7 +124,7 @@ def choose(
             )
     first = window.at(0) if isinstance(window, Windows) else window or GrowingWindow().minimum
     choices = [
-        _rate(groups, names.get(groups), course, least, stride, pooled, total_steps, first)
+        _rate(groups, names.get(groups), course, least, stride, groups_judged, total_steps, first)
         for groups, course in rates.items()
     ]
     choices.append(_decay(optimizer, stride))
@@ -161,7 +165,7 @@ def _rate(
     course: Schedule,
     warmup_steps: int,
     stride: int | None,
-    pooled: bool,
+    together: tuple[GroupLines, Pooled] | None,
     total_steps: int | None,
     first_window: int,
 ) -> Choice:
@@ -178,7 +182,6 @@ def _rate(
     shift = -math.log(CAUTION) if cautious else 0.0
     # Where the peak is not known, nothing can be looked ahead at.
     line = Line(stride=stride) if course.total_steps is not None else Line(stride=stride, preview=0.0)
-    evidence = GroupLines(line=line) if pooled else line
     # Another form of a schedule than the recipe's own, or a rate to end at, is somebody's decision.
     controller = ALONG_A_LINE if isinstance(as_given, LinearDecay) and as_given.floor == 0.0 else Calibrate()
     label = f"learning_rate[{name}]" if name and groups is not None else None
@@ -187,8 +190,8 @@ def _rate(
         groups=groups,
         schedule=course,
         initial_shift=shift,
-        evidence=evidence,
-        controller=Pooled(common=controller) if pooled else controller,
+        evidence=together[0].replace(line=line) if together is not None else line,
+        controller=together[1].replace(common=controller) if together is not None else controller,
     )
     heads = f"heads for a peak of {peak:g}" if course.total_steps is not None else "follows what the optimizer is given"
     if any(course(step) != as_given(step) for step in range(warmup_steps)):
@@ -205,8 +208,17 @@ def _rate(
         heads
         + (f", from {CAUTION:g} times below while it looks ahead" if cautious else "")
         + "; read off the window's own update, raised on what the last weights prove, lowered on what averaged "
-        "weights prove" + ("; and among the groups by how far their steps go beside the weights" if pooled else ""),
+        "weights prove"
+        + ("; and among the groups by how far their steps go beside the weights" if together is not None else ""),
     )
+
+
+def _judged_together(courses: Iterable[Schedule]) -> tuple[GroupLines, Pooled]:
+    """How several learning rates are compared: those that were given alike by more than their first steps."""
+    peaks = [peak for course in courses if (peak := course.nominal_peak()) > 0.0]
+    if peaks and math.isclose(min(peaks), max(peaks), rel_tol=ALIKE):
+        return GroupLines(again=ALIKE_AGAIN), Pooled(first=ALIKE_FIRST)
+    return GroupLines(), Pooled()
 
 
 def _warmup_steps(wanted: int | None, total_steps: int | None, courses: Iterable[Schedule]) -> int:
