@@ -149,24 +149,28 @@ def chained(model: torch.nn.Module) -> hdet.ChainedOptimizer:
     return hdet.ChainedOptimizer(first, torch.optim.AdamW(rest, lr=1e-3))
 
 
-@pytest.mark.parametrize(("stop", "optimizer"), [(7, None), (10, None), (7, chained)])
+@pytest.mark.parametrize(
+    ("stop", "optimizer", "rates"),
+    [(7, None, "together"), (10, None, "together"), (7, chained, "together"), (7, None, "matrices")],
+)
 def test_a_resume_is_the_same_run_bit_for_bit(
-    stop: int, optimizer: Callable[[Any], Any] | None, tmp_path: Path, assert_same: Any
+    stop: int, optimizer: Callable[[Any], Any] | None, rates: str, tmp_path: Path, assert_same: Any
 ) -> None:
     options = {"gradient_accumulation_steps": 2, "warmup_steps": 3, "save_strategy": "steps", "save_steps": stop}
     whole = trainer(gpt2(), tmp_path, **options)
     resumed = trainer(gpt2(), tmp_path, **options)
     for made in (whole, resumed) if optimizer is not None else ():
         made.optimizer = optimizer(made.model)
-    first = search(whole)
+    first = search(whole, rates=rates)
     whole.train()
-    second = search(resumed)
+    second = search(resumed, rates=rates)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
     assert_same(states(whole), states(resumed))
     assert first.search is not None
     assert second.search is not None
     assert first.search.shifts == second.search.shifts
     assert own_logs(resumed) == own_logs(whole)
+    assert (len(second.search.shifts) > 5) == (rates == "matrices")
 
 
 def test_a_checkpoint_without_a_search_begins_one_and_says_so(tmp_path: Path) -> None:

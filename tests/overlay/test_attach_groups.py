@@ -219,6 +219,24 @@ def test_each_groups_rate_is_in_force_while_the_optimizer_steps() -> None:
     assert len({round(knob.shift, 6) for knob in search.engine.knobs}) == 3
 
 
+@pytest.mark.parametrize(("second", "alike"), [(3e-3, True), (3e-3 * (1 + 1e-7), True), (0.0, True), (1e-2, False)])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_rates_that_were_given_alike_are_not_parted_by_first_steps_alone(
+    second: float, alike: bool, scheduled: bool
+) -> None:
+    """One that stands at 0 is nobody's: no factor moves it."""
+    model, _ = build()
+    model.append(nn.Linear(3, 3))
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+    optimizer = torch.optim.AdamW([*groups, {"params": model[3].parameters(), "lr": second}], lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, STEPS) if scheduled else None
+    search = attach(model, optimizer, rates="matrices", scheduler=scheduler)
+    for knob in search.engine.knobs:
+        assert isinstance(knob.controller, hdet.controllers.Pooled)
+        assert isinstance(knob.evidence, hdet.evidence.GroupLines)
+        assert (knob.controller.first, knob.evidence.again) == ((0.5, (0.2,)) if alike else (1.0, (0.1, 0.2)))
+
+
 def test_named_groups_go_by_their_names_and_others_by_their_number() -> None:
     model, _ = build()
     for named, expected in ((True, ["body", "head"]), (False, ["0", "1"])):
