@@ -24,7 +24,6 @@ class PooledState:
         common: the state of the common rule, by the name `rule`.
         untrained: whether the run's first window told that nothing had trained the model.
         measured: whether the group was ever compared by how far its steps go.
-        compared: whether it was ever compared, by these or by its rate.
         steps: at which the part of the shift that is the group's alone was moved.
         places: that part after each of these moves, in coordinates.
         last_move: what the last window moved it by.
@@ -34,7 +33,6 @@ class PooledState:
     common: Mapping[str, Any]
     untrained: bool = False
     measured: bool = False
-    compared: bool = False
     steps: tuple[float, ...] = ()
     places: tuple[float, ...] = ()
     last_move: float = 0.0
@@ -68,8 +66,6 @@ class Pooled(Controller):
 
     Args:
         common: the rule of the common part.
-        first: share of the way that a group goes when it is compared first. First steps mislead, so where ratios are
-            likely right half of it is better; where they may be ten times off all of it is.
         band: how far a group's steps may lie from the mean of all groups', as a logarithm.
         limit: largest move of the relative part at once, in coordinates.
 
@@ -80,7 +76,6 @@ class Pooled(Controller):
     """
 
     common: Controller = Calibrate()
-    first: float = Field(default=1.0, ge=0, le=1)
     band: float = Field(default=0.0, ge=0, le=10)
     limit: float = Field(default=2.5, gt=0, le=10)
 
@@ -114,8 +109,6 @@ class Pooled(Controller):
         measured = state.measured or estimate.step_ratio is not None
         state = replace(state, untrained=untrained, measured=measured)
         own = self._own(state, estimate) if self.listens(context.step, context.total_steps) else 0.0
-        compared = state.compared or bool(estimate.step_ratio or estimate.rate_ratio)
-        state = replace(state, compared=compared)
         if own:
             places = (*state.places, state.relative + own)
             state = replace(state, steps=(*state.steps, context.step), places=places)
@@ -138,13 +131,12 @@ class Pooled(Controller):
         return move, replace(state, common={"rule": rule})
 
     def _own(self, state: PooledState, estimate: Estimate) -> float:
-        """The move to the nearest place within the band, or towards it."""
+        """The move to the nearest place within the band."""
         ratio = estimate.step_ratio if state.measured else estimate.rate_ratio
         if not state.untrained or not ratio:
             return 0.0
         far = math.log(ratio)
-        to_the_band = max(-self.band, min(self.band, far)) - far
-        move = max(-self.limit, min(self.limit, to_the_band * (1.0 if state.compared else self.first)))
+        move = max(-self.limit, min(self.limit, max(-self.band, min(self.band, far)) - far))
         return move if abs(move) > ROUNDING else 0.0
 
 

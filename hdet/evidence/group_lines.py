@@ -12,6 +12,7 @@ from hdet.controllers import Controller, Estimate, Pooled
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.line import Line, LineCollector, moved_by
 from hdet.evidence.parts.step_ratio import compare
+from hdet.evidence.parts.step_size import scale_free
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
@@ -36,6 +37,8 @@ class GroupLines(Evidence):
         line: how the common line is read.
         again: shares of the run, of known length, in whose windows the groups are compared again. First steps alone
             mislead: Adam's all point one way at first, and under SGD the gradients of some layers soon become smaller.
+        first: share of a ratio, as a logarithm, that is told in the first window where steps grow with the gradient.
+            Those of Adam's kind do not, and their ratios are told whole.
     """
 
     sees: ClassVar[frozenset[str]] = frozenset({"update"})
@@ -46,6 +49,7 @@ class GroupLines(Evidence):
 
     line: Line = Line()
     again: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = (0.1, 0.2)
+    first: float = Field(default=1.0, gt=0, le=1)
 
     @property
     def width(self) -> float:
@@ -64,7 +68,7 @@ class GroupLinesCollector(Collector):
 
     def __init__(self, spec: GroupLines, scene: Scene, knobs: Sequence[BoundKnob]) -> None:
         super().__init__(scene, knobs)
-        self.again = spec.again
+        self.spec = spec
         self.common = LineCollector(spec.line, scene, knobs, together=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,6 +83,8 @@ class GroupLinesCollector(Collector):
             return found
         moves = [moved_by(knob, self.scene) for knob in self.knobs]
         compared = compare(self.scene, harvest, self.knobs, moves)
+        if harvest.window.start == 0 and self.spec.first < 1.0 and not scale_free(self.scene, self.knobs):
+            compared = [one.shrunk(self.spec.first) for one in compared]
         first = harvest.window.start == 0 and any(one.step_ratio for one in compared)
         excess = self.scene.excess if first else found[self.knobs[0].name].excess
         return {
@@ -89,4 +95,4 @@ class GroupLinesCollector(Collector):
     def _compares(self, window: Window) -> bool:
         """Whether it is the first window, or one of those in which groups are compared again."""
         total = window.total_steps or 0
-        return window.start == 0 or any(window.start <= share * total < window.stop for share in self.again)
+        return window.start == 0 or any(window.start <= share * total < window.stop for share in self.spec.again)

@@ -45,7 +45,7 @@ MOST_LINES = 3
 RATE_OF = "learning rate of group "
 ALIKE_FIRST = 0.5
 ALIKE_AGAIN = (0.2,)
-"""Of groups that were given one rate, which is likely right: `Pooled.first` and `GroupLines.again`."""
+"""Of groups that were given one rate, which is likely right: `GroupLines.first` and `GroupLines.again`."""
 BY_GRADIENTS = "micro-batches run at two levels, fresh signs every step; their gradients are compared along the probe's"
 GUARD = (
     "  a guard: where training stands still and the held-out loss got worse, it goes back to the best point and on "
@@ -165,7 +165,7 @@ def _rate(
     course: Schedule,
     warmup_steps: int,
     stride: int | None,
-    together: tuple[GroupLines, Pooled] | None,
+    together: GroupLines | None,
     total_steps: int | None,
     first_window: int,
 ) -> Choice:
@@ -190,8 +190,8 @@ def _rate(
         groups=groups,
         schedule=course,
         initial_shift=shift,
-        evidence=together[0].replace(line=line) if together is not None else line,
-        controller=together[1].replace(common=controller) if together is not None else controller,
+        evidence=together.replace(line=line) if together is not None else line,
+        controller=Pooled(common=controller) if together is not None else controller,
     )
     heads = f"heads for a peak of {peak:g}" if course.total_steps is not None else "follows what the optimizer is given"
     if any(course(step) != as_given(step) for step in range(warmup_steps)):
@@ -213,12 +213,12 @@ def _rate(
     )
 
 
-def _judged_together(courses: Iterable[Schedule]) -> tuple[GroupLines, Pooled]:
+def _judged_together(courses: Iterable[Schedule]) -> GroupLines:
     """How several learning rates are compared: those that were given alike by more than their first steps."""
     peaks = [peak for course in courses if (peak := course.nominal_peak()) > 0.0]
     if peaks and math.isclose(min(peaks), max(peaks), rel_tol=ALIKE):
-        return GroupLines(again=ALIKE_AGAIN), Pooled(first=ALIKE_FIRST)
-    return GroupLines(), Pooled()
+        return GroupLines(again=ALIKE_AGAIN, first=ALIKE_FIRST)
+    return GroupLines()
 
 
 def _warmup_steps(wanted: int | None, total_steps: int | None, courses: Iterable[Schedule]) -> int:

@@ -41,16 +41,6 @@ def test_a_band_can_be_as_wide_as_one_likes(band: float, left: float) -> None:
     assert 1.3 + move == pytest.approx(left)
 
 
-def test_the_first_comparison_is_believed_as_far_as_is_said_and_later_ones_whole() -> None:
-    """Whether a group is compared by its steps or by its rate."""
-    half, later = Pooled(common=Hold(), first=0.5), replace(NOTHING, step_ratio=math.exp(1.0))
-    assert moves(half, (first(1.0), HALFWAY), (later, HALFWAY)) == pytest.approx([-0.5, -1.0])
-    by_rate = replace(NOTHING, excess=RANDOM, rate_ratio=math.exp(1.0))
-    assert moves(half, (by_rate, HALFWAY), (by_rate, HALFWAY)) == pytest.approx([-0.5, -1.0])
-    in_its_place = first(0.0)
-    assert moves(half, (in_its_place, HALFWAY), (later, HALFWAY)) == pytest.approx([0.0, -1.0])
-
-
 def test_a_trained_model_keeps_its_ratios() -> None:
     """Discriminative rates of fine-tuning are somebody's decision."""
     assert moves(Pooled(common=Hold()), (first(3.0, excess=TRAINED), HALFWAY), (first(3.0, excess=0.0), HALFWAY)) == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,6 +62,7 @@ def train(
     watch: Callable[[nn.Module, int], None] | None = None,
     authority: float | None = None,
     again: tuple[float, ...] = GroupLines().again,
+    first: float = 1.0,
     **options: Any,
 ) -> list[WindowRecord]:
     """A run in which every matrix has a rate of its own, some times `lr`, and so have the vectors together."""
@@ -73,7 +75,7 @@ def train(
             name=str(k),
             groups=[k],
             schedule=course,
-            evidence=GroupLines(again=again),
+            evidence=GroupLines(again=again, first=first),
             controller=controller or Hold(),
             **({} if authority is None else {"authority": authority}),
         )
@@ -342,6 +344,33 @@ def test_a_move_that_bounds_cut_off_is_no_overshoot() -> None:
     assert records[0].reasons["0"]["rule"] == "balance"
     assert records[0].moves["0"] == 0.5
     assert records[0].faults == []
+
+
+@pytest.mark.parametrize(
+    ("make", "whole"),
+    [
+        (AdamW, True),
+        (lambda groups: SGD(groups, momentum=0.9), False),
+        (SGD, False),
+        (
+            lambda groups: hdet.ChainedOptimizer(SGD(groups[:1], momentum=0.9), AdamW(groups[1:])),
+            False,
+        ),
+    ],
+)
+def test_a_first_ratio_is_told_in_part_where_steps_grow_with_the_gradient(make: Any, whole: bool) -> None:
+    """Plain SGD keeps no state to tell it by, nor do weights that got no gradient, under whatever optimizer."""
+    model = Net()
+    model.unused = nn.Linear(4, 4)
+    told, in_part = (
+        train(1.0, 5.0, 1.0, 1.0, make=make, lr=1e-4, again=(0.2,), first=first, model=copy.deepcopy(model))
+        for first in (1.0, 0.5)
+    )
+    for window, share in ((0, 1.0 if whole else 0.5), (1, 1.0)):
+        for found in (ratios, by_rate):
+            expected = [one and one**share for one in found(told, window)]
+            assert found(in_part, window) == pytest.approx(expected)
+    assert any(one and not 0.9 < one < 1.1 for one in ratios(told))
 
 
 def test_what_does_not_move_does_not_count() -> None:

@@ -232,9 +232,8 @@ def test_rates_that_were_given_alike_are_not_parted_by_first_steps_alone(
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, STEPS) if scheduled else None
     search = attach(model, optimizer, rates="matrices", scheduler=scheduler)
     for knob in search.engine.knobs:
-        assert isinstance(knob.controller, hdet.controllers.Pooled)
         assert isinstance(knob.evidence, hdet.evidence.GroupLines)
-        assert (knob.controller.first, knob.evidence.again) == ((0.5, (0.2,)) if alike else (1.0, (0.1, 0.2)))
+        assert (knob.evidence.first, knob.evidence.again) == ((0.5, (0.2,)) if alike else (1.0, (0.1, 0.2)))
 
 
 def test_named_groups_go_by_their_names_and_others_by_their_number() -> None:

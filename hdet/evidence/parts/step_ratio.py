@@ -50,6 +50,10 @@ class Ratios:
     step_ratio: float | None = None
     rate_ratio: float | None = None
 
+    def shrunk(self, share: float) -> Ratios:
+        """The same with a share of each, as a logarithm."""
+        return Ratios(*(one and one**share for one in (self.step_ratio, self.rate_ratio)))
+
 
 @torch.no_grad()
 def compare(

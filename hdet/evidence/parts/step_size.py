@@ -15,6 +15,7 @@ from hdet.evidence.scene import Scene
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.replicas import tensors
+from hdet.replicas.replicas import present
 from hdet.replicas.tensors import local
 
 SCALE_FREE = ("exp_avg_sq", "exp_inf")
@@ -104,9 +105,27 @@ def _matrices(knob: BoundKnob) -> Iterator[tuple[nn.Parameter, float, float, flo
         group = binding.optimizer.param_groups[index]
         rate, given, decay = knob.learned.value * ratio, knob.peak * ratio, float(group.get("weight_decay") or 0.0)
         for parameter in group["params"] if rate else ():
-            held = binding.optimizer.state.get(parameter, {})
-            if spectral_gain(parameter) and local(parameter).numel() and any(key in held for key in SCALE_FREE):
+            if spectral_gain(parameter) and local(parameter).numel() and _scale_free(binding, parameter):
                 yield parameter, rate, given, decay
+
+
+def scale_free(scene: Scene, knobs: Sequence[BoundKnob]) -> bool:
+    """Whether the steps that were made by these learning rates are all of Adam's kind, on any rank. One collective."""
+    bindings = [binding for knob in knobs if isinstance(binding := knob.bindings[0], GroupBinding)]
+    known = [
+        _scale_free(binding, parameter)
+        for binding in bindings
+        for parameter in binding.parameters()
+        if binding.optimizer.state.get(parameter)  # what got no gradient has no state, nor has all under plain SGD
+    ]
+    row = torch.tensor([float(any(known)), float(not all(known))])
+    told = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
+    free, others = told[present(told)].max(axis=0)
+    return bool(free > 0.0 and others == 0.0)
+
+
+def _scale_free(binding: GroupBinding, parameter: nn.Parameter) -> bool:
+    return any(key in binding.optimizer.state.get(parameter, {}) for key in SCALE_FREE)
 
 
 def _placed(scene: Scene) -> Iterator[tuple[int, nn.Parameter]]:
