@@ -49,6 +49,7 @@ class Clipping:
         self._optimizer = ref(optimizer)
         self.total_norm: Tensor | None = None
         self._told: WeakSet[Clipped] = WeakSet()
+        self._order = {id(p): place for place, p in enumerate(_parameters(optimizer))}
         self._handle = optimizer.register_step_pre_hook(self._before_step)
 
     def tell(self, listener: Clipped) -> None:
@@ -94,7 +95,8 @@ class Clipping:
             group.setdefault(ENTRY, self.given)  # a loaded state may be of a time without clipping
         norm = optimizer.param_groups[0][ENTRY]
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer takes it out by itself
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # In one order, whether or not groups are cut for the step: a sum of norms is rounded by it.
+        parameters = sorted(_parameters(optimizer), key=lambda p: self._order.setdefault(id(p), len(self._order)))
         limit = norm if scale is None else norm * scale
         total = nn.utils.clip_grad_norm_(parameters, limit)
         self.total_norm = total if scale is None else total / scale
@@ -102,6 +104,10 @@ class Clipping:
             is_clipped = (total > limit).to(total.dtype)
             for listener in list(self._told):
                 listener.clipped(is_clipped, scale)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 _clippings: WeakKeyDictionary[Optimizer, Clipping] = WeakKeyDictionary()

@@ -132,6 +132,7 @@ def attach(
     if not isinstance(probe, Probe):
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
     listed(knobs)
+    declared("rates", rates, str, Mapping)
     switched(noise_scale=noise_scale)
     lengths = {"total_steps": total_steps, "micro_batches": micro_batches}
     counted(**{name: number for name, number in lengths.items() if number is not None})

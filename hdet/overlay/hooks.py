@@ -67,7 +67,7 @@ def _idle_hook() -> Callable[..., None]:
 
 
 class Hooks:
-    """Forward pre-hook and hook of the root module; step pre-hook and post-hook of the optimizer, and its saving.
+    """Forward pre-hook and hook of the root module; step pre-hook and post-hook of the optimizer, saving and loading.
 
     A forward pass counts where the root module trains and gradients are enabled. What autograd runs again in backward
     (activation checkpointing) does not, nor does evaluation, nor a call that the model makes of itself.
@@ -85,6 +85,7 @@ class Hooks:
             optimizer.register_step_pre_hook(Hook(self._before_step)),
             first_after_step(optimizer, Hook(self._after_step)),
             optimizer.register_state_dict_pre_hook(Hook(self._before_saving)),
+            optimizer.register_load_state_dict_pre_hook(Hook(self._before_saving)),
         ]
         if (clipping := clipping_of(optimizer)) is not None:
             clipping.come_last()
@@ -145,7 +146,7 @@ class Hooks:
     def _after_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
         self._rider.after_step()
 
-    def _before_saving(self, optimizer: Optimizer) -> None:
+    def _before_saving(self, optimizer: Optimizer, *state: Any) -> None:
         self._rider.before_saving()
 
     def _closed(self, closure: Closure) -> Closure:

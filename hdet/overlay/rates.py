@@ -82,6 +82,8 @@ class Rates:
                 f"give the optimizer all parameters from the start and train some of them later: "
                 f"parameter.requires_grad_(False)"
             )
+        if self.split is not None:
+            self.split.refuse_other_parameters(step)
         if step == 0 and self._loaded_since():
             assert self.follower is not None
             raise StepError(

@@ -216,7 +216,7 @@ class Riding:
         self._tell(record)
 
     def before_saving(self) -> None:
-        """The optimizer's state is asked for: where a step raised, hdet's values are still in force."""
+        """The optimizer's state is asked for or loaded: where a step raised, hdet's values are still in force."""
         if self._stepping and not self._busy:
             self.lending.take_out_update()
 

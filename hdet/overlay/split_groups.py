@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.errors import ConfigError, MatchError
+from hdet.errors import ConfigError, MatchError, StepError
 from hdet.evidence.parts.scale import spectral_gain
 from hdet.hparams.knob import Knob
 from hdet.hparams.update import GroupKnob, LearningRate
 from hdet.nn.names import named_modules
+from hdet.replicas.chained_optimizer import ChainedOptimizer
 from hdet.replicas.held_optimizer import kept_in_groups
 
 OTHERS = "others"
@@ -55,6 +57,7 @@ class SplitGroups:
             )
         self._optimizer = optimizer
         self._wholes = list(optimizer.param_groups)
+        self._held = [list(whole["params"]) for whole in self._wholes]
         self._known: list[dict[str, tuple[Any, int]]] = [{} for _ in self._wholes]
         first: list[tuple[str, Group]] = []
         others: list[tuple[str, Group]] = []
@@ -67,8 +70,8 @@ class SplitGroups:
         self._parts = [part for _, part in (*first, *others)]
         self.owners = (*range(len(first)), *apart)
         self.indices: dict[str, list[int]] = {name: [] for name in (*names.values(), OTHERS)}
-        for place, (name, _) in enumerate((*first, *others)):
-            self.indices[name].append(place)
+        for place, (name, part) in enumerate((*first, *others)):
+            self.indices[name] += [place] if part["params"] else []
         self.indices = {name: held for name, held in self.indices.items() if held}
         self.in_force = False
 
@@ -85,13 +88,33 @@ class SplitGroups:
         whole = [part for own in chosen for part in (self._parts_of(own) if isinstance(own, int) else (own,))]
         return knob if whole == list(chosen) else knob.replace(groups=tuple(whole), name=knob.label)
 
+    def refuse_other_parameters(self, step: int) -> None:
+        """The groups are those that were cut.
+
+        Raises:
+            StepError: one of them has other parameters, of which no part would be stepped.
+        """
+        for index, (whole, held) in enumerate(zip(self.wholes, self._held, strict=False)):
+            now = whole["params"]
+            if len(now) != len(held) or not all(map(operator.is_, now, held)):
+                raise StepError(
+                    f"the optimizer's group {index} has other parameters at step {step} ({len(now)} now, {len(held)} "
+                    f"before), and rates= had cut those that it had when hdet was attached; attach anew, or give the "
+                    f"optimizer all parameters from the start and train some of them later: "
+                    f"parameter.requires_grad_(False)"
+                )
+
     def put_in(self) -> None:
         """The optimizer holds the parts. What was written into a group since is written into all of its parts."""
         if self.in_force:
             return
         groups, count = self._optimizer.param_groups, len(self._wholes)
         self._wholes, added = groups[:count], groups[count:]
-        written = [_written_since(*pair) for pair in zip(self._wholes, self._known, strict=True)]
+        kept = set(kept_in_groups(self._optimizer))
+        written = [
+            _written_since(whole, known, {key for key in whole if (index, key) in kept})
+            for index, (whole, known) in enumerate(zip(self._wholes, self._known, strict=True))
+        ]
         for owner, part in zip(self.owners, self._parts, strict=True):
             for key in written[owner]:
                 _pass_on(part, key, self._wholes[owner])
@@ -112,6 +135,8 @@ class SplitGroups:
                 _pass_on(whole, key, part)
         self._known = [{key: (entry, _version(entry)) for key, entry in whole.items()} for whole in self._wholes]
         groups[:] = self._wholes + added
+        if isinstance(self._optimizer, ChainedOptimizer):
+            self._optimizer.hand_out()
         self.in_force = False
 
     def state_dict(self) -> list[tuple[int, str, float | Tensor]]:
@@ -128,16 +153,29 @@ class SplitGroups:
         return [part for part, owner in enumerate(self.owners) if owner == group] or [group]
 
 
-def _written_since(whole: Group, known: Mapping[str, tuple[Any, int]]) -> list[str]:
-    """The entries that somebody has written, or taken away, since they were known."""
+def _written_since(whole: Group, known: Mapping[str, tuple[Any, int]], kept: Collection[str]) -> list[str]:
+    """The entries that somebody has written, or taken away, since they were known.
+
+    A tensor that is a setting counts as written, since a write through `.data` leaves no trace.
+
+    Args:
+        kept: entries that are the optimizer's state.
+    """
     gone = [key for key in known if key not in whole]
-    return gone + [key for key, entry in whole.items() if not _same(entry, *known.get(key, (None, -1)))]
+    return gone + [
+        key
+        for key, entry in whole.items()
+        if (isinstance(entry, Tensor) and key not in kept) or not _same(entry, *known.get(key, (None, -1)))
+    ]
 
 
 def _same(entry: Any, known: Any, version: int) -> bool:
-    if version != _version(entry):
-        return False
-    return entry is known or (isinstance(entry, PLAIN) and type(entry) is type(known) and entry == known)
+    """Whether an entry is the known one, or one like it that was loaded in its place."""
+    if entry is known or not isinstance(known, Tensor):
+        same = version == _version(entry)
+        return same and (entry is known or (isinstance(entry, PLAIN) and type(entry) is type(known) and entry == known))
+    alike = isinstance(entry, Tensor) and version == _version(known) and entry.dtype == known.dtype
+    return alike and entry.shape == known.shape and torch.equal(entry, known.to(entry.device))
 
 
 def _version(entry: Any) -> int:

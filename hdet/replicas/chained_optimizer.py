@@ -74,7 +74,7 @@ class ChainedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._give()
+        self.hand_out()
         for part in self.optimizers:
             part.step()
         self._take()
@@ -110,7 +110,7 @@ class ChainedOptimizer(Optimizer):
                 f"{[group.get(OWNER) for group in saved]}, this chain's of {owners}; load the state of an optimizer "
                 f"that was not chained into that one, before it is chained"
             )
-        self._give()
+        self.hand_out()
         for place, part in enumerate(self.optimizers):
             own = [group for group in saved if group[OWNER] == place]
             numbers = [number for group in own for number in group["params"]]
@@ -134,7 +134,7 @@ class ChainedOptimizer(Optimizer):
             self.state.update(part.state)
         self._given = [list(part.param_groups) for part in self.optimizers]
 
-    def _give(self) -> None:
+    def hand_out(self) -> None:
         """Groups and state of each are those of the chain, which may have been cut, cleared or put back."""
         for place, (part, given) in enumerate(zip(self.optimizers, self._given, strict=True)):
             if list(map(id, part.param_groups)) != list(map(id, given)):

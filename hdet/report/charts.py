@@ -11,6 +11,7 @@ from hdet.record import TURNS
 from hdet.report import series
 from hdet.report.reading import AHEAD, AVERAGED, LAST, ONLY, held_out_loss
 from hdet.report.reported import ReportedRun
+from hdet.report.together import Shown
 
 # One a run. Four of Okabe and Ito's colours, a grey and a violet: each has contrast 3 on the light page and the dark.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#707070", "#8A7BD0")
@@ -38,18 +39,21 @@ def losses(runs: Sequence[ReportedRun]) -> Chart:
     return _chart(data, "loss", runs)
 
 
-def values(runs: Sequence[ReportedRun], knob: str) -> Chart:
-    """A knob's learned value, the value in force, the band of levels and every move with its reason."""
+def values(runs: Sequence[ReportedRun], drawn: Shown) -> Chart:
+    """A knob's learned value, the value in force, the band of levels and every move; of many knobs learned values."""
     data: list[dict[str, Any]] = []
     for number, run in enumerate(runs):
-        if knob not in run.knobs:
-            continue
-        traces = _course(run.courses[knob], _label(run, runs), colour_of(number))
+        knobs = [knob for knob in drawn.knobs if knob in run.knobs]
+        label, colour = _label(run, runs), colour_of(number)
+        if len(drawn.knobs) > 1:
+            traces = [_one_of_many(run.courses[knob], shown(knob) + label, colour) for knob in knobs]
+        else:
+            traces = [trace for knob in knobs for trace in _course(run.courses[knob], label, colour)]
         data.extend(_one_entry(traces, number, runs))
     positive = [value for trace in data for value in trace["y"] if value is not None]
     logarithmic = bool(positive) and min(positive) > 0 and max(positive) > 4 * min(positive)
-    chart = _chart(data, knob, runs)
-    chart["layout"]["hovermode"] = "x unified"
+    chart = _chart(data, drawn.name, runs)
+    chart["layout"]["hovermode"] = "closest" if len(drawn.knobs) > 1 else "x unified"
     if logarithmic:
         low = math.log10(max(min(positive), max(positive) / 1e3)) - 0.1  # a schedule's way to 0 is no news
         chart["layout"]["yaxis"].update(type="log", range=[low, math.log10(max(positive)) + 0.1])
@@ -138,6 +142,11 @@ def _course(made: series.DrawnCourse, label: str, colour: str) -> list[dict[str,
         traces.append(_line(made.edges, made.learned, f"learned{label}", colour, width=2.5, shape="hv"))
         traces.append(_line(ends, [made.start] * 2, f"as it was set{label}", colour, width=1, dash="dot"))
     return traces + _moves(made, label, colour)
+
+
+def _one_of_many(made: series.DrawnCourse, name: str, colour: str) -> dict[str, Any]:
+    """The learned values of one of many knobs, which the pointer names."""
+    return {**_line(made.edges, made.learned, name, colour, width=1, shape="hv"), "showlegend": False}
 
 
 def _one_entry(traces: list[dict[str, Any]], number: int, runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from hdet.errors import ConfigError, MissingExtraError
 from hdet.record import TURNS, WindowRecord, knobs_of
 from hdet.report import series
 from hdet.report.reading import AHEAD, AVERAGED, CLEAR_T, LAST, ONLY, held_out_loss, readings
+from hdet.report.together import Shown, shown
 
 Figure = Any
 """matplotlib's `Figure`, which is imported when one is drawn."""
@@ -41,12 +42,14 @@ MARKS = {
 def overview(history: Iterable[WindowRecord], *, title: str = "") -> Figure:
     """The whole run: losses on top, then a row a knob, its values on the left and its evidence on the right.
 
+    More than three learning rates that are judged together have one row.
+
     Raises:
         ConfigError: the history explores no knob.
         MissingExtraError: matplotlib is not installed (the extra `report`).
     """
     windows = list(history)
-    knobs = _drawn(windows)
+    knobs = _rows(windows)
     figure = blank_figure(11.0, 2.6 + 2.2 * len(knobs))
     grid = figure.add_gridspec(1 + len(knobs), 2, height_ratios=[1.0] + [1.1] * len(knobs))
     top = figure.add_subplot(grid[0, :])
@@ -54,8 +57,8 @@ def overview(history: Iterable[WindowRecord], *, title: str = "") -> Figure:
     for row, knob in enumerate(knobs, start=1):
         left = figure.add_subplot(grid[row, 0], sharex=top)
         right = figure.add_subplot(grid[row, 1], sharex=top)
-        _draw_course(left, windows, knob)
-        _draw_evidence(right, windows, knob)
+        _draw_values(left, windows, knob)
+        _draw_evidence(right, windows, knob.first)
         if row == 1:
             left.set_title("value: learned (at its schedule's peak), and in force", fontsize=9, color=GREY)
             right.set_title("evidence: t, drawn so that up asks for more", fontsize=9, color=GREY)
@@ -64,7 +67,13 @@ def overview(history: Iterable[WindowRecord], *, title: str = "") -> Figure:
         if row == len(knobs):
             left.set_xlabel("step")
             right.set_xlabel("step")
-    figure.legend(handles=_legend(windows, knobs), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.legend(
+        handles=_legend(windows, [knob.first for knob in knobs]),
+        loc="outside lower center",
+        ncols=4,
+        fontsize=8,
+        frameon=False,
+    )
     if title:
         figure.suptitle(_plain(title), fontsize=11)
     return figure
@@ -104,10 +113,10 @@ def save_figures(
         raise ConfigError(f"figures are written as {', '.join(FORMATS)}, not as {', '.join(unknown)}")
     windows = list(history)
     made = {"overview": overview(windows, title=title), "losses": losses(windows)}
-    for number, knob in enumerate(_drawn(windows)):
-        named = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in knob)
-        made[f"{number}_{named}_values"] = course(windows, knob)
-        made[f"{number}_{named}_evidence"] = evidence(windows, knob)
+    for number, knob in enumerate(_rows(windows)):
+        named = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in knob.name)
+        made[f"{number}_{named}_values"] = _single(lambda axis: _draw_values(axis, windows, knob))  # noqa: B023
+        made[f"{number}_{named}_evidence"] = evidence(windows, knob.first)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     import matplotlib
@@ -128,6 +137,12 @@ def _drawn(windows: Sequence[WindowRecord]) -> list[str]:
     if not knobs:
         raise ConfigError("there is nothing to draw: the history is empty or explores no knob")
     return knobs
+
+
+def _rows(windows: Sequence[WindowRecord]) -> list[Shown]:
+    """The same, those together that are judged together."""
+    _drawn(windows)
+    return shown([windows])
 
 
 def _of(history: Iterable[WindowRecord], knob: str) -> list[WindowRecord]:
@@ -184,6 +199,22 @@ def _draw_losses(axis: Any, windows: Sequence[WindowRecord]) -> None:
     axis.set_ylabel("loss", fontsize=9)
     axis.legend(fontsize=8, frameon=False, loc="upper right")
     _dress(axis, windows, labelled=True)
+
+
+def _draw_values(axis: Any, windows: Sequence[WindowRecord], drawn: Shown) -> None:
+    """A knob's course; of many what each has learned, and what they were set to."""
+    if len(drawn.knobs) == 1:
+        _draw_course(axis, windows, drawn.first)
+        return
+    courses = [made for knob in drawn.knobs if (made := series.course(windows, knob)).learned]
+    for made in courses:
+        axis.stairs(made.learned[:-1], made.edges, baseline=None, color=BLUE, linewidth=0.8, alpha=0.6)
+    for start in sorted({made.start for made in courses if made.start is not None}):
+        axis.axhline(start, color=GREY, linewidth=0.7, linestyle=":")
+    if courses and min(min(made.learned) for made in courses) > 0:
+        axis.set_yscale("log")
+    axis.set_ylabel(_plain(drawn.name), fontsize=9)
+    _dress(axis, windows)
 
 
 def _draw_course(axis: Any, windows: Sequence[WindowRecord], knob: str) -> None:

@@ -15,6 +15,7 @@ from hdet.record import WindowRecord, strict
 from hdet.report import charts, telling
 from hdet.report.charts import Chart
 from hdet.report.reported import ReportedRun, reported
+from hdet.report.together import shown
 
 THEMES = {
     "light": {"text": "#1f2328", "grid": "#d9dde3", "zero": "#8b929c", "hover": "#ffffff"},
@@ -25,6 +26,7 @@ COURSE = (
     "solid: learned, dashed: in force with its schedule, dotted: as it was set; triangles are moves, hollow on weak "
     "evidence; crosses are moves that a veto forbade"
 )
+MANY = "what each has learned, at its schedule's peak; the pointer names it"
 EVIDENCE = "diamonds look ahead, hollow squares are of the last weights, circles of averaged ones or the only evidence"
 
 
@@ -52,6 +54,7 @@ def page(runs: ReportedRun | Iterable[ReportedRun] | Iterable[WindowRecord], *, 
     empty = [run.name for run in given if not run.windows]
     if empty:
         raise ConfigError(f"there is nothing to report of {', '.join(empty)}: the history has no window yet")
+    together = shown([run.windows for run in given])
     drawn: dict[str, Chart] = {}
 
     def draw(chart: Chart, caption: str) -> dict[str, str]:
@@ -63,20 +66,21 @@ def page(runs: ReportedRun | Iterable[ReportedRun] | Iterable[WindowRecord], *, 
         drawn,
         title=title or ", ".join(run.name for run in given),
         several=len(given) > 1,
-        runs=[telling.of_run(number, run) for number, run in enumerate(given)],
+        runs=[telling.of_run(number, run, together) for number, run in enumerate(given)],
         differences=telling.differences(given),
         losses=draw(charts.losses(given), "Training and held-out loss by step; vertical lines are faults"),
         knobs=[
             {
-                "name": knob,
-                "course": draw(charts.values(given, knob), f"{knob}; {COURSE}"),
+                "name": one.name,
+                "course": draw(charts.values(given, one), f"{one.name}; {COURSE if len(one.knobs) == 1 else MANY}"),
                 "evidence": draw(
-                    charts.evidence(given, knob), f"Evidence on {knob} with two standard errors; {EVIDENCE}"
+                    charts.evidence(given, one.first), f"Evidence on {one.name} with two standard errors; {EVIDENCE}"
                 ),
-                "counted": telling.counted(given, knob),
-                "moves": telling.moves(given, knob),
+                "each": telling.each(given, one),
+                "counted": telling.counted(given, one.first),
+                "moves": telling.moves(given, one.first) if len(one.knobs) == 1 else [],
             }
-            for knob in dict.fromkeys(knob for run in given for knob in run.knobs)
+            for one in together
         ],
         events=telling.events(given),
         seconds=draw(charts.seconds(given), "Wall time by step"),
@@ -100,7 +104,7 @@ def _filled(drawn: Mapping[str, Chart], **context: Any) -> str:
     )
     library = get_plotlyjs().replace("\r\n", "\n")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(printable=charts.printable, digits=_digits)
+    environment.filters.update(printable=charts.printable, digits=telling.digits)
     themes = {f"theme-{name}": _template(theme) for name, theme in THEMES.items()}
     return environment.from_string(template).render(
         **context,
@@ -145,7 +149,3 @@ def _short(value: Any) -> Any:
 
 def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
-
-
-def _digits(value: float | None) -> str:
-    return "not recorded" if value is None else f"{value:.4g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hdet.nested import flat
@@ -12,7 +13,8 @@ from hdet.report.charts import colour_of, objection, reason
 from hdet.report.importance import importances, interactions
 from hdet.report.reading import made_progress
 from hdet.report.reported import ReportedRun
-from hdet.report.verdict import NO_PROGRESS, verdicts
+from hdet.report.together import Shown
+from hdet.report.verdict import NO_PROGRESS, Verdict, verdicts
 
 MOST_ROWS = 200
 MARKS = {
@@ -35,9 +37,10 @@ MEANINGS = {
 }
 
 
-def of_run(number: int, run: ReportedRun) -> dict[str, Any]:
+def of_run(number: int, run: ReportedRun, together: Sequence[Shown]) -> dict[str, Any]:
     """What the page says of one run."""
     found = verdicts(run.windows)
+    names = {one.first: one.name for one in together}
     figure, earned = _earned(run)
     return {
         "name": run.name,
@@ -47,9 +50,9 @@ def of_run(number: int, run: ReportedRun) -> dict[str, Any]:
         "steps": run.windows[-1].stop,
         "windows": len(run.windows),
         "ended": run.windows[-1].ending,
-        "verdicts": found,
+        "verdicts": [_at_a_glance(own) for one in together if (own := _of(found, one))],
         "warned": "" if made_progress(run.windows) else NO_PROGRESS,
-        "importances": importances(run.windows),
+        "importances": [replace(one, knob=names[one.knob]) for one in importances(run.windows) if one.knob in names],
         "interactions": interactions(run.windows),
         "declared": {field: str(value) for field, value in flat(run.declared, ".").items()},
         "held_out_loss": "" if run.held_out_loss is None else f"{run.held_out_loss:.4f}",
@@ -57,6 +60,46 @@ def of_run(number: int, run: ReportedRun) -> dict[str, Any]:
         "yaml": as_yaml(found),
         "python": as_python(found),
     }
+
+
+def _of(found: Sequence[Verdict], together: Shown) -> tuple[Shown, list[Verdict]] | None:
+    own = [verdict for verdict in found if verdict.knob in together.knobs]
+    return (together, own) if own else None
+
+
+def _at_a_glance(found: tuple[Shown, Sequence[Verdict]]) -> dict[str, Any]:
+    """A row of the first table: of many knobs the range of their values, and what is said of the first."""
+    together, own = found
+    first = own[0]
+    return {
+        "knob": together.name,
+        "start": _range([one.start for one in own]),
+        "end": _range([one.end for one in own]),
+        "factor": "" if first.factor is None else _range([one.factor for one in own]),
+        "trust": first.trust,
+        "moved": first.moved + ("" if len(own) == 1 else " (the first of them; the others differ in early moves)"),
+        "outlook": first.outlook,
+    }
+
+
+def _range(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return digits(None)
+    low, high = digits(min(known)), digits(max(known))
+    return low if low == high else f"{low} to {high}"
+
+
+def digits(value: float | None) -> str:
+    """A value in as many digits as a table shows."""
+    return "not recorded" if value is None else f"{value:.4g}"
+
+
+def each(runs: Sequence[ReportedRun], together: Shown) -> list[tuple[str, Verdict]]:
+    """Of many knobs what each was set to and has learned: the run's name, and the verdict."""
+    if len(together.knobs) == 1:
+        return []
+    return [(run.name, one) for run in runs for one in verdicts(run.windows) if one.knob in together.knobs]
 
 
 def counted(runs: Sequence[ReportedRun], knob: str) -> str:

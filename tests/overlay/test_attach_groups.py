@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hdet
-from hdet.errors import ConfigError, MatchError
+from hdet.errors import ConfigError, MatchError, StepError
 from hdet.hparams.binding import GroupBinding
 from hdet.recipes.recommended import ALONG_A_LINE
 
@@ -312,13 +312,15 @@ def test_a_scheduler_drives_the_groups_that_it_knows(rates: Any, as_tensor: bool
     assert len({round(knob.shift, 6) for knob in search.engine.knobs}) >= 2, "the second layer's weights are smaller"
 
 
-def test_numbers_that_an_optimizer_keeps_in_its_groups_are_each_parts_own() -> None:
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_numbers_that_an_optimizer_keeps_in_its_groups_are_each_parts_own(as_tensor: bool) -> None:
     """And go into the search's state: a stopped run goes on, in whatever order its parts are loaded."""
 
     class Counting(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             for group in self.param_groups:
-                group["traveled"] = group.get("traveled", 0.0) + group["lr"]
+                before = group.get("traveled", torch.zeros((), dtype=torch.float64) if as_tensor else 0.0)
+                group["traveled"] = before + group["lr"]
             return super().step(closure)
 
     def begin() -> tuple[nn.Sequential, Any, hdet.Search]:
@@ -330,7 +332,7 @@ def test_numbers_that_an_optimizer_keeps_in_its_groups_are_each_parts_own() -> N
     model, optimizer, search = begin()
     train(model, optimizer, search, stop=40)
     whole = groups_in_a_step(optimizer, lambda: train(model, optimizer, search, 40, 41))
-    assert len({group["traveled"] for group in whole}) == 2
+    assert len({float(group["traveled"]) for group in whole}) == 2
     for optimizer_first in (True, False):
         first, other, begun = begin()
         train(first, other, begun, stop=33)
@@ -345,6 +347,96 @@ def test_numbers_that_an_optimizer_keeps_in_its_groups_are_each_parts_own() -> N
         again = groups_in_a_step(other, lambda: train(first, other, begun, 40, 41))  # noqa: B023
         assert [group["traveled"] for group in again] == [group["traveled"] for group in whole]
         assert [group["lr"] for group in again] == [group["lr"] for group in whole]
+
+
+def test_a_run_goes_back_to_a_checkpoint_after_a_step_that_raised() -> None:
+    model, optimizer = build()
+    search = attach(model, optimizer)
+    train(model, optimizer, search, stop=7)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), search.state_dict()))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(model, optimizer, search, start=7, stop=8)
+    hook.remove()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(saved[1])
+    model.load_state_dict(saved[0])
+    search.load_state_dict(saved[2])
+    train(model, optimizer, search, start=7)
+    whole, plain = build()
+    train(whole, plain, attach(whole, plain))
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), model.parameters(), strict=True))
+
+
+def test_parameters_that_join_a_group_that_was_cut_are_refused() -> None:
+    model, _ = build()
+    late = list(model[2].parameters())
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=3e-3)
+    search = attach(model, optimizer, rates="matrices")
+    train(model, optimizer, search, stop=3)
+    optimizer.param_groups[0]["params"] += late
+    with pytest.raises(
+        StepError, match=r"group 0 has other parameters at step 3 \(4 now, 2 before\), and rates= had cut"
+    ):
+        train(model, optimizer, search, start=3, stop=4)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_schedulers_of_the_optimizers_of_a_chain_find_their_groups_whole(ended: bool) -> None:
+    model, _ = build()
+    first = torch.optim.SGD([model[0].weight, model[2].weight], lr=0.1, momentum=0.9)
+    second = torch.optim.AdamW([model[0].bias, model[2].bias], lr=1e-3)
+    chain = hdet.ChainedOptimizer(first, second)
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(first, lambda step: 0.9**step),
+        torch.optim.lr_scheduler.ExponentialLR(second, 0.9),
+    ]
+    search = attach(model, chain, rates="matrices", schedule=None)
+    for step in range(7):
+        rates: list[float] = []
+        hook = first.register_step_pre_hook(
+            lambda own, *_, rates=rates: rates.extend(g["lr"] for g in own.param_groups)
+        )  # type: ignore[misc]
+        train(model, chain, search, start=step, stop=step + 1)
+        hook.remove()
+        assert len(rates) == 2
+        assert step >= 5 or rates == pytest.approx([0.1 * 0.9**step] * 2), (
+            "nothing is learned before a window has ended"
+        )
+        for scheduler in schedulers:
+            scheduler.step()
+        assert first.param_groups[0] is chain.param_groups[0]
+        assert first.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9 ** (step + 1))
+        assert second.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.9 ** (step + 1))
+    if ended:
+        search.detach()
+    assert [len(part.param_groups) for part in chain.optimizers] == [1, 1]
+
+
+def test_clipped_and_held_it_is_training_in_one_group() -> None:
+    """The norm of all gradients is added up in the order that the optimizer had."""
+    plain = None
+    for rates in (None, "matrices"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        hdet.clip_gradients(optimizer, 0.2)
+        search = None
+        if rates:
+            names = ("0.weight", "others", "2.weight", "4.weight")
+            held = [
+                hdet.LearningRate(name=f"learning_rate[{name}]", groups=index, controller=hdet.controllers.Hold())
+                for index, name in enumerate(names)
+            ]
+            search = attach(model, optimizer, rates=rates, schedule=None, knobs=held, guard=None, tail=None)
+        train(model, optimizer, search)
+        ends = [parameter.tolist() for parameter in model.parameters()]
+        assert plain in (None, ends)
+        plain = ends
 
 
 def test_a_step_that_raises_leaves_the_groups_whole_for_the_next_pass_and_for_saving() -> None:
@@ -375,6 +467,8 @@ def test_what_cannot_be_is_refused() -> None:
         attach(model, optimizer, rates={3: "2.*"})
     with pytest.raises(ConfigError, match='rates is "together", "groups", "matrices" or a mapping'):
         attach(model, optimizer, rates="group")
+    with pytest.raises(ConfigError, match="rates must be of type str or Mapping"):
+        attach(model, optimizer, rates=["matrices"])
 
 
 @pytest.mark.parametrize(
@@ -448,13 +542,16 @@ def test_names_of_parameters_are_cut_with_them() -> None:
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_a_rate_that_the_loop_writes_reaches_all_parts(as_tensor: bool) -> None:
+@pytest.mark.parametrize("traceless", [False, True])
+def test_a_rate_that_the_loop_writes_reaches_all_parts(as_tensor: bool, traceless: bool) -> None:
+    """Also by `.data`, which leaves the tensor's version as it is."""
     model, optimizer = build(lr=torch.tensor(3e-3) if as_tensor else 3e-3)
     search = attach(model, optimizer, schedule=None)
     for step in range(4):
         rate = 1e-3 * (4 - step)
         if as_tensor:
-            optimizer.param_groups[0]["lr"].fill_(rate)
+            held = optimizer.param_groups[0]["lr"]
+            (held.data if traceless else held).fill_(rate)
         else:
             optimizer.param_groups[0]["lr"] = rate
         found: list[float] = []
