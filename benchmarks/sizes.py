@@ -2,6 +2,7 @@
 
     python benchmarks/sizes.py                                            # one seed; 2.7 million take most of the time
     python benchmarks/sizes.py --tasks tabular teacher ratings --seeds 5  # the same starts on other tasks
+    python benchmarks/sizes.py --matrices                                 # a rate for each matrix as well
     python benchmarks/sizes.py --report --figure sizes.png                # of the runs there are
 
 Runs start at a tenth of, at and ten times the best fixed rate that was found. Regret is the test loss above that of
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,32 +37,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=sorted(BEST), default=list(GPTS))
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--matrices", action="store_true", help="also the recipe with a rate for each matrix")
     parser.add_argument("--figure", type=Path, help="where to draw regret against the number of parameters")
     runner.add_options(parser, ROOT / "runs" / "sizes")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
     tasks, contenders = all_tasks(), all_contenders()
-    wanted = [cell for name in given.tasks for cell, *_ in planned(tasks[name], given.seeds)]
+    recipes = ["hdet", *(["hdet_matrices"] if given.matrices else [])]
+    wanted = [cell for name in given.tasks for cell, *_ in planned(tasks[name], given.seeds, recipes)]
     errors = [] if given.report else runner.run(wanted, tasks, contenders, given.out, jobs=given.jobs, label="sizes")
-    rows = [row for name in given.tasks for row in finished(tasks[name], given.seeds, given.out)]
-    show(rows, given.tasks)
+    rows = [row for name in given.tasks for row in finished(tasks[name], given.seeds, given.out, recipes)]
+    show(rows, given.tasks, recipes)
     if given.figure is not None:
         draw(given.figure, rows)
     return runner.finish(errors, given.csv, ["task", "start", "contender", "seed", "test_loss"], rows)
 
 
-def planned(task: Task, seeds: int) -> Iterator[tuple[Cell, str, str]]:
+def planned(task: Task, seeds: int, recipes: Sequence[str]) -> Iterator[tuple[Cell, str, str]]:
     """Each cell with the names of its start and its contender."""
     known = all_contenders()
     for seed in range(seeds):
-        for contender, starts in (("cosine", [RIGHT]), ("linear", [RIGHT]), ("hdet", SIZES)):
+        for contender, starts in (("cosine", [RIGHT]), ("linear", [RIGHT]), *((recipe, SIZES) for recipe in recipes)):
             for start in starts:
                 yield Cell.of(task, known[contender], start.setting(BEST[task.name]), seed), start.name, contender
 
 
-def finished(task: Task, seeds: int, folder: Path) -> Iterator[Row]:
+def finished(task: Task, seeds: int, folder: Path, recipes: Sequence[str]) -> Iterator[Row]:
     """The runs that have their file."""
-    for cell, start, contender in planned(task, seeds):
+    for cell, start, contender in planned(task, seeds, recipes):
         result = cells.load(folder, cell)
         if result is not None:
             yield task.name, start, contender, cell.seed, judged(task, result.test)
@@ -77,9 +80,9 @@ def regrets(rows: list[Row], name: str, contender: str, start: str) -> list[floa
     ]
 
 
-def show(rows: list[Row], names: list[str]) -> None:
+def show(rows: list[Row], names: list[str], recipes: Sequence[str]) -> None:
     """Mean regret and its standard error, and the worst seed's in brackets."""
-    columns = [("linear", RIGHT.name), *(("hdet", start.name) for start in SIZES)]
+    columns = [("linear", RIGHT.name), *((recipe, start.name) for recipe in recipes for start in SIZES)]
     print("task".ljust(14) + "fixed cosine".rjust(14) + "".join(f"{who}, {start}".rjust(26) for who, start in columns))
     for name in names:
         own = [loss for task, _, who, _, loss in rows if (task, who) == (name, "cosine")]
