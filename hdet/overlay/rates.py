@@ -123,7 +123,7 @@ class Rates:
             "courses": {_named(entry): course.state_dict() for entry, course in self.courses.items()},
             "simulated_at": self.follower.first if self.follower is not None else 0,
             "found": list(self._first),
-            "parts": self.split.state_dict() if self.split is not None else [],
+            "split": self.split.state_dict() if self.split is not None else None,
         }
 
     def require_courses(self, state: Mapping[str, Any]) -> None:
@@ -138,13 +138,15 @@ class Rates:
                 f"the state is of a search that moves {sorted(told)} of the optimizer's groups, and this one moves "
                 f"{sorted(own)}; explore the same to resume"
             )
+        if self.split is not None:
+            self.split.require(state.get("split"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for entry, course in self.courses.items():
             course.load_state_dict(state["courses"][_named(entry)])
         self._first = list(state["found"])
-        if self.split is not None:
-            self.split.load_state_dict(state.get("parts", []))
+        if self.split is not None and state.get("split") is not None:
+            self.split.load_state_dict(state["split"])
         if self.follower is not None:
             self.follower.first = int(state["simulated_at"])
             for course in self.courses.values():

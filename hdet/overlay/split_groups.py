@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.errors import ConfigError, MatchError, StepError
+from hdet.errors import CheckpointError, ConfigError, MatchError, StepError
 from hdet.evidence.parts.scale import spectral_gain
 from hdet.hparams.knob import Knob
 from hdet.hparams.update import GroupKnob, LearningRate
@@ -33,9 +33,8 @@ class SplitGroups:
     """Parameter groups of an optimizer, none of which holds parameters of two names while they are cut.
 
     A cut group's first part stands in its place, the others follow after all groups. Parts have the settings that their
-    group has whenever they are put in. The optimizer's state belongs to parameters and is not touched; the list of its
-    groups stays the same object. Groups are whole wherever a loop, a scheduler or a checkpoint looks at them, as long
-    as these do so between `take_out` and `put_in`.
+    group has whenever they are put in. The optimizer's state belongs to parameters and is not touched. Groups are whole
+    wherever a loop, a scheduler or a checkpoint looks at them, as long as these do so between `take_out` and `put_in`.
 
     Args:
         names: of parameters, by their id (`by_pattern`, `by_matrix`). Those that are not in it are called `OTHERS`.
@@ -73,6 +72,12 @@ class SplitGroups:
         for place, (name, part) in enumerate((*first, *others)):
             self.indices[name] += [place] if part["params"] else []
         self.indices = {name: held for name, held in self.indices.items() if held}
+        self._list = optimizer.param_groups
+        self._cut = [
+            (name, owner, _places(part["params"], self._held[owner]))
+            for name, held in self.indices.items()
+            for owner, part in ((self.owners[place], self._parts[place]) for place in held)
+        ]
         self.in_force = False
 
     @property
@@ -108,9 +113,9 @@ class SplitGroups:
         """The optimizer holds the parts. What was written into a group since is written into all of its parts."""
         if self.in_force:
             return
-        groups, count = self._optimizer.param_groups, len(self._wholes)
-        self._wholes, added = groups[:count], groups[count:]
-        kept = set(kept_in_groups(self._optimizer))
+        self._list = self._optimizer.param_groups
+        count, kept = len(self._wholes), set(kept_in_groups(self._optimizer))
+        self._wholes, added = self._list[:count], self._list[count:]
         written = [
             _written_since(whole, known, {key for key in whole if (index, key) in kept})
             for index, (whole, known) in enumerate(zip(self._wholes, self._known, strict=True))
@@ -118,39 +123,71 @@ class SplitGroups:
         for owner, part in zip(self.owners, self._parts, strict=True):
             for key in written[owner]:
                 _pass_on(part, key, self._wholes[owner])
-        groups[:] = self._parts + added
+        # A list of their own, so that whoever goes through one meanwhile goes through it to its end.
+        self._optimizer.param_groups = self._parts + added if added else self._parts
         self.in_force = True
 
     def take_out(self) -> None:
         """The optimizer holds its own groups again. What changed in the first part meanwhile has changed in its group.
 
-        A group that was added since by somebody else stays.
+        If that is a setting, the other parts follow when they are put in next. A group that was added since by somebody
+        else stays.
         """
         if not self.in_force:
             return
         groups, count = self._optimizer.param_groups, len(self._parts)
-        self._parts, added = groups[:count], groups[count:]  # an optimizer that was loaded holds others
-        for whole, part in zip(self._wholes, self._parts, strict=False):
+        if groups is not self._parts:  # an optimizer that was loaded holds others
+            self._parts, added = groups[:count], groups[count:]
+            self._list[len(self._wholes) :] = added
+        kept = set(kept_in_groups(self._optimizer))
+        self._known = []
+        for index, (whole, part) in enumerate(zip(self._wholes, self._parts, strict=False)):
+            changed = {
+                key
+                for key, entry in part.items()
+                if (index, key) not in kept and isinstance(entry, PLAIN) and whole.get(key) != entry
+            }
             for key in part:
                 _pass_on(whole, key, part)
-        self._known = [{key: (entry, _version(entry)) for key, entry in whole.items()} for whole in self._wholes]
-        groups[:] = self._wholes + added
+            self._known.append({key: (entry, _version(entry)) for key, entry in whole.items() if key not in changed})
+        self._optimizer.param_groups = self._list
         if isinstance(self._optimizer, ChainedOptimizer):
             self._optimizer.hand_out()
         self.in_force = False
 
-    def state_dict(self) -> list[tuple[int, str, float | Tensor]]:
-        """What the optimizer keeps of each part as state in its groups, while they are cut."""
+    def state_dict(self) -> dict[str, Any]:
+        """What each part holds, and what the optimizer keeps of it as state in its groups, while they are cut."""
         parts = self._optimizer.param_groups
-        return [(index, key, parts[index][key]) for index, key in kept_in_groups(self._optimizer)]
+        numbers = [
+            (index, key, parts[index][key])
+            for index, key in kept_in_groups(self._optimizer)
+            if not isinstance(parts[index][key], bool)  # as a mode, which is the whole optimizer's
+        ]
+        return {"cut": self._cut, "kept": numbers}
 
-    def load_state_dict(self, state: Sequence[tuple[int, str, float | Tensor]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`, while they are cut."""
-        for index, key, value in state:
+        for index, key, value in state["kept"]:
             _pass_on(self._optimizer.param_groups[index], key, {key: value})
+
+    def require(self, state: Mapping[str, Any] | None) -> None:
+        """Whether a state is of the same cut.
+
+        Raises:
+            CheckpointError: it is of other parts.
+        """
+        if state is not None and [tuple(one) for one in state["cut"]] != self._cut:
+            raise CheckpointError(
+                "the state is of a search whose rates= put other parameters together; give the same patterns to resume"
+            )
 
     def _parts_of(self, group: int) -> list[int]:
         return [part for part, owner in enumerate(self.owners) if owner == group] or [group]
+
+
+def _places(parameters: Sequence[nn.Parameter], among: Sequence[nn.Parameter]) -> list[int]:
+    places = {id(parameter): place for place, parameter in enumerate(among)}
+    return [places[id(parameter)] for parameter in parameters]
 
 
 def _written_since(whole: Group, known: Mapping[str, tuple[Any, int]], kept: Collection[str]) -> list[str]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hdet
-from hdet.errors import ConfigError, MatchError, StepError
+from hdet.errors import CheckpointError, ConfigError, MatchError, StepError
 from hdet.hparams.binding import GroupBinding
 from hdet.recipes.recommended import ALONG_A_LINE
 
@@ -347,6 +347,51 @@ def test_numbers_that_an_optimizer_keeps_in_its_groups_are_each_parts_own(as_ten
         again = groups_in_a_step(other, lambda: train(first, other, begun, 40, 41))  # noqa: B023
         assert [group["traveled"] for group in again] == [group["traveled"] for group in whole]
         assert [group["lr"] for group in again] == [group["lr"] for group in whole]
+
+
+def test_a_state_of_parts_with_other_parameters_is_refused() -> None:
+    """Though their names and shapes are the same; the search goes on as it was."""
+
+    def begin(rates: dict[str, Any]) -> tuple[nn.Sequential, Any, hdet.Search]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, attach(model, optimizer, rates=rates)
+
+    model, optimizer, search = begin({"a": ["0.*", "2.*"], "b": ["1.*", "3.*"]})
+    train(model, optimizer, search, stop=8)
+    saved = copy.deepcopy(search.state_dict())
+    other, again, resumed = begin({"a": ["0.*", "1.*"], "b": ["2.*", "3.*"]})
+    with pytest.raises(CheckpointError, match="whose rates= put other parameters together"):
+        resumed.load_state_dict(saved)
+    train(other, again, resumed)
+
+
+def test_a_setting_that_is_written_while_groups_are_cut_reaches_all_parts() -> None:
+    model, optimizer = build(weight_decay=0.1)
+    search = attach(model, optimizer)
+    hook = optimizer.register_step_pre_hook(lambda own, *_: own.param_groups[0].update(weight_decay=0.5))
+    train(model, optimizer, search, stop=1)
+    hook.remove()
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+    found = groups_in_a_step(optimizer, lambda: train(model, optimizer, search, 1, 2))
+    assert [group["weight_decay"] for group in found] == [0.5] * 3
+
+
+def test_whoever_goes_through_the_parts_goes_on_while_the_optimizer_is_saved() -> None:
+    model, optimizer = build()
+    search = attach(model, optimizer)
+    seen: list[int] = []
+
+    def look(own: Any, *_: Any) -> None:
+        for group in own.param_groups:
+            seen.append(len(group["params"]))
+            own.state_dict()
+
+    optimizer.register_step_pre_hook(look)
+    train(model, optimizer, search, stop=1)
+    assert sorted(seen) == [1, 1, 2]
+    assert len(optimizer.param_groups) == 1
 
 
 def test_a_run_goes_back_to_a_checkpoint_after_a_step_that_raised() -> None:
