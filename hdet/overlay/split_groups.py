@@ -73,6 +73,7 @@ class SplitGroups:
             self.indices[name] += [place] if part["params"] else []
         self.indices = {name: held for name, held in self.indices.items() if held}
         self._list = optimizer.param_groups
+        self._list_of_parts: list[Group] = []
         self._cut = [
             (name, owner, _places(part["params"], self._held[owner]))
             for name, held in self.indices.items()
@@ -124,7 +125,8 @@ class SplitGroups:
             for key in written[owner]:
                 _pass_on(part, key, self._wholes[owner])
         # A list of their own, so that whoever goes through one meanwhile goes through it to its end.
-        self._optimizer.param_groups = self._parts + added if added else self._parts
+        self._list_of_parts[:] = self._parts + added
+        self._optimizer.param_groups = self._list_of_parts
         self.in_force = True
 
     def take_out(self) -> None:
@@ -136,9 +138,8 @@ class SplitGroups:
         if not self.in_force:
             return
         groups, count = self._optimizer.param_groups, len(self._parts)
-        if groups is not self._parts:  # an optimizer that was loaded holds others
-            self._parts, added = groups[:count], groups[count:]
-            self._list[len(self._wholes) :] = added
+        self._parts = groups[:count]  # an optimizer that was loaded holds others
+        self._list[len(self._wholes) :] = groups[count:]
         kept = set(kept_in_groups(self._optimizer))
         self._known = []
         for index, (whole, part) in enumerate(zip(self._wholes, self._parts, strict=False)):

@@ -173,6 +173,18 @@ def test_a_group_that_somebody_added_since_stays(restored: bool) -> None:
     assert optimizer.param_groups[1]["params"][0] is extra
 
 
+def test_a_group_that_is_added_within_a_step_is_told_of_after_it() -> None:
+    model, optimizer = build()
+    search = attach(model, optimizer)
+    extra = nn.Parameter(torch.zeros(3))
+    hook = optimizer.register_step_pre_hook(lambda own, *_: own.add_param_group({"params": [extra]}))
+    with pytest.raises(StepError, match="parameter groups"):
+        train(model, optimizer, search, stop=2)
+    hook.remove()
+    search.detach()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [4, 1]
+
+
 def test_a_second_search_ends_the_first_one_and_its_groups() -> None:
     """Whether or not somebody keeps the first, as a notebook's cell may not."""
     model, optimizer = build()
