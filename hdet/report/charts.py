@@ -11,7 +11,7 @@ from hdet.record import TURNS
 from hdet.report import series
 from hdet.report.reading import AHEAD, AVERAGED, LAST, ONLY, held_out_loss
 from hdet.report.reported import ReportedRun
-from hdet.report.together import Shown
+from hdet.report.together import Heading
 
 # One a run. Four of Okabe and Ito's colours, a grey and a violet: each has contrast 3 on the light page and the dark.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#707070", "#8A7BD0")
@@ -39,7 +39,7 @@ def losses(runs: Sequence[ReportedRun]) -> Chart:
     return _chart(data, "loss", runs)
 
 
-def values(runs: Sequence[ReportedRun], drawn: Shown) -> Chart:
+def values(runs: Sequence[ReportedRun], drawn: Heading) -> Chart:
     """A knob's learned value, the value in force, the band of levels and every move; of many knobs learned values."""
     data: list[dict[str, Any]] = []
     for number, run in enumerate(runs):

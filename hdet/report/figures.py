@@ -15,7 +15,7 @@ from hdet.errors import ConfigError, MissingExtraError
 from hdet.record import TURNS, WindowRecord, knobs_of
 from hdet.report import series
 from hdet.report.reading import AHEAD, AVERAGED, CLEAR_T, LAST, ONLY, held_out_loss, readings
-from hdet.report.together import Shown, shown
+from hdet.report.together import Heading, headings
 
 Figure = Any
 """matplotlib's `Figure`, which is imported when one is drawn."""
@@ -139,10 +139,10 @@ def _drawn(windows: Sequence[WindowRecord]) -> list[str]:
     return knobs
 
 
-def _rows(windows: Sequence[WindowRecord]) -> list[Shown]:
+def _rows(windows: Sequence[WindowRecord]) -> list[Heading]:
     """The same, those together that are judged together."""
     _drawn(windows)
-    return shown([windows])
+    return headings([windows])
 
 
 def _of(history: Iterable[WindowRecord], knob: str) -> list[WindowRecord]:
@@ -201,7 +201,7 @@ def _draw_losses(axis: Any, windows: Sequence[WindowRecord]) -> None:
     _dress(axis, windows, labelled=True)
 
 
-def _draw_values(axis: Any, windows: Sequence[WindowRecord], drawn: Shown) -> None:
+def _draw_values(axis: Any, windows: Sequence[WindowRecord], drawn: Heading) -> None:
     """A knob's course; of many what each has learned, and what they were set to."""
     if len(drawn.knobs) == 1:
         _draw_course(axis, windows, drawn.first)

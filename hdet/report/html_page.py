@@ -15,7 +15,7 @@ from hdet.record import WindowRecord, strict
 from hdet.report import charts, telling
 from hdet.report.charts import Chart
 from hdet.report.reported import ReportedRun, reported
-from hdet.report.together import shown
+from hdet.report.together import headings
 
 THEMES = {
     "light": {"text": "#1f2328", "grid": "#d9dde3", "zero": "#8b929c", "hover": "#ffffff"},
@@ -54,7 +54,7 @@ def page(runs: ReportedRun | Iterable[ReportedRun] | Iterable[WindowRecord], *, 
     empty = [run.name for run in given if not run.windows]
     if empty:
         raise ConfigError(f"there is nothing to report of {', '.join(empty)}: the history has no window yet")
-    together = shown([run.windows for run in given])
+    together = headings([run.windows for run in given])
     drawn: dict[str, Chart] = {}
 
     def draw(chart: Chart, caption: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from hdet.report.charts import colour_of, objection, reason
 from hdet.report.importance import importances, interactions
 from hdet.report.reading import made_progress
 from hdet.report.reported import ReportedRun
-from hdet.report.together import Shown
+from hdet.report.together import Heading
 from hdet.report.verdict import NO_PROGRESS, Verdict, verdicts
 
 MOST_ROWS = 200
@@ -37,7 +37,7 @@ MEANINGS = {
 }
 
 
-def of_run(number: int, run: ReportedRun, together: Sequence[Shown]) -> dict[str, Any]:
+def of_run(number: int, run: ReportedRun, together: Sequence[Heading]) -> dict[str, Any]:
     """What the page says of one run."""
     found = verdicts(run.windows)
     names = {one.first: one.name for one in together}
@@ -50,7 +50,7 @@ def of_run(number: int, run: ReportedRun, together: Sequence[Shown]) -> dict[str
         "steps": run.windows[-1].stop,
         "windows": len(run.windows),
         "ended": run.windows[-1].ending,
-        "verdicts": [_at_a_glance(own) for one in together if (own := _of(found, one))],
+        "verdicts": [_at_a_glance(one, own) for one in together if (own := _of_heading(found, one))],
         "warned": "" if made_progress(run.windows) else NO_PROGRESS,
         "importances": [replace(one, knob=names[one.knob]) for one in importances(run.windows) if one.knob in names],
         "interactions": interactions(run.windows),
@@ -62,14 +62,13 @@ def of_run(number: int, run: ReportedRun, together: Sequence[Shown]) -> dict[str
     }
 
 
-def _of(found: Sequence[Verdict], together: Shown) -> tuple[Shown, list[Verdict]] | None:
-    own = [verdict for verdict in found if verdict.knob in together.knobs]
-    return (together, own) if own else None
+def _of_heading(found: Sequence[Verdict], together: Heading) -> list[Verdict]:
+    """The verdicts of the knobs under a heading."""
+    return [verdict for verdict in found if verdict.knob in together.knobs]
 
 
-def _at_a_glance(found: tuple[Shown, Sequence[Verdict]]) -> dict[str, Any]:
+def _at_a_glance(together: Heading, own: Sequence[Verdict]) -> dict[str, Any]:
     """A row of the first table: of many knobs the range of their values, and what is said of the first."""
-    together, own = found
     first = own[0]
     return {
         "knob": together.name,
@@ -95,11 +94,11 @@ def digits(value: float | None) -> str:
     return "not recorded" if value is None else f"{value:.4g}"
 
 
-def each(runs: Sequence[ReportedRun], together: Shown) -> list[tuple[str, Verdict]]:
+def each(runs: Sequence[ReportedRun], together: Heading) -> list[tuple[str, Verdict]]:
     """Of many knobs what each was set to and has learned: the run's name, and the verdict."""
     if len(together.knobs) == 1:
         return []
-    return [(run.name, one) for run in runs for one in verdicts(run.windows) if one.knob in together.knobs]
+    return [(run.name, one) for run in runs for one in _of_heading(verdicts(run.windows), together)]
 
 
 def counted(runs: Sequence[ReportedRun], knob: str) -> str:

@@ -14,10 +14,10 @@ OWN = ("step_ratio", "rate_ratio")
 
 
 @dataclass(frozen=True)
-class Shown:
+class Heading:
     """What a report shows under one heading: a knob, or several that were always judged alike.
 
-    >>> Shown(("learning_rate[a]", "learning_rate[b]")).name
+    >>> Heading(("learning_rate[a]", "learning_rate[b]")).name
     'learning_rate of 2 groups'
     """
 
@@ -34,7 +34,7 @@ class Shown:
         return self.first if len(self.knobs) == 1 else f"{_kind(self.first)} of {len(self.knobs)} groups"
 
 
-def shown(histories: Sequence[Sequence[WindowRecord]]) -> list[Shown]:
+def headings(histories: Sequence[Sequence[WindowRecord]]) -> list[Heading]:
     """All knobs of some runs, those of one kind together that had one judgement in every window of every run."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for knob in dict.fromkeys(knob for windows in histories for knob in knobs_of(windows)):
@@ -43,7 +43,7 @@ def shown(histories: Sequence[Sequence[WindowRecord]]) -> list[Shown]:
     found = []
     for knobs in alike.values():
         apart = len(knobs) <= MOST_APART
-        found += [Shown((knob,)) for knob in knobs] if apart else [Shown(tuple(knobs))]
+        found += [Heading((knob,)) for knob in knobs] if apart else [Heading(tuple(knobs))]
     return found
 
 

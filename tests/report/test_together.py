@@ -11,7 +11,7 @@ import pytest
 
 from hdet.record import WindowRecord
 from hdet.report import ReportedRun, overview, page, save_figures
-from hdet.report.together import Shown, shown
+from hdet.report.together import Heading, headings
 
 RATES = [f"learning_rate[{name}]" for name in ("a.weight", "b.weight", "c.weight", "d.weight", "others")]
 
@@ -46,24 +46,24 @@ def history(rates: list[str] = RATES, windows: int = 5, **of_one: Any) -> list[W
 
 
 def test_rates_of_one_judgement_are_shown_together_beyond_three() -> None:
-    assert shown([history()]) == [Shown(tuple(RATES)), Shown(("dropout",))]
-    assert [one.name for one in shown([history()])] == ["learning_rate of 5 groups", "dropout"]
-    assert shown([history(RATES[:3])]) == [Shown((name,)) for name in (*RATES[:3], "dropout")]
+    assert headings([history()]) == [Heading(tuple(RATES)), Heading(("dropout",))]
+    assert [one.name for one in headings([history()])] == ["learning_rate of 5 groups", "dropout"]
+    assert headings([history(RATES[:3])]) == [Heading((name,)) for name in (*RATES[:3], "dropout")]
 
 
 def test_one_that_is_judged_otherwise_stands_alone() -> None:
     """In whichever run and window; where it stands among the others is its own all the same."""
     other = history(slope=7.0)
     for histories in ([other], [history(), other]):
-        assert shown(histories) == [Shown((RATES[0],)), Shown(tuple(RATES[1:])), Shown(("dropout",))]
-    assert len(shown([history(step_ratio=9.0)])) == 2
+        assert headings(histories) == [Heading((RATES[0],)), Heading(tuple(RATES[1:])), Heading(("dropout",))]
+    assert len(headings([history(step_ratio=9.0)])) == 2
 
 
 def test_a_run_with_other_groups_does_not_part_those_that_are_alike() -> None:
     fewer = [replace(record, estimates={**record.estimates}) for record in history(RATES[:4])]
-    found = shown([history(), fewer])
-    assert Shown(tuple(RATES[:4])) in found
-    assert Shown((RATES[4],)) in found
+    found = headings([history(), fewer])
+    assert Heading(tuple(RATES[:4])) in found
+    assert Heading((RATES[4],)) in found
 
 
 def test_figures_draw_them_in_one_row(tmp_path: Path) -> None:
