@@ -290,15 +290,15 @@ def test_a_scheduler_drives_the_groups_that_it_knows(rates: Any, as_tensor: bool
     with torch.no_grad():
         model[2].weight.mul_(0.2)
     groups = [
-        {"params": [model[0].weight, model[2].weight], "lr": 3e-3},
         {"params": [model[0].bias, model[2].bias], "lr": 1e-3},
+        {"params": [model[0].weight, model[2].weight], "lr": 3e-3},
     ]
     if as_tensor:
         groups = [{**group, "lr": torch.tensor(group["lr"], dtype=torch.float64)} for group in groups]
     optimizer = torch.optim.AdamW(groups)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [3e-3, 1e-3], total_steps=STEPS + 1)
-    plain = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (3e-3, 1e-3)])
-    alone = torch.optim.lr_scheduler.OneCycleLR(plain, [3e-3, 1e-3], total_steps=STEPS + 1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-3, 3e-3], total_steps=STEPS + 1)
+    plain = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (1e-3, 3e-3)])
+    alone = torch.optim.lr_scheduler.OneCycleLR(plain, [1e-3, 3e-3], total_steps=STEPS + 1)
     search = attach(model, optimizer, rates=rates, scheduler=scheduler, warmup_steps=0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for step in range(STEPS):
@@ -317,7 +317,7 @@ def test_a_scheduler_drives_the_groups_that_it_knows(rates: Any, as_tensor: bool
         for name, rate in stepped.items():
             part = name if name in shifts else "head" if name.startswith("2.") else "biases" if "bias" in name else ""
             part = part if part in shifts else "others"
-            assert rate == pytest.approx(held["bias" in name] * math.exp(shifts[part]), rel=1e-5)
+            assert rate == pytest.approx(held["weight" in name] * math.exp(shifts[part]), rel=1e-5)
         plain.step()
         scheduler.step()
         alone.step()
@@ -328,7 +328,7 @@ def test_a_scheduler_drives_the_groups_that_it_knows(rates: Any, as_tensor: bool
 def test_numbers_that_an_optimizer_keeps_in_its_groups_are_each_parts_own(as_tensor: bool) -> None:
     """And go into the search's state: a stopped run goes on, in whatever order its parts are loaded."""
 
-    class Counting(torch.optim.SGD):
+    class Counting(torch.optim.AdamW):
         def step(self, closure: Any = None) -> Any:
             for group in self.param_groups:
                 before = group.get("traveled", torch.zeros((), dtype=torch.float64) if as_tensor else 0.0)
@@ -336,15 +336,18 @@ def test_numbers_that_an_optimizer_keeps_in_its_groups_are_each_parts_own(as_ten
             return super().step(closure)
 
     def begin() -> tuple[nn.Sequential, Any, hdet.Search]:
-        model, optimizer = build(Counting, width=64, lr=0.1)
-        with torch.no_grad():
-            model[2].weight.mul_(0.2)
-        return model, optimizer, attach(model, optimizer, rates="matrices")
+        model, optimizer = build(Counting, width=64)
+        return model, optimizer, attach(model, optimizer, schedule=hdet.schedules.Constant(3e-3), guard=None)
+
+    def traveled(model: nn.Sequential, optimizer: Any, search: hdet.Search) -> list[float]:
+        """Of the parts, as the next step finds them. (torch runs the hooks of AdamW itself in it, too.)"""
+        found = groups_in_a_step(optimizer, lambda: train(model, optimizer, search, 40, 41))
+        return [float(group["traveled"]) for group in found[:3]]
 
     model, optimizer, search = begin()
     train(model, optimizer, search, stop=40)
-    whole = groups_in_a_step(optimizer, lambda: train(model, optimizer, search, 40, 41))
-    assert len({float(group["traveled"]) for group in whole}) == 2
+    whole = traveled(model, optimizer, search)
+    assert len(set(whole)) == 3
     for optimizer_first in (True, False):
         first, other, begun = begin()
         train(first, other, begun, stop=33)
@@ -356,9 +359,7 @@ def test_numbers_that_an_optimizer_keeps_in_its_groups_are_each_parts_own(as_ten
         for load in loads if optimizer_first else reversed(loads):
             load()
         train(first, other, begun, start=33, stop=40)
-        again = groups_in_a_step(other, lambda: train(first, other, begun, 40, 41))  # noqa: B023
-        assert [group["traveled"] for group in again] == [group["traveled"] for group in whole]
-        assert [group["lr"] for group in again] == [group["lr"] for group in whole]
+        assert traveled(first, other, begun) == whole
 
 
 def test_a_state_of_parts_with_other_parameters_is_refused() -> None:
