@@ -68,6 +68,8 @@ class Pooled(Controller):
         common: the rule of the common part.
         band: how far a group's steps may lie from the mean of all groups', as a logarithm.
         limit: largest move of the relative part at once, in coordinates.
+        grid: of whose multiples the relative part is one. So many groups have few different rates, and an optimizer
+            steps groups of one rate in one call of its kernel. 0 lets it be anything.
 
     >>> pooled = Pooled()
     >>> faster = Estimate(slope=0.0, stderr=1.0, averaged=Estimate.nothing(), excess=1.0, step_ratio=3.0)
@@ -78,6 +80,7 @@ class Pooled(Controller):
     common: Controller = Calibrate()
     band: float = Field(default=0.0, ge=0, le=10)
     limit: float = Field(default=2.5, gt=0, le=10)
+    grid: float = Field(default=0.0, ge=0, le=10)
 
     @property
     def needs_averaged(self) -> bool:
@@ -137,6 +140,8 @@ class Pooled(Controller):
             return 0.0
         far = math.log(ratio)
         move = max(-self.limit, min(self.limit, max(-self.band, min(self.band, far)) - far))
+        if self.grid:
+            move = round((state.relative + move) / self.grid) * self.grid - state.relative
         return move if abs(move) > ROUNDING else 0.0
 
 

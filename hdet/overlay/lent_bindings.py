@@ -244,16 +244,27 @@ class Lending:
 
     def take_out_update(self, stepped: Optimizer | None = None) -> None:
         """The optimizer has stepped; of several the given one."""
+        if self._split is not None:
+            self._split.part()
         for group in self.groups:
             if stepped is None or group.optimizer is stepped:
                 group.take_out()
         if self._split is not None:
             self._split.take_out()
 
+    def join_groups(self) -> None:
+        """The optimizer is to step: what is in force stays so, by as few groups as there are different ones."""
+        if self._split is not None:
+            self._split.join()
+
     @contextmanager
     def groups_cut(self) -> Iterator[None]:
         """The optimizer holds the groups that knobs go by inside the block; afterwards what it held before."""
-        if self._split is None or self._split.in_force:
+        if self._split is None:
+            yield
+            return
+        self._split.part()
+        if self._split.in_force:
             yield
             return
         self._split.put_in()

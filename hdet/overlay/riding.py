@@ -195,6 +195,7 @@ class Riding:
         if not isinstance(self.engine.home.scaler, GradScaler):
             self._find_scaler()
         self.lending.put_in_update()
+        self.lending.join_groups()
         self._stepping = True
 
     def after_step(self) -> None:

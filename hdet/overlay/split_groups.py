@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class SplitGroups:
     A cut group's first part stands in its place, the others follow after all groups. Parts have the settings that their
     group has whenever they are put in. The optimizer's state belongs to parameters and is not touched. Groups are whole
     wherever a loop, a scheduler or a checkpoint looks at them, as long as these do so between `take_out` and `put_in`.
+
+    An optimizer calls its kernels once a group, so parts of one rate are one group while it steps (`join`).
 
     Args:
         names: of parameters, by their id (`by_pattern`, `by_matrix`). Those that are not in it are called `OTHERS`.
@@ -74,6 +77,8 @@ class SplitGroups:
         self.indices = {name: held for name, held in self.indices.items() if held}
         self._list = optimizer.param_groups
         self._list_of_parts: list[Group] = []
+        self._list_of_joined: list[Group] = []
+        self._joined: list[tuple[Group, list[Group]]] = []
         self._cut = [
             (name, owner, _places(part["params"], self._held[owner]))
             for name, held in self.indices.items()
@@ -129,6 +134,31 @@ class SplitGroups:
         self._optimizer.param_groups = self._list_of_parts
         self.in_force = True
 
+    def join(self) -> None:
+        """Of the parts in force, those that are alike in all but their parameters are one group, until `part`."""
+        parts = self._optimizer.param_groups
+        alike: dict[Any, list[Group]] = {}
+        for part in parts:
+            alike.setdefault(_likeness(part), []).append(part)
+        if len(alike) == len(parts):
+            return
+        groups = [_joint(own) if len(own) > 1 else own[0] for own in alike.values()]
+        self._joined = list(zip(groups, alike.values(), strict=True))
+        self._list_of_joined[:] = groups
+        self._optimizer.param_groups = self._list_of_joined
+
+    def part(self) -> None:
+        """The optimizer holds the parts again. What changed in a group that some of them were has changed in them."""
+        if not self._joined:
+            return
+        self._list_of_parts += self._optimizer.param_groups[len(self._joined) :]
+        for group, own in self._joined:
+            changed = [key for key in {**own[0], **group} if group.get(key) is not own[0].get(key)]
+            for key, part in product(changed, own):
+                _pass_on(part, key, group)
+        self._joined = []
+        self._optimizer.param_groups = self._list_of_parts
+
     def take_out(self) -> None:
         """The optimizer holds its own groups again. What changed in the first part meanwhile has changed in its group.
 
@@ -137,6 +167,7 @@ class SplitGroups:
         """
         if not self.in_force:
             return
+        self.part()
         groups, count = self._optimizer.param_groups, len(self._parts)
         self._parts = groups[:count]  # an optimizer that was loaded holds others
         self._list[len(self._wholes) :] = groups[count:]
@@ -189,6 +220,29 @@ class SplitGroups:
 def _places(parameters: Sequence[nn.Parameter], among: Sequence[nn.Parameter]) -> list[int]:
     places = {id(parameter): place for place, parameter in enumerate(among)}
     return [places[id(parameter)] for parameter in parameters]
+
+
+def _likeness(part: Group) -> tuple[Any, ...]:
+    """What is the same of parts that differ in their parameters alone, or in the last bits of their rates.
+
+    Rates that were moved alike in another order differ by these.
+    """
+    rate = part.get("lr")
+    entries = ((key, _told_apart_by(entry)) for key, entry in part.items() if key not in (*OF_PARAMETERS, "lr"))
+    return (float(f"{rate:.12g}") if isinstance(rate, float) else _told_apart_by(rate), *entries)
+
+
+def _told_apart_by(entry: Any) -> Any:
+    """An entry's value where it is a plain one, or several; else which object it is."""
+    if isinstance(entry, tuple):
+        return tuple(map(_told_apart_by, entry))
+    return entry if entry is None or isinstance(entry, PLAIN) else id(entry)
+
+
+def _joint(parts: Sequence[Group]) -> Group:
+    """One group in place of some that are alike."""
+    of_parameters = {key: [own for part in parts for own in part[key]] for key in OF_PARAMETERS if key in parts[0]}
+    return {**parts[0], **of_parameters}
 
 
 def _written_since(whole: Group, known: Mapping[str, tuple[Any, int]], kept: Collection[str]) -> list[str]:

@@ -8,13 +8,13 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import PrivateAttr
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
+from hdet.engine.admission import counted, whole
 from hdet.errors import ConfigError
 from hdet.hparams import Schedule
 from hdet.hparams.schedule import rise
@@ -218,10 +218,9 @@ class Follower:
                 "the scheduler belongs to another optimizer; give hdet.attach the optimizer that it steps, or make the "
                 "scheduler of the optimizer given, which has all groups if it is a chain"
             )
-        if not isinstance(steps_between, (int, np.integer)) or steps_between < 1:
-            raise ConfigError(f"scheduler_every is a number of optimizer steps, at least 1; got {steps_between!r}")
+        self.steps_between = whole("scheduler_every", steps_between)
+        counted(scheduler_every=self.steps_between)
         self.optimizer = optimizer
-        self.steps_between = steps_between
         self.steps_each = _steps_each(scheduler)
         self.first = self._count()
         """Where the scheduler stood when it was simulated."""

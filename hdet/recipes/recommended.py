@@ -46,6 +46,8 @@ RATE_OF = "learning rate of group "
 ALIKE_FIRST = 0.5
 ALIKE_AGAIN = (0.2,)
 """Of groups that were given one rate, which is likely right: `GroupLines.first` and `GroupLines.again`."""
+RATE_GRID = 0.25
+"""Of groups' learning rates, `Pooled.grid`."""
 BY_GRADIENTS = "micro-batches run at two levels, fresh signs every step; their gradients are compared along the probe's"
 GUARD = (
     "  a guard: where training stands still and the held-out loss got worse, it goes back to the best point and on "
@@ -191,7 +193,7 @@ def _rate(
         schedule=course,
         initial_shift=shift,
         evidence=together.replace(line=line) if together is not None else line,
-        controller=Pooled(common=controller) if together is not None else controller,
+        controller=Pooled(common=controller, grid=RATE_GRID) if together is not None else controller,
     )
     heads = f"heads for a peak of {peak:g}" if course.total_steps is not None else "follows what the optimizer is given"
     if any(course(step) != as_given(step) for step in range(warmup_steps)):

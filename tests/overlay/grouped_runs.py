@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import hdet
+from hdet.overlay.split_groups import SplitGroups
 
 STEPS = 60
 
@@ -48,12 +50,15 @@ def train(model: nn.Module, optimizer: Any, search: hdet.Search | None, start: i
         optimizer.zero_grad()
 
 
-def groups_in_a_step(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> list[dict[str, Any]]:
-    """What the optimizer steps by."""
+def groups_in_a_step(step: Callable[[], object]) -> list[dict[str, Any]]:
+    """The groups that rates go by while the optimizer steps, before those of one rate are joined."""
     seen: list[dict[str, Any]] = []
-    hook = optimizer.register_step_pre_hook(lambda *_: seen.extend(map(dict, optimizer.param_groups)))
-    step()
-    hook.remove()
+
+    def look(split: SplitGroups) -> None:
+        seen.extend(map(dict, split._optimizer.param_groups))
+
+    with patch.object(SplitGroups, "join", look):
+        step()
     return seen
 
 

@@ -70,8 +70,10 @@ def cosine(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         ),
         (
             lambda m, o: {**cosine(m, o), "scheduler_every": 1.5},
-            "scheduler_every is a number of optimizer steps, at least 1; got 1.5",
+            "scheduler_every must be of type int, got 1.5",
         ),
+        (lambda m, o: {**cosine(m, o), "scheduler_every": True}, "scheduler_every must be of type int, got True"),
+        (lambda m, o: {**cosine(m, o), "scheduler_every": 0}, "scheduler_every must be at least 1, got 0"),
         (lambda m, o: {"window": "5"}, "window must be of type int or Windows or None, got '5'"),
         (lambda m, o: {"stride": "5"}, "stride must be of type int, got '5'"),
         (lambda m, o: {"seed": "0"}, "seed must be of type int, got '0'"),

@@ -27,7 +27,7 @@ def test_groups_are_cut_by_name_for_a_step_and_whole_for_the_loop() -> None:
         assert optimizer.param_groups is groups
         assert [id(own) for own in groups] == [id(group)]
         assert group["lr"] == 3e-3
-        found = groups_in_a_step(optimizer, lambda start=start: train(model, optimizer, search, start, start + 1))  # type: ignore[misc]
+        found = groups_in_a_step(lambda start=start: train(model, optimizer, search, start, start + 1))  # type: ignore[misc]
         assert sorted(map(sorted, names_by_group(model, found))) == [["0.bias"], ["0.weight"], ["2.bias", "2.weight"]]
         assert [own["weight_decay"] for own in found] == [0.3] * 3
         group["weight_decay"] = 0.3
@@ -43,10 +43,10 @@ def test_settings_that_the_loop_writes_are_those_of_all_parts() -> None:
     search = attach(model, optimizer)
     for step, settings in enumerate([{}, {"weight_decay": 0.1}, {"eps": 1e-6, "note": "mine"}]):
         optimizer.param_groups[0].update(settings)
-        found = groups_in_a_step(optimizer, lambda step=step: train(model, optimizer, search, step, step + 1))  # type: ignore[misc]
+        found = groups_in_a_step(lambda step=step: train(model, optimizer, search, step, step + 1))  # type: ignore[misc]
         assert all(own[key] == value for own in found for key, value in settings.items())
     del optimizer.param_groups[0]["note"]
-    found = groups_in_a_step(optimizer, lambda: train(model, optimizer, search, 3, 4))
+    found = groups_in_a_step(lambda: train(model, optimizer, search, 3, 4))
     assert not any("note" in own for own in found)
     assert [own["weight_decay"] for own in found] == [0.1] * 3
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
@@ -144,7 +144,7 @@ def test_numbers_that_an_optimizer_keeps_in_its_groups_are_each_parts_own(as_ten
 
     def traveled(model: nn.Sequential, optimizer: Any, search: hdet.Search) -> list[float]:
         """Of the parts, as the next step finds them. (torch runs the hooks of AdamW itself in it, too.)"""
-        found = groups_in_a_step(optimizer, lambda: train(model, optimizer, search, 40, 41))
+        found = groups_in_a_step(lambda: train(model, optimizer, search, 40, 41))
         return [float(group["traveled"]) for group in found[:3]]
 
     model, optimizer, search = begin()
@@ -190,13 +190,14 @@ def test_a_setting_that_is_written_while_groups_are_cut_reaches_all_parts() -> N
     train(model, optimizer, search, stop=1)
     hook.remove()
     assert optimizer.param_groups[0]["weight_decay"] == 0.5
-    found = groups_in_a_step(optimizer, lambda: train(model, optimizer, search, 1, 2))
+    found = groups_in_a_step(lambda: train(model, optimizer, search, 1, 2))
     assert [group["weight_decay"] for group in found] == [0.5] * 3
 
 
 def test_whoever_goes_through_the_parts_goes_on_while_the_optimizer_is_saved() -> None:
-    model, optimizer = build()
-    search = attach(model, optimizer)
+    model, optimizer = build(width=64)  # large enough to tell that nothing has trained it
+    search = attach(model, optimizer, schedule=hdet.schedules.Constant(3e-3), guard=None)
+    train(model, optimizer, search, stop=40)
     seen: list[int] = []
 
     def look(own: Any, *_: Any) -> None:
@@ -205,7 +206,7 @@ def test_whoever_goes_through_the_parts_goes_on_while_the_optimizer_is_saved() -
             own.state_dict()
 
     optimizer.register_step_pre_hook(look)
-    train(model, optimizer, search, stop=1)
+    train(model, optimizer, search, start=40, stop=41)
     assert sorted(seen) == [1, 1, 2]
     assert len(optimizer.param_groups) == 1
 
@@ -260,7 +261,7 @@ def test_schedulers_of_the_optimizers_of_a_chain_find_their_groups_whole(ended: 
     for step in range(7):
         rates: list[float] = []
         hook = first.register_step_pre_hook(
-            lambda own, *_, rates=rates: rates.extend(g["lr"] for g in own.param_groups)
+            lambda own, *_, rates=rates: rates.extend(g["lr"] for g in own.param_groups for _ in g["params"])
         )  # type: ignore[misc]
         train(model, chain, search, start=step, stop=step + 1)
         hook.remove()
@@ -327,7 +328,7 @@ def test_what_was_declared_for_a_group_holds_for_all_that_it_is_cut_into(groups:
     binding = next(knob for knob in search.engine.knobs if knob.name == f"weight_decay[{groups}]").bindings[0]
     assert isinstance(binding, GroupBinding)
     assert len(binding.indices) == 3
-    found = groups_in_a_step(optimizer, lambda: train(model, optimizer, search, stop=1))
+    found = groups_in_a_step(lambda: train(model, optimizer, search, stop=1))
     assert set(binding.indices) == set(range(len(found)))
 
 
@@ -336,7 +337,7 @@ def test_names_of_parameters_are_cut_with_them() -> None:
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=3e-3)
     whole = list(optimizer.param_groups[0]["param_names"])
     search = attach(model, optimizer)
-    found = groups_in_a_step(optimizer, lambda: train(model, optimizer, search, stop=1))
+    found = groups_in_a_step(lambda: train(model, optimizer, search, stop=1))
     assert len(found) == 3
     assert sorted(own["param_names"] for own in found) == sorted(names_by_group(model, found))
     assert [own["param_names"] for own in optimizer.param_groups] == [whole]
@@ -357,9 +358,9 @@ def test_a_rate_that_the_loop_writes_reaches_all_parts(as_tensor: bool, traceles
             optimizer.param_groups[0]["lr"] = rate
         found: list[float] = []
         hook = optimizer.register_step_pre_hook(
-            lambda own, *_, found=found: found.extend(float(group["lr"]) for group in own.param_groups)  # type: ignore[misc]
+            lambda own, *_, found=found: found.extend(float(g["lr"]) for g in own.param_groups for _ in g["params"])  # type: ignore[misc]
         )
         train(model, optimizer, search, start=step, stop=step + 1)
         hook.remove()
-        assert found == pytest.approx([rate] * 3)
+        assert found == pytest.approx([rate] * 4)
         assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(rate)

@@ -1,0 +1,135 @@
+"""Groups that rates= cut, and whose rates are equal, are one group while the optimizer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from grouped_runs import STEPS, attach, build, train
+from torch import nn
+
+import hdet
+from hdet.overlay.split_groups import SplitGroups
+
+HELD = {"schedule": hdet.schedules.Constant(3e-3), "guard": None}
+
+
+def stepped_groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """Filled by each step: of every group that the optimizer steps, how many parameters it has."""
+    seen: list[list[int]] = []
+    optimizer.register_step_pre_hook(lambda own, *_: seen.append([len(group["params"]) for group in own.param_groups]))
+    return seen
+
+
+def test_the_optimizer_steps_as_many_groups_as_there_are_rates() -> None:
+    model, optimizer = build(width=64)  # large enough to tell that nothing has trained it
+    search = attach(model, optimizer, **HELD)
+    seen = stepped_groups(optimizer)
+    for step in range(STEPS):
+        rates = {round(knob.shift, 9) for knob in search.engine.knobs}
+        train(model, optimizer, search, start=step, stop=step + 1)
+        assert len(seen[-1]) == len(rates)
+        assert sum(seen[-1]) == 4
+        assert len(optimizer.param_groups) == 1
+    assert seen[0] == [4]
+    assert len(seen[-1]) == 3
+
+
+def test_groups_own_rates_lie_on_a_grid() -> None:
+    """So that many groups have few rates; what they have in common may be anything."""
+    model, optimizer = build(width=64)
+    search = attach(model, optimizer, rates="matrices", **HELD)
+    train(model, optimizer, search)
+    places = [knob.state.relative for knob in search.engine.knobs]
+    assert any(places)
+    assert [4 * place % 1 for place in places] == [0] * 3
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_run_is_the_same_whether_or_not_they_are_joined(kind: Any, foreach: bool) -> None:
+    ends = []
+    for joined in (True, False):
+        model, optimizer = build(kind, width=64, foreach=foreach)
+        search = attach(model, optimizer, rates="matrices", **HELD)
+        seen = stepped_groups(optimizer)
+        if joined:
+            train(model, optimizer, search)
+            assert min(map(len, seen)) < 3
+        else:
+            with patch.object(SplitGroups, "join", lambda _: None):
+                train(model, optimizer, search)
+            assert set(map(len, seen)) == {3}
+        ends.append([parameter.tolist() for parameter in model.parameters()])
+    assert ends[0] == ends[1]
+
+
+def test_what_a_step_writes_into_a_joined_group_all_its_parts_have() -> None:
+    """Counts that were equal stay so; of parts that were stepped apart each has its own."""
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["travelled"] = group.get("travelled", 0.0) + group["lr"]
+            return super().step(closure)
+
+    model, optimizer = build(Counting, width=64, lr=1e-2)
+    search = attach(model, optimizer, rates="matrices", schedule=hdet.schedules.Constant(1e-2), guard=None)
+    expected: dict[str, float] = {}
+    seen = stepped_groups(optimizer)
+    for step in range(STEPS):
+        for knob in search.engine.knobs:
+            expected[knob.name] = expected.get(knob.name, 0.0) + knob.base(step)
+        train(model, optimizer, search, start=step, stop=step + 1)
+    assert (seen[0], len(seen[-1])) == ([4], 3)
+    with search._riding.lending.groups_cut():
+        found = {
+            knob.name: optimizer.param_groups[knob.bindings[0].indices[0]]["travelled"]  # type: ignore[attr-defined]
+            for knob in search.engine.knobs
+        }
+    assert found == pytest.approx(expected)
+    assert len(set(found.values())) == 3
+
+
+def test_entries_that_no_value_tells_apart_keep_groups_apart() -> None:
+    """A tensor of each part's own may differ, and a list may be changed by a step."""
+    model, _ = build()
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "lr": torch.tensor(3e-3)}])
+    search = attach(model, optimizer, rates="matrices", schedule=None)
+    seen = stepped_groups(optimizer)
+    train(model, optimizer, search, stop=2)
+    assert seen == [[1, 1, 2]] * 2 or seen == [[1, 2, 1]] * 2 or seen == [[2, 1, 1]] * 2
+
+
+def test_groups_of_the_loops_own_that_differ_are_not_joined() -> None:
+    model, _ = build()
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [model[0].weight, model[2].weight], "weight_decay": 0.1, "notes": ["large"]},
+            {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0, "notes": ["small"]},
+        ],
+        lr=3e-3,
+    )
+    search = attach(model, optimizer, rates="matrices")
+    decays: list[dict[float, int]] = []
+    optimizer.register_step_pre_hook(
+        lambda own, *_: decays.append({group["weight_decay"]: len(group["params"]) for group in own.param_groups})
+    )
+    train(model, optimizer, search, stop=1)
+    assert decays == [{0.1: 2, 0.0: 2}]
+
+
+def test_a_chain_joins_the_groups_of_one_optimizer_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    first = torch.optim.SGD(matrices[:2], lr=1e-3)
+    second = torch.optim.SGD([matrices[2], *(p for p in model.parameters() if p.dim() == 1)], lr=1e-3)
+    chain = hdet.ChainedOptimizer(first, second)
+    search = attach(model, chain, rates="matrices")
+    of_first, of_second = stepped_groups(first), stepped_groups(second)
+    train(model, chain, search, stop=2)
+    assert (of_first, of_second) == ([[2]] * 2, [[4]] * 2)
+    assert [len(part.param_groups) for part in chain.optimizers] == [1, 1]
