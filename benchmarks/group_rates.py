@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 
 import hdet
 from hdet.evidence import GroupLines
+from hdet.overlay.split_groups import SplitGroups, by_matrix
 from hdet.recipes.recommended import choose, own_schedule
 from hdet.schedules import LinearDecay, Schedule
 from hdet.trials.bracket import Trial, minimum, next_rate
@@ -372,6 +373,39 @@ def print_costs() -> None:
         print(f"{groups or 'one knob':>12} {run:8.2f} {ends:8.2f} {passes:7d}", flush=True)
 
 
+def print_step_times(matrices: int = 50, rates: int = 8, steps: int = 300) -> None:
+    """Median time of an optimizer's step of tiny matrices: one rate, a group for each, and these joined by rate.
+
+    The matrices are so small that the time is the host's. The last column has the joining in it.
+    """
+    print(f"\n{matrices} matrices, ms a step   one group  a group each  joined to {rates}")
+    kernels = {"a loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+    for name, options in kernels.items():
+        held = nn.ParameterList(nn.Parameter(torch.randn(8, 8)) for _ in range(matrices))
+        for own in held:
+            own.grad = torch.randn_like(own)
+        whole, cut = (torch.optim.AdamW(held, lr=1e-3, **options) for _ in range(2))  # type: ignore[arg-type]
+        split = SplitGroups(cut, by_matrix(held, cut))
+        split.put_in()
+        for place, part in enumerate(cut.param_groups):
+            part["lr"] = 1e-3 * (1 + place % rates)
+        times: dict[str, list[float]] = {"one": [], "each": [], "joined": []}
+        for _ in range(steps):
+            began = time.perf_counter()
+            whole.step()
+            times["one"].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            cut.step()
+            times["each"].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            split.join()
+            cut.step()
+            split.part()
+            times["joined"].append(time.perf_counter() - began)
+        one, each, joined = (1e3 * float(np.median(own)) for own in times.values())
+        print(f"{name:>24s} {one:11.2f} {each:13.2f} {joined:12.2f}", flush=True)
+
+
 EXCLUDED = ("weight_decay", "dropout", "label_smoothing")
 
 
@@ -407,6 +441,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if given.cost:
         print_costs()
+        print_step_times()
         return
     seeds = range(given.first_seed, given.first_seed + given.seeds)
     evidence = None if given.again is None else GroupLines(again=tuple(given.again))

@@ -77,7 +77,6 @@ class SplitGroups:
         self.indices = {name: held for name, held in self.indices.items() if held}
         self._list = optimizer.param_groups
         self._list_of_parts: list[Group] = []
-        self._list_of_joined: list[Group] = []
         self._joined: list[tuple[Group, list[Group]]] = []
         self._cut = [
             (name, owner, _places(part["params"], self._held[owner]))
@@ -144,8 +143,7 @@ class SplitGroups:
             return
         groups = [_joint(own) if len(own) > 1 else own[0] for own in alike.values()]
         self._joined = list(zip(groups, alike.values(), strict=True))
-        self._list_of_joined[:] = groups
-        self._optimizer.param_groups = self._list_of_joined
+        self._optimizer.param_groups = groups
 
     def part(self) -> None:
         """The optimizer holds the parts again. What changed in a group that some of them were has changed in them."""
@@ -160,14 +158,13 @@ class SplitGroups:
         self._optimizer.param_groups = self._list_of_parts
 
     def take_out(self) -> None:
-        """The optimizer holds its own groups again. What changed in the first part meanwhile has changed in its group.
+        """The optimizer holds its own groups again, in place of the parts.
 
-        If that is a setting, the other parts follow when they are put in next. A group that was added since by somebody
-        else stays.
+        What changed in the first part meanwhile has changed in its group. If that is a setting, the other parts follow
+        when they are put in next. A group that was added since by somebody else stays.
         """
         if not self.in_force:
             return
-        self.part()
         groups, count = self._optimizer.param_groups, len(self._parts)
         self._parts = groups[:count]  # an optimizer that was loaded holds others
         self._list[len(self._wholes) :] = groups[count:]
