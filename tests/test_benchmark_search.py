@@ -359,6 +359,7 @@ def test_it_leaves_tables_and_pictures(bench: Callable[..., int], tmp_path: Path
     assert " failed)" in text  # a plain run at 1000 times the rate
     assert (docs / "line.png").stat().st_size > 5000
     assert (docs / "ranks.png").stat().st_size > 3000
+    assert (docs / "starts.png").stat().st_size > 5000
     with (docs / "cells.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * 3 * 2

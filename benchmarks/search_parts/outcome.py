@@ -102,6 +102,18 @@ class Findings:
             if all(len(self.runs[(*case, name)]) == self.seeds for name in self.contenders)
         ]
 
+    def shared_starts(self) -> list[str]:
+        """Starting points that every task has, and that are complete for all of them."""
+        complete, (first, *_) = set(self.complete()), self.tasks.values()
+        return [start.name for start in first.starts if all((task, start.name) in complete for task in self.tasks)]
+
+    def regret_by_start(self, contender: str) -> list[float]:
+        """The mean over all tasks, for each of `shared_starts`."""
+        return [
+            float(np.mean([self.regret(task, start, contender).mean for task in self.tasks]))
+            for start in self.shared_starts()
+        ]
+
     def standings(self, tasks: set[str] | None = None) -> dict[str, Standing]:
         """Ranks over the complete cases (of some tasks); empty where there are none."""
         names = list(self.contenders)

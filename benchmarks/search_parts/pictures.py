@@ -1,4 +1,4 @@
-"""The report's pictures: a task's test losses by starting point, and everybody's mean rank."""
+"""The report's pictures: a task's test losses by starting point, everybody's mean rank, and regret by start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from search_parts.interval import Interval
-from search_parts.outcome import Findings
+from search_parts.outcome import HARM, Findings
 from search_parts.task import Start, Task
 
 TWENTY = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
@@ -59,6 +59,37 @@ def draw_ranks(findings: Findings, path: Path) -> None:
         axis.plot(standing.rank.mean, height, "o", color="black", markersize=4)
     axis.set_yticks(range(len(standings)), [findings.contenders[name].title for name, _ in standings])
     axis.set_xlabel("mean rank over tasks and starting points, 1 the best")
+    figure.savefig(path, dpi=110)
+
+
+def draw_starts(findings: Findings, path: Path) -> None:
+    """Everybody's mean regret by starting point, what uses the library in bold; logarithmic above a hundredth."""
+    starts = findings.shared_starts()
+    if not starts:
+        return
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    lowest = 0.0
+    for number, (name, contender) in enumerate(findings.contenders.items()):
+        regrets = findings.regret_by_start(name)
+        lowest = min(lowest, *regrets)
+        axis.plot(
+            regrets,
+            color=COLOURS[number % len(COLOURS)],
+            linewidth=3.0 if contender.uses_library else 1.0,
+            zorder=3 if contender.uses_library else 2,
+            marker="o",
+            markersize=3,
+            label=contender.title,
+        )
+    axis.axhline(0.0, color="black", linestyle="--", linewidth=1, label="the best of a sweep")
+    axis.set_yscale("symlog", linthresh=HARM)
+    axis.set_ylim(bottom=lowest - HARM / 4)
+    axis.set_xticks(range(len(starts)), starts, rotation=40, ha="right")
+    axis.set_xlabel("what is given, by its factor on what is right")
+    axis.set_ylabel("mean regret over tasks")
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=110)
 
 

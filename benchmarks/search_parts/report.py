@@ -12,7 +12,7 @@ from search_parts import tables
 from search_parts.interval import Interval
 from search_parts.meter import DEFINITION
 from search_parts.outcome import HARM, REFERENCE, Findings
-from search_parts.pictures import draw_ranks, draw_task
+from search_parts.pictures import draw_ranks, draw_starts, draw_task
 from search_parts.task import Task
 
 HEADER = [
@@ -38,6 +38,7 @@ def write(findings: Findings, folder: Path, command: str) -> Path:
         lines += _task(findings, task)
         draw_task(findings, task, folder / f"{task.name}.png")
     draw_ranks(findings, folder / "ranks.png")
+    draw_starts(findings, folder / "starts.png")
     tables.write(findings, folder)
     path = folder / "report.md"
     path.write_text("\n".join(lines) + "\n")
@@ -125,21 +126,15 @@ def _ranks(findings: Findings) -> list[str]:
 
 def _starts(findings: Findings) -> list[str]:
     """Mean regret by starting point, of those that are complete for every task."""
-    complete, (first, *_) = set(findings.complete()), findings.tasks.values()
-    shared = [start.name for start in first.starts if all((name, start.name) in complete for name in findings.tasks)]
+    shared = findings.shared_starts()
     if not shared:
         return []
     body = [
-        [
-            contender.title,
-            *(
-                f"{np.mean([findings.regret(task, start, name).mean for task in findings.tasks]):.3f}"
-                for start in shared
-            ),
-        ]
+        [contender.title, *(f"{value:.3f}" for value in findings.regret_by_start(name))]
         for name, contender in findings.contenders.items()
     ]
-    return ["Mean regret over all tasks, by starting point:", "", *pipe_table(["contender", *shared], body), ""]
+    table = pipe_table(["contender", *shared], body)
+    return ["Mean regret over all tasks, by starting point:", "", *table, "", "![by starting point](starts.png)", ""]
 
 
 def _task(findings: Findings, task: Task) -> list[str]:
