@@ -24,7 +24,7 @@ from hdet.evidence import Evidence
 from hdet.history import History, WindowRecord
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
-from hdet.hparams.learned import Learned
+from hdet.hparams.learned import Shifts
 from hdet.merging import Merge
 from hdet.replicas import Replica, Replicas
 from hdet.replicas.random_numbers import CommonNumbers
@@ -183,9 +183,9 @@ class Engine:
         return {knob.name: knob.base(self.step_count) for knob in self.knobs}
 
     @property
-    def learned(self) -> dict[str, Learned]:
+    def learned(self) -> Shifts:
         """What each knob was set to, what it has been moved to, and the factor between them: its schedule aside."""
-        return {knob.name: knob.learned for knob in self.knobs}
+        return Shifts({knob.name: knob.learned for knob in self.knobs})
 
     @property
     def hosts(self) -> Sequence[tuple[nn.Module, Optimizer]]:

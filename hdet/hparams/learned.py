@@ -1,4 +1,4 @@
-"""What a run has learned of one knob, apart from where its schedule stands."""
+"""What a run has learned of its knobs, apart from where their schedules stand."""
 
 from __future__ import annotations
 
@@ -37,3 +37,25 @@ class Learned:
         """Four digits: it is printed to be read, and the attributes hold the rest."""
         factor = "None" if self.factor is None else f"{self.factor:.4g}"
         return f"Learned(start={self.start:.4g}, value={self.value:.4g}, factor={factor})"
+
+
+class Shifts(dict[str, Learned]):
+    """What a run has learned of each knob, by name: a dict that prints as a table.
+
+    Knobs of one kind of which the same was learned, as of the rates of many matrices, share a line.
+
+    >>> print(Shifts({"learning_rate": Learned(1e-3, 8e-3), "weight_decay": Learned(0.1, 0.05)}))
+    learning_rate  0.001 -> 0.008 (x 8)
+    weight_decay   0.1 -> 0.05 (x 0.5)
+    """
+
+    def __str__(self) -> str:
+        alike: dict[tuple[str, str], list[str]] = {}
+        for name, learned in self.items():
+            alike.setdefault((name.partition("[")[0], str(learned)), []).append(name)
+        lines = {
+            names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""): told
+            for (_, told), names in alike.items()
+        }
+        width = max(map(len, lines), default=0)
+        return "\n".join(f"{names:<{width}}  {told}" for names, told in lines.items())

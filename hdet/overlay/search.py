@@ -17,7 +17,7 @@ from hdet.engine.engine import Engine
 from hdet.engine.noise_scale import NoiseScale
 from hdet.errors import CheckpointError, StepError
 from hdet.history import History, WindowRecord
-from hdet.hparams.learned import Learned
+from hdet.hparams.learned import Shifts
 from hdet.overlay.hooks import Hooks, Output
 from hdet.overlay.lent_bindings import kept, put_back
 from hdet.overlay.model_weights import state_without_frozen, with_frozen, written_since
@@ -72,8 +72,11 @@ class Search(AbstractContextManager["Search"]):
         return self.engine.finished
 
     @property
-    def shifts(self) -> dict[str, Learned]:
-        """What was learned of each hyperparameter: values at the peak of its schedule, and the factor between them."""
+    def shifts(self) -> Shifts:
+        """What was learned of each hyperparameter: values at the peak of its schedule, and the factor between them.
+
+        A dict of `hdet.hparams.learned.Learned` by name, which prints as a table.
+        """
         return self.engine.learned
 
     @property

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.hparams.learned import Learned
+from hdet.hparams.learned import Learned, Shifts
 from hdet.schedules import Cosine
 from hdet.spreads import TwoLevel
 
@@ -63,3 +63,15 @@ def test_every_window_records_it_before_and_after_its_moves() -> None:
     assert [one["start"] for one in told] == [0.1] * 4
     assert [one["closed"] for one in told[:-1]] == [one["opened"] for one in [told[0], *told[2:]]]
     assert told[-1]["closed"] == pytest.approx(0.1 * 2.718281828459045)
+
+
+def test_knobs_of_one_kind_that_learned_the_same_share_a_line() -> None:
+    up, down = Learned(start=1e-3, value=8e-3), Learned(start=1e-3, value=2e-3)
+    shifts = Shifts({"learning_rate[a]": up, "learning_rate[b]": down, "learning_rate[c]": up, "dropout": up})
+    assert str(shifts).splitlines() == [
+        "learning_rate[a] and 1 more  0.001 -> 0.008 (x 8)",
+        "learning_rate[b]             0.001 -> 0.002 (x 2)",
+        "dropout                      0.001 -> 0.008 (x 8)",
+    ]
+    assert shifts["learning_rate[c]"] is up
+    assert str(Shifts()) == ""
