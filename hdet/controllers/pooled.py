@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hdet.controllers.calibrate import Calibrate
 from hdet.controllers.controller import ROUNDING, Context, Controller, Judgement, left_alone
@@ -68,8 +68,8 @@ class Pooled(Controller):
         common: the rule of the common part.
         band: how far a group's steps may lie from the mean of all groups', as a logarithm.
         limit: largest move of the relative part at once, in coordinates.
-        grid: of whose multiples the relative part is one. So many groups have few different rates, and an optimizer
-            steps groups of one rate in one call of its kernel. 0 lets it be anything.
+        grid: of whose multiples the relative part is one, and at most `limit`. So many groups have few different
+            rates, and an optimizer steps groups of one rate in one call of its kernel. 0 lets it be anything.
 
     >>> pooled = Pooled()
     >>> faster = Estimate(slope=0.0, stderr=1.0, averaged=Estimate.nothing(), excess=1.0, step_ratio=3.0)
@@ -81,6 +81,12 @@ class Pooled(Controller):
     band: float = Field(default=0.0, ge=0, le=10)
     limit: float = Field(default=2.5, gt=0, le=10)
     grid: float = Field(default=0.0, ge=0, le=10)
+
+    @model_validator(mode="after")
+    def _grid_is_within_reach(self) -> Pooled:
+        if self.grid > self.limit:
+            raise ValueError(f"grid={self.grid:g} is more than limit={self.limit:g}, so no group could be moved")
+        return self
 
     @property
     def needs_averaged(self) -> bool:
@@ -140,8 +146,11 @@ class Pooled(Controller):
             return 0.0
         far = math.log(ratio)
         move = max(-self.limit, min(self.limit, max(-self.band, min(self.band, far)) - far))
-        if self.grid:
-            move = round((state.relative + move) / self.grid) * self.grid - state.relative
+        if self.grid and abs(move) > ROUNDING:
+            place = round((state.relative + move) / self.grid) * self.grid
+            if abs(place - state.relative) > self.limit + ROUNDING:
+                place -= math.copysign(self.grid, move)
+            move = place - state.relative
         return move if abs(move) > ROUNDING else 0.0
 
 

@@ -18,6 +18,8 @@ from hdet.errors import StepError
 from hdet.hparams.clipping import clipping_of
 
 Closure = Callable[[], Any]
+_STEP = Optimizer.profile_hook_step.__code__
+"""Of torch's own, which holds that of what it wraps every step in."""
 Output = TypeVar("Output")
 
 
@@ -30,6 +32,7 @@ class Rider(Protocol):
     def before_step(self) -> None: ...
     def after_step(self) -> None: ...
     def before_saving(self) -> None: ...
+    def after_saving(self) -> None: ...
 
 
 class Hook:
@@ -85,6 +88,7 @@ class Hooks:
             optimizer.register_step_pre_hook(Hook(self._before_step)),
             first_after_step(optimizer, Hook(self._after_step)),
             optimizer.register_state_dict_pre_hook(Hook(self._before_saving)),
+            optimizer.register_state_dict_post_hook(Hook(self._after_saving)),
             optimizer.register_load_state_dict_pre_hook(Hook(self._before_saving)),
         ]
         if (clipping := clipping_of(optimizer)) is not None:
@@ -149,6 +153,10 @@ class Hooks:
     def _before_saving(self, optimizer: Optimizer, *state: Any) -> None:
         self._rider.before_saving()
 
+    def _after_saving(self, optimizer: Optimizer, state: Any) -> None:
+        if steps(optimizer):
+            self._rider.after_saving()
+
     def _closed(self, closure: Closure) -> Closure:
         """The user's closure, and then what comes before a step: it runs forward and backward inside the step."""
 
@@ -186,6 +194,17 @@ def scaler_of_step() -> GradScaler | None:
             return scaler if scaler.is_enabled() else None
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def steps(optimizer: Optimizer) -> bool:
+    """Whether a step of the optimizer is under way, from its first hook to its last."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code in _STEP.co_consts and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _calls_itself(module: nn.Module) -> bool:

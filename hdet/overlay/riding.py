@@ -221,6 +221,12 @@ class Riding:
         if self._stepping and not self._busy:
             self.lending.take_out_update()
 
+    def after_saving(self) -> None:
+        """The optimizer's state was asked for while it steps, as by a hook of the loop's own: the step goes on."""
+        if self._stepping and not self._busy:
+            self.lending.put_in_update()
+            self.lending.join_groups()
+
     # -- what the search asks for -----------------------------------------------------------------
 
     @contextmanager

@@ -17,8 +17,8 @@ from hdet.evidence.parts.scale import spectral_gain
 from hdet.hparams.knob import Knob
 from hdet.hparams.update import GroupKnob, LearningRate
 from hdet.nn.names import named_modules
-from hdet.replicas.chained_optimizer import ChainedOptimizer
-from hdet.replicas.held_optimizer import kept_in_groups
+from hdet.replicas.chained_optimizer import ChainedOptimizer, chained
+from hdet.replicas.held_optimizer import OF_GRADIENTS, kept_in_groups
 
 OTHERS = "others"
 OF_PARAMETERS = ("params", "param_names")
@@ -26,6 +26,7 @@ OF_PARAMETERS = ("params", "param_names")
 MOST_NAMED = 8
 """Names in a message."""
 PLAIN = (bool, int, float, str)
+_ABSENT = object()
 Patterns = Mapping[str, str | Sequence[str]]
 Group = dict[str, Any]
 
@@ -37,7 +38,7 @@ class SplitGroups:
     group has whenever they are put in. The optimizer's state belongs to parameters and is not touched. Groups are whole
     wherever a loop, a scheduler or a checkpoint looks at them, as long as these do so between `take_out` and `put_in`.
 
-    An optimizer calls its kernels once a group, so parts of one rate are one group while it steps (`join`).
+    Where an optimizer steps a group in one call, parts of one rate are one group while it steps (`join`).
 
     Args:
         names: of parameters, by their id (`by_pattern`, `by_matrix`). Those that are not in it are called `OTHERS`.
@@ -134,13 +135,21 @@ class SplitGroups:
         self.in_force = True
 
     def join(self) -> None:
-        """Of the parts in force, those that are alike in all but their parameters are one group, until `part`."""
+        """Parts of a group that are alike in all but their parameters are one group, until `part`.
+
+        Only where that saves something and changes nothing: an optimizer of torch's own, which steps each parameter by
+        itself and all of a group in one call. Others may keep something for a group's parameters, or go by its place.
+        """
         parts = self._optimizer.param_groups
-        alike: dict[Any, list[Group]] = {}
-        for part in parts:
-            alike.setdefault(_likeness(part), []).append(part)
-        if len(alike) == len(parts):
+        together = all(type(each) in OF_GRADIENTS for each in chained(self._optimizer)) and any(
+            map(_in_one_call, parts)
+        )
+        owners = (*self.owners, *range(len(self.owners), len(parts)))  # what was added since is nobody's part
+        if not together or len(set(zip(owners, map(_rate, parts), strict=True))) == len(parts):
             return
+        alike: dict[Any, list[Group]] = {}
+        for place, (owner, part) in enumerate(zip(owners, parts, strict=True)):
+            alike.setdefault((owner, *_likeness(part)) if _in_one_call(part) else place, []).append(part)
         groups = [_joint(own) if len(own) > 1 else own[0] for own in alike.values()]
         self._joined = list(zip(groups, alike.values(), strict=True))
         self._optimizer.param_groups = groups
@@ -151,7 +160,7 @@ class SplitGroups:
             return
         self._list_of_parts += self._optimizer.param_groups[len(self._joined) :]
         for group, own in self._joined:
-            changed = [key for key in {**own[0], **group} if group.get(key) is not own[0].get(key)]
+            changed = [key for key in {**own[0], **group} if group.get(key, _ABSENT) is not own[0].get(key, _ABSENT)]
             for key, part in product(changed, own):
                 _pass_on(part, key, group)
         self._joined = []
@@ -219,14 +228,24 @@ def _places(parameters: Sequence[nn.Parameter], among: Sequence[nn.Parameter]) -
     return [places[id(parameter)] for parameter in parameters]
 
 
-def _likeness(part: Group) -> tuple[Any, ...]:
-    """What is the same of parts that differ in their parameters alone, or in the last bits of their rates.
+def _in_one_call(group: Group) -> bool:
+    """Whether torch steps a group's parameters together, and not in a loop as is its default on a CPU."""
+    if group.get("fused") or group.get("foreach"):
+        return True
+    first = next(iter(group["params"]), None)
+    return group.get("foreach") is None and first is not None and first.device.type != "cpu"
 
-    Rates that were moved alike in another order differ by these.
-    """
+
+def _rate(part: Group) -> Any:
+    """The learning rate to 12 digits: rates that were moved alike in another order differ by their last bits."""
     rate = part.get("lr")
+    return float(f"{rate:.12g}") if isinstance(rate, float) else _told_apart_by(rate)
+
+
+def _likeness(part: Group) -> tuple[Any, ...]:
+    """What is the same of parts that differ in their parameters alone."""
     entries = ((key, _told_apart_by(entry)) for key, entry in part.items() if key not in (*OF_PARAMETERS, "lr"))
-    return (float(f"{rate:.12g}") if isinstance(rate, float) else _told_apart_by(rate), *entries)
+    return (_rate(part), *entries)
 
 
 def _told_apart_by(entry: Any) -> Any:

@@ -9,6 +9,7 @@ import pytest
 from windows import moves
 
 from hdet.controllers import Calibrate, Context, Estimate, Hold, Pooled
+from hdet.errors import ConfigError
 
 AT_LAST = Estimate(slope=-0.3, stderr=0.1, curvature=1.0, averaged=Estimate(slope=0.1, stderr=0.1))
 NOTHING = Estimate(slope=0.0, stderr=0.1, averaged=Estimate.nothing())
@@ -144,3 +145,28 @@ def test_after_a_turn_the_group_keeps_its_place_among_the_others() -> None:
     move, after = pooled.restart(state, context)
     assert move == Calibrate().restart(Calibrate().start(), context)[0]
     assert after.relative == pytest.approx(state.relative)
+
+
+@pytest.mark.parametrize(
+    ("far", "place", "wanted"),
+    [
+        (0.9, 0.0, -1.0),  # the nearest multiple, beyond what was asked
+        (0.6, 0.0, -0.5),
+        (0.1, 0.0, 0.0),
+        (0.6, 0.1, -0.6),  # from a place that bounds have cut: to -0.5
+        (-9.0, 0.4, 1.6),  # to 2.0, since 2.5 is further than the limit
+        (0.05, 0.4, 0.0),  # within the band nothing is asked, and nothing is rounded
+    ],
+)
+def test_a_group_on_a_grid_goes_to_a_multiple_within_reach(far: float, place: float, wanted: float) -> None:
+    pooled = Pooled(common=Hold(), band=0.07, limit=2.0, grid=0.5)
+    state = replace(pooled.start(), untrained=True, measured=True, steps=(0,), places=(place,))
+    estimate = replace(NOTHING, step_ratio=math.exp(far))
+    move, after = pooled.step(state, estimate, replace(HALFWAY, shift=place))
+    assert move == pytest.approx(wanted)
+    assert after.relative == pytest.approx(place + wanted)
+
+
+def test_a_grid_that_no_move_could_reach_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"grid=0\.5 is more than limit=0\.3"):
+        Pooled(grid=0.5, limit=0.3)

@@ -55,7 +55,7 @@ class ClipTrace(Trace):
         self._stepping = [n for n, p in enumerate(self.parameters) if p.grad is not None and p.requires_grad]
         if not self._stepping:
             return
-        group = self.optimizer.param_groups[self.index]
+        group = self._group_in_the_step()
         share = is_clipped * self.per_log
         gradients = [tensors.wide(tensors.gradient(self.parameters[n])) for n in self._stepping]
         if scale is not None:
@@ -79,6 +79,13 @@ class ClipTrace(Trace):
             weights = [tensors.wide(tensors.local(self.parameters[n].detach())) for n in self._stepping]
             torch._foreach_add_(squared, weights, alpha=float(group["weight_decay"]))
         torch._foreach_addcmul_(second, squared, changes, value=2.0 * (1.0 - beta2))
+
+    def _group_in_the_step(self) -> dict[str, Any]:
+        """The group that has the parameters now: while the optimizer steps, groups may stand elsewhere."""
+        first = self.parameters[0]
+        return next(
+            group for group in self.optimizer.param_groups if any(parameter is first for parameter in group["params"])
+        )
 
     def _follow_buffer(self, group: dict[str, Any], first: list[Tensor], changes: list[Tensor]) -> None:
         """SGD: buf' <- mu buf' + (1 - dampening) g', and the first buffer is the gradient itself."""
