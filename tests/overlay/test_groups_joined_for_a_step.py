@@ -184,7 +184,7 @@ def test_rates_that_differ_in_their_last_bits_count_as_one() -> None:
     rates = [3e-3, math.nextafter(3e-3, 1.0), 4e-3]
     for part, rate in zip(optimizer.param_groups, rates, strict=True):
         part["lr"] = rate
-        part["betas"] = tuple([0.9, 0.99])  # each has its own, as where a knob writes them
+        part["betas"] = (0.9, rate - rate + 0.99)  # each has its own, as where a knob writes them
     names = [part["param_names"] for part in optimizer.param_groups]
     split.join()
     assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 4e-3]
