@@ -6,6 +6,7 @@ from windows import moves
 
 from hdet.controllers import Calibrate, Context, Estimate, RuledState
 from hdet.controllers.beginning import Beginning
+from hdet.controllers.rules import Lower
 from hdet.controllers.rules.catch_up import CatchUpState
 from hdet.controllers.rules.returning import ReturnState
 from hdet.controllers.rules.stall import StallState
@@ -294,3 +295,15 @@ def test_rates_near_the_smallest_number_there_is_are_no_error() -> None:
         move, _ = calibrate.retreat(calibrate.start(), Context(schedule_next=following), worked)
         assert move <= 0.0
         assert math.isfinite(move)
+
+
+@pytest.mark.parametrize(("excess", "t", "wanted"), [(2.0, 4.9, 0.0), (2.0, 5.1, -0.2), (1.0, 3.1, -0.2)])
+def test_of_a_pretrained_model_averaged_weights_have_to_prove_more(excess: float, t: float, wanted: float) -> None:
+    """Until the end, and after a rewind or a new start too."""
+    lower = Lower()
+    less = bracket(0, t, n_avg=-0.2)
+    state = lower.begin(lower.start(), replace(less, excess=excess))
+    for turned in (state, lower.retreat(state, LATE), lower.restart(state, LATE)):
+        assert (lower.propose(lower.observe(turned, less, LATE), less, LATE) or 0.0) == pytest.approx(wanted)
+    slope = Estimate(0.1 * 3.1, None, stderr=0.1)
+    assert lower.wants_curvature(slope, averaged=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -11,6 +12,13 @@ from hdet.controllers.estimate import Estimate
 from hdet.controllers.newton import newton_move
 from hdet.controllers.part import Rule
 from hdet.spec import register
+
+
+@dataclass(frozen=True)
+class LowerState:
+    """Whether the run's first weights had been trained."""
+
+    pretrained: bool = False
 
 
 @register
@@ -22,6 +30,8 @@ class Lower(Rule):
     Args:
         lower_significance: t at averaged weights from which they are believed. It is higher than the other rules'
             significance: a schedule that decays lowers the rate in any case, and one lowered by mistake costs more.
+        pretrained_significance: the same of a pretrained model (`Estimate.pretrained`). Fine-tuning is short, and its
+            windows too; where the rate is many times too high t is beyond it all the same.
         limit: largest move, in coordinates.
 
     >>> averaged = Estimate(slope=0.2, curvature=1.0, stderr=0.05)
@@ -32,13 +42,26 @@ class Lower(Rule):
     needs_averaged: ClassVar[bool] = True
 
     lower_significance: float = Field(default=3.0, gt=0, le=100)
+    pretrained_significance: float = Field(default=5.0, gt=0, le=100)
     limit: float = Field(default=0.5, gt=0, le=10)
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
-        return averaged and slope.t > self.lower_significance
+        return averaged and slope.t > min(self.lower_significance, self.pretrained_significance)
 
-    def propose(self, state: Any, estimate: Estimate, context: Context) -> float | None:
+    def start(self) -> LowerState:
+        return LowerState()
+
+    def begin(self, state: LowerState, estimate: Estimate) -> LowerState:
+        return LowerState(pretrained=bool(estimate.pretrained))
+
+    def retreat(self, state: LowerState, context: Context) -> LowerState:
+        return state
+
+    restart = retreat
+
+    def propose(self, state: LowerState, estimate: Estimate, context: Context) -> float | None:
         averaged = estimate.averaged
-        if averaged is None or not averaged.testable or averaged.t <= self.lower_significance:
+        believed = self.pretrained_significance if state.pretrained else self.lower_significance
+        if averaged is None or not averaged.testable or averaged.t <= believed:
             return None
         return min(0.0, newton_move(averaged, self.limit))
