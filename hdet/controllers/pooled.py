@@ -150,7 +150,7 @@ class Pooled(Controller):
             place = round((state.relative + move) / self.grid) * self.grid
             if abs(place - state.relative) > self.limit + ROUNDING:
                 place -= math.copysign(self.grid, move)
-            move = place - state.relative
+            move = place - state.relative if (place - state.relative) * move > 0.0 else 0.0
         return move if abs(move) > ROUNDING else 0.0
 
 

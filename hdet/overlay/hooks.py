@@ -18,8 +18,8 @@ from hdet.errors import StepError
 from hdet.hparams.clipping import clipping_of
 
 Closure = Callable[[], Any]
-_STEP = Optimizer.profile_hook_step.__code__
-"""Of torch's own, which holds that of what it wraps every step in."""
+_WRAPPERS = getattr(getattr(Optimizer, "profile_hook_step", None), "__code__", None)
+"""Of torch's own function, which holds that of what it wraps every step in."""
 Output = TypeVar("Output")
 
 
@@ -153,9 +153,12 @@ class Hooks:
     def _before_saving(self, optimizer: Optimizer, *state: Any) -> None:
         self._rider.before_saving()
 
-    def _after_saving(self, optimizer: Optimizer, state: Any) -> None:
-        if steps(optimizer):
-            self._rider.after_saving()
+    def _after_saving(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if not steps(optimizer):
+            return
+        for group in state["param_groups"]:  # whose tensors are the optimizer's own
+            group.update({key: entry.clone() for key, entry in group.items() if isinstance(entry, Tensor)})
+        self._rider.after_saving()
 
     def _closed(self, closure: Closure) -> Closure:
         """The user's closure, and then what comes before a step: it runs forward and backward inside the step."""
@@ -198,10 +201,9 @@ def scaler_of_step() -> GradScaler | None:
 
 def steps(optimizer: Optimizer) -> bool:
     """Whether a step of the optimizer is under way, from its first hook to its last."""
-    frame = sys._getframe(1)
+    frame, wrappers = sys._getframe(1), getattr(_WRAPPERS, "co_consts", ())
     while frame is not None:
-        code = frame.f_code
-        if code in _STEP.co_consts and frame.f_locals.get("self") is optimizer:
+        if frame.f_code in wrappers and frame.f_locals.get("self") is optimizer:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -154,7 +154,7 @@ class Riding:
         if self.passes.under_way:
             self._notice_untraced()
             return
-        self.lending.take_out_update()  # if the step before raised
+        self._forget_failed_step()
         self._refuse_join()
         self._follow()
         self.passes.begin()
@@ -181,7 +181,7 @@ class Riding:
             return
         self.passes.end()
         self.lending.take_out_forward()
-        self.lending.take_out_update()  # if the step before raised
+        self._forget_failed_step()
         self._follow()
         self._refuse_if_over()
         self._refuse_unseen()
@@ -246,6 +246,11 @@ class Riding:
             yield
         finally:
             self._busy = before
+
+    def _forget_failed_step(self) -> None:
+        """If the step before raised, what was in force for it still is."""
+        self._stepping = False
+        self.lending.take_out_update()
 
     def _follow(self) -> None:
         """The coming step is made with what the optimizer holds now."""

@@ -138,7 +138,7 @@ class SplitGroups:
         """Parts of a group that are alike in all but their parameters are one group, until `part`.
 
         Only where that saves something and changes nothing: an optimizer of torch's own, which steps each parameter by
-        itself and all of a group in one call. Others may keep something for a group's parameters, or go by its place.
+        itself, and mostly all of a group in one call. Others may keep something of a group, or go by its place.
         """
         parts = self._optimizer.param_groups
         together = all(type(each) in OF_GRADIENTS for each in chained(self._optimizer)) and any(
@@ -189,7 +189,7 @@ class SplitGroups:
                 _pass_on(whole, key, part)
             self._known.append({key: (entry, _version(entry)) for key, entry in whole.items() if key not in changed})
         self._optimizer.param_groups = self._list
-        if isinstance(self._optimizer, ChainedOptimizer):
+        if isinstance(self._optimizer, ChainedOptimizer) and not self._optimizer.stepping:
             self._optimizer.hand_out()
         self.in_force = False
 
@@ -229,7 +229,7 @@ def _places(parameters: Sequence[nn.Parameter], among: Sequence[nn.Parameter]) -
 
 
 def _in_one_call(group: Group) -> bool:
-    """Whether torch steps a group's parameters together, and not in a loop as is its default on a CPU."""
+    """Whether torch may step a group's parameters together: it is told to, or they do not lie on a CPU."""
     if group.get("fused") or group.get("foreach"):
         return True
     first = next(iter(group["params"]), None)

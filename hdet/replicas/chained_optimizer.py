@@ -32,6 +32,7 @@ class ChainedOptimizer(Optimizer):
 
     Attributes:
         optimizers: those that it steps, in this order. Do not step, load or change them yourself.
+        stepping: whether they are being stepped.
 
     Raises:
         ConfigError: there are fewer than two; one of them is no optimizer, evaluates other weights than it trains
@@ -46,6 +47,8 @@ class ChainedOptimizer(Optimizer):
     >>> [group["lr"] for group in optimizer.param_groups], first.param_groups[0]["lr"]
     ([0.05, 0.0005], 0.05)
     """
+
+    stepping: bool = False
 
     def __init__(self, *optimizers: Optimizer) -> None:
         for optimizer in optimizers:
@@ -75,8 +78,12 @@ class ChainedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.hand_out()
-        for part in self.optimizers:
-            part.step()
+        self.stepping = True
+        try:
+            for part in self.optimizers:
+                part.step()
+        finally:
+            self.stepping = False
         self._take()
         return loss
 

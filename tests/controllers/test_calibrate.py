@@ -307,3 +307,4 @@ def test_of_a_pretrained_model_averaged_weights_have_to_prove_more(excess: float
         assert (lower.propose(lower.observe(turned, less, LATE), less, LATE) or 0.0) == pytest.approx(wanted)
     slope = Estimate(0.1 * 3.1, None, stderr=0.1)
     assert lower.wants_curvature(slope, averaged=True)
+    assert lower.replace(pretrained_significance=2.0).wants_curvature(replace(slope, slope=0.25), averaged=True)

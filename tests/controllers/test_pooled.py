@@ -155,6 +155,7 @@ def test_after_a_turn_the_group_keeps_its_place_among_the_others() -> None:
         (0.1, 0.0, 0.0),
         (0.6, 0.1, -0.6),  # from a place that bounds have cut: to -0.5
         (-9.0, 0.4, 1.6),  # to 2.0, since 2.5 is further than the limit
+        (0.075, 0.26, 0.0),  # a little less was asked, and the nearest multiple would be more
         (0.05, 0.4, 0.0),  # within the band nothing is asked, and nothing is rounded
     ],
 )
