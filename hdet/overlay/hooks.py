@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -154,7 +155,7 @@ class Hooks:
         self._rider.before_saving()
 
     def _after_saving(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        if not steps(optimizer):
+        if not step_is_under_way(optimizer):
             return
         for group in state["param_groups"]:  # whose tensors are the optimizer's own
             group.update({key: entry.clone() for key, entry in group.items() if isinstance(entry, Tensor)})
@@ -188,35 +189,39 @@ def first_after_step(optimizer: Optimizer, act: Hook) -> RemovableHandle:
     return handle
 
 
+def _callers() -> list[FrameType]:
+    """Who called the function that asks, from the inside out."""
+    frame: FrameType | None = sys._getframe(2)
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
 def scaler_of_step() -> GradScaler | None:
     """The GradScaler that makes the optimizer's step which is under way, if one does and is enabled."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in _callers():
         if frame.f_code is GradScaler.step.__code__:
             scaler: GradScaler = frame.f_locals["self"]
             return scaler if scaler.is_enabled() else None
-        frame = frame.f_back  # type: ignore[assignment]
     return None
 
 
-def steps(optimizer: Optimizer) -> bool:
-    """Whether a step of the optimizer is under way, from its first hook to its last."""
-    frame, wrappers = sys._getframe(1), getattr(_WRAPPERS, "co_consts", ())
-    while frame is not None:
-        if frame.f_code in wrappers and frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+def step_is_under_way(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is between the first hook of a step and the last."""
+    wrappers = getattr(_WRAPPERS, "co_consts", ())
+    return any(frame.f_code in wrappers and frame.f_locals.get("self") is optimizer for frame in _callers())
 
 
 def _calls_itself(module: nn.Module) -> bool:
     """Whether the call of a module that is under way was made by another call of it."""
-    frame, calls = sys._getframe(1), 0
-    while frame is not None and calls < 2:
-        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module:
-            calls += 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return calls == 2
+    calls = (
+        frame
+        for frame in _callers()
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+    )
+    return next(calls, None) is not None and next(calls, None) is not None
 
 
 def loss_in(output: Any) -> Tensor | None:

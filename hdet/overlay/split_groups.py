@@ -145,11 +145,12 @@ class SplitGroups:
             map(_in_one_call, parts)
         )
         owners = (*self.owners, *range(len(self.owners), len(parts)))  # what was added since is nobody's part
-        if not together or len(set(zip(owners, map(_rate, parts), strict=True))) == len(parts):
+        keys = list(zip(owners, map(_rate, parts), strict=True))
+        if not together or len(set(keys)) == len(parts):
             return
         alike: dict[Any, list[Group]] = {}
-        for place, (owner, part) in enumerate(zip(owners, parts, strict=True)):
-            alike.setdefault((owner, *_likeness(part)) if _in_one_call(part) else place, []).append(part)
+        for place, (key, part) in enumerate(zip(keys, parts, strict=True)):
+            alike.setdefault((key, _settings(part)) if _in_one_call(part) else place, []).append(part)
         groups = [_joint(own) if len(own) > 1 else own[0] for own in alike.values()]
         self._joined = list(zip(groups, alike.values(), strict=True))
         self._optimizer.param_groups = groups
@@ -242,10 +243,9 @@ def _rate(part: Group) -> Any:
     return float(f"{rate:.12g}") if isinstance(rate, float) else _told_apart_by(rate)
 
 
-def _likeness(part: Group) -> tuple[Any, ...]:
-    """What is the same of parts that differ in their parameters alone."""
-    entries = ((key, _told_apart_by(entry)) for key, entry in part.items() if key not in (*OF_PARAMETERS, "lr"))
-    return (_rate(part), *entries)
+def _settings(part: Group) -> tuple[Any, ...]:
+    """All but the rate and the parameters, of which parts that are stepped together have the same."""
+    return tuple((key, _told_apart_by(entry)) for key, entry in part.items() if key not in (*OF_PARAMETERS, "lr"))
 
 
 def _told_apart_by(entry: Any) -> Any:
