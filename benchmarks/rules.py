@@ -2,6 +2,7 @@
 
     python benchmarks/rules.py                                        # six tasks, six starts, 2 seeds
     python benchmarks/rules.py --tasks teacher --starts "lr x1" --seeds 5
+    python benchmarks/rules.py --tasks finetune_full --parts "learning_rate: lower's proof in fine-tuning"
     python benchmarks/rules.py --together "weight_decay: leap" "weight_decay: needs_gap"
                                                                       # without both
     python benchmarks/rules.py --report --csv rules.csv               # of the runs there are
@@ -45,18 +46,21 @@ TABLES: dict[str, Ruled] = {"learning_rate": ALONG_A_LINE, "weight_decay": Regul
 PARTS = [f"{knob}: {part.kind}" for knob, table in TABLES.items() for part in table.parts]
 AND = " and "
 FALL, LIMIT, MISLED = "learning_rate: fall", "learning_rate: return's limit", "learning_rate: catch_up's misled_to"
+PROOF = "learning_rate: lower's proof in fine-tuning"
 NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
     LIMIT: ("return", {"small": 0.0}),
     MISLED: ("catch_up", {"misled_to": 0.0}),
+    PROOF: ("lower", {"pretrained_significance": 3.0}),
 }
 """Rules that stay, and the numbers that leave out a part of what they do."""
 SAID_BY = {MISLED: "learning_rate: catch_up"}
 """Without these numbers a rule asks for less, so where it was silent, they had no say."""
-ANY_RUN = {FALL, LIMIT}
+ANY_RUN = {FALL, LIMIT, PROOF}
 """They ask for no move of their own, and may have a say in any run."""
 TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarted": hdet.Rewind(overshoot=None)}
 """What the guard does, and the guard that does not: without one there is no new start either."""
 LEFT_OUT = [*PARTS, *NUMBERS, *TURNS]
+IN_ANY_TRAINING = [part for part in LEFT_OUT if part != PROOF]
 
 Row = tuple[str, str, str, int, float, bool]
 
@@ -102,7 +106,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=sorted(BEST), default=list(TASKS))
     parser.add_argument("--starts", nargs="+", choices=sorted(STARTS), default=list(CHOSEN))
-    parser.add_argument("--parts", nargs="+", choices=LEFT_OUT, default=LEFT_OUT)
+    parser.add_argument("--parts", nargs="+", choices=LEFT_OUT, default=IN_ANY_TRAINING)
     parser.add_argument("--together", nargs="+", choices=LEFT_OUT, help="instead, all of these at once")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--first-seed", type=int, default=0, help="seeds from here on: below 5 the recipe was chosen")

@@ -107,12 +107,9 @@ class Findings:
         complete, (first, *_) = set(self.complete()), self.tasks.values()
         return [start.name for start in first.starts if all((task, start.name) in complete for task in self.tasks)]
 
-    def regret_by_start(self, contender: str) -> list[float]:
-        """The mean over all tasks, for each of `shared_starts`."""
-        return [
-            float(np.mean([self.regret(task, start, contender).mean for task in self.tasks]))
-            for start in self.shared_starts()
-        ]
+    def regret_by_start(self, contender: str, starts: Sequence[str]) -> list[float]:
+        """The mean over all tasks, for each of some of `shared_starts`."""
+        return [float(np.mean([self.regret(task, start, contender).mean for task in self.tasks])) for start in starts]
 
     def standings(self, tasks: set[str] | None = None) -> dict[str, Standing]:
         """Ranks over the complete cases (of some tasks); empty where there are none."""

@@ -72,7 +72,7 @@ def draw_starts(findings: Findings, path: Path) -> None:
     axis = figure.subplots()
     lowest = 0.0
     for number, (name, contender) in enumerate(findings.contenders.items()):
-        regrets = findings.regret_by_start(name)
+        regrets = findings.regret_by_start(name, starts)
         lowest = min(lowest, *regrets)
         axis.plot(
             regrets,

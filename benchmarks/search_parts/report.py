@@ -130,7 +130,7 @@ def _starts(findings: Findings) -> list[str]:
     if not shared:
         return []
     body = [
-        [contender.title, *(f"{value:.3f}" for value in findings.regret_by_start(name))]
+        [contender.title, *(f"{value:.3f}" for value in findings.regret_by_start(name, shared))]
         for name, contender in findings.contenders.items()
     ]
     table = pipe_table(["contender", *shared], body)

@@ -47,6 +47,19 @@ class Beginning:
     fell: bool = False
 
 
+class KnowsPretrained(Part):
+    """Knows until the run's end whether its first weights had been trained, by `pretrained` of its state."""
+
+    def begin(self, state: Any, estimate: Estimate) -> Any:
+        return replace(state, pretrained=bool(estimate.pretrained))
+
+    def retreat(self, state: Any, context: Context) -> Any:
+        return replace(self.start(), pretrained=state.pretrained)
+
+    def restart(self, state: Any, context: Context) -> Any:
+        return self.retreat(state, context)
+
+
 class OfBeginning(Part):
     """Knows whether the run began with untrained weights, or with trained ones, and still warms up.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
 
+from hdet.controllers.beginning import KnowsPretrained
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.rules.slope_sum import SlopeSum, SlopeSumState
@@ -22,7 +23,7 @@ class LeapState(SlopeSumState):
 
 
 @register
-class Leap(SlopeSum):
+class Leap(KnowsPretrained, SlopeSum):
     """Where `SlopeSum` raises a knob too weak to have an effect, raise it at once to where it would have one.
 
     A slope in log space grows with the value, as long as weights decay less than once in a window. So a knob whose
@@ -40,14 +41,6 @@ class Leap(SlopeSum):
 
     def start(self) -> LeapState:
         return LeapState()
-
-    def begin(self, state: Any, estimate: Estimate) -> Any:
-        return replace(state, pretrained=bool(estimate.pretrained))
-
-    def retreat(self, state: LeapState, context: Context) -> LeapState:
-        return LeapState(pretrained=state.pretrained)
-
-    restart = retreat
 
     def propose(self, state: Any, estimate: Estimate, context: Context) -> float | None:
         if state.pretrained:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from hdet.controllers.beginning import KnowsPretrained
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.newton import newton_move
@@ -22,7 +23,7 @@ class LowerState:
 
 
 @register
-class Lower(Rule):
+class Lower(KnowsPretrained, Rule):
     """Make the Newton move of the averaged weights, if their `t > lower_significance`.
 
     Averaged weights flatter large steps, so they are believed where they call for small ones.
@@ -50,14 +51,6 @@ class Lower(Rule):
 
     def start(self) -> LowerState:
         return LowerState()
-
-    def begin(self, state: LowerState, estimate: Estimate) -> LowerState:
-        return LowerState(pretrained=bool(estimate.pretrained))
-
-    def retreat(self, state: LowerState, context: Context) -> LowerState:
-        return state
-
-    restart = retreat
 
     def propose(self, state: LowerState, estimate: Estimate, context: Context) -> float | None:
         averaged = estimate.averaged
