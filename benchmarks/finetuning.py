@@ -2,6 +2,8 @@
 
     python benchmarks/finetuning.py                       # two seeds, about 20 minutes on one core
     python benchmarks/finetuning.py --jobs 2 --csv f.csv
+    python benchmarks/finetuning.py --matrices            # a rate for each matrix as well
+    python benchmarks/finetuning.py --first-seed 10 --seeds 4  # seeds that few settings were chosen on
     python benchmarks/finetuning.py --report              # of the runs there are
 
 No dropout is right here. Each rate is given with that, and with the wrong one of the task; then the task's wrong decays
@@ -14,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,11 +40,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--matrices", action="store_true", help="also the recipe with a rate for each matrix")
     runner.add_options(parser, ROOT / "runs" / "finetuning")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
     tasks = {name: all_tasks()[name] for name in given.tasks}
-    plans = {name: list(planned(task, given.seeds)) for name, task in tasks.items()}
+    recipes = ["hdet", *(["hdet_matrices"] if given.matrices else [])]
+    seeds = range(given.first_seed, given.first_seed + given.seeds)
+    plans = {name: list(planned(task, seeds, recipes)) for name, task in tasks.items()}
     wanted = [cell for plan in plans.values() for cell, _ in plan]
     contenders = all_contenders()
     errors = [] if given.report else runner.run(wanted, tasks, contenders, given.out, jobs=given.jobs, label="tuning")
@@ -52,17 +58,18 @@ def main() -> int:
     return runner.finish(errors, given.csv, COLUMNS, rows)
 
 
-def planned(task: Task, seeds: int) -> Iterator[tuple[Cell, str]]:
-    """Each cell with what it is called: the fixed runs of the oracle, then hdet's."""
+def planned(task: Task, seeds: Sequence[int], recipes: Sequence[str]) -> Iterator[tuple[Cell, str]]:
+    """Each cell with what it is called: the fixed runs of the oracle, then each recipe's."""
     known, best = all_contenders(), BEST[task.name]
     right = replace(best, dropout=0.0)
-    for seed in range(seeds):
+    for seed in seeds:
         for factor in SWEPT:
             yield Cell.of(task, known["cosine"], replace(right, lr=factor * best.lr), seed), f"fixed x{factor:g}"
-        for start in LEARNING_RATES:
-            yield Cell.of(task, known["hdet"], start.setting(right), seed), f"{start.name}, no dropout"
-        for start in task.starts:
-            yield Cell.of(task, known["hdet"], start.setting(best), seed), start.name
+        for recipe in recipes:
+            for start in LEARNING_RATES:
+                yield Cell.of(task, known[recipe], start.setting(right), seed), f"{start.name}, no dropout"
+            for start in task.starts:
+                yield Cell.of(task, known[recipe], start.setting(best), seed), start.name
 
 
 def finished(task: Task, plan: list[tuple[Cell, str]], folder: Path) -> Iterator[Row]:
@@ -85,11 +92,11 @@ def show(name: str, rows: list[Row]) -> None:
         return
     oracle = min(fixed, key=lambda start: fixed[start])
     print(f"\n{name}: the best fixed run without dropout is {oracle}, {fixed[oracle]:.4f}")
-    print(f"{'start':24s} {'loss':>8s} {'regret':>8s} {'worst':>8s}")
+    print(f"{'contender':14s} {'start':24s} {'loss':>8s} {'regret':>8s} {'worst':>8s}")
     for (contender, start), own in losses.items():
-        if contender == "hdet":
+        if contender != "cosine":
             regrets = np.array(own) - fixed[oracle]
-            print(f"{start:24s} {np.mean(own):8.4f} {regrets.mean():+8.4f} {regrets.max():+8.4f}")
+            print(f"{contender:14s} {start:24s} {np.mean(own):8.4f} {regrets.mean():+8.4f} {regrets.max():+8.4f}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/lengths.py                                              # one seed
     python benchmarks/lengths.py --tasks ratings teacher --lengths 1 3 --seeds 3
+    python benchmarks/lengths.py --matrices                                   # a rate for each matrix as well
     python benchmarks/lengths.py --report --csv lengths.csv --figure lengths.png  # of the runs there are
 
 Every length has its own sweep: fixed cosines at .1, .3, 1, 3 and 10 times the rate that is best for one length, for the
@@ -53,15 +54,17 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", choices=sorted(BEST), default=["text_small", "ratings", "teacher"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1, 3, 10, 30])
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--matrices", action="store_true", help="also the recipe with a rate for each matrix")
     parser.add_argument("--figure", type=Path, help="where to draw regret against steps")
     runner.add_options(parser, ROOT / "runs" / "lengths")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
     known, contenders = all_tasks(), all_contenders()
+    recipes = ["hdet", *(["hdet_matrices"] if given.matrices else [])]
     runs, errors = [], []
     for length in given.lengths:
         tasks = {name: replace(known[name], steps=length * known[name].steps) for name in given.tasks}
-        plans = {name: list(planned(task, given.seeds)) for name, task in tasks.items()}
+        plans = {name: list(planned(task, given.seeds, recipes)) for name, task in tasks.items()}
         if not given.report:
             wanted = [cell for plan in plans.values() for cell, _ in plan]
             errors += runner.run(wanted, tasks, contenders, given.out, jobs=given.jobs, label=f"{length} times")
@@ -78,11 +81,11 @@ def main() -> int:
     return code
 
 
-def planned(task: Task, seeds: int) -> Iterator[tuple[Cell, Start]]:
+def planned(task: Task, seeds: int, recipes: Sequence[str]) -> Iterator[tuple[Cell, Start]]:
     """Each cell with its start."""
     known = all_contenders()
     for seed in range(seeds):
-        for contender, starts in (("cosine", SWEPT), ("hdet", SIZES)):
+        for contender, starts in (("cosine", SWEPT), *((recipe, SIZES) for recipe in recipes)):
             for start in starts:
                 yield Cell.of(task, known[contender], start.setting(BEST[task.name]), seed), start
 
@@ -123,8 +126,8 @@ def against_the_oracle(runs: Sequence[Run]) -> list[tuple[Run, float]]:
 
 def show(runs: Sequence[Run], regrets: Sequence[tuple[Run, float]]) -> None:
     """Mean regret by task, length and start, the worst seed's in brackets."""
-    columns = [(who, start) for who in ("cosine", "hdet") for start in SIZES]
-    titles = "".join(f"{who}, {start.name}".rjust(18) for who, start in columns)
+    columns = [(who, start) for who in dict.fromkeys(run.contender for run in runs) for start in SIZES]
+    titles = "".join(f"{who}, {start.name}".rjust(24) for who, start in columns)
     print("task".ljust(14) + "steps".rjust(8) + "oracle".rjust(9) + "rate".rjust(7) + titles + "probes".rjust(9))
     for task, length, steps in dict.fromkeys((run.task, run.length, run.steps) for run in runs):
         own = [(run, regret) for run, regret in regrets if (run.task, run.length) == (task, length)]
@@ -135,7 +138,7 @@ def show(runs: Sequence[Run], regrets: Sequence[tuple[Run, float]]) -> None:
         line = f"{task:14}{steps:8}{np.mean([run.loss for run in oracles]):9.3f}{rate:>7}"
         for column in columns:
             found = [regret for run, regret in own if (run.contender, run.start) == column]
-            line += (f"{np.mean(found):+.3f} ({max(found):+.3f})" if found else "-").rjust(18)
+            line += (f"{np.mean(found):+.3f} ({max(found):+.3f})" if found else "-").rjust(24)
         probes = [run.probes for run, _ in own if run.contender == "hdet"]
         print(line + (f"{np.mean(probes):.1%}" if probes else "-").rjust(9))
 

@@ -50,12 +50,16 @@ class Shifts(dict[str, Learned]):
     """
 
     def __str__(self) -> str:
+        lines = self.lines()
+        width = max(map(len, lines), default=0)
+        return "\n".join(f"{names:<{width}}  {told}" for names, told in lines.items())
+
+    def lines(self) -> dict[str, str]:
+        """What was learned, in words, by the names of the knobs that it was learned of."""
         alike: dict[tuple[str, str], list[str]] = {}
         for name, learned in self.items():
             alike.setdefault((name.partition("[")[0], str(learned)), []).append(name)
-        lines = {
+        return {
             names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""): told
             for (_, told), names in alike.items()
         }
-        width = max(map(len, lines), default=0)
-        return "\n".join(f"{names:<{width}}  {told}" for names, told in lines.items())

@@ -51,6 +51,12 @@ class Search(AbstractContextManager["Search"]):
 
     # -- what a person asks -----------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        of = f" of {self.engine.total_steps}" if self.engine.total_steps is not None else ""
+        detached = "" if self.attached else ", detached"
+        told = "; ".join(f"{names} {learned}" for names, learned in self.shifts.lines().items())
+        return f"<Search at step {self.engine.step_count}{of}{detached}: {told or 'no knobs'}>"
+
     @property
     def engine(self) -> Engine:
         """The engine that the loop drives. (Where micro-batches are counted, another one from the first step on.)"""

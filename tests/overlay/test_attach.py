@@ -500,6 +500,18 @@ def test_restored_in_any_order_it_is_the_same_run(
     assert straight.search.shifts == resumed.search.shifts
 
 
+def test_a_search_is_printed_with_what_was_learned_of_what() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True)
+    assert repr(search).startswith(f"<Search at step 0 of {STEPS}: learning_rate 0.003 -> ")
+    loop(model, optimizer, search=search)
+    learned = "; ".join(f"{name} {one}" for name, one in search.shifts.items())
+    assert repr(search) == f"<Search at step {STEPS} of {STEPS}: {learned}>"
+    search.detach()
+    assert f"of {STEPS}, detached: " in repr(search)
+
+
 def rates_inside(optimizer: torch.optim.Optimizer) -> list[list[float]]:
     """What the groups hold whenever the optimizer steps, from now on."""
     seen: list[list[float]] = []
