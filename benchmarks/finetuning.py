@@ -3,7 +3,7 @@
     python benchmarks/finetuning.py                       # two seeds, about 20 minutes on one core
     python benchmarks/finetuning.py --jobs 2 --csv f.csv
     python benchmarks/finetuning.py --matrices            # a rate for each matrix as well
-    python benchmarks/finetuning.py --first-seed 10 --seeds 4  # seeds that few settings were chosen on
+    python benchmarks/finetuning.py --first-seed 40 --seeds 4  # seeds that nothing was chosen on
     python benchmarks/finetuning.py --report              # of the runs there are
 
 No dropout is right here. Each rate is given with that, and with the wrong one of the task; then the task's wrong decays

@@ -149,7 +149,7 @@ def draw(path: Path, regrets: Sequence[tuple[Run, float]]) -> None:
     figure = Figure(figsize=(3.6 * len(tasks), 3.2), layout="constrained")
     panels = figure.subplots(1, len(tasks), squeeze=False)[0]
     for axes, task in zip(panels, tasks, strict=True):
-        for contender, style in (("hdet", "o-"), ("cosine", "x:")):
+        for contender, style in (("hdet", "o-"), ("hdet_matrices", "s--"), ("cosine", "x:")):
             for number, start in enumerate(SIZES):
                 points = defaultdict(list)
                 for run, regret in regrets:
@@ -157,7 +157,8 @@ def draw(path: Path, regrets: Sequence[tuple[Run, float]]) -> None:
                         points[run.steps].append(regret)
                 steps = sorted(points)
                 means = [np.mean(points[step]) for step in steps]
-                axes.plot(steps, means, style, color=f"C{number}", label=f"{contender}, {start.name}")
+                if steps:
+                    axes.plot(steps, means, style, color=f"C{number}", label=f"{contender}, {start.name}")
         ticks = sorted({run.steps for run, _ in regrets if run.task == task})
         axes.set(xscale="log", xlabel="steps", title=task)
         axes.set_xticks(ticks, [str(tick) for tick in ticks])

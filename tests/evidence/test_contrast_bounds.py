@@ -17,7 +17,8 @@ from torch import Tensor
 from hdet import Engine
 from hdet.controllers import Estimate
 from hdet.evidence import Contrast, Evidence, MixedDifference
-from hdet.evidence.scene import Harvest, Window
+from hdet.evidence.scene import Harvest, Scene, Window
+from hdet.schedules import FromCallable
 from hdet.signals import Objective
 
 
@@ -78,6 +79,46 @@ def test_the_gap_must_exceed_two_standard_errors_and_two_percent(
 def test_it_goes_by_the_last_windows_training_loss() -> None:
     engine = make([regulariser(Contrast(bound_from=0.0))], window=5, windows=6, probe=constant)
     assert explored_windows(engine, lambda step: 0.5 if step // 5 in (1, 3) else 1.5) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("batches", "training", "explores"),
+    [
+        ((1.0, 1.0), 0.79, True),  # 0.21 above, and a quarter of it is 0.1975
+        ((1.0, 1.0), 0.81, False),
+        ((1.0, 1.2), 0.71, True),  # 0.39 above 1.1; two standard errors are 0.2 and a quarter 0.1775
+        ((1.0, 1.2), 0.73, False),
+        ((-1.0, -1.0), -1.35, True),
+        ((-1.0, -1.0), -1.32, False),
+    ],
+)
+def test_in_fine_tuning_the_gap_must_exceed_two_standard_errors_and_a_quarter(
+    batches: tuple[float, float], training: float, explores: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the first windows, whose losses are alike, have told that both are on one scale; a run resumed knows it."""
+    monkeypatch.setattr(Scene, "excess", 2.0)
+    engine, resumed = (
+        make([regulariser(Contrast(bound_from=0.0))], window=5, windows=6, probe=constant, batches=batches)
+        for _ in range(2)
+    )
+    level = sum(batches) / 2
+    train(engine, 15, report=lambda step, own: torch.tensor(level))
+    resumed.load_state_dict(engine.state_dict())
+    assert explored_windows(resumed, lambda step: training) == ([1, 2] if explores else [])
+
+
+def off_after_35_steps(step: int) -> float:
+    return 0.2 if step < 35 else 0.0
+
+
+@pytest.mark.parametrize(("training", "explores"), [(0.6, True), (0.99, False)])
+def test_a_base_that_comes_to_its_bound_late_is_compared(training: float, explores: bool) -> None:
+    """A training loss that is far below the held-out one is no sign of another scale by then."""
+    ends = FromCallable(f"{__name__}:off_after_35_steps")
+    engine = make([regulariser(Contrast(bound_from=0.0), schedule=ends)], window=5, windows=10, probe=constant)
+    seen: list[float] = []
+    train(engine, watch=lambda model: seen.append(model.late), report=lambda step, own: torch.tensor(training))
+    assert any(value > 0.0 for value in seen[4 * 40 :]) is explores
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])
@@ -239,10 +280,10 @@ def test_a_knob_that_rests_hears_all_the_same_that_losses_are_on_two_scales() ->
 def test_what_windows_called_for_is_kept_in_a_state_and_forgotten_on_the_way_back(evidence: Evidence) -> None:
     given = {"objective": Objective(constant, [1.0, 1.0])} if isinstance(evidence, MixedDifference) else {}
     collector, other = (make([regulariser(evidence)], n=1, **given).cycle.collectors[0] for _ in range(2))
-    collector.levels.called[:] = 7.0
+    collector.levels.called[:], collector.levels.pretrained = 7.0, True
     other.levels.load_state_dict(collector.levels.state_dict())
-    assert other.levels.called.tolist() == [7.0]
+    assert (other.levels.called.tolist(), other.levels.pretrained) == ([7.0], True)
     collector.forget()
-    assert collector.levels.called.tolist() == [0.0]
+    assert (collector.levels.called.tolist(), collector.levels.pretrained) == ([0.0], True)
     other.levels.load_state_dict({"other_scale": None})  # of an older version
-    assert other.levels.called.tolist() == [0.0]
+    assert (other.levels.called.tolist(), other.levels.pretrained) == ([0.0], False)

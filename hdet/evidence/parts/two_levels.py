@@ -19,9 +19,12 @@ from hdet.hparams.bound_knob import BoundKnob
 from hdet.replicas import tensors
 from hdet.user_warning import warn
 
-MARGIN = 0.02
+MARGIN, OF_FINE_TUNING = 0.02, 0.25
+"""Shares of the training loss. Fine-tuning comes to a tenth and more, on data that hardly repeat too."""
 CERTAIN = 3.0
 """|t| from which a single window is believed that calls for a bound."""
+FIRST_WINDOWS = 6
+"""Of a run: later ones may be overfitted by as much as losses on two scales differ."""
 
 
 class Levels:
@@ -29,11 +32,13 @@ class Levels:
 
     Near a bound both lie inside it, one of them on the bound. A base on its bound rests before `bound_from`, a share
     of the run, and later where nothing says that it should leave: where the held-out loss does not exceed the training
-    loss by two standard errors and 2 %. (Knobs that also act in eval mode are no regularisers, and never rest.) Where
-    a window called for its bound (`|t| > CERTAIN`), it rests until the run is twice as long.
+    loss by two standard errors and 2 %, in fine-tuning (of a pretrained model) by two standard errors and a quarter.
+    (Knobs that also act in eval mode are no regularisers, and never rest.) Where a window called for its bound
+    (`|t| > CERTAIN`), it rests until the run is twice as long.
 
     Losses on two scales cannot be compared, and then such a base rests for good. The first windows that tell a training
-    loss show it, by the rule of `hdet.controllers.vetoes.NeedsGap`.
+    loss show it, by the rule of `hdet.controllers.vetoes.NeedsGap`. A base that comes to its bound after the run's
+    first `FIRST_WINDOWS` is compared all the same: what is overfitted by then may look like it.
 
     Attributes:
         half: [K] half the distance between a knob's levels, in coordinate units; 0 for a knob that rests.
@@ -41,6 +46,7 @@ class Levels:
         other_scale: whether training and held-out loss are on two scales; None until windows have told.
         told_of_scale: what windows have told of it (`hdet.controllers.gap.told_of_scale`), and the last that did.
         called: [K] the step at which the last window that left no doubt ended, with the sign of its slope; 0 without.
+        pretrained: whether the run's first weights had been trained.
     """
 
     def __init__(self, scene: Scene, knobs: Sequence[BoundKnob], bound_from: float) -> None:
@@ -52,6 +58,7 @@ class Levels:
         self.other_scale: bool | None = None
         self.told_of_scale = (0, -1)
         self.called = np.zeros(len(knobs))
+        self.pretrained = False
 
     def place(self, window: Window, step: int, training: float) -> None:
         """Set the levels of a window by the bases at a step of it; `training` is the mean training loss, NaN unknown.
@@ -73,6 +80,8 @@ class Levels:
     def _rests(self, window: Window, step: int, training: float) -> bool:
         """Whether regularisers on their bounds are left alone in this window: nothing says that they are needed."""
         early = window.total_steps is not None and step < self.bound_from * window.total_steps
+        if self.other_scale is None and window.index >= FIRST_WINDOWS:
+            self.other_scale = False
         if not math.isfinite(training) or self.other_scale or (early and self.other_scale is not None):
             return True
         model, optimizer = self.scene.replicas.hosts[0]
@@ -97,7 +106,8 @@ class Levels:
                     f"the number of micro-batches"
                 )
         error = float(held_out.std(ddof=1)) / math.sqrt(len(held_out))
-        return early or self.other_scale is not False or not gap > 2.0 * error + MARGIN * abs(training)
+        margin = (OF_FINE_TUNING if self.pretrained else MARGIN) * abs(training)
+        return early or self.other_scale is not False or not gap > 2.0 * error + margin
 
     def forget(self) -> None:
         """What windows called for, of a run that has gone back."""
@@ -108,14 +118,16 @@ class Levels:
             "other_scale": self.other_scale,
             "told_of_scale": list(self.told_of_scale),
             "called": self.called.tolist(),
+            "pretrained": self.pretrained,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.other_scale = state["other_scale"]
-        # States of older versions have neither.
+        # States of older versions have none of these.
         told, last = state.get("told_of_scale", self.told_of_scale)
         self.told_of_scale = (told, last)
         self.called = np.array(state.get("called", np.zeros(len(self.knobs))))
+        self.pretrained = state.get("pretrained", False)
 
     def told(self, estimates: Mapping[int, Estimate], harvest: Harvest) -> dict[str, Estimate]:
         """What every knob's controller is told, from slopes of one step by the knobs' numbers.
@@ -124,7 +136,9 @@ class Levels:
         window's steps is added that of the probe between the two levels, at the window's last weights.
         """
         norms = self.scene.excess if harvest.window.start == 0 else None
-        found = {knob.name: replace(Estimate.nothing(), excess=norms) for knob in self.knobs}
+        nothing = replace(Estimate.nothing(), excess=norms)
+        self.pretrained = self.pretrained or bool(nothing.pretrained)
+        found = {knob.name: nothing for knob in self.knobs}
         direct = self._direct([k for k in estimates if self.knobs[k].spec.acts_in_eval], harvest)
         steps = harvest.window.stop - harvest.window.start
         for k, estimate in estimates.items():
