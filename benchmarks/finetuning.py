@@ -41,14 +41,13 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--matrices", action="store_true", help="also the recipe with a rate for each matrix")
+    runner.add_recipes(parser)
     runner.add_options(parser, ROOT / "runs" / "finetuning")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
     tasks = {name: all_tasks()[name] for name in given.tasks}
-    recipes = ["hdet", *(["hdet_matrices"] if given.matrices else [])]
     seeds = range(given.first_seed, given.first_seed + given.seeds)
-    plans = {name: list(planned(task, seeds, recipes)) for name, task in tasks.items()}
+    plans = {name: list(planned(task, seeds, given.recipes)) for name, task in tasks.items()}
     wanted = [cell for plan in plans.values() for cell, _ in plan]
     contenders = all_contenders()
     errors = [] if given.report else runner.run(wanted, tasks, contenders, given.out, jobs=given.jobs, label="tuning")

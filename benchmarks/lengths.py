@@ -54,17 +54,16 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", choices=sorted(BEST), default=["text_small", "ratings", "teacher"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1, 3, 10, 30])
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--matrices", action="store_true", help="also the recipe with a rate for each matrix")
+    runner.add_recipes(parser)
     parser.add_argument("--figure", type=Path, help="where to draw regret against steps")
     runner.add_options(parser, ROOT / "runs" / "lengths")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
     known, contenders = all_tasks(), all_contenders()
-    recipes = ["hdet", *(["hdet_matrices"] if given.matrices else [])]
     runs, errors = [], []
     for length in given.lengths:
         tasks = {name: replace(known[name], steps=length * known[name].steps) for name in given.tasks}
-        plans = {name: list(planned(task, given.seeds, recipes)) for name, task in tasks.items()}
+        plans = {name: list(planned(task, given.seeds, given.recipes)) for name, task in tasks.items()}
         if not given.report:
             wanted = [cell for plan in plans.values() for cell, _ in plan]
             errors += runner.run(wanted, tasks, contenders, given.out, jobs=given.jobs, label=f"{length} times")

@@ -3,6 +3,7 @@
     python benchmarks/rules.py                                        # six tasks, six starts, 2 seeds
     python benchmarks/rules.py --tasks teacher --starts "lr x1" --seeds 5
     python benchmarks/rules.py --tasks finetune_full --parts "learning_rate: lower's proof in fine-tuning"
+    python benchmarks/rules.py --tasks finetune_full finetune_lora --parts "dropout: margin in fine-tuning"
     python benchmarks/rules.py --together "weight_decay: leap" "weight_decay: needs_gap"
                                                                       # without both
     python benchmarks/rules.py --report --csv rules.csv               # of the runs there are
@@ -21,14 +22,17 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 from held import BEST
 from search_parts import cell as cells
 from search_parts import runner
 from search_parts.cell import Cell
+from search_parts.contender import Outcome
 from search_parts.contenders.recommended import Recommended
 from search_parts.found import all_contenders, all_tasks
+from search_parts.meter import Meter
 from search_parts.sweep import judged
 from search_parts.task import ALL_OFF, DECAYS, LEARNING_RATES, NINE, Setting, Task
 from torch import nn
@@ -36,6 +40,7 @@ from torch.optim import Optimizer
 
 import hdet
 from hdet.controllers import Regularize, Ruled
+from hdet.evidence.parts import two_levels
 from hdet.recipes.recommended import ALONG_A_LINE, choose
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +51,7 @@ TABLES: dict[str, Ruled] = {"learning_rate": ALONG_A_LINE, "weight_decay": Regul
 PARTS = [f"{knob}: {part.kind}" for knob, table in TABLES.items() for part in table.parts]
 AND = " and "
 FALL, LIMIT, MISLED = "learning_rate: fall", "learning_rate: return's limit", "learning_rate: catch_up's misled_to"
-PROOF = "learning_rate: lower's proof in fine-tuning"
+PROOF, MARGIN = "learning_rate: lower's proof in fine-tuning", "dropout: margin in fine-tuning"
 NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
     LIMIT: ("return", {"small": 0.0}),
     MISLED: ("catch_up", {"misled_to": 0.0}),
@@ -55,12 +60,12 @@ NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
 """Rules that stay, and the numbers that leave out a part of what they do."""
 SAID_BY = {MISLED: "learning_rate: catch_up"}
 """Without these numbers a rule asks for less, so where it was silent, they had no say."""
-ANY_RUN = {FALL, LIMIT, PROOF}
+ANY_RUN = {FALL, LIMIT, PROOF, MARGIN}
 """They ask for no move of their own, and may have a say in any run."""
 TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarted": hdet.Rewind(overshoot=None)}
 """What the guard does, and the guard that does not: without one there is no new start either."""
-LEFT_OUT = [*PARTS, *NUMBERS, *TURNS]
-IN_ANY_TRAINING = [part for part in LEFT_OUT if part != PROOF]
+LEFT_OUT = [*PARTS, *NUMBERS, *TURNS, MARGIN]
+IN_ANY_TRAINING = [part for part in LEFT_OUT if part not in (PROOF, MARGIN)]
 
 Row = tuple[str, str, str, int, float, bool]
 
@@ -70,10 +75,16 @@ class Altered(Recommended):
 
     Attributes:
         tables: by knob.
+        margin: by how much held-out loss exceeds training loss where fine-tuning tries a dropout of 0.
     """
 
     def __init__(self) -> None:
         self.tables = dict(TABLES)
+        self.margin = two_levels.FINE_TUNING_MARGIN
+
+    def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
+        with patch.object(two_levels, "FINE_TUNING_MARGIN", self.margin):
+            return super().run(task, setting, seed, meter)
 
     def affordable_steps(self, task: Task, setting: Setting) -> int:
         return Recommended().affordable_steps(task, setting)
@@ -91,6 +102,9 @@ class Without(Altered):
         for part in left_out.split(AND):
             if part in TURNS:
                 self.guard = TURNS[part]
+                continue
+            if part == MARGIN:
+                self.margin = two_levels.MARGIN
                 continue
             owner, _, kind = part.partition(": ")
             table = self.tables[owner]

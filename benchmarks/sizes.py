@@ -37,17 +37,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=sorted(BEST), default=list(GPTS))
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--matrices", action="store_true", help="also the recipe with a rate for each matrix")
+    runner.add_recipes(parser)
     parser.add_argument("--figure", type=Path, help="where to draw regret against the number of parameters")
     runner.add_options(parser, ROOT / "runs" / "sizes")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
     tasks, contenders = all_tasks(), all_contenders()
-    recipes = ["hdet", *(["hdet_matrices"] if given.matrices else [])]
-    wanted = [cell for name in given.tasks for cell, *_ in planned(tasks[name], given.seeds, recipes)]
+    wanted = [cell for name in given.tasks for cell, *_ in planned(tasks[name], given.seeds, given.recipes)]
     errors = [] if given.report else runner.run(wanted, tasks, contenders, given.out, jobs=given.jobs, label="sizes")
-    rows = [row for name in given.tasks for row in finished(tasks[name], given.seeds, given.out, recipes)]
-    show(rows, given.tasks, recipes)
+    rows = [row for name in given.tasks for row in finished(tasks[name], given.seeds, given.out, given.recipes)]
+    show(rows, given.tasks, given.recipes)
     if given.figure is not None:
         draw(given.figure, rows)
     return runner.finish(errors, given.csv, ["task", "start", "contender", "seed", "test_loss"], rows)

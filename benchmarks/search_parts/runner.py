@@ -32,6 +32,13 @@ def add_options(parser: argparse.ArgumentParser, out: Path) -> None:
     parser.add_argument("--report", action="store_true", help="run nothing")
 
 
+def add_recipes(parser: argparse.ArgumentParser) -> None:
+    """The option by which a benchmark of the recipe, `recipes`, runs the one with a rate for each matrix as well."""
+    both = ["hdet", "hdet_matrices"]
+    told = "also the recipe with a rate for each matrix"
+    parser.add_argument("--matrices", dest="recipes", action="store_const", const=both, default=both[:1], help=told)
+
+
 def finish(errors: Sequence[str], path: Path | None, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> int:
     """Write a row a run, if somewhere, and say which cells broke; returns the exit code."""
     if path is not None:

@@ -19,7 +19,7 @@ from hdet.hparams.bound_knob import BoundKnob
 from hdet.replicas import tensors
 from hdet.user_warning import warn
 
-MARGIN, OF_FINE_TUNING = 0.02, 0.25
+MARGIN, FINE_TUNING_MARGIN = 0.02, 0.25
 """Shares of the training loss. Fine-tuning comes to a tenth and more, on data that hardly repeat too."""
 CERTAIN = 3.0
 """|t| from which a single window is believed that calls for a bound."""
@@ -106,7 +106,7 @@ class Levels:
                     f"the number of micro-batches"
                 )
         error = float(held_out.std(ddof=1)) / math.sqrt(len(held_out))
-        margin = (OF_FINE_TUNING if self.pretrained else MARGIN) * abs(training)
+        margin = (FINE_TUNING_MARGIN if self.pretrained else MARGIN) * abs(training)
         return early or self.other_scale is not False or not gap > 2.0 * error + margin
 
     def forget(self) -> None:
