@@ -239,14 +239,14 @@ def loss_in(output: Any) -> Tensor | None:
 
 
 def _is_loss(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point() and value.requires_grad
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point() and value.grad_fn is not None
 
 
 def requiring_grad(output: Any) -> list[Tensor]:
     """The tensors in what a model returned through which backward can come.
 
     In tuples, lists, dictionaries and attributes; where none is there, in what these hold, as dataclasses or mappings
-    inside others.
+    inside others. A parameter that it returned as it is belongs to no pass: it outlives them all.
     """
     found = list(_tensors(output))
     return found or list(_tensors(output, within=set()))
@@ -255,7 +255,7 @@ def requiring_grad(output: Any) -> list[Tensor]:
 def _tensors(output: Any, within: set[int] | None = None) -> Iterator[Tensor]:
     """Those in an output; `within` are objects that are being looked through, None looks at an object's own alone."""
     if isinstance(output, Tensor):
-        if output.requires_grad:
+        if output.grad_fn is not None:
             yield output
         return
     if within is not None:

@@ -54,8 +54,12 @@ class Search(AbstractContextManager["Search"]):
     def __repr__(self) -> str:
         of = f" of {self.engine.total_steps}" if self.engine.total_steps is not None else ""
         detached = "" if self.attached else ", detached"
-        told = "; ".join(f"{names} {learned}" for names, learned in self.shifts.lines().items())
-        return f"<Search at step {self.engine.step_count}{of}{detached}: {told or 'no knobs'}>"
+        step = self.engine.step_count
+        if step:
+            told = "; ".join(f"{names} {learned}" for names, learned in self.shifts.lines().items())
+        else:
+            told = ", ".join(self.shifts)  # where a run enters for caution is nothing that it learned
+        return f"<Search at step {step}{of}{detached}: {told or 'no knobs'}>"
 
     @property
     def engine(self) -> Engine:

@@ -24,7 +24,8 @@ class Anchor:
     Copies lie in memory that persists from one window to the next. Frozen parameters are not copied, unless the
     optimizer holds them or somebody writes them all the same (a teacher that follows by moving averages; noticed when
     it has been written for the first time, and through `.data`, which leaves no mark, if that is so when the run's
-    first steps end). The optimizer's state may be that of an earlier anchor.
+    first steps end). The optimizer's state may be that of an earlier anchor. What is held of the model belongs to its
+    parameters and modules themselves, so it goes back to these also where others have come before them since.
 
     Args:
         model, optimizer: the pair it is taken from.
@@ -37,8 +38,10 @@ class Anchor:
         self._optimizer = optimizer
         self._device = device
         self._state = HeldOptimizer(optimizer, device)
+        self._order: list[nn.Parameter] = []  # the model's, by the numbers that the next go by
         self._parameters: dict[int, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
+        self._homes: dict[str, tuple[nn.Module, str]] = {}  # of buffers: the module, and what it calls them
         self._versions: dict[int, int] = {}
         self._norms: dict[int, float] | None = None  # of frozen parameters; none once they were compared
         self.step = 0
@@ -53,8 +56,10 @@ class Anchor:
         """
         self.step = step
         live = self._moving(step)
+        self._order = list(self._walk.every())
+        self._homes = _homes(self._model)
         held: list[dict[Any, Tensor]] = [self._parameters, self._buffers]
-        self._parameters, self._buffers = refilled(held, [live, _buffers(self._model)], self._device)
+        self._parameters, self._buffers = refilled(held, [live, self._live_buffers()], self._device)
         self._state.take(None if lent is None else lent._state)
         if self._device is not None:
             host_memory.wait(list(live.values()))  # once, for all that was copied
@@ -90,14 +95,15 @@ class Anchor:
         Raises:
             StepError: the model does not hold one of them any more, or had not when this was made.
         """
-        place = {id(parameter): number for number, parameter in enumerate(self._walk.every())}
-        if any(id(parameter) not in place for parameter in parameters):
+        place = {id(parameter): number for number, parameter in enumerate(self._order)}
+        own = {id(parameter) for parameter in self._walk.every()}
+        if any(id(parameter) not in own for parameter in parameters):
             raise StepError(
                 "the optimizer trains parameters that are not the model's, as where a layer was replaced and its new "
                 "parameters were put into a group in place of the old; replace layers before the engine is made, or "
                 "hdet attached"
             )
-        held = [self._parameters.get(place[id(parameter)]) for parameter in parameters]
+        held = [self._parameters.get(place.get(id(parameter), -1)) for parameter in parameters]
         pairs = zip(held, parameters, strict=True)
         return [tensors.local(parameter.detach()) if own is None else own for own, parameter in pairs]
 
@@ -114,11 +120,8 @@ class Anchor:
 
         What is not copied, because nothing changes it, is the model's own.
         """
-        return [*self._all_parameters(), *(self._buffers.get(n, b) for n, b in _buffers(self._model).items())]
-
-    def _all_parameters(self) -> list[Tensor]:
-        live = (tensors.local(parameter.detach()) for parameter in self._walk.every())
-        return [self._parameters.get(number, own) for number, own in enumerate(live)]
+        every = self._walk.every()
+        return [*self.values(every), *(self._buffers.get(n, b) for n, b in _buffers(self._model).items())]
 
     def optimizer_state(self, *, fresh: bool = False) -> dict[str, Any]:
         """The optimizer's state dict as it was; held tensors, not copies.
@@ -157,11 +160,16 @@ class Anchor:
     def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
         """The model's tensors with what is held for them. A buffer that has come since, or has grown, is let be."""
         tensors.reshard(model)
-        own = self._walk.every() if model is self._model else list(model.parameters())
+        own = self._order if model is self._model else list(model.parameters())
         found = [(tensors.local(own[number]), held) for number, held in self._parameters.items()]
-        buffers = _buffers(model)
+        buffers = self._live_buffers() if model is self._model else _buffers(model)
         fits = [name for name, held in self._buffers.items() if name in buffers and buffers[name].shape == held.shape]
         return found + [(buffers[name], self._buffers[name]) for name in fits]
+
+    def _live_buffers(self) -> dict[str, Tensor]:
+        """The model's own, by the names that they had when the copy was taken."""
+        found = {name: module._buffers.get(own) for name, (module, own) in self._homes.items()}
+        return {name: tensors.local(buffer.detach()) for name, buffer in found.items() if buffer is not None}
 
     @contextmanager
     def substituted(self) -> Iterator[None]:
@@ -217,3 +225,9 @@ def copied_state(model: nn.Module, leave_out: Collection[str] = ()) -> dict[str,
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensors.local(buffer.detach()) for name, buffer in model.named_buffers()}
+
+
+def _homes(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    modules = dict(model.named_modules())
+    found = {name: name.rpartition(".") for name, _ in model.named_buffers()}
+    return {name: (modules[within], own) for name, (within, _, own) in found.items()}

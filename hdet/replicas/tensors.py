@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
 from hdet.replicas.walk import Walk, fully_sharded
-from hdet.replicas.written_buffers import buffers_kept
+from hdet.replicas.written_buffers import buffers_kept, rows_kept
 
 SMALL = 2**13
 """Elements up to which tensors are joined: one alone costs an operator's call, which is more than its arithmetic."""
@@ -357,15 +357,32 @@ def evaluating(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator
 
     The weights are those that the optimizer evaluates (`evaluated_weights`), also where autocast is on.
     """
-    training = [module for module in model.modules() if module.training]
+    modes = _modes(model)
     model.eval()
     try:
-        with buffers_kept(model), evaluated_weights(model, optimizer), cast_anew():
+        with buffers_kept(model), evaluated_weights(model, optimizer), rows_kept(model), cast_anew():
             yield
     finally:
         reshard(model)  # else the next forward would take the weights gathered here
-        for module in training:
-            module.training = True
+        _put_back_modes(modes)
+
+
+def _modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Of every module, an outer one before those in it, whether it is in training mode."""
+    return [(module, module.training) for module in model.modules()]
+
+
+def _put_back_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """By each module's own `train`, which may do more than set the mode.
+
+    A layer may fold an adapter into its weights in eval mode, or keep there what it has worked out from them.
+    """
+    for module, mode in modes:
+        if module.training != mode:
+            module.train(mode)  # of all in it too; their turn comes
+    for module, mode in modes:
+        if module.training != mode:  # one of two parents came later, or its `train` does as it likes
+            module.training = mode
 
 
 @contextmanager
@@ -393,12 +410,11 @@ def evaluated_weights(model: nn.Module, optimizer: Optimizer | None) -> Iterator
 @contextmanager
 def training(model: nn.Module) -> Iterator[None]:
     """Training mode inside the block; a model that is in it is left as it is, with parts it may keep in eval mode."""
-    switched = [] if model.training else [module for module in model.modules() if not module.training]
-    if switched:
+    modes = [] if model.training else _modes(model)
+    if modes:
         model.train()
     try:
         yield
     finally:
         reshard(model)  # else the next forward would take the weights gathered here
-        for module in switched:
-            module.training = False
+        _put_back_modes(modes)

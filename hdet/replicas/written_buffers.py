@@ -1,4 +1,4 @@
-"""What a model's evaluation writes into buffers, as of running statistics or a recurrent state, undone."""
+"""What a model's evaluation writes, into buffers or rows that an embedding scales down, undone."""
 
 from __future__ import annotations
 
@@ -36,6 +36,19 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                 own.put_back()
     for own in held:
         _seen.setdefault(own.module, set()).update(own.written)
+
+
+@contextmanager
+def rows_kept(model: nn.Module) -> Iterator[None]:
+    """Rows that `nn.Embedding(max_norm=)` scales down as they are looked up are after the block what they were."""
+    own = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    held = [(module.weight, _part(module.weight).detach().clone()) for module in own if module.max_norm is not None]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, value in held:
+                _part(weight).copy_(value)
 
 
 class _Held:
@@ -78,9 +91,9 @@ class _Held:
         vars(self.module).update({name: own for name, own in self._attributes.items() if isinstance(own, PLAIN)})
 
 
-def _part(buffer: Tensor) -> Tensor:
+def _part(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded one."""
-    return buffer if type(buffer) is Tensor else getattr(buffer, "_local_tensor", buffer)
+    return tensor if type(tensor) is Tensor else getattr(tensor, "_local_tensor", tensor)
 
 
 def _writes(buffer: Tensor | None) -> int:

@@ -448,7 +448,7 @@ def test_passes_are_counted_whatever_the_model_returns_or_it_is_told(kind: str) 
 
 def test_what_an_output_holds_deep_inside_is_looked_at_where_nothing_else_is_there() -> None:
     """A cache of keys and values costs a hook each, in each pass."""
-    logits, cached = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    logits, cached = torch.ones(2, requires_grad=True) * 2, torch.ones(3, requires_grad=True) * 2
     assert requiring_grad({"logits": logits, "cache": Bare([cached])}) == [logits]
     assert requiring_grad({"cache": Bare([cached])}) == [cached]
     assert requiring_grad(Bare([nn.Linear(2, 2)])) == []

@@ -45,6 +45,22 @@ class Failing(nn.Module):
         return self.layers(inputs)  # type: ignore[no-any-return]
 
 
+class Scaled(nn.Module):
+    """Returns the parameter that its loss is scaled by, as contrastive models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = network(), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers(inputs), self.scale
+
+
+def scaled(model: nn.Module, given: Given) -> Tensor:
+    output, scale = model(given[0])
+    return F.cross_entropy(scale * output, given[1])
+
+
 def penalised(model: nn.Module, given: Given) -> Tensor:
     """With a penalty on the gradient in the inputs, which `torch.autograd.grad` is asked for in mid-pass."""
     inputs = given[0].requires_grad_()
@@ -74,12 +90,14 @@ def decided(history: hdet.History) -> list[Any]:
     ]
 
 
-def written(make: Callable[[], nn.Module], compute: Callable[[nn.Module, Given], Tensor]) -> tuple[list[Any], Any]:
+def written(
+    make: Callable[[], nn.Module], compute: Callable[[nn.Module, Given], Tensor], **more: Any
+) -> tuple[list[Any], Any]:
     """The loop written for the engine: what it decided, and the weights."""
     torch.manual_seed(7)
     model = make()
     optimizer = adamw(model)
-    engine = hdet.recommended(model, optimizer, **OPTIONS)
+    engine = hdet.recommended(model, optimizer, **OPTIONS | more)
     explicit(engine, model, optimizer, compute)
     assert any(record.estimates["dropout"]["stderr"] for record in engine.history)
     return decided(engine.history), model.state_dict()
@@ -130,6 +148,16 @@ def test_a_model_that_calls_itself_makes_one_pass(assert_same: Any) -> None:
         for part in range(PARTS):
             run.backward(loss_of, batch(step, part))
     run.require(written(Calling, loss_of), assert_same)
+
+
+def test_a_parameter_that_is_returned_outlives_its_pass(assert_same: Any) -> None:
+    """A hook on it would be called in all later ones, too."""
+    run = Attached(Scaled, probe=hdet.Probe(scaled, probe().batches))
+    for step in run.steps():
+        for part in range(PARTS):
+            run.backward(scaled, batch(step, part))
+    assert not run.model.scale._backward_hooks
+    run.require(written(Scaled, scaled, probe=hdet.Probe(scaled, probe().batches)), assert_same)
 
 
 def test_a_forward_that_raises_is_no_pass(assert_same: Any) -> None:

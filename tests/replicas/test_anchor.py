@@ -161,6 +161,31 @@ def test_a_buffer_that_came_or_grew_since_is_let_be(problem: Any) -> None:
     assert model[0].weight.abs().sum() > 0
 
 
+@pytest.mark.parametrize("goes", [False, True])
+def test_layers_that_come_or_go_in_front_leave_each_of_the_others_its_own(goes: bool) -> None:
+    layers = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model[1:].parameters(), lr=0.1)
+    anchor = Anchor(model, optimizer)
+    anchor.take(0)
+    kept = [tensor.clone() for layer in layers[1:] for tensor in layer.state_dict().values()]
+    if goes:
+        del model[0]
+    else:
+        model.insert(0, nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    came = {name: tensor.clone() for name, tensor in model[0].state_dict().items()} if not goes else {}
+    with torch.no_grad():
+        for layer in layers[1:]:
+            for tensor in layer.state_dict().values():
+                tensor.fill_(7)
+    own = list(layers[2].parameters())
+    assert all(torch.equal(*pair) for pair in zip(anchor.values(own), kept[7:11], strict=True))
+    anchor.restore(model, optimizer)
+    now = [tensor for layer in layers[1:] for tensor in layer.state_dict().values()]
+    assert all(torch.equal(*pair) for pair in zip(now, kept, strict=True))
+    assert all(torch.equal(model[0].state_dict()[name], tensor) for name, tensor in came.items())
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_the_host_it_takes_no_device_memory(problem: Any) -> None:
     model = nn.Linear(1000, 1000, device="cuda")

@@ -144,6 +144,57 @@ def test_evaluating_restores_modes_however_mixed() -> None:
     assert [module.training for module in model.modules()] == before == [True, True, False, False, True]
 
 
+class Folding(nn.Module):
+    """In eval mode its adapter is folded into its weight, as loralib does; what it worked out there goes in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.adapter = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        self.folded = False
+        self.known: Tensor | None = None
+
+    def train(self, mode: bool = True) -> Folding:
+        super().train(mode)
+        if self.folded is mode:
+            self.weight.data += self.adapter.data * (-1.0 if mode else 1.0)
+            self.folded = not mode
+        self.known = None if mode else self.known
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return x * (self.weight + self.adapter)
+        self.known = self.weight.detach().clone() if self.known is None else self.known
+        return x * self.known
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_modules_are_switched_by_their_own_train(frozen: bool) -> None:
+    """Back from eval mode, what it folded is taken out again, and what it kept there is of later weights."""
+    model = nn.Sequential(Folding(), nn.Sequential(Folding()))
+    model[1].train(not frozen)
+    folded = [(fold, fold.folded, fold.weight.tolist()) for fold in (model[0], model[1][0])]
+    for scale in (1.0, 2.0):
+        with torch.no_grad():
+            model[0].adapter.fill_(scale)
+        with tensors.evaluating(model):
+            assert model[0](torch.ones(2)).tolist() == [1.0 + scale] * 2
+            assert model[1][0].folded
+        assert [(fold, fold.folded, fold.weight.tolist()) for fold, _, _ in folded] == folded
+    model.eval()
+    with tensors.training(model):
+        assert not (model[0].folded or model[1][0].folded)
+    assert model[0].folded and model[1][0].folded and not any(module.training for module in model.modules())
+
+
+def test_modes_come_back_that_an_evaluation_of_the_users_own_has_changed() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    model[1].eval()  # frozen statistics
+    with tensors.evaluating(model):
+        model.train()
+    assert [module.training for module in model.modules()] == [True, True, False]
+
+
 def test_an_optimizer_with_modes_is_switched_and_its_weights_come_back_exactly() -> None:
     """Schedule-Free's own way back is right only up to rounding."""
     import schedulefree

@@ -92,6 +92,19 @@ def test_it_is_undone_after_an_error() -> None:
         assert states(model) == before
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_rows_that_a_lookup_scales_down_come_back(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(kind(4, 3, max_norm=0.1))
+    before = model[0].weight.detach().clone()
+    with tensors.evaluating(model):
+        model(torch.tensor([[0, 1]]))
+        assert not torch.equal(model[0].weight, before)
+    assert torch.equal(model[0].weight, before)
+    model(torch.tensor([[2]]))  # training's own lookups scale theirs
+    changed = (model[0].weight != before).any(dim=1)
+    assert changed.tolist() == [False, False, True, False]
+
+
 def copied(model: nn.Module) -> set[str]:
     """The buffers that the next evaluation copies."""
     return {name for module in model.modules() if module._buffers for name in written_buffers._Held(module)._values}
