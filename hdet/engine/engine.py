@@ -283,7 +283,10 @@ class Engine:
             for replica in self._checks.missed(cycle.step_count, self._needs_passes, complete=complete):
                 cycle.miss(replica)
             self._checks.begin_step()
-        return cycle.step(losses)
+        record = cycle.step(losses)
+        if record is not None:
+            self._checks.same_modules(cycle.knobs)
+        return record
 
     def reapply(self) -> None:
         """Put the coming step's knob values in force again, after something else wrote or loaded an optimizer."""

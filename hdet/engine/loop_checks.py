@@ -10,8 +10,9 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from hdet.errors import StepError
-from hdet.hparams.binding import Attribute, Holding, ModelBinding
+from hdet.hparams.binding import Attribute, Binding, Holding, ModelBinding
 from hdet.hparams.bound_knob import BoundKnob
+from hdet.nn import KnobTensor
 from hdet.replicas import Replica, Replicas
 from hdet.user_warning import warn
 
@@ -32,6 +33,7 @@ class LoopChecks:
         self._passed: set[int] = set()
         self._first = None if replicas.left_to_loop or not replicas.local else replicas.local[0]
         self._watched = next((p for p in replicas.hosts[0][0].parameters() if p.requires_grad), None)
+        self._lost: set[str] = set()  # names of knobs of which it was said that their modules are gone
         self._version, self._untold = -1, -1  # the first change is that of a step that was told, or of none
         self._groups = [list(map(len, map(_PARAMETERS, optimizer.param_groups))) for _, optimizer in replicas.hosts]
         self._look()
@@ -97,6 +99,24 @@ class LoopChecks:
         """The next step's passes are noted from here on."""
         self._passed.clear()
 
+    def same_modules(self, knobs: Sequence[BoundKnob]) -> None:
+        """A window has closed: say it, once for each knob, where what a knob writes is no part of the model any more."""
+        there: set[int] = set()
+        for knob in knobs:
+            cells = [] if knob.name in self._lost else model_cells(knob.bindings[:1])
+            if not cells:
+                continue
+            modules = self._replicas.hosts[0][0].modules()
+            there = there or {id(held) for module in modules for held in (module, *vars(module).values())}
+            lost = [cell for cell in cells if id(cell.module if isinstance(cell, Attribute) else cell) not in there]
+            if lost:
+                self._lost.add(knob.name)
+                warn(
+                    f"{len(lost)} of {len(cells)} places that {knob.name} is written to are no part of the model any "
+                    f"more, as where a module was replaced: nothing drives the new one, and what is learned of "
+                    f"{knob.name} is not of it; replace modules before hdet is attached, or the engine made (said once)"
+                )
+
     def same_groups(self, step: int) -> bool:
         """Whether the optimizers hold the very groups that they held, and not others like them.
 
@@ -127,6 +147,12 @@ class LoopChecks:
         return False
 
 
+def model_cells(bindings: Sequence[Binding]) -> list[KnobTensor | Attribute]:
+    """The scalars inside models that a knob's bindings write; of those that write elsewhere none."""
+    lent = [getattr(binding, "inner", binding) for binding in bindings]  # on a loop of the user's own
+    return [cell for binding in lent if isinstance(binding, ModelBinding) for cell in binding.cells]
+
+
 class PlainDropouts:
     """Notices in the first pass that the loop runs a compiled model whose plain dropouts knobs write.
 
@@ -135,9 +161,7 @@ class PlainDropouts:
     """
 
     def __init__(self, knobs: Sequence[BoundKnob]) -> None:
-        bindings = [binding for knob in knobs if knob.spec.spread.width for binding in knob.bindings]
-        lent = [getattr(binding, "inner", binding) for binding in bindings]  # on a loop of the user's own
-        cells = [cell for binding in lent if isinstance(binding, ModelBinding) for cell in binding.cells]
+        cells = [cell for knob in knobs if knob.spec.spread.width for cell in model_cells(knob.bindings)]
         self._modules = [
             cell.module for cell in cells if isinstance(cell, Attribute) and isinstance(cell.module, _DropoutNd)
         ]

@@ -79,6 +79,8 @@ class Hooks:
 
     def __init__(self, rider: Rider, root: nn.Module, optimizer: Optimizer) -> None:
         self._rider = rider
+        self._optimizer = optimizer
+        self._idle = False
         self._in_pass = False
         self._within = False
         self._handled: BaseException | None = None  # the exception that the loop was handling as the forward began
@@ -112,11 +114,20 @@ class Hooks:
         return output
 
     def remove(self) -> None:
-        """Leave the model and the optimizer as they were."""
-        for handle in self._handles:
-            handle.remove()
+        """Leave the model and the optimizer as they were.
+
+        Within an optimizer's step torch is going through its hooks, and none may go: then these are idle from here on,
+        and go with the next forward.
+        """
+        self._idle = step_is_under_way(self._optimizer)
+        if not self._idle:
+            for handle in self._handles:
+                handle.remove()
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
+        if self._idle:
+            self.remove()
+            return
         if _calls_itself(module):
             return
         passing = module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
@@ -126,7 +137,7 @@ class Hooks:
             self._rider.before_forward()
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if not self._in_pass or _calls_itself(module):
+        if self._idle or not self._in_pass or _calls_itself(module):
             return
         self._in_pass = False
         if sys.exc_info()[1] is not self._handled:
@@ -135,6 +146,8 @@ class Hooks:
             self._rider.after_forward(output)
 
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if self._idle:
+            return None
         # The optimizer itself is the first of the arguments.
         by_name = "closure" in keywords
         closure: Closure | None = keywords["closure"] if by_name else arguments[1] if len(arguments) > 1 else None
@@ -149,13 +162,15 @@ class Hooks:
         )
 
     def _after_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        self._rider.after_step()
+        if not self._idle:
+            self._rider.after_step()
 
     def _before_saving(self, optimizer: Optimizer, *state: Any) -> None:
-        self._rider.before_saving()
+        if not self._idle:
+            self._rider.before_saving()
 
     def _after_saving(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        if not step_is_under_way(optimizer):
+        if self._idle or not step_is_under_way(optimizer):
             return
         for group in state["param_groups"]:  # whose tensors are the optimizer's own
             group.update({key: entry.clone() for key, entry in group.items() if isinstance(entry, Tensor)})

@@ -49,6 +49,7 @@ class Riding:
         passes: those since the optimizer's last step.
         lending: what is in force for a pass or a step only.
         losses: what the loop has told of its training loss.
+        given: the micro-batches of a step that the user has told; None for those of the first step.
         callbacks: called with the record of each window that closes.
         held_by: the search that rides, which so lives as long as its hooks do, whether or not somebody keeps it.
     """
@@ -61,6 +62,7 @@ class Riding:
         self.model = model
         self.optimizer = optimizer
         self.rates = rates
+        self.given = micro_batches
         self.counting = micro_batches is None
         self.losses = ReportedLosses()
         self.passes = Passes(model, self.losses)

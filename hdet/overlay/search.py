@@ -265,6 +265,13 @@ class Search(AbstractContextManager["Search"]):
                 f"the state is of {saved} micro-batches a step, and this search has made steps of {own}; load it "
                 f"before the first step, or attach anew"
             )
+        given = self._riding.given
+        if None not in (saved, given) and saved != given:
+            raise CheckpointError(
+                f"the state is of {saved} micro-batches a step, and hdet.attach was given micro_batches={given}; a "
+                f"search goes on with as many as it began with: accumulate {saved}, or begin another search with the "
+                f"rates, decay and dropout that this one had found"
+            )
 
     def _notice_return(self, under_way: dict[str, Any] | None, of_all_ranks: bool) -> None:
         """Say that the weights are those of the window's opening, where the window could not be taken up."""

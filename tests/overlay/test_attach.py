@@ -574,3 +574,35 @@ def test_detached_in_mid_window_the_window_is_given_up() -> None:
     search.detach()
     assert [record.stop for record in search.history] == [5]
     assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 1e-3]
+
+
+def test_detached_as_a_window_closes_it_leaves_hooks_of_others_alone() -> None:
+    """Within the optimizer's step, whose hooks torch is going through."""
+    model = network()
+    optimizer = adamw(model)
+    stepped: list[int] = []
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True)
+    optimizer.register_step_post_hook(lambda *_: stepped.append(len(stepped)))
+    search.on_window(lambda record: search.detach())
+    loop(model, optimizer, search=search, stop=8)
+    assert len(stepped) == 8
+    assert (search.attached, search.engine.step_count) == (False, 5)
+    assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 1e-3]
+    hooks = (model._forward_pre_hooks, model._forward_hooks, optimizer._optimizer_step_pre_hooks)
+    assert not any(hooks)
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_dropout_that_is_replaced_is_said_once(swapped: bool) -> None:
+    model = network()
+    if swapped:
+        hdet.nn.swap(model)
+    optimizer = adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True)
+    loop(model, optimizer, search=search, stop=7)
+    model[2] = torch.nn.Dropout(0.5)
+    with pytest.warns(UserWarning, match="1 of 1 places that dropout is written to are no part of the model") as said:
+        loop(model, optimizer, search=search, start=7, stop=20)
+    assert len(said) == 1
+    assert model[2].p == 0.5
