@@ -28,6 +28,8 @@ from hdet.spec import register
 from hdet.user_warning import warn
 
 SMALLEST_BLOCK = 4
+IN_VAIN = 5
+"""Windows on end with parameters frozen or thawed and nothing learned, after which this is said."""
 
 
 @register
@@ -110,6 +112,8 @@ class ContrastCollector(Collector):
         self.exploring = False
         self.deaf = False  # whether a warning of a pass without a gradient was given
         self.seen: dict[int, Tensor] = {}  # by host, the sketch of this step's accumulated gradient
+        self.renewed = False  # whether parameters were frozen or thawed in this window
+        self.in_vain = 0  # such windows on end of which nothing was learned
         self.folding = GradientSketch(replicas.hosts, spec.sketch)
         self.given: Tensor | None = None  # the sketch of the gradient of the pass under way
         self.handed_over = False  # whether gradients are handed over during backward
@@ -172,6 +176,7 @@ class ContrastCollector(Collector):
         if self.folding.is_outdated():
             self.folding = GradientSketch(self.scene.replicas.hosts, self.spec.sketch)
             self.seen = {}
+            self.renewed = True
             self.record.renew()
 
     def _rates(self, host: int) -> list[float | Tensor]:
@@ -203,7 +208,20 @@ class ContrastCollector(Collector):
         self.training = float(harvest.losses[harvest.valid].mean())
         heard = [k for k, half in enumerate(self.half) if half > 0.0]
         estimates = self.record.close(heard, self.half, partial(self._aim, harvest.window))
+        self._notice_in_vain(bool(heard) and not estimates)
         return self.levels.told(estimates, harvest)
+
+    def _notice_in_vain(self, nothing_learned: bool) -> None:
+        """Say it once where parameters are frozen or thawed so often that a record never fills."""
+        renewed, self.renewed = self.renewed, False
+        self.in_vain = self.in_vain + 1 if renewed and nothing_learned else 0
+        if self.in_vain == IN_VAIN:
+            names = " and ".join(knob.name for knob in self.knobs)
+            warn(
+                f"parameters were frozen or thawed in {IN_VAIN} windows on end, and each time what Contrast had "
+                f"recorded of {names} began anew, so that nothing is learned of it: change which are trained less often, "
+                f"in windows at most, or leave {names} out (said once)"
+            )
 
     def _signs(self, window: Window, step: int) -> NDArray[np.float64]:
         """[N, K] signs of a step: its rows of its block; 0 for knobs that are not explored."""

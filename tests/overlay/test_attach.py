@@ -606,3 +606,15 @@ def test_a_dropout_that_is_replaced_is_said_once(swapped: bool) -> None:
         loop(model, optimizer, search=search, start=7, stop=20)
     assert len(said) == 1
     assert model[2].p == 0.5
+
+
+def test_layers_that_take_turns_faster_than_a_record_fills_are_said_once() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=10 * STEPS, window=5, quiet=True)
+    with pytest.warns(UserWarning, match="frozen or thawed in 5 windows on end") as said:
+        for step in range(2 * STEPS):
+            model[0].requires_grad_(step // 4 % 2 == 0)
+            loop(model, optimizer, search=search, start=step, stop=step + 1)
+    assert len(said) == 1
+    assert search.shifts["dropout"].factor == 1.0
