@@ -21,6 +21,9 @@ MOST_REPLICAS = 64
 TURNS = ("rewound", "restarted", "restored")
 """Faults after which the run went on from an earlier point."""
 
+AT_PEAK = ("start", "opened", "closed")
+"""What a whole record tells of each knob in `learned`."""
+
 BALANCE = "balance"
 """The rule by which the rate of a group takes its place among the others (`hdet.controllers.Pooled`)."""
 
@@ -174,6 +177,9 @@ class WindowRecord:
                 raise HdetError(f"{place}: a number or null is expected, got {value!r:.60}")
         if record.window < 0 or not 0 <= record.start < record.stop:
             raise HdetError(f"window {record.window} from step {record.start} to {record.stop} cannot be")
+        for knob, told in record.learned.items():
+            if lacking := [key for key in AT_PEAK if key not in told]:
+                raise HdetError(f"learned.{knob} lacks {', '.join(lacking)}")
         for knob, bases in record.course.items():
             if len(bases) not in (1, record.stop - record.start):
                 raise HdetError(

@@ -318,6 +318,7 @@ def test_dropping_windows_on_a_full_disk_changes_nothing(tmp_path: Path) -> None
         ('"losses": [1.0, null]', '"losses": null', "losses: "),
         ('"moves": {"learning_rate": 0.4}', '"moves": {"learning_rate": null}', "moves.learning_rate: "),
         ('"merged": true', '"merged": 1', "merged: "),
+        ('"learned": {', '"learned": {"decay": {"start": 1.0, "closed": 1.0}', "learned.decay lacks opened"),
         ('"seconds": 1.5', '"seconds": Infinity', "Infinity is no JSON"),
         ('"faults": [', '"faults": ["late", ', "faults.0: "),
         ('"slope": -0.5', '"slope": "steep"', "estimates.learning_rate.slope: "),

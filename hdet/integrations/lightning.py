@@ -21,6 +21,7 @@ from hdet.signals import Probe
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
 except ImportError:
     raise MissingExtraError("lightning", "lightning") from None
 
@@ -190,6 +191,11 @@ class Search(Callback):
             raise ConfigError(
                 "how often each of several optimizers steps is known to training_step alone; give "
                 "hdet.lightning.Search(total_steps=...), in steps of the one that is searched"
+            )
+        if any(isinstance(one, GradientAccumulationScheduler) and len(one.scheduling) > 1 for one in trainer.callbacks):
+            raise ConfigError(
+                "GradientAccumulationScheduler changes how many batches a step takes, and the Trainer counts steps as if "
+                "it stayed as it is now; give hdet.lightning.Search(total_steps=...), the steps of all epochs"
             )
         steps = trainer.estimated_stepping_batches
         if math.isfinite(steps) and steps > 0:

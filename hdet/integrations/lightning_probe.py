@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from hdet.errors import ConfigError
 from hdet.integrations.dataset_probe import SUB_BATCHES
+from hdet.integrations.kept import values_kept
 from hdet.replicas.generators import numbers_lent
 from hdet.replicas.random_numbers import accelerators
 from hdet.signals import Probe
@@ -115,29 +116,18 @@ def _logging_into(logged: dict[str, Any], module: LightningModule) -> Iterator[N
 
 @contextmanager
 def _as_it_was(module: LightningModule) -> Iterator[None]:
-    """Metrics, and lists, dicts and numbers on the module, hold after the block what they held before it."""
+    """Metrics, and lists, dicts, sets and numbers on the module, hold after the block what they held before it."""
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
     states = [
         {name: _copied(value) for name, value in vars(one).items() if name in one._defaults or name in OF_A_METRIC}
         for one in metrics
     ]
-    own: dict[str, tuple[Any, Any]] = {
-        name: (value, copy.copy(value))
-        for name, value in vars(module).items()
-        if not name.startswith("_") and isinstance(value, (list, dict, set, int, float))
-    }
     try:
-        yield
+        with values_kept(module, private=False):
+            yield
     finally:
         for one, state in zip(metrics, states, strict=True):
             vars(one).update(state)
-        for name, (value, before) in own.items():
-            if isinstance(value, list):
-                value[:] = before
-            elif isinstance(value, (dict, set)):
-                value.clear()
-                value.update(before)
-            setattr(module, name, value)
 
 
 def _copied(value: Any) -> Any:

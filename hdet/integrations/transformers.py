@@ -20,6 +20,7 @@ from hdet.files import replaced
 from hdet.history import WindowRecord
 from hdet.integrations import deepspeed
 from hdet.integrations.dataset_probe import Sample
+from hdet.integrations.kept import values_kept
 from hdet.integrations.loggers import metrics
 from hdet.overlay import search as overlay
 from hdet.overlay.attach import attach
@@ -107,7 +108,8 @@ class Search(TrainerCallback):
         for record in records:
             assert self._trainer is not None
             due = control.should_log  # a log ends the Trainer's own that is due
-            self._trainer.log(metrics(record))
+            # A subclass's would hand over here, and empty, the training metrics that it has gathered.
+            Trainer.log(self._trainer, metrics(record))
             control.should_log = due
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -160,7 +162,18 @@ def _output(args: TrainingArguments) -> Path:
 
 
 def probe_of(trainer: Trainer, data: Any) -> Probe:
-    """A probe of held-out data, by the Trainer's own collator and loss."""
+    """A probe of held-out data, by the Trainer's own collator and loss.
+
+    Raises:
+        ConfigError: there are none, or no evaluation data of that name.
+    """
+    if isinstance(data, str):
+        there = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {}
+        if data not in there:
+            raise ConfigError(f"the Trainer's eval_dataset has no data called {data!r}; there are {sorted(there)}")
+        data = there[data]
+    if data is None:
+        raise ConfigError("a search judges by held-out data; give hdet.transformers.Search(probe=eval_dataset)")
     # Not the evaluation's loader, which the Trainer would keep and evaluate on.
     loader = trainer.get_test_dataloader(data)
     data = loader.dataset
@@ -171,7 +184,8 @@ def probe_of(trainer: Trainer, data: Any) -> Probe:
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inputs = trainer._prepare_inputs(batch)
-        with _unsmoothed(trainer), trainer.compute_loss_context_manager():
+        # A subclass may gather metrics there, as TRL's do.
+        with _unsmoothed(trainer), values_kept(trainer, private=True), trainer.compute_loss_context_manager():
             found = trainer.compute_loss(model, inputs)
         return found[0] if isinstance(found, tuple) else found
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, strategies
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_job import HELD, PER_EPOCH, Classifier, fit, loader, search
@@ -248,6 +248,16 @@ def test_what_cannot_be_is_refused_and_says_the_way_out(name: str, tmp_path: Pat
     module, options, trainer, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         fit(tmp_path, module() if module is Two else module("none"), search(**options), **trainer)
+
+
+def test_where_accumulation_changes_the_length_has_to_be_told(tmp_path: Path) -> None:
+    """The Trainer's own count is that of the accumulation at the beginning."""
+    twice = GradientAccumulationScheduler({0: 1, 1: 2})
+    with pytest.raises(ConfigError, match="GradientAccumulationScheduler changes how many batches a step takes"):
+        fit(tmp_path, Classifier("none"), search(), twice)
+    explored = search(total_steps=PER_EPOCH + PER_EPOCH // 2)
+    fit(tmp_path, Classifier("none"), explored, GradientAccumulationScheduler({0: 1, 1: 2}))
+    assert explored.search.finished
 
 
 def test_options_are_checked_when_they_are_given() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,62 @@ def test_a_trainer_is_needed(tmp_path: Path) -> None:
         callback.on_train_begin(made.args, made.state, made.control)
     with pytest.raises(ConfigError, match="the probe's data hold 1 examples"):
         hdet.integrations.transformers.probe_of(made, Text("test", 1))
+    with pytest.raises(ConfigError, match="a search judges by held-out data"):
+        hdet.integrations.transformers.probe_of(made, None)
+
+
+def test_the_probe_may_be_named_as_the_evaluation_data_are(tmp_path: Path) -> None:
+    held_out = Text("test", 16)
+    made = trainer(gpt2(), tmp_path)
+    probe_of = hdet.integrations.transformers.probe_of
+    with pytest.raises(ConfigError, match=r"no data called 'code'; there are \[\]"):
+        probe_of(made, "code")
+    made.eval_dataset = {"prose": Text("train", 16), "code": held_out}
+    with pytest.raises(ConfigError, match=r"no data called 'cod'; there are \['code', 'prose'\]"):
+        probe_of(made, "cod")
+    named, given = (probe_of(made, data).draw(3) for data in ("code", held_out))
+    assert all(torch.equal(*pair) for pair in zip(*([one["input_ids"] for one in own] for own in (named, given))))
+
+
+class Counting(Trainer):  # type: ignore[misc]
+    """Gathers metrics in `compute_loss`, and hands them over as it logs, as TRL's trainers do."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self.counted: dict[str, dict[str, list[int]]] = {"train": {}, "eval": {}}
+        super().__init__(*arguments, **keywords)
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+        self.counted["train" if model.training else "eval"].setdefault("batches", []).append(1)
+        return super().compute_loss(model, inputs, *arguments, **keywords)
+
+    def log(self, logs: dict[str, Any], *arguments: Any, **keywords: Any) -> None:
+        own = self.counted["train" if self.model.training else "eval"]
+        super().log(logs | {name: len(noted) for name, noted in own.items()}, *arguments, **keywords)
+        own.clear()
+
+
+def test_metrics_of_a_trainer_of_the_users_own_are_those_without_it(tmp_path: Path) -> None:
+    found = []
+    for held in (False, True):
+        options = {"eval_strategy": "steps", "eval_steps": 5, "logging_steps": 5}
+        made = trainer(gpt2(), tmp_path, kind=Counting, **options)
+        if held:
+            search(made, knobs=HELD, tail=None, window=5)
+        made.train()
+        assert not any("batches" in entry for entry in made.state.log_history if "hdet/now/learning_rate" in entry)
+        found.append([entry["batches"] for entry in made.state.log_history if "batches" in entry])
+    assert found[0] == found[1]
+    assert len(found[0]) >= 8
+
+
+def test_an_optimizer_of_transformers_own_that_hdet_does_not_know_trains(tmp_path: Path) -> None:
+    made = trainer(gpt2(), tmp_path, optim="adafactor", max_steps=80)
+    callback = search(made)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "hdet does not know how Adafactor")
+        made.train()
+    assert callback.search is not None
+    assert callback.search.finished
 
 
 def test_trials_of_the_trainers_own_search_and_copies_on_devices_are_refused(tmp_path: Path) -> None:

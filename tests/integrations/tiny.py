@@ -91,8 +91,16 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(folder), **{**defaults, **options})
 
 
-def trainer(model: Any, folder: Path, *, ragged: bool = False, examples: int = 256, **options: Any) -> Trainer:
-    return Trainer(
+def trainer(
+    model: Any,
+    folder: Path,
+    *,
+    ragged: bool = False,
+    examples: int = 256,
+    kind: type[Trainer] = Trainer,
+    **options: Any,
+) -> Trainer:
+    return kind(
         model=model,
         args=arguments(folder, **options),
         train_dataset=Text("train", examples, ragged=ragged),

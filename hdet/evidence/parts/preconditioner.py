@@ -30,7 +30,7 @@ def preconditioner(
 
     | optimizer | P |
     |---|---|
-    | Adam, AdamW, NAdam and others with `exp_avg_sq` | lr / (sqrt(v / (1 - beta2^t)) + eps) |
+    | Adam, AdamW, NAdam and others with `exp_avg_sq` and one `eps` | lr / (sqrt(v / (1 - beta2^t)) + eps) |
     | Adamax (`exp_inf`) | lr / exp_inf |
     | RMSprop (`square_avg`) | lr / (sqrt(v) + eps), / (1 - momentum); v less the mean's square if centered |
     | Adagrad (`sum`) | lr / (sqrt(sum) + eps), lr with its decay |
@@ -75,7 +75,8 @@ def _scale(
     if not state:
         return None
     second = own("max_exp_avg_sq" if "max_exp_avg_sq" in state else "exp_avg_sq")
-    if second is not None:
+    # Some have another arithmetic for the same entry: Adafactor of Transformers, whose `eps` are two.
+    if second is not None and isinstance(group.get("eps"), (int, float, Tensor)):
         correction: Tensor | float = 1.0
         if "step" in state and "betas" in group:
             correction = 1.0 - without_waiting(group["betas"][1]) ** _at_least_1(without_waiting(state["step"]))
