@@ -100,7 +100,7 @@ class LoopChecks:
         self._passed.clear()
 
     def same_modules(self, knobs: Sequence[BoundKnob]) -> None:
-        """A window has closed: say it, once for each knob, where what a knob writes is no part of the model any more."""
+        """A window has closed: say it, once a knob, where what a knob writes is no part of the model any more."""
         there: set[int] = set()
         for knob in knobs:
             cells = [] if knob.name in self._lost else model_cells(knob.bindings[:1])

@@ -192,10 +192,11 @@ class Search(Callback):
                 "how often each of several optimizers steps is known to training_step alone; give "
                 "hdet.lightning.Search(total_steps=...), in steps of the one that is searched"
             )
-        if any(isinstance(one, GradientAccumulationScheduler) and len(one.scheduling) > 1 for one in trainer.callbacks):
+        accumulating = [one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler)]
+        if any(len(one.scheduling) > 1 for one in accumulating):
             raise ConfigError(
-                "GradientAccumulationScheduler changes how many batches a step takes, and the Trainer counts steps as if "
-                "it stayed as it is now; give hdet.lightning.Search(total_steps=...), the steps of all epochs"
+                "GradientAccumulationScheduler changes how many batches a step takes, and the Trainer counts steps as "
+                "if it stayed as it is; give hdet.lightning.Search(total_steps=...), the steps of all epochs"
             )
         steps = trainer.estimated_stepping_batches
         if math.isfinite(steps) and steps > 0:

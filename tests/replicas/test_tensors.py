@@ -145,7 +145,7 @@ def test_evaluating_restores_modes_however_mixed() -> None:
 
 
 class Folding(nn.Module):
-    """In eval mode its adapter is folded into its weight, as loralib does; what it worked out there goes in training."""
+    """In eval mode its adapter is folded into its weight, as in loralib; what it works out there goes in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,8 +183,9 @@ def test_modules_are_switched_by_their_own_train(frozen: bool) -> None:
         assert [(fold, fold.folded, fold.weight.tolist()) for fold, _, _ in folded] == folded
     model.eval()
     with tensors.training(model):
-        assert not (model[0].folded or model[1][0].folded)
-    assert model[0].folded and model[1][0].folded and not any(module.training for module in model.modules())
+        assert not any(fold.folded for fold, _, _ in folded)
+    assert all(fold.folded for fold, _, _ in folded)
+    assert not any(module.training for module in model.modules())
 
 
 def test_modes_come_back_that_an_evaluation_of_the_users_own_has_changed() -> None:
