@@ -192,7 +192,8 @@ class Search(Callback):
                 "how often each of several optimizers steps is known to training_step alone; give "
                 "hdet.lightning.Search(total_steps=...), in steps of the one that is searched"
             )
-        accumulating = [one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler)]
+        made: Any = trainer  # its callbacks are put on it from elsewhere
+        accumulating = [one for one in made.callbacks if isinstance(one, GradientAccumulationScheduler)]
         if any(len(one.scheduling) > 1 for one in accumulating):
             raise ConfigError(
                 "GradientAccumulationScheduler changes how many batches a step takes, and the Trainer counts steps as "
