@@ -268,12 +268,22 @@ class ContrastCollector(Collector):
     def state_dict(self) -> dict[str, Any]:
         training = self.training if math.isfinite(self.training) else None
         levels = self.levels.state_dict()
-        return {"record": self.record.state_dict(), "levels": levels, "training": training, "step": self.step}
+        return {
+            "record": self.record.state_dict(),
+            "levels": levels,
+            "training": training,
+            "step": self.step,
+            "trained": self.folding.flags,
+        }
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
         self.training = math.nan if state["training"] is None else float(state["training"])
         self.levels.load_state_dict(state["levels"])
         self.open(self.window)  # again: which knobs are explored depends on the training loss
+        # The loop may freeze or thaw parameters only after it has loaded: what was kept is of those trained then.
+        trained = state.get("trained", self.folding.flags)  # states of older versions lack it
+        if trained != self.folding.flags and len(trained) == len(self.folding.flags):
+            self.folding = GradientSketch.as_trained(self.scene.replicas.hosts, self.spec.sketch, trained)
         sketch = self.folding.sketch
         self.record.load_state_dict(state["record"], sketch.device, sketch.size, window is not None)
         if window is not None:

@@ -52,6 +52,7 @@ class Probe:
     at: Literal["last", "average"] = "last"
     stride: int | None = None
     _sizes: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    _written: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not callable(self.loss):
@@ -115,9 +116,27 @@ class Probe:
             StepError: the loss is neither 0- nor 1-dimensional, or there are fewer than 2 sub-batches.
         """
         batches = self.draw(window) if batches is None else batches
+        versions = _versions(batches)
         with self.evaluated(model, window, optimizer):
             losses = [self.loss(model, batch) for batch in batches]
+        if _versions(batches) != versions:
+            self._notice_written()
         return torch.cat(checked(losses)).detach().double()
+
+    def _notice_written(self) -> None:
+        """Say it once where an evaluation writes into batches: those of a list are the same in all windows."""
+        if isinstance(self.batches, (list, tuple)) and not self._written:
+            self._written.append(True)
+            warn(
+                "the model or the probe's loss writes into the probe's batches in place, so that the next evaluation has "
+                "other data: the points that are compared differ in them too; work on a clone of what a batch holds"
+            )
+
+
+def _versions(batches: Sequence[Any]) -> list[int]:
+    """How often torch has seen each of the batches' tensors written."""
+    leaves = (leaf for leaf in tree_leaves(batches) if isinstance(leaf, Tensor))
+    return [0 if leaf.is_inference() else leaf._version for leaf in leaves]
 
 
 def _are_none(batches: Sequence[Any] | DataLoader[Any]) -> bool:

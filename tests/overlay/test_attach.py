@@ -459,8 +459,9 @@ class Saved:
         )
         self.parts["search"] = self.search
 
-    def train(self, start: int, stop: int) -> None:
+    def train(self, start: int, stop: int, thawed_from: int = 0) -> None:
         for step in range(start, stop):
+            self.model[0].requires_grad_(step >= thawed_from)
             torch.manual_seed(step)
             loop(self.model, self.optimizer, self.scheduler, self.search, start=step, stop=step + 1)
 
@@ -498,6 +499,24 @@ def test_restored_in_any_order_it_is_the_same_run(
     assert_same(straight.optimizer.state_dict(), resumed.optimizer.state_dict())
     assert told(straight.search.history)[-3:] == told(resumed.search.history)[-3:]
     assert straight.search.shifts == resumed.search.shifts
+
+
+@pytest.mark.parametrize("at", [10, 13])
+def test_a_resume_may_freeze_only_after_it_has_loaded(at: int, assert_same: Any) -> None:
+    """Where the loop itself does, as by its step: what was kept of gradients is of those trained then."""
+
+    straight, resumed = Saved(scheduled=False), Saved(scheduled=False)
+    straight.model[0].requires_grad_(False)
+    for run in (straight, resumed):
+        run.attach()
+    straight.train(0, at, thawed_from=26)
+    for name, part in resumed.parts.items():
+        part.load_state_dict(copy.deepcopy(straight.parts[name].state_dict()))
+    assert all(parameter.requires_grad for parameter in resumed.model.parameters())
+    for run in (straight, resumed):
+        run.train(at, 24, thawed_from=26)
+    assert_same(straight.model.state_dict(), resumed.model.state_dict())
+    assert_same(straight.search.state_dict(), resumed.search.state_dict())
 
 
 def test_a_search_is_printed_with_what_was_learned_of_what() -> None:

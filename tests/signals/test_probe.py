@@ -158,6 +158,22 @@ def test_losses_that_are_none(loss: Any, message: str, problem: Any) -> None:
         Probe(loss, [1, 2]).measure(problem.model(), 0)
 
 
+def test_batches_that_are_written_in_place_are_said_once() -> None:
+    """Of a list, which is the same in all windows; fresh ones may be written."""
+    model = nn.Linear(2, 1)
+    kept = [torch.ones(4, 2), torch.ones(4, 2)]
+
+    def shifted(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch.sub_(0.5)).square().mean()  # type: ignore[no-any-return]
+
+    with pytest.warns(UserWarning, match="writes into the probe's batches in place") as said:
+        probe = Probe(shifted, kept)
+        probe.measure(model, 0)
+        probe.measure(model, 1)
+    assert len(said) == 1
+    Probe(shifted, lambda window: [batch.clone() for batch in kept]).measure(model, 0)
+
+
 def test_one_sub_batch_has_no_error_to_tell(problem: Any) -> None:
     with pytest.raises(StepError, match=r"1 sub-batch and needs at least 2 .*; split its batch"):
         Probe(problem.loss, [problem.batch(0, 0)]).measure(problem.model(), 0)

@@ -42,6 +42,7 @@ class GradientSketch:
 
     Attributes:
         sketch: the linear map.
+        flags: by parameter that the optimizer holds whether it is trained.
 
     Raises:
         ConfigError: a parameter is complex.
@@ -52,7 +53,7 @@ class GradientSketch:
         moved = [_moved(model, optimizer) for model, optimizer in hosts]
         self.parameters = [[parameter for _, parameter in own] for own in moved]
         self._every = [_every(optimizer) for _, optimizer in hosts]
-        self._flags = self._trained(0)
+        self.flags = self._trained(0)
         groups = [group for group, _ in moved[0]]
         own = self.parameters[0]
         if any(parameter.is_complex() for parameter in own):
@@ -71,6 +72,21 @@ class GradientSketch:
         place = {id(parameter): number for number, parameter in enumerate(tensors.trained(hosts[0][0]))}
         self._places = [place[id(parameter)] for parameter in own]  # among `tensors.trained`
 
+    @classmethod
+    def as_trained(
+        cls, hosts: Sequence[tuple[nn.Module, Optimizer]], size: int, flags: Sequence[bool]
+    ) -> GradientSketch:
+        """That of another time, at which by these flags other parameters were trained; no parameter stays changed."""
+        every = [_every(optimizer) for _, optimizer in hosts]
+        before = [[parameter.requires_grad for parameter in own] for own in every]
+        try:
+            for own in every:
+                _freeze(own, flags)
+            return cls(hosts, size)
+        finally:
+            for own, now in zip(every, before, strict=True):
+                _freeze(own, now)
+
     def _joined(self) -> list[_Run]:
         runs: list[_Run] = []
         first = 0
@@ -83,7 +99,7 @@ class GradientSketch:
 
     def is_outdated(self) -> bool:
         """Whether other parameters are trained than when this was made."""
-        return any(self._trained(host) != self._flags for host in range(len(self._hosts)))
+        return any(self._trained(host) != self.flags for host in range(len(self._hosts)))
 
     def _trained(self, host: int) -> list[bool]:
         return [parameter.requires_grad for parameter in self._every[host]]
@@ -148,6 +164,11 @@ class GradientSketch:
             self.sketch.add_(target, flat * rate, position)
         elif rate != 0.0:
             self.sketch.add_(target, flat, position, rate)
+
+
+def _freeze(parameters: Sequence[nn.Parameter], flags: Sequence[bool]) -> None:
+    for parameter, trained in zip(parameters, flags, strict=True):
+        parameter.requires_grad_(trained)
 
 
 def _every(optimizer: Optimizer) -> list[nn.Parameter]:
