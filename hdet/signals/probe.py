@@ -128,8 +128,8 @@ class Probe:
         if isinstance(self.batches, (list, tuple)) and not self._written:
             self._written.append(True)
             warn(
-                "the model or the probe's loss writes into the probe's batches in place, so that the next evaluation has "
-                "other data: the points that are compared differ in them too; work on a clone of what a batch holds"
+                "the model or the probe's loss writes into the probe's batches in place, so that the next evaluation "
+                "has other data: the points that are compared differ in them too; work on a clone of what a batch holds"
             )
 
 
