@@ -4,6 +4,7 @@
     python benchmarks/rules.py --tasks teacher --starts "lr x1" --seeds 5
     python benchmarks/rules.py --tasks finetune_full --parts "learning_rate: lower's proof in fine-tuning"
     python benchmarks/rules.py --tasks finetune_full finetune_lora --parts "dropout: margin in fine-tuning"
+    python benchmarks/rules.py --tasks digits_noise --starts "nine 3" --parts "dropout: entered far below a half"
     python benchmarks/rules.py --together "weight_decay: leap" "weight_decay: needs_gap"
                                                                       # without both
     python benchmarks/rules.py --report --csv rules.csv               # of the runs there are
@@ -41,6 +42,7 @@ from torch.optim import Optimizer
 import hdet
 from hdet.controllers import Regularize, Ruled
 from hdet.evidence.parts import two_levels
+from hdet.recipes import recommended
 from hdet.recipes.recommended import ALONG_A_LINE, choose
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +54,7 @@ PARTS = [f"{knob}: {part.kind}" for knob, table in TABLES.items() for part in ta
 AND = " and "
 FALL, LIMIT, MISLED = "learning_rate: fall", "learning_rate: return's limit", "learning_rate: catch_up's misled_to"
 PROOF, MARGIN = "learning_rate: lower's proof in fine-tuning", "dropout: margin in fine-tuning"
+ENTRY = "dropout: entered far below a half"
 NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
     LIMIT: ("return", {"small": 0.0}),
     MISLED: ("catch_up", {"misled_to": 0.0}),
@@ -60,12 +63,12 @@ NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
 """Rules that stay, and the numbers that leave out a part of what they do."""
 SAID_BY = {MISLED: "learning_rate: catch_up"}
 """Without these numbers a rule asks for less, so where it was silent, they had no say."""
-ANY_RUN = {FALL, LIMIT, PROOF, MARGIN}
+ANY_RUN = {FALL, LIMIT, PROOF, MARGIN, ENTRY}
 """They ask for no move of their own, and may have a say in any run."""
 TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarted": hdet.Rewind(overshoot=None)}
 """What the guard does, and the guard that does not: without one there is no new start either."""
-LEFT_OUT = [*PARTS, *NUMBERS, *TURNS, MARGIN]
-IN_ANY_TRAINING = [part for part in LEFT_OUT if part not in (PROOF, MARGIN)]
+LEFT_OUT = [*PARTS, *NUMBERS, *TURNS, MARGIN, ENTRY]
+IN_ANY_TRAINING = [part for part in LEFT_OUT if part not in (PROOF, MARGIN, ENTRY)]
 
 Row = tuple[str, str, str, int, float, bool]
 
@@ -76,14 +79,17 @@ class Altered(Recommended):
     Attributes:
         tables: by knob.
         margin: by how much held-out loss exceeds training loss where fine-tuning tries a dropout of 0.
+        entered: the dropout at which a run begins that was given one above a half.
     """
 
     def __init__(self) -> None:
         self.tables = dict(TABLES)
         self.margin = two_levels.FINE_TUNING_MARGIN
+        self.entered = recommended.ENTERED
 
     def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
-        with patch.object(two_levels, "FINE_TUNING_MARGIN", self.margin):
+        entered = patch.object(recommended, "ENTERED", self.entered)
+        with patch.object(two_levels, "FINE_TUNING_MARGIN", self.margin), entered:
             return super().run(task, setting, seed, meter)
 
     def affordable_steps(self, task: Task, setting: Setting) -> int:
@@ -105,6 +111,9 @@ class Without(Altered):
                 continue
             if part == MARGIN:
                 self.margin = two_levels.MARGIN
+                continue
+            if part == ENTRY:
+                self.entered = recommended.MOST
                 continue
             owner, _, kind = part.partition(": ")
             table = self.tables[owner]

@@ -39,7 +39,8 @@ from hdet.windows import GrowingWindow, Windows
 WARMUP = 0.3
 MOST_WARMUP_STEPS = 300
 CAUTION = 4.0
-MOST = 0.5
+MOST, ENTERED = 0.5, 0.2
+"""Networks of which more than `MOST` is dropped may learn nothing at all, and then nothing tells why."""
 MOST_LINES = 3
 """Groups' learning rates that are told each for itself where the same is said of all."""
 RATE_OF = "learning rate of group "
@@ -318,9 +319,8 @@ def _forward(
         )
     reason = BY_FORWARD_PASSES if sharded else BY_GRADIENTS
     if value > MOST:
-        # Networks of which most is dropped may learn nothing at all, and then nothing tells why.
-        knob = knob.replace(initial_shift=knob.space.difference(MOST, value))
-        reason = f"entered at {MOST:g}; {reason}"
+        knob = knob.replace(initial_shift=knob.space.difference(ENTERED, value))
+        reason = f"entered at {ENTERED:g}; {reason}"
     return Choice(subject, knob, reason)
 
 
