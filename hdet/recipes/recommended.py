@@ -39,7 +39,7 @@ from hdet.windows import GrowingWindow, Windows
 WARMUP = 0.3
 MOST_WARMUP_STEPS = 300
 CAUTION = 4.0
-MOST, ENTERED = 0.5, 0.2
+MOST, ENTERED = 0.5, 0.1
 """Networks of which more than `MOST` is dropped may learn nothing at all, and then nothing tells why."""
 MOST_LINES = 3
 """Groups' learning rates that are told each for itself where the same is said of all."""
