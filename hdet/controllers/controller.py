@@ -33,6 +33,7 @@ class Context:
         windows_left: windows still to come; None when open-ended.
         shift: the learned shift, in coordinates.
         authority: how far the shift may go either way.
+        down: how far the base may go down to its lower bound, in coordinates.
         spread: the largest absolute level of this window.
         warming: whether the schedule is still rising.
         loss: mean training loss of the window that has closed, over replicas that stayed finite; None if unknown.
@@ -52,6 +53,7 @@ class Context:
     windows_left: int | None = None
     shift: float = 0.0
     authority: float = math.inf
+    down: float = math.inf
     spread: float = 0.0
     warming: bool = False
     loss: float | None = None

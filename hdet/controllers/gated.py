@@ -91,6 +91,8 @@ class Gated(Controller):
     the saturation by `rate (tau / saturation)^2`, up to min(run_steps / total_steps, max_boost) times `rate`.
 
     Of a pretrained model (`Estimate.pretrained`) every move is `pretrained_boost` times as large: fine-tuning is short.
+    One that would end within `pretrained_reach` of the lower bound goes there: what explores beside a bound trains with
+    levels that are further from it than the base.
 
     Args:
         rate: largest move, in coordinates.
@@ -102,6 +104,7 @@ class Gated(Controller):
         run_steps: steps of a run from which on no move is larger than `rate`; None for any length.
         max_boost: how many times larger a shorter run makes it at most.
         pretrained_boost: how many times larger a move is where the run's first weights had been trained.
+        pretrained_reach: how near to the lower bound a move down does not end there, in coordinates.
         until: share of the run after which the base holds and no evidence is gathered: the rest cannot pay it back.
         settle: share of the run, at its end, in which moves fade to zero.
 
@@ -121,6 +124,7 @@ class Gated(Controller):
     run_steps: int | None = Field(default=None, ge=1)
     max_boost: float = Field(default=3.0, ge=1, le=100)
     pretrained_boost: float = Field(default=1.0, ge=1, le=100)
+    pretrained_reach: float = Field(default=0.0, ge=0, le=10)
     until: float = Field(default=1.0, gt=0, le=1)
     settle: float = Field(default=0.0, ge=0, le=1)
 
@@ -139,6 +143,8 @@ class Gated(Controller):
         scale, boost = min(share, self.max_scale), self._boost(context.total_steps)
         rate = self.rate * (self.pretrained_boost if state.pretrained else 1.0)
         move = gated_move(state.tau, rate, self.gate, self.saturation, scale, boost)
+        if state.pretrained and move < 0.0 and context.down + move < self.pretrained_reach:
+            move = -context.down - self.pretrained_reach  # beyond it, so that rounding leaves nothing
         return settled(move, self.settle, context), state
 
     def _boost(self, total_steps: int | None) -> float:

@@ -103,10 +103,10 @@ class LoopChecks:
         """A window has closed: say it, once a knob, where what a knob writes is no part of the model any more."""
         there: set[int] = set()
         for knob in knobs:
-            cells = [] if knob.name in self._lost else model_cells(knob.bindings[:1])
+            cells = [] if knob.name in self._lost else model_cells(knob.bindings)
             if not cells:
                 continue
-            modules = self._replicas.hosts[0][0].modules()
+            modules = [module for model, _ in self._replicas.hosts for module in model.modules()]
             there = there or {id(held) for module in modules for held in (module, *vars(module).values())}
             lost = [cell for cell in cells if id(cell.module if isinstance(cell, Attribute) else cell) not in there]
             if lost:

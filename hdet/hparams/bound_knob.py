@@ -303,9 +303,11 @@ class BoundKnob:
         now, following = (self.bend.of(self.schedule(at)) for at in (max(step - 1, 0), step))
         if self.schedule.total_steps is None:
             self.peak = max(self.peak, now, following)
+        base = self.base(max(step - 1, 0))
         return replace(
             run,
-            base=self.base(max(step - 1, 0)),
+            base=base,
+            down=self.spec.space.room(base, self.spec.bounds)[0],
             schedule_now=now,
             schedule_next=following,
             # How far a rise goes whose end is not known, nobody knows: it stands at no known share of its peak.

@@ -49,7 +49,7 @@ class ModuleKnob(Knob):
         if self.acts_in_eval:
             return paced
         # A regulariser has a bound to go to, so a short run may go there faster; what has none would overshoot.
-        return paced.replace(run_steps=600, pretrained_boost=2.5)
+        return paced.replace(run_steps=600, pretrained_boost=2.5, pretrained_reach=self.spread.width)
 
     @property
     def label(self) -> str:

@@ -2,48 +2,57 @@
 
 from __future__ import annotations
 
-import copy
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-PLAIN = (list, dict, set, int, float)
+PLAIN = (list, dict, defaultdict, set, int, float)
+LARGEST = 10_000
+"""Entries of a container that may be notes; a larger one is data."""
+DEEPEST = 3
+"""Dicts in dicts that are looked into."""
 
 
 @contextmanager
 def values_kept(owner: object, *, private: bool) -> Iterator[None]:
-    """Lists, dicts, sets and numbers of an object hold after the block what they held before, and dicts in dicts.
+    """Lists, dicts, sets and numbers of an object hold after the block what they held before, and those in its dicts.
 
     Args:
         private: those whose names begin with `_`, too.
     """
+    own = vars(owner)
     held = {
         name: (value, _copied(value))
-        for name, value in vars(owner).items()
-        if isinstance(value, PLAIN) and (private or not name.startswith("_"))
+        for name, value in own.items()
+        if type(value) in PLAIN and (private or not name.startswith("_"))
     }
     try:
         yield
     finally:
         for name, (value, before) in held.items():
             _put_back(value, before)
-            setattr(owner, name, value)
+            own[name] = value
 
 
-def _copied(value: Any) -> Any:
-    """A copy of a container; of a dict each value with its own."""
+def _copied(value: Any, depth: int = 0) -> Any:
+    """What a container holds, of a dict each entry with what that holds; None of what is no container, or too large."""
+    if type(value) in (int, float) or type(value) not in PLAIN or len(value) > LARGEST:
+        return None
     if isinstance(value, dict):
-        return {key: (own, _copied(own)) for key, own in value.items()}
-    return copy.copy(value) if isinstance(value, (list, set)) else None
+        return {key: (own, _copied(own, depth + 1) if depth < DEEPEST else None) for key, own in value.items()}
+    return value.copy()
 
 
 def _put_back(value: Any, before: Any) -> None:
+    if before is None:
+        return
     if isinstance(value, list):
         value[:] = before
     elif isinstance(value, set):
         value.clear()
         value.update(before)
-    elif isinstance(value, dict):
+    else:
         value.clear()
         for key, (own, known) in before.items():
             _put_back(own, known)

@@ -194,7 +194,7 @@ class Search(Callback):
             )
         made: Any = trainer  # its callbacks are put on it from elsewhere
         accumulating = [one for one in made.callbacks if isinstance(one, GradientAccumulationScheduler)]
-        if any(len(one.scheduling) > 1 for one in accumulating):
+        if any(len(set(one.scheduling.values())) > 1 for one in accumulating):
             raise ConfigError(
                 "GradientAccumulationScheduler changes how many batches a step takes, and the Trainer counts steps as "
                 "if it stayed as it is; give hdet.lightning.Search(total_steps=...), the steps of all epochs"

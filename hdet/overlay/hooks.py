@@ -78,7 +78,7 @@ class Hooks:
     """
 
     def __init__(self, rider: Rider, root: nn.Module, optimizer: Optimizer) -> None:
-        self._rider = rider
+        self._rider: Any = rider
         self._optimizer = optimizer
         self._idle = False
         self._in_pass = False
@@ -114,15 +114,16 @@ class Hooks:
         return output
 
     def remove(self) -> None:
-        """Leave the model and the optimizer as they were.
+        """Leave the model and the optimizer as they were, but for hooks that are idle and go with the next forward.
 
-        Within an optimizer's step torch is going through its hooks, and none may go: then these are idle from here on,
-        and go with the next forward.
+        So it is within an optimizer's step: torch is going through its hooks then, and none may go.
         """
         self._idle = step_is_under_way(self._optimizer)
-        if not self._idle:
-            for handle in self._handles:
-                handle.remove()
+        if self._idle:
+            self._rider = None  # and with it the engine
+            return
+        for handle in self._handles:
+            handle.remove()
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         if self._idle:
@@ -190,7 +191,8 @@ class Hooks:
                 )
             called = True
             loss = closure()
-            self._rider.before_step()
+            if not self._idle:  # the closure may have detached the search
+                self._rider.before_step()
             return loss
 
         return closed

@@ -49,7 +49,7 @@ class Riding:
         passes: those since the optimizer's last step.
         lending: what is in force for a pass or a step only.
         losses: what the loop has told of its training loss.
-        given: the micro-batches of a step that the user has told; None for those of the first step.
+        given: the micro-batches of a step that were told beforehand; None for those of the first step.
         callbacks: called with the record of each window that closes.
         held_by: the search that rides, which so lives as long as its hooks do, whether or not somebody keeps it.
     """
@@ -345,10 +345,20 @@ class Riding:
                 f"tuples, lists, mappings or dataclasses"
             )
 
+    def notice_other_seats(self, seats: int) -> None:
+        """A state of that many micro-batches a step is loaded: say it where others were told and something is lost."""
+        if self.given is not None and self._explores_forward:
+            self.warn(
+                f"the state is of {seats} micro-batches a step, and this run was told {self.given}: rates and weight "
+                f"decay go on, and of dropout and the like nothing more is learned, as from steps that have other "
+                f"passes; accumulate {seats}, or begin another search with what this one had found"
+            )
+
     def _notice_count(self, seats: int) -> None:
         """Say it once where steps keep having another number of passes than they were expected to."""
         passes = self.passes.begun
-        self._odd_steps = self._odd_steps + 1 if passes and passes != seats else 0
+        odd = passes not in (0, seats, self.given)  # of what was told, a state that has others was told of
+        self._odd_steps = self._odd_steps + 1 if odd else 0
         if self._odd_steps == ODD_STEPS:
             self.warn(
                 f"the last {ODD_STEPS} optimizer steps had {passes} training passes each or so, and hdet expects "

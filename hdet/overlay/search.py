@@ -225,6 +225,7 @@ class Search(AbstractContextManager["Search"]):
         seats = state["micro_batches"]
         if seats is not None and seats != len(riding.engine.replicas):
             riding.take_seats(seats)
+            riding.notice_other_seats(seats)
         counting, riding.counting = riding.counting, seats is None
         model = riding.engine.hosts[0][0]
         before = riding.state_dict()
@@ -264,13 +265,6 @@ class Search(AbstractContextManager["Search"]):
             raise CheckpointError(
                 f"the state is of {saved} micro-batches a step, and this search has made steps of {own}; load it "
                 f"before the first step, or attach anew"
-            )
-        given = self._riding.given
-        if None not in (saved, given) and saved != given:
-            raise CheckpointError(
-                f"the state is of {saved} micro-batches a step, and hdet.attach was given micro_batches={given}; a "
-                f"search goes on with as many as it began with: accumulate {saved}, or begin another search with the "
-                f"rates, decay and dropout that this one had found"
             )
 
     def _notice_return(self, under_way: dict[str, Any] | None, of_all_ranks: bool) -> None:

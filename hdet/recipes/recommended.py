@@ -40,7 +40,8 @@ WARMUP = 0.3
 MOST_WARMUP_STEPS = 300
 CAUTION = 4.0
 MOST, ENTERED = 0.5, 0.1
-"""Networks of which more than `MOST` is dropped may learn nothing at all, and then nothing tells why."""
+"""Networks of which more than `MOST` is dropped may learn nothing at all, and then nothing tells why. They are entered
+with `ENTERED`."""
 MOST_LINES = 3
 """Groups' learning rates that are told each for itself where the same is said of all."""
 RATE_OF = "learning rate of group "
@@ -319,8 +320,9 @@ def _forward(
         )
     reason = BY_FORWARD_PASSES if sharded else BY_GRADIENTS
     if value > MOST:
-        knob = knob.replace(initial_shift=knob.space.difference(ENTERED, value))
-        reason = f"entered at {ENTERED:g}; {reason}"
+        entered = ENTERED if isinstance(knob, Dropout) else MOST
+        knob = knob.replace(initial_shift=knob.space.difference(entered, value))
+        reason = f"entered at {entered:g}; {reason}"
     return Choice(subject, knob, reason)
 
 

@@ -25,7 +25,8 @@ class Anchor:
     optimizer holds them or somebody writes them all the same (a teacher that follows by moving averages; noticed when
     it has been written for the first time, and through `.data`, which leaves no mark, if that is so when the run's
     first steps end). The optimizer's state may be that of an earlier anchor. What is held of the model belongs to its
-    parameters and modules themselves, so it goes back to these also where others have come before them since.
+    parameters and modules themselves, so it goes back to these also where others have come before them since; what has
+    been replaced has its place.
 
     Args:
         model, optimizer: the pair it is taken from.
@@ -59,7 +60,7 @@ class Anchor:
         self._order = list(self._walk.every())
         self._homes = _homes(self._model)
         held: list[dict[Any, Tensor]] = [self._parameters, self._buffers]
-        self._parameters, self._buffers = refilled(held, [live, self._live_buffers()], self._device)
+        self._parameters, self._buffers = refilled(held, [live, _buffers(self._model)], self._device)
         self._state.take(None if lent is None else lent._state)
         if self._device is not None:
             host_memory.wait(list(live.values()))  # once, for all that was copied
@@ -158,18 +159,40 @@ class Anchor:
 
     @torch.no_grad()
     def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-        """The model's tensors with what is held for them. A buffer that has come since, or has grown, is let be."""
+        """The model's tensors with what is held for them. A buffer that has come since, or has grown, is let be.
+
+        Raises:
+            StepError: it is a copy of the model in which layers have come or gone since.
+        """
         tensors.reshard(model)
-        own = self._order if model is self._model else list(model.parameters())
-        found = [(tensors.local(own[number]), held) for number, held in self._parameters.items()]
+        own = self._present() if model is self._model else list(model.parameters())
+        if len(own) != len(self._order):
+            raise StepError(
+                f"a copy of the model has {len(own)} parameters, and had {len(self._order)} at step {self.step}, to "
+                f"which the run goes back: layers cannot come or go within a window of several copies"
+            )
+        pairs = [(own[number], held) for number, held in self._parameters.items()]
+        found = [(tensors.local(parameter), held) for parameter, held in pairs if parameter is not None]
         buffers = self._live_buffers() if model is self._model else _buffers(model)
         fits = [name for name, held in self._buffers.items() if name in buffers and buffers[name].shape == held.shape]
         return found + [(buffers[name], self._buffers[name]) for name in fits]
 
+    def _present(self) -> list[nn.Parameter | None]:
+        """The model's parameters by their numbers then; for one that is gone that in its place, None where none is."""
+        every = self._walk.every()
+        there = set(map(id, every))
+        replaced = every if len(every) == len(self._order) else [None] * len(self._order)
+        pairs = zip(self._order, replaced, strict=True)
+        return [own if id(own) in there else new for own, new in pairs]
+
     def _live_buffers(self) -> dict[str, Tensor]:
-        """The model's own, by the names that they had when the copy was taken."""
-        found = {name: module._buffers.get(own) for name, (module, own) in self._homes.items()}
-        return {name: tensors.local(buffer.detach()) for name, buffer in found.items() if buffer is not None}
+        """The model's own, by the names that they had then; where a module is gone, those that have its name."""
+        found, there = _buffers(self._model), set(map(id, self._model.modules()))
+        for name, (module, own) in self._homes.items():
+            buffer = module._buffers[own] if id(module) in there and own in module._buffers else None
+            if buffer is not None:
+                found[name] = tensors.local(buffer.detach())
+        return found
 
     @contextmanager
     def substituted(self) -> Iterator[None]:
@@ -228,6 +251,7 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _homes(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    modules = dict(model.named_modules())
-    found = {name: name.rpartition(".") for name, _ in model.named_buffers()}
-    return {name: (modules[within], own) for name, (within, _, own) in found.items()}
+    modules = model.named_modules()
+    return {
+        f"{within}.{own}" if within else own: (module, own) for within, module in modules for own in module._buffers
+    }

@@ -358,8 +358,8 @@ def evaluating(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator
     The weights are those that the optimizer evaluates (`evaluated_weights`), also where autocast is on.
     """
     modes = _modes(model)
-    model.eval()
     try:
+        model.eval()
         with buffers_kept(model), evaluated_weights(model, optimizer), rows_kept(model), cast_anew():
             yield
     finally:
@@ -368,8 +368,19 @@ def evaluating(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator
 
 
 def _modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Of every module, an outer one before those in it, whether it is in training mode."""
-    return [(module, module.training) for module in model.modules()]
+    """Of every module whether it is in training mode, each after all that it is in."""
+    found: dict[nn.Module, bool] = {}
+    within: set[nn.Module] = set()
+
+    def go_through(module: nn.Module) -> None:
+        within.add(module)
+        for own in module.children():
+            if own not in within:
+                go_through(own)
+        found[module] = module.training
+
+    go_through(model)
+    return list(reversed(found.items()))
 
 
 def _put_back_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
@@ -381,7 +392,7 @@ def _put_back_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
         if module.training != mode:
             module.train(mode)  # of all in it too; their turn comes
     for module, mode in modes:
-        if module.training != mode:  # one of two parents came later, or its `train` does as it likes
+        if module.training != mode:  # its own `train` does as it likes
             module.training = mode
 
 
@@ -411,9 +422,9 @@ def evaluated_weights(model: nn.Module, optimizer: Optimizer | None) -> Iterator
 def training(model: nn.Module) -> Iterator[None]:
     """Training mode inside the block; a model that is in it is left as it is, with parts it may keep in eval mode."""
     modes = [] if model.training else _modes(model)
-    if modes:
-        model.train()
     try:
+        if modes:
+            model.train()
         yield
     finally:
         reshard(model)  # else the next forward would take the weights gathered here

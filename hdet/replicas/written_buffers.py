@@ -42,13 +42,15 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 def rows_kept(model: nn.Module) -> Iterator[None]:
     """Rows that `nn.Embedding(max_norm=)` scales down as they are looked up are after the block what they were."""
     own = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    held = [(module.weight, _part(module.weight).detach().clone()) for module in own if module.max_norm is not None]
+    weights = [module.weight for module in own if module.max_norm is not None]
+    held = [(weight, weight._version, _part(weight).detach().clone()) for weight in weights]
     try:
         yield
     finally:
         with torch.no_grad():
-            for weight, value in held:
-                _part(weight).copy_(value)
+            for weight, version, value in held:
+                if weight._version != version:
+                    _part(weight).copy_(value)
 
 
 class _Held:
