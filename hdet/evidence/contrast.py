@@ -219,8 +219,8 @@ class ContrastCollector(Collector):
             names = " and ".join(knob.name for knob in self.knobs)
             warn(
                 f"parameters were frozen or thawed in {IN_VAIN} windows on end, and each time what Contrast had "
-                f"recorded of {names} began anew, so that nothing is learned of it: let each turn last for several windows, or "
-                f"leave {names} out (said once)"
+                f"recorded of {names} began anew, so that nothing is learned of it: let each turn last for several "
+                f"windows, or leave {names} out (said once)"
             )
 
     def _signs(self, window: Window, step: int) -> NDArray[np.float64]:

@@ -81,6 +81,7 @@ class Hooks:
         self._rider: Any = rider
         self._optimizer = optimizer
         self._idle = False
+        self._in_closure = False
         self._in_pass = False
         self._within = False
         self._handled: BaseException | None = None  # the exception that the loop was handling as the forward began
@@ -116,14 +117,12 @@ class Hooks:
     def remove(self) -> None:
         """Leave the model and the optimizer as they were, but for hooks that are idle and go with the next forward.
 
-        So it is within an optimizer's step: torch is going through its hooks then, and none may go.
+        So it is within an optimizer's step, but for its closure: torch may be going through its hooks, and none may go.
         """
-        self._idle = step_is_under_way(self._optimizer)
-        if self._idle:
-            self._rider = None  # and with it the engine
-            return
-        for handle in self._handles:
-            handle.remove()
+        self._idle, self._rider = True, None  # and with it the engine
+        if self._in_closure or not step_is_under_way(self._optimizer):
+            for handle in self._handles:
+                handle.remove()
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         if self._idle:
@@ -190,7 +189,11 @@ class Hooks:
                     "once a step, not line searches such as L-BFGS"
                 )
             called = True
-            loss = closure()
+            self._in_closure = True
+            try:
+                loss = closure()
+            finally:
+                self._in_closure = False
             if not self._idle:  # the closure may have detached the search
                 self._rider.before_step()
             return loss

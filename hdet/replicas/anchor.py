@@ -251,7 +251,8 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _homes(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    modules = model.named_modules()
     return {
-        f"{within}.{own}" if within else own: (module, own) for within, module in modules for own in module._buffers
+        f"{within}.{own}" if within else own: (module, own)
+        for within, module in model.named_modules()
+        for own, _ in module._buffers.items()  # TorchScript's can be gone through in this way alone
     }

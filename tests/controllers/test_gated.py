@@ -63,6 +63,18 @@ def test_a_pretrained_model_goes_further(excess: float | None, factor: float, ta
     assert moves(gated, *given) == pytest.approx([-0.1 * factor * taught, -0.1 * factor, 0.2 * factor])
 
 
+@pytest.mark.parametrize(("excess", "down", "there"), [(2.0, 0.2, True), (2.0, 0.3, False), (0.9, 0.2, False)])
+def test_a_pretrained_models_regulariser_that_comes_near_its_bound_goes_there(
+    excess: float, down: float, there: bool
+) -> None:
+    """What explores beside a bound trains with levels further away than the base."""
+    gated = Gated(0.1, pretrained_reach=0.15)
+    (move,) = moves(gated, (Estimate(slope=4.0, stderr=1.0, excess=excess), Context(down=down)))
+    assert move == pytest.approx(-down - 0.15 if there else -0.1)
+    (raised,) = moves(gated, (Estimate(slope=-4.0, stderr=1.0, excess=excess), Context(down=0.0)))
+    assert raised == pytest.approx(0.1)
+
+
 def test_weak_windows_add_up_only_with_memory() -> None:
     weak = [0.7] * 8
     assert not any(moves_at(Gated(), weak))

@@ -636,3 +636,24 @@ def test_layers_that_take_turns_faster_than_a_record_fills_are_said_once() -> No
         loop(model, optimizer, search=search, stop=2 * STEPS)
     assert len(said) == 1
     assert search.shifts["dropout"].factor == 1.0
+
+
+def test_detached_within_a_closure_the_step_is_the_users_own() -> None:
+    model = network()
+    optimizer = adamw(model)
+    given = [group["lr"] for group in optimizer.param_groups]
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True)
+
+    def closure(step: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        if step == 3:
+            search.detach()
+        loss = search.loss(loss_of(model, batch(step)))
+        loss.backward()
+        return loss
+
+    for step in range(6):
+        optimizer.step(partial(closure, step))
+        assert [group["lr"] for group in optimizer.param_groups] == given
+    assert (search.attached, search.engine.step_count) == (False, 3)
+    assert not optimizer._optimizer_step_post_hooks

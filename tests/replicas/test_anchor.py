@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from hdet.errors import StepError
 from hdet.replicas.anchor import Anchor
 
 
@@ -184,6 +185,42 @@ def test_layers_that_come_or_go_in_front_leave_each_of_the_others_its_own(goes: 
     now = [tensor for layer in layers[1:] for tensor in layer.state_dict().values()]
     assert all(torch.equal(*pair) for pair in zip(now, kept, strict=True))
     assert all(torch.equal(model[0].state_dict()[name], tensor) for name, tensor in came.items())
+
+
+def test_what_was_replaced_has_its_place(problem: Any) -> None:
+    """As by `load_state_dict(assign=True)`, or a BatchNorm made anew."""
+    model = problem.model(nn.BatchNorm1d(6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    anchor = Anchor(model, optimizer)
+    anchor.take(0)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict({name: torch.full_like(value, 7) for name, value in kept.items()}, assign=True)
+    model[2] = nn.BatchNorm1d(6)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    anchor.restore(model, optimizer)
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+
+
+def test_a_copy_in_which_layers_have_come_is_refused() -> None:
+    models = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    anchor = Anchor(models[0], optimizers[0])
+    anchor.take(0)
+    models[1].insert(0, nn.Linear(2, 2))
+    with pytest.raises(StepError, match="a copy of the model has 6 parameters, and had 4 at step 0"):
+        anchor.restore(models[1], optimizers[1])
+
+
+def test_a_scripted_part_is_held_with_its_buffers() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.BatchNorm1d(3)))
+    anchor = Anchor(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    anchor.take(0)
+    model(torch.randn(4, 3))
+    anchor.take(1)
+    kept = model[1].running_mean.clone()
+    model(torch.randn(4, 3))
+    anchor.restore(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert torch.equal(model[1].running_mean, kept)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

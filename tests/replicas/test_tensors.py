@@ -188,6 +188,16 @@ def test_modules_are_switched_by_their_own_train(frozen: bool) -> None:
     assert not any(module.training for module in model.modules())
 
 
+def test_a_module_in_two_others_has_its_own_mode() -> None:
+    fold = Folding()
+    model = nn.Sequential(nn.Sequential(fold), nn.Sequential(fold).eval())
+    fold.train()
+    with tensors.evaluating(model):
+        assert fold.folded
+    assert (fold.folded, fold.weight.tolist()) == (False, [1.0, 1.0])
+    assert [module.training for module in model.modules()] == [True, True, True, False]
+
+
 def test_modes_come_back_that_an_evaluation_of_the_users_own_has_changed() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
     model[1].eval()  # frozen statistics
