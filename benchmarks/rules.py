@@ -54,7 +54,7 @@ PARTS = [f"{knob}: {part.kind}" for knob, table in TABLES.items() for part in ta
 AND = " and "
 FALL, LIMIT, MISLED = "learning_rate: fall", "learning_rate: return's limit", "learning_rate: catch_up's misled_to"
 PROOF, MARGIN = "learning_rate: lower's proof in fine-tuning", "dropout: margin in fine-tuning"
-ENTRY = "dropout: entered far below a half"
+ENTRY, NEAR = "dropout: entered far below a half", "dropout: to 0 from near it in fine-tuning"
 NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
     LIMIT: ("return", {"small": 0.0}),
     MISLED: ("catch_up", {"misled_to": 0.0}),
@@ -63,12 +63,12 @@ NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
 """Rules that stay, and the numbers that leave out a part of what they do."""
 SAID_BY = {MISLED: "learning_rate: catch_up"}
 """Without these numbers a rule asks for less, so where it was silent, they had no say."""
-ANY_RUN = {FALL, LIMIT, PROOF, MARGIN, ENTRY}
+ANY_RUN = {FALL, LIMIT, PROOF, MARGIN, ENTRY, NEAR}
 """They ask for no move of their own, and may have a say in any run."""
 TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarted": hdet.Rewind(overshoot=None)}
 """What the guard does, and the guard that does not: without one there is no new start either."""
-LEFT_OUT = [*PARTS, *NUMBERS, *TURNS, MARGIN, ENTRY]
-IN_ANY_TRAINING = [part for part in LEFT_OUT if part not in (PROOF, MARGIN, ENTRY)]
+LEFT_OUT = [*PARTS, *NUMBERS, *TURNS, MARGIN, ENTRY, NEAR]
+IN_ANY_TRAINING = [part for part in LEFT_OUT if part not in (PROOF, MARGIN, ENTRY, NEAR)]
 
 Row = tuple[str, str, str, int, float, bool]
 
@@ -80,12 +80,14 @@ class Altered(Recommended):
         tables: by knob.
         margin: by how much held-out loss exceeds training loss where fine-tuning tries a dropout of 0.
         entered: the dropout at which a run begins that was given one above a half.
+        reach: from how near 0 a dropout goes there in fine-tuning; None as the library has it.
     """
 
     def __init__(self) -> None:
         self.tables = dict(TABLES)
         self.margin = two_levels.FINE_TUNING_MARGIN
         self.entered = recommended.ENTERED
+        self.reach: float | None = None
 
     def run(self, task: Task, setting: Setting, seed: int, meter: Meter) -> Outcome:
         entered = patch.object(recommended, "ENTERED", self.entered)
@@ -97,7 +99,14 @@ class Altered(Recommended):
 
     def knobs(self, model: nn.Module, optimizer: Optimizer, steps: int) -> Sequence[hdet.Knob]:
         knobs = [choice.knob for choice in choose(model, optimizer, steps) if choice.knob is not None]
-        return [knob.replace(controller=self.tables[knob.label]) for knob in knobs if knob.label in self.tables]
+        found = [knob.replace(controller=self.tables[knob.label]) for knob in knobs if knob.label in self.tables]
+        if self.reach is not None:
+            dropouts = [knob for knob in knobs if isinstance(knob, hdet.Dropout)]
+            found += [
+                knob.replace(controller=knob.default_controller.replace(pretrained_reach=self.reach))
+                for knob in dropouts
+            ]
+        return found
 
 
 class Without(Altered):
@@ -114,6 +123,9 @@ class Without(Altered):
                 continue
             if part == ENTRY:
                 self.entered = recommended.MOST
+                continue
+            if part == NEAR:
+                self.reach = 0.0
                 continue
             owner, _, kind = part.partition(": ")
             table = self.tables[owner]
