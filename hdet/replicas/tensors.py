@@ -370,17 +370,17 @@ def evaluating(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator
 def _modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
     """Of every module whether it is in training mode, each after all that it is in."""
     found: dict[nn.Module, bool] = {}
-    within: set[nn.Module] = set()
-
-    def go_through(module: nn.Module) -> None:
-        within.add(module)
-        for own in module.children():
-            if own not in within:
-                go_through(own)
-        found[module] = module.training
-
-    go_through(model)
+    _go_through(model, set(), found)
     return list(reversed(found.items()))
+
+
+def _go_through(module: nn.Module, seen: set[nn.Module], found: dict[nn.Module, bool]) -> None:
+    """What is in a module first, then itself. (A function within another would hold itself, and the model, alive.)"""
+    seen.add(module)
+    for own in module.children():
+        if own not in seen:
+            _go_through(own, seen, found)
+    found[module] = module.training
 
 
 def _put_back_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
