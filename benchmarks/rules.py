@@ -53,22 +53,27 @@ TABLES: dict[str, Ruled] = {"learning_rate": ALONG_A_LINE, "weight_decay": Regul
 PARTS = [f"{knob}: {part.kind}" for knob, table in TABLES.items() for part in table.parts]
 AND = " and "
 FALL, LIMIT, MISLED = "learning_rate: fall", "learning_rate: return's limit", "learning_rate: catch_up's misled_to"
-PROOF, MARGIN = "learning_rate: lower's proof in fine-tuning", "dropout: margin in fine-tuning"
-ENTRY, NEAR = "dropout: entered far below a half", "dropout: to 0 from near it in fine-tuning"
+PROOF = "learning_rate: lower's proof in fine-tuning"
 NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
     LIMIT: ("return", {"small": 0.0}),
     MISLED: ("catch_up", {"misled_to": 0.0}),
     PROOF: ("lower", {"pretrained_significance": 3.0}),
 }
 """Rules that stay, and the numbers that leave out a part of what they do."""
+DROPOUT = {
+    "dropout: margin in fine-tuning": ("margin", two_levels.MARGIN),
+    "dropout: entered far below a half": ("entered", recommended.MOST),
+    "dropout: to 0 from near it in fine-tuning": ("reach", 0.0),
+}
+"""What is decided of dropout, and which of a contender's numbers leaves it out."""
 SAID_BY = {MISLED: "learning_rate: catch_up"}
 """Without these numbers a rule asks for less, so where it was silent, they had no say."""
-ANY_RUN = {FALL, LIMIT, PROOF, MARGIN, ENTRY, NEAR}
+ANY_RUN = {FALL, LIMIT, PROOF, *DROPOUT}
 """They ask for no move of their own, and may have a say in any run."""
 TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarted": hdet.Rewind(overshoot=None)}
 """What the guard does, and the guard that does not: without one there is no new start either."""
-LEFT_OUT = [*PARTS, *NUMBERS, *TURNS, MARGIN, ENTRY, NEAR]
-IN_ANY_TRAINING = [part for part in LEFT_OUT if part not in (PROOF, MARGIN, ENTRY, NEAR)]
+LEFT_OUT = [*PARTS, *NUMBERS, *TURNS, *DROPOUT]
+IN_ANY_TRAINING = [part for part in LEFT_OUT if part not in (PROOF, *DROPOUT)]
 
 Row = tuple[str, str, str, int, float, bool]
 
@@ -118,14 +123,8 @@ class Without(Altered):
             if part in TURNS:
                 self.guard = TURNS[part]
                 continue
-            if part == MARGIN:
-                self.margin = two_levels.MARGIN
-                continue
-            if part == ENTRY:
-                self.entered = recommended.MOST
-                continue
-            if part == NEAR:
-                self.reach = 0.0
+            if part in DROPOUT:
+                setattr(self, *DROPOUT[part])
                 continue
             owner, _, kind = part.partition(": ")
             table = self.tables[owner]

@@ -209,6 +209,16 @@ def test_a_move_into_a_bound_does_not_wind_up() -> None:
     assert knob.base(0) == pytest.approx(math.exp(-0.1))
 
 
+def test_a_controller_is_shown_how_far_down_the_lower_bound_is() -> None:
+    """A move by more than that ends on it, whatever rounding does."""
+    knob = bound(value=0.1, space=Arcsine(), authority=2.0)
+    wish(knob, -0.1)
+    down = Shown.context.down
+    assert down == pytest.approx(math.asin(math.sqrt(0.1)))
+    wish(knob, 0.1 - down - 0.15)
+    assert knob.base(2) == 0.0
+
+
 def test_what_a_controller_is_shown() -> None:
     schedule = Replay((0.1, 0.2, 0.4, 0.3))
     knob = bound(2, schedule=schedule, authority=2.0)

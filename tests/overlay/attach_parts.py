@@ -40,6 +40,30 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, **options)
 
 
+def loop(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any = None,
+    search: hdet.Search | None = None,
+    *,
+    start: int = 0,
+    stop: int = STEPS,
+    parts: Callable[[int], int] = lambda step: 1,
+) -> None:
+    """The user's, which knows of hdet no more than to say what the loss is."""
+    for step in range(start, stop):
+        count = parts(step)
+        for part in range(count):
+            loss = loss_of(model, batch(step, part))
+            if search is not None:
+                loss = search.loss(loss)
+            (loss / count).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+
+
 def explicit(
     engine: hdet.Engine,
     model: nn.Module,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from attach_parts import STEPS, adamw, batch, explicit, loss_of, network, probe
+from attach_parts import STEPS, adamw, batch, explicit, loop, loss_of, network, probe
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
@@ -29,30 +29,6 @@ HELD = [
     hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
 ]
 """Measured as ever and moved nowhere."""
-
-
-def loop(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: Any = None,
-    search: hdet.Search | None = None,
-    *,
-    start: int = 0,
-    stop: int = STEPS,
-    parts: Callable[[int], int] = lambda step: 1,
-) -> None:
-    """The user's, which knows of hdet no more than to say what the loss is."""
-    for step in range(start, stop):
-        count = parts(step)
-        for part in range(count):
-            loss = loss_of(model, batch(step, part))
-            if search is not None:
-                loss = search.loss(loss)
-            (loss / count).backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        optimizer.zero_grad()
 
 
 def seeded() -> None:
@@ -219,39 +195,6 @@ def test_two_knobs_of_one_entry_leave_each_other_alone(of_tensors: bool) -> None
     wanted = (logit.apply(0.9, 0.3), logit.apply(0.999, -0.3))
     assert inside == [pytest.approx(wanted)] * 12
     assert all(one is held for one, held in zip(set_to, optimizer.param_groups[0]["betas"], strict=True))
-
-
-@pytest.mark.parametrize("stop", [0, 1, 7, 40])
-def test_detached_at_any_step_nothing_is_left(stop: int) -> None:
-    model = network()
-    optimizer = adamw(model)
-    before = set(vars(model)), set(vars(optimizer)), optimizer.state_dict()["param_groups"]
-    hooks = len(model._forward_pre_hooks), len(model._forward_hooks)
-    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, window=5)
-    loop(model, optimizer, search=search, stop=stop)
-    model(batch(stop)[0])  # a pass under way
-    search.detach()
-    search.detach()
-    assert (set(vars(model)), set(vars(optimizer)), optimizer.state_dict()["param_groups"]) == before
-    assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == hooks
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_post_hooks
-    assert model[2].p == 0.2
-    steps = search.engine.step_count
-    loop(model, optimizer, stop=2)
-    assert search.engine.step_count == steps
-
-
-def test_as_a_context_manager_it_closes_the_window_under_way_and_detaches() -> None:
-    model = network()
-    optimizer = adamw(model)
-    seen: list[hdet.history.WindowRecord] = []
-    with hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, window=5) as search:
-        search.on_window(seen.append)
-        loop(model, optimizer, search=search, stop=13)
-    assert [record.stop for record in seen] == [5, 10, 13]
-    assert not model._forward_pre_hooks
-    assert search.finished
 
 
 def restless(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, hdet.Search]:
@@ -585,33 +528,6 @@ def test_a_warm_up_whose_end_nobody_told_is_not_raised() -> None:
     assert max(moves[4:]) > 0.0
 
 
-def test_detached_in_mid_window_the_window_is_given_up() -> None:
-    model = network()
-    optimizer = adamw(model)
-    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True)
-    loop(model, optimizer, search=search, stop=7)
-    search.detach()
-    assert [record.stop for record in search.history] == [5]
-    assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 1e-3]
-
-
-def test_detached_as_a_window_closes_it_leaves_hooks_of_others_alone() -> None:
-    """Within the optimizer's step, whose hooks torch is going through."""
-    model = network()
-    optimizer = adamw(model)
-    stepped: list[int] = []
-    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True)
-    optimizer.register_step_post_hook(lambda *_: stepped.append(len(stepped)))
-    search.on_window(lambda record: search.detach())
-    loop(model, optimizer, search=search, stop=8)
-    assert len(stepped) == 8
-    assert (search.attached, search.engine.step_count) == (False, 5)
-    assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 1e-3]
-    hooks = (model._forward_pre_hooks, model._forward_hooks, optimizer._optimizer_step_pre_hooks)
-    assert not any(hooks)
-    assert len(optimizer._optimizer_step_post_hooks) == 1
-
-
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_dropout_that_is_replaced_is_said_once(swapped: bool) -> None:
     model = network()
@@ -636,24 +552,3 @@ def test_layers_that_take_turns_faster_than_a_record_fills_are_said_once() -> No
         loop(model, optimizer, search=search, stop=2 * STEPS)
     assert len(said) == 1
     assert search.shifts["dropout"].factor == 1.0
-
-
-def test_detached_within_a_closure_the_step_is_the_users_own() -> None:
-    model = network()
-    optimizer = adamw(model)
-    given = [group["lr"] for group in optimizer.param_groups]
-    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True)
-
-    def closure(step: int) -> torch.Tensor:
-        optimizer.zero_grad()
-        if step == 3:
-            search.detach()
-        loss = search.loss(loss_of(model, batch(step)))
-        loss.backward()
-        return loss
-
-    for step in range(6):
-        optimizer.step(partial(closure, step))
-        assert [group["lr"] for group in optimizer.param_groups] == given
-    assert (search.attached, search.engine.step_count) == (False, 3)
-    assert not optimizer._optimizer_step_post_hooks

@@ -1,0 +1,92 @@
+"""A search that leaves its loop: at any step, in the midst of a window, of an optimizer's step or of its closure."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from attach_parts import STEPS, adamw, batch, loop, loss_of, network, probe
+
+import hdet
+
+
+@pytest.mark.parametrize("stop", [0, 1, 7, 40])
+def test_detached_at_any_step_nothing_is_left(stop: int) -> None:
+    model = network()
+    optimizer = adamw(model)
+    before = set(vars(model)), set(vars(optimizer)), optimizer.state_dict()["param_groups"]
+    hooks = len(model._forward_pre_hooks), len(model._forward_hooks)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, window=5)
+    loop(model, optimizer, search=search, stop=stop)
+    model(batch(stop)[0])  # a pass under way
+    search.detach()
+    search.detach()
+    assert (set(vars(model)), set(vars(optimizer)), optimizer.state_dict()["param_groups"]) == before
+    assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert model[2].p == 0.2
+    steps = search.engine.step_count
+    loop(model, optimizer, stop=2)
+    assert search.engine.step_count == steps
+
+
+def test_as_a_context_manager_it_closes_the_window_under_way_and_detaches() -> None:
+    model = network()
+    optimizer = adamw(model)
+    seen: list[hdet.history.WindowRecord] = []
+    with hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True, window=5) as search:
+        search.on_window(seen.append)
+        loop(model, optimizer, search=search, stop=13)
+    assert [record.stop for record in seen] == [5, 10, 13]
+    assert not model._forward_pre_hooks
+    assert search.finished
+
+
+def test_detached_in_mid_window_the_window_is_given_up() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True)
+    loop(model, optimizer, search=search, stop=7)
+    search.detach()
+    assert [record.stop for record in search.history] == [5]
+    assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 1e-3]
+
+
+def test_detached_as_a_window_closes_it_leaves_hooks_of_others_alone() -> None:
+    """Within the optimizer's step, whose hooks torch is going through."""
+    model = network()
+    optimizer = adamw(model)
+    stepped: list[int] = []
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True)
+    optimizer.register_step_post_hook(lambda *_: stepped.append(len(stepped)))
+    search.on_window(lambda record: search.detach())
+    loop(model, optimizer, search=search, stop=8)
+    assert len(stepped) == 8
+    assert (search.attached, search.engine.step_count) == (False, 5)
+    assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 1e-3]
+    hooks = (model._forward_pre_hooks, model._forward_hooks, optimizer._optimizer_step_pre_hooks)
+    assert not any(hooks)
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+
+
+def test_detached_within_a_closure_the_step_is_the_users_own() -> None:
+    model = network()
+    optimizer = adamw(model)
+    given = [group["lr"] for group in optimizer.param_groups]
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True)
+
+    def closure(step: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        if step == 3:
+            search.detach()
+        loss = search.loss(loss_of(model, batch(step)))
+        loss.backward()
+        return loss
+
+    for step in range(6):
+        optimizer.step(partial(closure, step))
+        assert [group["lr"] for group in optimizer.param_groups] == given
+    assert (search.attached, search.engine.step_count) == (False, 3)
+    assert not optimizer._optimizer_step_post_hooks
