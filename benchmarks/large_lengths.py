@@ -3,6 +3,7 @@
     python benchmarks/large_lengths.py                                    # 500 steps, both sizes, one seed
     python benchmarks/large_lengths.py --sizes 125M --steps 500 2000 --sweep 0.3 1 3
     python benchmarks/large_lengths.py --sizes 125M --steps 10000 --batch 8 --compile --sweep 0.3 1 --jobs 4
+    python benchmarks/large_lengths.py --matrices                         # a rate for each matrix as well
     python benchmarks/large_lengths.py --report --csv large.csv           # of the runs there are, with their options
 
 8,192 bytes a step (32 sequences of 256; --batch has others), in bfloat16, of the source text of Python's standard
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 from search_parts import cell as cells
 from search_parts import runner
 from search_parts.cell import Cell
-from search_parts.contenders import cosine, recommended
+from search_parts.contenders import cosine, recommended, recommended_matrices
 from search_parts.task import LEARNING_RATES, SIZES, Grid, Setting, Start, Task
 from search_parts.text import IGNORANCE, TextProblem, TextTask
 from torch import Tensor, nn
@@ -117,7 +118,7 @@ def of_size(name: str, width: int, depth: int, heads: int, rate: float) -> Large
 
 TASKS = {"10M": of_size("10M", 320, 8, 4, 1e-3), "125M": of_size("125M", 768, 18, 12, 5e-4)}
 FACTORS = {start.lr: start for start in LEARNING_RATES}
-CONTENDERS = {found.name: found for found in (recommended.CONTENDER, cosine.CONTENDER)}
+CONTENDERS = {made.CONTENDER.name: made.CONTENDER for made in (recommended, recommended_matrices, cosine)}
 
 
 @lru_cache(maxsize=1)
@@ -139,6 +140,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch", type=int, default=32, help="sequences a step")
     parser.add_argument("--compile", action="store_true", help="compile the model's blocks")
+    runner.add_recipes(parser)
     runner.add_options(parser, ROOT / "runs" / "large_lengths")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
@@ -169,7 +171,7 @@ def main() -> int:
 def planned(tasks: dict[str, LargeText], given: argparse.Namespace) -> Iterator[tuple[Cell, Start]]:
     """Each cell with its start: those of hdet first, which take longest."""
     for seed in range(given.seeds):
-        for contender, factors in (("hdet", given.starts), ("cosine", given.sweep)):
+        for contender, factors in (*((recipe, given.starts) for recipe in given.recipes), ("cosine", given.sweep)):
             for name in reversed(tasks):
                 for start in (FACTORS[factor] for factor in factors):
                     setting = start.setting(tasks[name].grid.settings()[0])

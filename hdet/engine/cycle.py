@@ -49,7 +49,6 @@ class Cycle:
         anchor: the point it opened at.
         noise_scale: of the gradients in the last window that has one.
         restores: windows on end in which all replicas became non-finite.
-        observes_passes: some evidence looks at each pass's gradient, and at the rates it will be taken at.
         watches_entry, watches_exit: `enter` and `exit` have something to do where a pass begins and ends.
         met: all replicas have been made one since the run began, or began anew. Before that a warm noisy start
             (`hdet.perturb`) may have set them apart.
@@ -79,7 +78,7 @@ class Cycle:
             plan.outer,
         )
         self.collectors: list[Collector] = [source.collect(scene, plan.judged_by(source)) for source in plan.evidence]
-        self.observes_passes = any(_has(collector, "exit") for collector in self.collectors)
+        self._observers = [collector for collector in self.collectors if _has(collector, "exit")]
         self.watch: Watch | None = plan.guard.watch(scene) if plan.guard is not None else None
         tail = possible(plan.tail, self.hosts[0][1], plan.total_steps)
         self.tail = tail.follow(scene, plan.total_steps) if tail is not None and plan.total_steps is not None else None
@@ -94,7 +93,7 @@ class Cycle:
                 gradients=plan.gradients,
                 explored=plan.explored or plan.counterfactual,
                 apart=plan.apart,
-                observed=self.observes_passes,
+                observed=bool(self._observers),
                 anchor=self.anchor,
                 merge=plan.merge.to_dict(),
                 declaration=declaration(plan),
@@ -113,12 +112,17 @@ class Cycle:
         self._after_update = [own.after_update for own in self.collectors if _has(own, "after_update")]
         self._overlaps = self.home.overlaps
         self.watches_entry = True  # the first one begins the run
-        self.watches_exit = self.observes_passes or self.noise is not None
+        self.watches_exit = bool(self._observers) or self.noise is not None
         self._places = [replica.index for replica in self.home.first_of_hosts]
         self._clock = time.perf_counter()
         self.window = self.open_window(0)
 
     # -- what a step is made of -------------------------------------------------------------------
+
+    @property
+    def observes_passes(self) -> bool:
+        """Whether some evidence looks at gradients of the coming step's passes, and at the rates they are taken at."""
+        return any(collector.watches for collector in self._observers)
 
     def enter(self, replica: Replica) -> None:
         """A replica is about to run forward."""

@@ -50,6 +50,11 @@ class Collector:
         """Why every replica's pass has to be seen, inside `with replica:`; `None` where it has not."""
         return None
 
+    @property
+    def watches(self) -> bool:
+        """Whether `exit` looks at anything in the coming step; only then are values of the update in force there."""
+        return True
+
     def open(self, window: Window) -> None:
         """A window opens: all replicas are alike. Decide the knobs' levels (`BoundKnob.spread`)."""
 

@@ -136,6 +136,10 @@ class ContrastCollector(Collector):
     def pairs(self) -> bool:
         return self.spec.paired and self.exploring
 
+    @property
+    def watches(self) -> bool:
+        return self.exploring
+
     def enter(self, replica: Replica, step: int) -> None:
         if not self.exploring:
             return

@@ -77,12 +77,15 @@ class KnobTensor:
         return self._value
 
     def fill_(self, value: float) -> KnobTensor:
-        """Write the host's float and the device's tensor, and return self.
+        """Write the host's float and the device's tensor, and return self. A value that is there costs no kernel.
 
         Raises:
             ConfigError: the value is not finite or not within [low, high]; nothing is written.
         """
-        self._value = self._checked(value)
+        checked = self._checked(value)
+        if checked == self._value:
+            return self
+        self._value = checked
         self.always_zero = self.always_zero and self._value == 0.0
         self.tensor.fill_(self._value)
         return self

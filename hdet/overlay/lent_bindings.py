@@ -196,6 +196,7 @@ class Lending:
     def __init__(self, step: Callable[[], int] | None = None, split: SplitGroups | None = None) -> None:
         self._step = step
         self._split = split
+        self._update_is_out = True
         self.groups: list[LentGroups] = []
         self.scalars: list[LentScalar] = []
 
@@ -236,6 +237,7 @@ class Lending:
 
     def put_in_update(self, stepped: Optimizer | None = None) -> None:
         """Update knobs are in force: the optimizer steps; of several the given one."""
+        self._update_is_out = False
         if self._split is not None:
             self._split.put_in()
         for group in self.groups:
@@ -244,6 +246,8 @@ class Lending:
 
     def take_out_update(self, stepped: Optimizer | None = None) -> None:
         """The optimizer has stepped; of several the given one."""
+        if self._update_is_out and (self._split is None or not self._split.in_force):
+            return
         if self._split is not None:
             self._split.part()
         for group in self.groups:
@@ -251,6 +255,7 @@ class Lending:
                 group.take_out()
         if self._split is not None:
             self._split.take_out()
+        self._update_is_out = stepped is None
 
     def join_groups(self) -> None:
         """The optimizer is to step: what is in force stays so, by as few groups as there are different ones."""

@@ -156,7 +156,8 @@ class Passes:
 
     def _enter(self, replica: Replica) -> None:
         self.entered += 1
-        self._lend_update()
+        if self._engine.step_count == 0:
+            self._lending.put_in_update()  # the first pass holds the first point
         try:
             replica.__enter__()
             self._lending.put_in_forward()
@@ -166,16 +167,12 @@ class Passes:
         finally:
             self._lending.take_out_update()
 
-    def _lend_update(self) -> None:
-        """What the step will be made with, for who looks at it in a pass; the first pass also holds the first point."""
-        if self._engine.cycle.observes_passes or self._engine.step_count == 0:
-            self._lending.put_in_update()
-
     def _leave(self, *, heard: bool) -> None:
         """The pass is over; its gradient counts if it was heard."""
         current, self._current = self._current, None
         assert current is not None
-        self._lend_update()
+        if self._engine.cycle.observes_passes:
+            self._lending.put_in_update()
         try:
             if current.replica is None:
                 pass

@@ -23,6 +23,8 @@ from hdet.replicas.held_optimizer import OF_GRADIENTS, kept_in_groups
 OTHERS = "others"
 OF_PARAMETERS = ("params", "param_names")
 """Entries of a group that hold something for each parameter."""
+OF_ONE_PART = frozenset({*OF_PARAMETERS, "lr"})
+"""Entries in which parts of a group differ."""
 MOST_NAMED = 8
 """Names in a message."""
 PLAIN = (bool, int, float, str)
@@ -245,7 +247,7 @@ def _rate(part: Group) -> Any:
 
 def _settings(part: Group) -> tuple[Any, ...]:
     """All but the rate and the parameters, of which parts that are stepped together have the same."""
-    return tuple((key, _told_apart_by(entry)) for key, entry in part.items() if key not in (*OF_PARAMETERS, "lr"))
+    return tuple([(key, _told_apart_by(entry)) for key, entry in part.items() if key not in OF_ONE_PART])
 
 
 def _told_apart_by(entry: Any) -> Any:

@@ -39,6 +39,12 @@ def _arguments(kind: type) -> frozenset[str]:
     return frozenset(name for constructor in constructors for name in inspect.signature(constructor).parameters)
 
 
+@cache
+def _nobodys_state(kind: type) -> frozenset[str]:
+    """Entries of a group that are no state of an optimizer of this class."""
+    return _arguments(kind) | SETTINGS
+
+
 def kept_in_groups(optimizer: Optimizer) -> list[tuple[int, str]]:
     """Group and key of every number that an optimizer keeps as state in its parameter groups.
 
@@ -48,9 +54,9 @@ def kept_in_groups(optimizer: Optimizer) -> list[tuple[int, str]]:
     """
     found = []
     for index, group in enumerate(optimizer.param_groups):
-        others = _arguments(type(steps_by(optimizer, group))) | SETTINGS  # type: ignore[arg-type]
-        numbers = (key for key, value in group.items() if isinstance(value, (int, float, Tensor)))
-        found += [(index, key) for key in numbers if key not in others]
+        others = _nobodys_state(type(steps_by(optimizer, group)))  # type: ignore[arg-type]
+        own = [key for key in group if key not in others]
+        found += [(index, key) for key in own if isinstance(group[key], (int, float, Tensor))]
     return found
 
 

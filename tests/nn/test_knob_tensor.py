@@ -30,6 +30,16 @@ def test_fill_writes_the_same_tensor() -> None:
     assert not before.requires_grad
 
 
+def test_a_value_that_is_there_is_not_written_again() -> None:
+    """On a device each write is a kernel, and a dropout that stays at 0 is put in force in every pass."""
+    knob = KnobTensor(0.0)
+    version = knob.tensor._version
+    assert knob.fill_(0.0) is knob
+    assert knob.tensor._version == version
+    knob.fill_(0.5).fill_(0.5)
+    assert knob.tensor._version == version + 1
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, 1.1])
 def test_refuses_what_is_not_allowed_and_writes_nothing(value: float) -> None:
     knob = KnobTensor(0.25, role="dropout", low=0.0, high=1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import hdet
 from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.hparams.binding import GroupBinding
+from hdet.overlay.split_groups import SplitGroups
 
 
 def test_groups_are_cut_by_name_for_a_step_and_whole_for_the_loop() -> None:
@@ -364,3 +366,24 @@ def test_a_rate_that_the_loop_writes_reaches_all_parts(as_tensor: bool, traceles
         hook.remove()
         assert found == pytest.approx([rate] * 4)
         assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(("dropout", "passes_watched"), [(0.0, 0), (0.3, 1)])
+def test_groups_are_cut_in_a_pass_only_where_its_gradient_is_looked_at(dropout: float, passes_watched: int) -> None:
+    """A dropout of 0 is not explored so early in a run."""
+    model, optimizer = build()
+    model.insert(2, nn.Dropout(dropout))
+    search = hdet.attach(
+        model, optimizer, probe=PROBE, total_steps=1000, rates={"head": "3.*"}, window=50, micro_batches=1, quiet=True
+    )
+    train(model, optimizer, search, stop=1)
+    put_in = SplitGroups.put_in
+    cuts = []
+
+    def count(split: SplitGroups) -> None:
+        cuts.append(split.in_force)
+        put_in(split)
+
+    with patch.object(SplitGroups, "put_in", count):
+        train(model, optimizer, search, start=1, stop=21)
+    assert cuts.count(False) == 20 * (1 + passes_watched)
