@@ -24,6 +24,16 @@ TURNS = ("rewound", "restarted", "restored")
 AT_PEAK = ("start", "opened", "closed")
 """What a whole record tells of each knob in `learned`."""
 
+BY_KNOB = ("values", "estimates", "moves", "learned", "course", "reasons", "ranges", "powers")
+"""Fields, but for `bases`, that have an entry for each knob."""
+
+ALIKE = "alike"
+"""What a line has for `BY_KNOB` where it has many knobs, as a rate for each matrix: for each of these fields lists of
+knobs, by their places in `bases`, that have one entry together, which the first of them holds."""
+
+MOST_WRITTEN_APART = 8
+"""Knobs of a window whose entries are all written, alike or not."""
+
 BALANCE = "balance"
 """The rule by which the rate of a group takes its place among the others (`hdet.controllers.Pooled`)."""
 
@@ -148,8 +158,14 @@ class WindowRecord:
         return min(values), max(values)
 
     def to_json(self) -> str:
-        """One line of strict JSON; non-finite numbers become null."""
-        return json.dumps(strict(asdict(self)), allow_nan=False)
+        """One line of strict JSON; non-finite numbers become null.
+
+        Of more than 8 knobs, what several have alike is written once (`ALIKE`); `from_json` gives each its own again.
+        """
+        told = strict(asdict(self))
+        if len(self.bases) > MOST_WRITTEN_APART:
+            _fold(told)
+        return json.dumps(told, allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> WindowRecord:
@@ -161,6 +177,8 @@ class WindowRecord:
         """
         if "NaN" in line or "Infinity" in line:
             json.loads(line, parse_constant=_refuse)
+        if f'"{ALIKE}"' in line:
+            line = json.dumps(_unfolded(json.loads(line)))
         try:
             record = _checked().validate_json(line, strict=True)
         except ValidationError as error:
@@ -200,6 +218,39 @@ def knobs_of(windows: Iterable[WindowRecord]) -> list[str]:
 def strict(value: Any) -> Any:
     """Nested plain values as JSON can hold them: numbers that are not finite become null."""
     return mapped(value, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one)
+
+
+def _fold(told: dict[str, Any]) -> None:
+    """Take out of a record what a knob has as one before it has."""
+    places = {knob: place for place, knob in enumerate(told["bases"])}
+    told[ALIKE] = {}
+    for field_name in BY_KNOB:
+        having: dict[str, list[str]] = {}
+        for knob, entry in told[field_name].items():
+            if knob in places:
+                having.setdefault(json.dumps(entry), []).append(knob)
+        several = [knobs for knobs in having.values() if len(knobs) > 1]
+        told[ALIKE][field_name] = [[places[knob] for knob in knobs] for knobs in several]
+        for knobs in several:
+            for knob in knobs[1:]:
+                del told[field_name][knob]
+
+
+def _unfolded(told: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `_fold`: every knob has its entries, in the order of `bases`.
+
+    Raises:
+        HdetError: the line names knobs that it does not have.
+    """
+    try:
+        alike, knobs = told.pop(ALIKE, {}), list(told["bases"])
+        for field_name, several in alike.items():
+            held = told[field_name]
+            held |= {knobs[place]: held[knobs[first]] for first, *others in several for place in others}
+            told[field_name] = {knob: held[knob] for knob in (*knobs, *held) if knob in held}
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise HdetError(f"{ALIKE}: it puts together knobs that the line does not have ({error!r})") from None
+    return told
 
 
 @cache

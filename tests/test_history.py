@@ -308,6 +308,49 @@ def test_dropping_windows_on_a_full_disk_changes_nothing(tmp_path: Path) -> None
     assert list(history) == list(History(path)) == records
 
 
+def many_rates(window: int) -> WindowRecord:
+    """Twelve rates that are judged alike, of which two were moved further, beside a decay and a knob named "alike"."""
+    names = [f"learning_rate[{place}.weight]" for place in range(12)]
+    knobs = [*names[:5], "weight_decay", *names[5:], "alike"]
+    rates = {name: 2e-3 if name in names[3:5] else 1e-3 for name in knobs}
+    judged: dict[str, Any] = {"slope": -0.5, "stderr": 0.25, "t": -2.0, "slopes": [0.1, 0.2]}
+    return record(
+        window,
+        bases=rates,
+        values={name: [rate] for name, rate in rates.items()},
+        estimates={name: judged | {"step_ratio": 0.5} if name == names[7] else judged for name in names},
+        moves={name: 0.25 if rates[name] > 1e-3 else 0.0 for name in knobs},
+        learned={name: {"start": 1e-3, "opened": 1e-3, "closed": rate} for name, rate in rates.items()},
+        course={name: [rate * (1 + step) for step in range(5)] for name, rate in rates.items()},
+        reasons={name: {"rule": "balance"} for name in names[3:5]},
+    )
+
+
+def test_what_many_knobs_have_alike_is_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    history, records = History(path), [many_rates(window) for window in range(2)]
+    for one in records:
+        history.append(one)
+    line = path.read_text().splitlines()[0]
+    assert line.count("slopes") == 2
+    assert len(line) < 0.5 * len(json.dumps(dataclasses.asdict(records[0])))
+    again = History(path).windows
+    assert again == records
+    assert [list(one.course) for one in again] == [list(one.course) for one in records]
+    assert json.loads(record(0).to_json())["moves"] == record(0).moves
+
+
+@pytest.mark.parametrize(
+    "alike", ['{"moves": [[0, 99]]}', '{"moves": [[5, "x"]]}', '{"moods": [[0, 1]]}', '{"moves": [[]]}', "[1]", "3"]
+)
+def test_a_line_that_puts_unknown_knobs_together_is_refused(tmp_path: Path, alike: str) -> None:
+    path = tmp_path / "history.jsonl"
+    told = json.loads(many_rates(0).to_json())
+    path.write_text(json.dumps(told | {"alike": json.loads(alike)}) + "\n" + many_rates(1).to_json() + "\n")
+    with pytest.raises(HdetError, match="puts together knobs that the line does not have"):
+        History(path)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

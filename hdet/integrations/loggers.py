@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,9 @@ import torch.distributed as dist
 from hdet.errors import MissingExtraError
 from hdet.record import WindowRecord
 from hdet.user_warning import warn
+
+MOST_EACH = 8
+"""Knobs of one kind that are logged each by its name."""
 
 
 def metrics(record: WindowRecord) -> dict[str, float]:
@@ -30,23 +34,39 @@ def metrics(record: WindowRecord) -> dict[str, float]:
     | `hdet/window/loss` | the mean training loss, where it was told |
     | `hdet/window/steps`, `hdet/window/seconds`, `hdet/window/closing` | length, wall time, the part spent at its end |
     | `hdet/window/faults` | how many things went wrong |
+
+    Of more than 8 groups' knobs of one kind, as rates of many matrices, KNOB is `KIND[lowest]`, `KIND[median]` and
+    `KIND[highest]`; `search.history` has each.
     """
-    found: dict[str, float] = {}
-    for name, learned in record.learned.items():
-        found[f"hdet/value/{name}"] = learned["closed"]
-        if learned["start"] != 0.0:
-            found[f"hdet/factor/{name}"] = learned["closed"] / learned["start"]
-    for name, base in record.bases.items():
-        found[f"hdet/now/{name}"] = base
-    for name, estimate in record.estimates.items():
-        if estimate.get("t") is not None:
-            found[f"hdet/evidence/{name}"] = float(estimate["t"])
+    learned = record.learned
+    told = {
+        "value": {name: own["closed"] for name, own in learned.items()},
+        "factor": {name: own["closed"] / own["start"] for name, own in learned.items() if own["start"] != 0.0},
+        "now": record.bases,
+        "evidence": {name: own["t"] for name, own in record.estimates.items() if own.get("t") is not None},
+    }
+    found = {f"hdet/{what}/{name}": value for what, own in told.items() for name, value in _summed_up(own).items()}
     found["hdet/window/loss"] = record.loss
     found["hdet/window/steps"] = float(record.stop - record.start)
     found["hdet/window/seconds"] = record.seconds
     found["hdet/window/closing"] = record.closing
     found["hdet/window/faults"] = float(len(record.faults))
     return {name: float(value) for name, value in found.items() if math.isfinite(value)}
+
+
+def _summed_up(told: Mapping[str, float]) -> dict[str, float]:
+    """Numbers of knobs by name; where there are more than `MOST_EACH` of one kind, three of their distribution."""
+    kinds: dict[str, list[str]] = {}
+    for name in told:
+        kinds.setdefault(name.partition("[")[0], []).append(name)
+    found: dict[str, float] = {}
+    for kind, names in kinds.items():
+        if len(names) <= MOST_EACH:
+            found |= {name: told[name] for name in names}
+            continue
+        ordered = sorted(told[name] for name in names)
+        found |= {f"{kind}[lowest]": ordered[0], f"{kind}[median]": median(ordered), f"{kind}[highest]": ordered[-1]}
+    return found
 
 
 class WindowLogger(ABC):

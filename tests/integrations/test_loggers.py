@@ -53,6 +53,32 @@ def test_json_lines(tmp_path: Path) -> None:
     assert {"hdet/factor/learning_rate", "hdet/now/learning_rate", "hdet/window/loss"} <= set(rows[0])
 
 
+@pytest.mark.parametrize(("layers", "each"), [(8, True), (9, False)])
+def test_rates_of_many_matrices_are_logged_by_their_distribution(layers: int, each: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(layers)))
+    groups = [{"params": [own], "lr": 0.01 * (1 + place)} for place, own in enumerate(model.parameters())]
+    optimizer = torch.optim.AdamW(groups)
+    probe = hdet.Probe(squared, [torch.randn(16, 2) for _ in range(8)])
+    search = hdet.attach(model, optimizer, probe=probe, total_steps=20, rates="matrices", window=5, quiet=True)
+    search.on_window(hdet.loggers.JSONLines(tmp_path / "windows.jsonl"))
+    for _ in range(20):
+        search.loss(squared(model, torch.randn(16, 2))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    names = [f"learning_rate[{place}.weight]" for place in range(layers)]
+    row = json.loads((tmp_path / "windows.jsonl").read_text().splitlines()[0])
+    learned = search.history.windows[0].learned
+    rates = sorted(learned[name]["closed"] for name in names)
+    told = {name.removeprefix("hdet/value/"): value for name, value in row.items() if name.startswith("hdet/value/")}
+    assert rates[0] < rates[4] < rates[-1]
+    if each:
+        assert told == {name: own["closed"] for name, own in learned.items()}
+    else:
+        ends = {"learning_rate[lowest]": rates[0], "learning_rate[highest]": rates[-1]}
+        assert told == {**ends, "learning_rate[median]": rates[4], "weight_decay": learned["weight_decay"]["closed"]}
+
+
 @pytest.mark.parametrize("given", ["folder", "writer"])
 def test_tensorboard(given: str, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
