@@ -53,10 +53,12 @@ TABLES: dict[str, Ruled] = {"learning_rate": ALONG_A_LINE, "weight_decay": Regul
 PARTS = [f"{knob}: {part.kind}" for knob, table in TABLES.items() for part in table.parts]
 AND = " and "
 FALL, LIMIT, MISLED = "learning_rate: fall", "learning_rate: return's limit", "learning_rate: catch_up's misled_to"
+TINIEST = "learning_rate: catch_up's misleading_below"
 PROOF = "learning_rate: lower's proof in fine-tuning"
 NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
     LIMIT: ("return", {"small": 0.0}),
     MISLED: ("catch_up", {"misled_to": 0.0}),
+    TINIEST: ("catch_up", {"misleading_below": 0.03}),
     PROOF: ("lower", {"pretrained_significance": 3.0}),
 }
 """Rules that stay, and the numbers that leave out a part of what they do."""
@@ -66,7 +68,7 @@ DROPOUT = {
     "dropout: to 0 from near it in fine-tuning": ("reach", 0.0),
 }
 """What is decided of dropout, and which of a contender's numbers leaves it out."""
-SAID_BY = {MISLED: "learning_rate: catch_up"}
+SAID_BY = {MISLED: "learning_rate: catch_up", TINIEST: "learning_rate: catch_up"}
 """Without these numbers a rule asks for less, so where it was silent, they had no say."""
 ANY_RUN = {FALL, LIMIT, PROOF, *DROPOUT}
 """They ask for no move of their own, and may have a say in any run."""

@@ -200,9 +200,10 @@ def test_steps_that_hardly_matter_are_made_larger(size: float, move: float | Non
 
 
 @pytest.mark.parametrize(
-    ("size", "t", "reached"), [(0.012, 11.0, 0.5), (0.012, 3.9, 0.3), (0.03, 11.0, 0.3), (0.012, -11.0, 0.3)]
+    ("size", "t", "reached"),
+    [(0.012, 11.0, 0.5), (0.059, 11.0, 0.5), (0.06, 11.0, 0.3), (0.012, 3.9, 0.3), (0.012, -11.0, 0.3)],
 )
-def test_they_are_made_larger_still_where_evidence_calls_for_less_than_tiny_steps(
+def test_they_are_made_larger_still_where_evidence_calls_for_less_than_very_small_steps(
     size: float, t: float, reached: float
 ) -> None:
     """A GPT of 125 million parameters from a tenth of the rate: its first window, ahead of the base, says t = 11."""
@@ -216,7 +217,7 @@ def test_they_are_made_larger_still_where_evidence_calls_for_less_than_tiny_step
     assert (judged.rule, judged.move) == ("catch_up", pytest.approx(math.log(reached / 0.2)))
     assert CatchUp().retreat(state.parts["catch_up"], RISING) == CatchUpState(), "a rewind forgets it"
     assert not CatchUp().observe(CatchUpState(pretrained=True), first, RISING).misled
-    assert not CatchUp(tiny=0.0).observe(NOT_MISLED, first, RISING).misled
+    assert not CatchUp(misleading_below=0.0).observe(NOT_MISLED, first, RISING).misled
 
 
 @pytest.mark.parametrize("t", [-1.0, 1.0, 9.0])

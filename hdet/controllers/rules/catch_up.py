@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import Field
 
-from hdet.controllers.beginning import LOWEST_BEST, TINY, Beginning, OfBeginning
+from hdet.controllers.beginning import LOWEST_BEST, Beginning, OfBeginning
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Rule
@@ -19,7 +19,7 @@ class CatchUpState(Beginning):
     """How training has begun.
 
     Attributes:
-        misled: whether a window has called for less where steps were tiny, while `untrained` held.
+        misled: whether a window has called for less where steps were far too small for it, while `untrained` held.
     """
 
     misled: bool = False
@@ -33,15 +33,15 @@ class CatchUp(OfBeginning, Rule):
     asked, and where averaged weights call for less, another speaks. It does not look ahead: it speaks in the part of
     the warm-up that is no longer looked ahead of.
 
-    Where a window calls for less although steps are tiny, evidence is taken to mislead, and this rule goes further: at
-    the best rates of 13 tasks by AdamW no steps are so small.
+    Where a window calls for less although steps are less than half of those at any of the best rates of 13 tasks by
+    AdamW (`LOWEST_BEST`), evidence is taken to mislead, and this rule goes further.
 
     Args:
         too_small: `step_size` below which a rate is taken to be too low; 0 leaves all as they are. At the best rates of
             13 tasks by AdamW it is 0.13 to 3.7, and at a rate twice too high a run loses little.
         misled_to: the same once evidence has misled, if it is larger.
-        tiny: `step_size` below which steps are tiny; 0 takes no window to mislead.
-        misleading: t at the last weights above which a window of tiny steps misleads.
+        misleading_below: `step_size` below which a window that calls for less misleads; 0 takes none to mislead.
+        misleading: t at the last weights above which it does.
         catch_up_step: largest move, in coordinates.
         ceiling: largest shift that it raises to.
 
@@ -54,7 +54,7 @@ class CatchUp(OfBeginning, Rule):
 
     too_small: float = Field(default=0.3, ge=0, le=100)
     misled_to: float = Field(default=0.5, ge=0, le=100)
-    tiny: float = Field(default=TINY, ge=0, le=LOWEST_BEST)
+    misleading_below: float = Field(default=0.06, ge=0, le=LOWEST_BEST)
     misleading: float = Field(default=4.0, gt=0, le=100)
     catch_up_step: float = Field(default=1.0, gt=0, le=10)
     ceiling: float = 5.0
@@ -68,7 +68,7 @@ class CatchUp(OfBeginning, Rule):
     def observe(self, state: CatchUpState, estimate: Estimate, context: Context) -> CatchUpState:
         seen: CatchUpState = super().observe(state, estimate, context)
         size = estimate.step_size
-        if not seen.untrained or not size or size >= self.tiny or not estimate.t > self.misleading:
+        if not seen.untrained or not size or size >= self.misleading_below or not estimate.t > self.misleading:
             return seen
         return replace(seen, misled=True)
 
