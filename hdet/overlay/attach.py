@@ -24,10 +24,10 @@ from hdet.hparams.update import GroupKnob, Groups
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.rates import RATE, Rates
 from hdet.overlay.search import Search
-from hdet.overlay.split_groups import Patterns, SplitGroups, by_matrix, by_pattern
+from hdet.overlay.split_groups import Patterns, SplitGroups, by_matrix, by_pattern, is_large
 from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
-from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL, choose, describe, own_schedule
+from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL, choose, describe, excluding, own_schedule
 from hdet.record import WindowRecord
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.chained_optimizer import chained
@@ -47,7 +47,7 @@ def attach(
     scheduler: Any = None,
     scheduler_every: int = 1,
     schedule: Schedule | Literal["own"] | None = OWN,
-    rates: Literal["together", "groups", "matrices"] | Patterns = "together",
+    rates: Literal["auto", "together", "groups", "matrices"] | Patterns = "auto",
     knobs: Sequence[Knob] = (),
     exclude: Sequence[str] = (),
     micro_batches: int | None = None,
@@ -87,7 +87,10 @@ def attach(
             come to go equally far beside the weights; or names with patterns on parameter names, as `{"head":
             "head.*", "norms": ("*norm*", "*bias")}`, by which the optimizer's groups are cut for each step where they
             have to be. Parameters that no pattern matches are called "others". "matrices" cuts them so that each
-            trained matrix (or filter bank, or table) is a group by its own name.
+            trained matrix (or filter bank, or table) is a group by its own name. By default that is so for SGD, Adam
+            and AdamW where a model has a million weights or more in at most 300 trained matrices, which are whole in
+            this process, all groups were given one rate, as a number, and neither `replicas` nor a learning rate in
+            `knobs` or `exclude` is given; else they are together.
         knobs: in place of the recipe's knob of the same name, or beside them.
         exclude: names of the recipe's knobs (or one name) that are left as they are: "learning_rate", "weight_decay",
             "dropout", "label_smoothing".
@@ -141,6 +144,11 @@ def attach(
     declared("replicas", replicas, Replicas, type(None))
     tensors.reshard(model)  # a look at the model, as a trainer has before it trains, leaves it gathered
     _end_earlier(model, optimizer)
+    apart = False
+    if rates == "auto":
+        ours = replicas is None and not any(isinstance(knob, LearningRate) for knob in knobs)
+        apart = ours and LearningRate.kind not in excluding(exclude) and is_large(model, optimizer)
+        rates = "matrices" if apart else "together"
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
     if warmup_steps is None and follower is not None and follower.first > 0:
         warmup_steps = 0  # a training that is under way has had its warm-up
@@ -184,6 +192,8 @@ def attach(
         tail = possible(tail, optimizer, total_steps)
         if not quiet:
             print(describe(choices, guard=guard, tail=tail))
+            if apart:
+                print('  each matrix has a learning rate of its own, in a model as large; rates="together" keeps one')
 
         # Whichever engine is made, one record.
         kept = History.given(history)
@@ -372,8 +382,8 @@ def _groups(optimizer: Optimizer, rates: Any, split: SplitGroups | None) -> dict
         return {None: ""}
     if rates != "groups":
         raise ConfigError(
-            f'rates is "together", "groups", "matrices" or a mapping of names to patterns on parameter names, got '
-            f"{rates!r}"
+            f'rates is "auto", "together", "groups", "matrices" or a mapping of names to patterns on parameter names, '
+            f"got {rates!r}"
         )
     groups = optimizer.param_groups
     names = [group.get("name") for group in groups]

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hdet.errors import CheckpointError, ConfigError, MatchError, StepError
 from hdet.evidence.parts.scale import spectral_gain
 from hdet.hparams.knob import Knob
 from hdet.hparams.update import GroupKnob, LearningRate
 from hdet.nn.names import named_modules
+from hdet.replicas import tensors
 from hdet.replicas.chained_optimizer import ChainedOptimizer, chained
 from hdet.replicas.held_optimizer import OF_GRADIENTS, kept_in_groups
 
@@ -25,6 +26,12 @@ OF_PARAMETERS = ("params", "param_names")
 """Entries of a group that hold something for each parameter."""
 OF_ONE_PART = frozenset({*OF_PARAMETERS, "lr"})
 """Entries in which parts of a group differ."""
+LARGE = 10**6
+"""Weights in trained matrices from which on a model is large: there a rate for each matrix was found to be better."""
+MOST_MATRICES = 300
+"""Matrices, each with a rate of its own, that a host has time for in a step whatever the device does meanwhile."""
+COMPARED = (SGD, Adam, AdamW)
+"""Optimizers with which a rate for each matrix was measured."""
 MOST_NAMED = 8
 """Names in a message."""
 PLAIN = (bool, int, float, str)
@@ -356,14 +363,36 @@ def by_matrix(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     Raises:
         ConfigError: there is none.
     """
-    held = _held(optimizer)
     found: dict[int, str] = {}
-    for name, parameter in _parameters(model):
-        if id(parameter) in held and parameter.requires_grad and spectral_gain(parameter) > 0.0:
-            found.setdefault(id(parameter), name)
+    for name, parameter in _matrices(model, optimizer):
+        found.setdefault(id(parameter), name)
     if not found:
         raise ConfigError('rates="matrices" finds no matrix that this optimizer trains; give rates="together"')
     return found
+
+
+def is_large(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether each matrix of a model has a learning rate of its own where nobody says: a large one, of few matrices.
+
+    It is told by what stays as it is in a run that is resumed. Rates that were not given alike, which somebody has
+    thought of, or that are tensors, parameters that are sharded, and optimizers other than `COMPARED` keep one factor.
+    """
+    given = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    if type(optimizer) not in COMPARED or any(isinstance(rate, Tensor) or rate != given[0] for rate in given):
+        return False
+    matrices = {id(parameter): parameter for _, parameter in _matrices(model, optimizer)}.values()
+    whole = all(tensors.local(parameter) is parameter for parameter in matrices)
+    return whole and len(matrices) <= MOST_MATRICES and sum(one.numel() for one in matrices) >= LARGE
+
+
+def _matrices(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """The trained matrices that an optimizer holds, each by every name that it has."""
+    held = _held(optimizer)
+    return [
+        (name, parameter)
+        for name, parameter in _parameters(model)
+        if id(parameter) in held and parameter.requires_grad and spectral_gain(parameter) > 0.0
+    ]
 
 
 def _held(optimizer: Optimizer) -> set[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from grouped_runs import STEPS, attach, build, groups_in_a_step, names_by_group, train
+from grouped_runs import PROBE, STEPS, attach, build, groups_in_a_step, names_by_group, train
 from torch import nn
 
 import hdet
@@ -37,6 +37,66 @@ def test_each_matrix_is_a_group_by_its_own_name() -> None:
     ]
     search.detach()
     assert len(optimizer.param_groups) == 1
+
+
+def of_weights(count: int, matrices: int = 2) -> nn.Sequential:
+    """So many weights in so many matrices, nearly, beside some vectors."""
+    width = math.isqrt(count // matrices)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(matrices)))
+
+
+def rates_of(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> list[str]:
+    exclude = ["weight_decay", *options.pop("exclude", ())]
+    search = hdet.attach(
+        model, optimizer, probe=PROBE, total_steps=STEPS, window=5, exclude=exclude, quiet=True, **options
+    )
+    search.detach()
+    return sorted(search.shifts)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_a_large_model_has_a_rate_for_each_matrix_where_nobody_says(kind: type[torch.optim.Optimizer]) -> None:
+    each = ["learning_rate[0.weight]", "learning_rate[1.weight]", "learning_rate[others]"]
+    for count, found in ((2 * 708**2, each), (2 * 707**2, ["learning_rate"])):
+        model = of_weights(count)
+        assert rates_of(model, kind(model.parameters(), lr=1e-3)) == found
+    model = of_weights(2 * 708**2)
+    assert rates_of(model, kind(model.parameters(), lr=1e-3), rates="together") == ["learning_rate"]
+    model[1].requires_grad_(False)
+    assert rates_of(model, kind(model.parameters(), lr=1e-3)) == ["learning_rate"], "too few are trained"
+
+
+def test_a_large_model_keeps_one_rate_where_more_are_not_known_to_be_good() -> None:
+    model, many = of_weights(2 * 10**6), of_weights(301 * 64**2, matrices=301)
+    one = ["learning_rate"]
+    assert rates_of(many, torch.optim.AdamW(many.parameters())) == one
+    assert len(rates_of(many[:300], torch.optim.AdamW(many[:300].parameters()))) == 301
+    assert rates_of(model, torch.optim.RMSprop(model.parameters(), lr=1e-3)) == one
+    assert rates_of(model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))) == one
+    assert rates_of(model, torch.optim.AdamW(model.parameters()), knobs=[hdet.LearningRate()]) == one
+    groups = [{"params": own.parameters(), "lr": rate} for own, rate in zip(model, (1e-3, 2e-3), strict=True)]
+    assert rates_of(model, torch.optim.SGD(groups)) == one, "somebody has thought of the ratio"
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert rates_of(model, optimizer, replicas=hdet.micro_batches(model, optimizer, 1)) == one
+    assert rates_of(model, torch.optim.AdamW(model.parameters()), exclude=["learning_rate"]) == []
+
+
+def test_it_is_said_where_each_matrix_has_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    for count, said in ((2 * 10**6, 1), (200, 0)):
+        model = of_weights(count)
+        hdet.attach(model, torch.optim.AdamW(model.parameters()), probe=PROBE, total_steps=STEPS).detach()
+        assert capsys.readouterr().out.count('rates="together" keeps one') == said
+
+
+def test_of_many_rates_the_medians_go_by_the_name_of_one() -> None:
+    model, optimizer = build(width=64)
+    search = attach(model, optimizer, rates="matrices")
+    train(model, optimizer, search, stop=20)
+    shifts = search.shifts
+    assert len(shifts) == 3
+    assert shifts["learning_rate"].value == sorted(one.value for one in shifts.values())[1]
+    with pytest.raises(KeyError, match="weight_decay"):
+        shifts["weight_decay"]
 
 
 def test_without_a_matrix_there_is_no_group() -> None:
@@ -176,7 +236,7 @@ def test_what_cannot_be_is_refused() -> None:
         attach(model, optimizer, rates={"body": "body.*"})
     with pytest.raises(ConfigError, match="names each group by a printable string, got 3"):
         attach(model, optimizer, rates={3: "2.*"})
-    with pytest.raises(ConfigError, match='rates is "together", "groups", "matrices" or a mapping'):
+    with pytest.raises(ConfigError, match='rates is "auto", "together", "groups", "matrices" or a mapping'):
         attach(model, optimizer, rates="group")
     with pytest.raises(ConfigError, match="rates must be of type str or Mapping"):
         attach(model, optimizer, rates=["matrices"])
