@@ -27,6 +27,7 @@ from hdet.engine.cycle import Cycle
 from hdet.engine.declaration import plain
 from hdet.engine.saved_layout import require_fit
 from hdet.errors import CheckpointError, HdetError
+from hdet.hparams import LearningRate
 from hdet.replicas import held_optimizer, tensors
 from hdet.replicas.anchor import copied_state
 from hdet.replicas.distributed.fingerprint import fingerprint
@@ -35,6 +36,9 @@ from hdet.replicas.distributed.optimizer_mean import mark
 FORMAT = 3
 ROUNDING = 1e-5
 """Part by which the lengths of equal weights may differ."""
+
+MOST_NAMED = 4
+"""Knobs in a message."""
 
 
 def state_dict(cycle: Cycle, leave_out: Collection[str] = ()) -> dict[str, Any]:
@@ -305,6 +309,8 @@ def check(cycle: Cycle, state: Mapping[str, Any]) -> None:
     saved, own = state["config"], config(cycle)
     for field in own:
         if saved.get(field) != own[field]:
+            if field == "knobs":
+                _refuse_knobs(saved.get(field), own[field])
             if field == "schedules":
                 _refuse_schedules(saved.get(field), own[field])
             raise CheckpointError(
@@ -324,6 +330,24 @@ def config(cycle: Cycle) -> dict[str, Any]:
         "total_steps": cycle.plan.total_steps,
         "guard": cycle.watch.spec.to_dict() if cycle.watch is not None else None,
     }
+
+
+def _refuse_knobs(saved: object, own: list[str]) -> None:
+    """Name those that are not on both sides, of many some."""
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved) or not set(saved) ^ set(own):
+        return
+    sides = {"missing": set(saved) - set(own), "new": set(own) - set(saved)}
+    told = [f"{side} here: {_some(names)}" for side, names in sides.items() if names]
+    one_side = (LearningRate.kind in saved) != (LearningRate.kind in own)
+    hint = '; rates="together" is one learning rate, "matrices" one for each matrix' if one_side else ""
+    raise CheckpointError(
+        f"the checkpoint was written with other knobs ({'; '.join(told)}); declare the same to resume{hint}"
+    )
+
+
+def _some(names: Collection[str]) -> str:
+    shown = sorted(names)[:MOST_NAMED]
+    return ", ".join(map(repr, shown)) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
 
 
 def _refuse_schedules(saved: object, own: dict[str, Any]) -> None:

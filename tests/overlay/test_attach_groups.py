@@ -13,7 +13,7 @@ from grouped_runs import PROBE, STEPS, attach, build, groups_in_a_step, names_by
 from torch import nn
 
 import hdet
-from hdet.errors import ConfigError, MatchError
+from hdet.errors import CheckpointError, ConfigError, MatchError
 from hdet.hparams.binding import GroupBinding
 from hdet.recipes.recommended import ALONG_A_LINE
 
@@ -86,6 +86,22 @@ def test_it_is_said_where_each_matrix_has_a_rate(capsys: pytest.CaptureFixture[s
         model = of_weights(count)
         hdet.attach(model, torch.optim.AdamW(model.parameters()), probe=PROBE, total_steps=STEPS).detach()
         assert capsys.readouterr().out.count('rates="together" keeps one') == said
+
+
+def test_a_state_of_one_rate_and_one_of_many_are_told_apart() -> None:
+    """A large model's search from before it had a rate for each matrix by default."""
+    states = []
+    for rates in ("together", "matrices"):
+        model, optimizer = build(width=64)
+        states.append(attach(model, optimizer, rates=rates).state_dict())
+    asked = r'.*; rates="together" is one learning rate, "matrices" one for each matrix'
+    missing = r"written with other knobs \(missing here: 'learning_rate"
+    model, optimizer = build(width=64)
+    with pytest.raises(CheckpointError, match=missing + "'; new h" + asked):
+        attach(model, optimizer, rates="matrices").load_state_dict(states[0])
+    model, optimizer = build(width=64)
+    with pytest.raises(CheckpointError, match=missing + r"\[0.weight\]', .*; new here: 'lea" + asked):
+        attach(model, optimizer, rates="together").load_state_dict(states[1])
 
 
 def test_of_many_rates_the_medians_go_by_the_name_of_one() -> None:
