@@ -144,10 +144,10 @@ def attach(
     declared("replicas", replicas, Replicas, type(None))
     tensors.reshard(model)  # a look at the model, as a trainer has before it trains, leaves it gathered
     _end_earlier(model, optimizer)
-    apart = False
+    exclude, apart = excluding(exclude), False
     if rates == "auto":
         ours = replicas is None and not any(isinstance(knob, LearningRate) for knob in knobs)
-        apart = ours and LearningRate.kind not in excluding(exclude) and is_large(model, optimizer)
+        apart = ours and LearningRate.kind not in exclude and is_large(model, optimizer)
         rates = "matrices" if apart else "together"
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
     if warmup_steps is None and follower is not None and follower.first > 0:
