@@ -25,7 +25,7 @@ AT_PEAK = ("start", "opened", "closed")
 """What a whole record tells of each knob in `learned`."""
 
 BY_KNOB = ("values", "estimates", "moves", "learned", "course", "reasons", "ranges", "powers")
-"""Fields, but for `bases`, that have an entry for each knob."""
+"""Fields that have an entry for each knob, but for `bases`, and for `best_schedule`, which only populations have."""
 
 ALIKE = "alike"
 """What a line has for `BY_KNOB` where it has many knobs, as a rate for each matrix: for each of these fields lists of
@@ -246,7 +246,12 @@ def _unfolded(told: dict[str, Any]) -> dict[str, Any]:
         alike, knobs = told.pop(ALIKE, {}), list(told["bases"])
         for field_name, several in alike.items():
             held = told[field_name]
-            held |= {knobs[place]: held[knobs[first]] for first, *others in several for place in others}
+            if any(type(place) is not int or place < 0 for places in several for place in places):
+                raise IndexError(several)
+            others = {knobs[place]: held[knobs[first]] for first, *following in several for place in following}
+            if others.keys() & held.keys():
+                raise KeyError(*others.keys() & held.keys())
+            held |= others
             told[field_name] = {knob: held[knob] for knob in (*knobs, *held) if knob in held}
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise HdetError(f"{ALIKE}: it puts together knobs that the line does not have ({error!r})") from None

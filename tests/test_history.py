@@ -341,7 +341,18 @@ def test_what_many_knobs_have_alike_is_written_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "alike", ['{"moves": [[0, 99]]}', '{"moves": [[5, "x"]]}', '{"moods": [[0, 1]]}', '{"moves": [[]]}', "[1]", "3"]
+    "alike",
+    [
+        '{"moves": [[0, -2]]}',
+        '{"moves": [[0, true]]}',
+        '{"moves": [[3, 0]]}',
+        '{"moves": [[0, 99]]}',
+        '{"moves": [[5, "x"]]}',
+        '{"moods": [[0, 1]]}',
+        '{"moves": [[]]}',
+        "[1]",
+        "3",
+    ],
 )
 def test_a_line_that_puts_unknown_knobs_together_is_refused(tmp_path: Path, alike: str) -> None:
     path = tmp_path / "history.jsonl"

@@ -338,8 +338,9 @@ def _refuse_knobs(saved: object, own: list[str]) -> None:
         return
     sides = {"missing": set(saved) - set(own), "new": set(own) - set(saved)}
     told = [f"{side} here: {_some(names)}" for side, names in sides.items() if names]
-    one_side = (LearningRate.kind in saved) != (LearningRate.kind in own)
-    hint = '; rates="together" is one learning rate, "matrices" one for each matrix' if one_side else ""
+    kind = LearningRate.kind
+    apart = any(name.startswith(f"{kind}[") for name in (*saved, *own)) and (kind in saved) != (kind in own)
+    hint = '; rates="together" is one learning rate, "matrices" one for each matrix' if apart else ""
     raise CheckpointError(
         f"the checkpoint was written with other knobs ({'; '.join(told)}); declare the same to resume{hint}"
     )

@@ -52,7 +52,7 @@ class Collector:
 
     @property
     def watches(self) -> bool:
-        """Whether `exit` looks at anything in the coming step; only then are values of the update in force there."""
+        """Whether `enter` and `exit` look at the coming step; only then are the update's values in force in them."""
         return True
 
     def open(self, window: Window) -> None:

@@ -144,14 +144,16 @@ class ContrastCollector(Collector):
         if not self.exploring:
             return
         self._notice()
-        folding, host = self.folding, replica.host
+        folding = self.folding
+        # As they are now: while backward goes on the optimizer may hold those of the loop, and its own groups.
+        rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in self._rates(replica.host)]
         self.given = None
 
         def take(numbers: Sequence[int], gradients: Sequence[Tensor]) -> None:
             self.given = folding.sketch.zeros() if self.given is None else self.given
-            folding.fold_(self.given, numbers, gradients, self._rates(host))
+            folding.fold_(self.given, numbers, gradients, rates)
 
-        self.handed_over = self.scene.replicas.observe(folding.parameters[host], take)
+        self.handed_over = self.scene.replicas.observe(folding.parameters[replica.host], take)
 
     def exit(self, replica: Replica, step: int) -> None:
         if not self.exploring:

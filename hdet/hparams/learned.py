@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import median
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,12 +43,13 @@ class Shifts(dict[str, Learned]):
     """What a run has learned of each knob, by name: a dict that prints as a table.
 
     Knobs of one kind of which the same was learned, as of the rates of many matrices, share a line. Of several of a
-    kind, as `learning_rate[head]`, the kind's name gives the medians.
+    kind, as `learning_rate[head]`, the kind's name in brackets, `shifts["learning_rate"]`, gives the one in the middle.
 
     >>> print(Shifts({"learning_rate": Learned(1e-3, 8e-3), "weight_decay": Learned(0.1, 0.05)}))
     learning_rate  0.001 -> 0.008 (x 8)
     weight_decay   0.1 -> 0.05 (x 0.5)
-    >>> Shifts({"learning_rate[a]": Learned(1e-3, 1e-3), "learning_rate[b]": Learned(1e-3, 3e-3)})["learning_rate"]
+    >>> rates = {f"learning_rate[{name}]": Learned(1e-3, value) for name, value in zip("abc", (1e-2, 1e-3, 2e-3))}
+    >>> Shifts(rates)["learning_rate"]
     Learned(start=0.001, value=0.002, factor=2)
     """
 
@@ -62,7 +62,7 @@ class Shifts(dict[str, Learned]):
         several = [learned for name, learned in self.items() if name.partition("[")[0] == kind]
         if not several:
             raise KeyError(kind)
-        return Learned(median(one.start for one in several), median(one.value for one in several))
+        return sorted(several, key=lambda one: one.value)[len(several) // 2]
 
     def lines(self) -> dict[str, str]:
         """What was learned, in words, by the names of the knobs that it was learned of."""

@@ -9,7 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
+from statistics import median_high
 from typing import Any
 
 import torch.distributed as dist
@@ -35,8 +35,8 @@ def metrics(record: WindowRecord) -> dict[str, float]:
     | `hdet/window/steps`, `hdet/window/seconds`, `hdet/window/closing` | length, wall time, the part spent at its end |
     | `hdet/window/faults` | how many things went wrong |
 
-    Of more than 8 groups' knobs of one kind, as rates of many matrices, KNOB is `KIND[lowest]`, `KIND[median]` and
-    `KIND[highest]`; `search.history` has each.
+    Of several groups' knobs of one kind, as rates of many matrices, KIND alone is the one in the middle; of more than
+    8 the others are `KIND[lowest]` and `KIND[highest]`, and `search.history` has each.
     """
     learned = record.learned
     told = {
@@ -55,17 +55,17 @@ def metrics(record: WindowRecord) -> dict[str, float]:
 
 
 def _summed_up(told: Mapping[str, float]) -> dict[str, float]:
-    """Numbers of knobs by name; where there are more than `MOST_EACH` of one kind, three of their distribution."""
+    """Numbers of knobs by name; of several of one kind also the middle, and of more than `MOST_EACH` only the ends."""
     kinds: dict[str, list[str]] = {}
     for name in told:
         kinds.setdefault(name.partition("[")[0], []).append(name)
     found: dict[str, float] = {}
     for kind, names in kinds.items():
-        if len(names) <= MOST_EACH:
-            found |= {name: told[name] for name in names}
-            continue
         ordered = sorted(told[name] for name in names)
-        found |= {f"{kind}[lowest]": ordered[0], f"{kind}[median]": median(ordered), f"{kind}[highest]": ordered[-1]}
+        ends = {f"{kind}[lowest]": ordered[0], f"{kind}[highest]": ordered[-1]}
+        found |= ends if len(names) > MOST_EACH else {name: told[name] for name in names}
+        if len(names) > 1:
+            found.setdefault(kind, median_high(ordered))
     return found
 
 

@@ -30,6 +30,8 @@ SMALLEST = torch.finfo(torch.float32).tiny
 class KnobTensor:
     """A float on the host and a 0-dim float32 tensor on the device, always equal up to float32 rounding.
 
+    Nobody else writes the tensor: a value that the float has already is not written again.
+
     Write it with `fill_` between a backward and the next forward: a compiled backward may still need the
     value its forward has used, and then raises PyTorch's error about a tensor modified in place.
 

@@ -192,8 +192,8 @@ def attach(
         tail = possible(tail, optimizer, total_steps)
         if not quiet:
             print(describe(choices, guard=guard, tail=tail))
-            if apart:
-                print('  each matrix has a learning rate of its own, in a model as large; rates="together" keeps one')
+            if apart and any(isinstance(knob, LearningRate) for knob in explored):
+                print('  each matrix has a learning rate of its own in a model this large; rates="together" keeps one')
 
         # Whichever engine is made, one record.
         kept = History.given(history)

@@ -193,10 +193,11 @@ class Lending:
         split: groups that are cut wherever update knobs are in force, and bound.
     """
 
+    _update_is_out = False  # nobody knows yet, as of one that an earlier version has pickled
+
     def __init__(self, step: Callable[[], int] | None = None, split: SplitGroups | None = None) -> None:
         self._step = step
         self._split = split
-        self._update_is_out = True
         self.groups: list[LentGroups] = []
         self.scalars: list[LentScalar] = []
 

@@ -156,8 +156,8 @@ class Passes:
 
     def _enter(self, replica: Replica) -> None:
         self.entered += 1
-        if self._engine.step_count == 0:
-            self._lending.put_in_update()  # the first pass holds the first point
+        if self._engine.cycle.observes_passes or self._engine.step_count == 0:
+            self._lending.put_in_update()  # the first pass also holds the first point
         try:
             replica.__enter__()
             self._lending.put_in_forward()

@@ -217,7 +217,7 @@ def test_they_are_made_larger_still_where_evidence_calls_for_less_than_very_smal
     assert (judged.rule, judged.move) == ("catch_up", pytest.approx(math.log(reached / 0.2)))
     assert CatchUp().retreat(state.parts["catch_up"], RISING) == CatchUpState(), "a rewind forgets it"
     assert not CatchUp().observe(CatchUpState(pretrained=True), first, RISING).misled
-    assert not CatchUp(misleading_below=0.0).observe(NOT_MISLED, first, RISING).misled
+    assert not CatchUp(tiny=0.0).observe(NOT_MISLED, first, RISING).misled
 
 
 @pytest.mark.parametrize("t", [-1.0, 1.0, 9.0])

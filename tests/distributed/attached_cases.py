@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hdet
 from hdet.controllers import Hold
 from hdet.errors import CheckpointError, ConfigError, HdetError, StepError
+from hdet.replicas.distributed import own_gradient
 
 STEPS, WINDOW, WIDTH = 24, 4, 8
 Found = dict[str, Any]
@@ -421,6 +423,18 @@ def grouped(name: str) -> Found:
     search = attach(model, optimizer, micro_batches=1, rates=rates, exclude=["weight_decay", "dropout"])
     loop(model, optimizer, search, 1, False, alike=name == "tensor parallel")
     return {"history": told(search), "weights": ends(model, optimizer)}
+
+
+def large(together: int) -> Found:
+    """The default rates of a large model, whose own gradients are handed over where they have so many numbers."""
+    torch.manual_seed(0)
+    layers = nn.Linear(WIDTH, 1100), nn.Tanh(), nn.Dropout(0.2), nn.Linear(1100, 1000), nn.Linear(1000, 4)
+    model = ddp(nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+    search = attach(model, optimizer, micro_batches=1)
+    with patch.object(own_gradient, "TOGETHER", together):
+        loop(model, optimizer, search, 1, quiet=False, alike=False)
+    return {"knobs": sorted(search.shifts), "history": told(search), "weights": ends(model, optimizer)}
 
 
 def explicit() -> Found:

@@ -146,6 +146,22 @@ def test_rates_of_groups_are_judged_alike_on_all_ranks_and_on_shards(assert_same
         assert abs(math.log(of_wholes[name])) > 0.05
 
 
+def test_gradients_of_a_large_model_are_weighed_by_the_rates_of_the_step(assert_same: Any) -> None:
+    """Also those that are handed over while backward goes on, when the optimizer holds its own groups and rates."""
+    in_backward, at_its_end = launch(attached.large, 2, 2**20), launch(attached.large, 2, 2**30)
+    names = ("0.weight", "3.weight", "4.weight", "others")
+    for found in (in_backward, at_its_end):
+        assert found[0]["knobs"] == ["dropout", *(f"learning_rate[{name}]" for name in names), "weight_decay"]
+        assert found[0]["history"] == found[1]["history"]
+        assert_same(found[0]["weights"], found[1]["weights"])
+    slopes, others = (
+        [record["estimates"]["dropout"]["slope"] for record in found[0]["history"]]
+        for found in (in_backward, at_its_end)
+    )
+    first = next(place for place, slope in enumerate(slopes) if slope)
+    assert slopes[first] == pytest.approx(others[first], rel=1e-3)
+
+
 def test_it_is_the_explicit_loop_on_ranks_bit_for_bit(assert_same: Any) -> None:
     [own, _] = launch(attached.learned, 2, "ddp", 1, False)
     [written, _] = launch(attached.explicit, 2)

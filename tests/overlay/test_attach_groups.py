@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from grouped_runs import PROBE, STEPS, attach, build, groups_in_a_step, names_by_group, train
+from grouped_runs import PROBE, STEPS, attach, build, examples, groups_in_a_step, names_by_group, train
 from torch import nn
+from torch.nn import functional as F
 
 import hdet
 from hdet.errors import CheckpointError, ConfigError, MatchError
@@ -76,6 +77,11 @@ def test_a_large_model_keeps_one_rate_where_more_are_not_known_to_be_good() -> N
     assert rates_of(model, torch.optim.AdamW(model.parameters()), knobs=[hdet.LearningRate()]) == one
     groups = [{"params": own.parameters(), "lr": rate} for own, rate in zip(model, (1e-3, 2e-3), strict=True)]
     assert rates_of(model, torch.optim.SGD(groups)) == one, "somebody has thought of the ratio"
+    optimizer = torch.optim.SGD([{"params": own.parameters(), "lr": 1e-3} for own in model])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.01, lambda step: 1.0])
+    assert rates_of(model, optimizer, scheduler=scheduler) == one
+    named = nn.ParameterDict({"others": nn.Parameter(torch.randn(1000, 1000)), "bias": nn.Parameter(torch.zeros(4))})
+    assert rates_of(named, torch.optim.SGD(named.parameters(), lr=1e-3)) == one
     optimizer = torch.optim.AdamW(model.parameters())
     assert rates_of(model, optimizer, replicas=hdet.micro_batches(model, optimizer, 1)) == one
     assert rates_of(model, torch.optim.AdamW(model.parameters()), exclude=["learning_rate"]) == []
@@ -104,13 +110,13 @@ def test_a_state_of_one_rate_and_one_of_many_are_told_apart() -> None:
         attach(model, optimizer, rates="together").load_state_dict(states[1])
 
 
-def test_of_many_rates_the_medians_go_by_the_name_of_one() -> None:
+def test_of_many_rates_the_middle_goes_by_the_name_of_one() -> None:
     model, optimizer = build(width=64)
     search = attach(model, optimizer, rates="matrices")
     train(model, optimizer, search, stop=20)
     shifts = search.shifts
     assert len(shifts) == 3
-    assert shifts["learning_rate"].value == sorted(one.value for one in shifts.values())[1]
+    assert shifts["learning_rate"] == sorted(shifts.values(), key=lambda one: one.value)[1]
     with pytest.raises(KeyError, match="weight_decay"):
         shifts["weight_decay"]
 
@@ -242,6 +248,54 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been() -> None:
     assert [record.estimates for record in resumed.history] == [record.estimates for record in search.history][-6:]
     resumed.detach()
     assert len(again.param_groups) == 1
+
+
+class Thawed:
+    """A run with a rate for each matrix and a dropout, whose first layer is trained from step 12 on."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.Linear(16, 3))
+        self.model[0].requires_grad_(False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.search = hdet.attach(
+            self.model,
+            self.optimizer,
+            probe=PROBE,
+            total_steps=2 * STEPS,
+            window=10,
+            micro_batches=4,
+            rates="matrices",
+            quiet=True,
+        )
+
+    def train(self, start: int, stop: int) -> None:
+        for step in range(start, stop):
+            self.model[0].requires_grad_(step >= 12)
+            torch.manual_seed(step)
+            for part in range(4):
+                inputs, labels = examples(4 * step + part)
+                (self.search.loss(F.cross_entropy(self.model(inputs), labels)) / 4).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def parts(self) -> list[Any]:
+        return [self.search, self.model, self.optimizer]
+
+
+def test_a_run_whose_matrices_were_thawed_is_gone_on_with_to_the_bit() -> None:
+    """Gradients are sketched anew in a pass, and belong to the groups that are cut for the step."""
+    straight, resumed = Thawed(), Thawed()
+    straight.train(0, 47)
+    saved = copy.deepcopy([part.state_dict() for part in straight.parts()])
+    straight.train(47, 2 * STEPS)
+    resumed.model[0].requires_grad_(True)
+    for part, state in zip(resumed.parts(), saved, strict=True):
+        part.load_state_dict(state)
+    resumed.train(47, 2 * STEPS)
+    assert resumed.search.shifts == straight.search.shifts
+    assert straight.search.shifts["dropout"].factor != 1.0
+    assert all(map(torch.equal, straight.model.parameters(), resumed.model.parameters()))
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -368,8 +368,8 @@ def test_a_rate_that_the_loop_writes_reaches_all_parts(as_tensor: bool, traceles
         assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize(("dropout", "passes_watched"), [(0.0, 0), (0.3, 1)])
-def test_groups_are_cut_in_a_pass_only_where_its_gradient_is_looked_at(dropout: float, passes_watched: int) -> None:
+@pytest.mark.parametrize(("dropout", "ends_of_passes"), [(0.0, 0), (0.3, 2)])
+def test_groups_are_cut_in_a_pass_only_where_its_gradient_is_looked_at(dropout: float, ends_of_passes: int) -> None:
     """A dropout of 0 is not explored so early in a run."""
     model, optimizer = build()
     model.insert(2, nn.Dropout(dropout))
@@ -386,4 +386,4 @@ def test_groups_are_cut_in_a_pass_only_where_its_gradient_is_looked_at(dropout: 
 
     with patch.object(SplitGroups, "put_in", count):
         train(model, optimizer, search, start=1, stop=21)
-    assert cuts.count(False) == 20 * (1 + passes_watched)
+    assert cuts.count(False) == 20 * (1 + ends_of_passes)

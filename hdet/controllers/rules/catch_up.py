@@ -40,7 +40,7 @@ class CatchUp(OfBeginning, Rule):
         too_small: `step_size` below which a rate is taken to be too low; 0 leaves all as they are. At the best rates of
             13 tasks by AdamW it is 0.13 to 3.7, and at a rate twice too high a run loses little.
         misled_to: the same once evidence has misled, if it is larger.
-        misleading_below: `step_size` below which a window that calls for less misleads; 0 takes none to mislead.
+        tiny: `step_size` below which a window that calls for less misleads; 0 takes none to mislead.
         misleading: t at the last weights above which it does.
         catch_up_step: largest move, in coordinates.
         ceiling: largest shift that it raises to.
@@ -54,7 +54,7 @@ class CatchUp(OfBeginning, Rule):
 
     too_small: float = Field(default=0.3, ge=0, le=100)
     misled_to: float = Field(default=0.5, ge=0, le=100)
-    misleading_below: float = Field(default=0.06, ge=0, le=LOWEST_BEST)
+    tiny: float = Field(default=0.06, ge=0, le=LOWEST_BEST)
     misleading: float = Field(default=4.0, gt=0, le=100)
     catch_up_step: float = Field(default=1.0, gt=0, le=10)
     ceiling: float = 5.0
@@ -68,7 +68,7 @@ class CatchUp(OfBeginning, Rule):
     def observe(self, state: CatchUpState, estimate: Estimate, context: Context) -> CatchUpState:
         seen: CatchUpState = super().observe(state, estimate, context)
         size = estimate.step_size
-        if not seen.untrained or not size or size >= self.misleading_below or not estimate.t > self.misleading:
+        if not seen.untrained or not size or size >= self.tiny or not estimate.t > self.misleading:
             return seen
         return replace(seen, misled=True)
 
