@@ -24,7 +24,7 @@ from hdet.hparams.update import GroupKnob, Groups
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.rates import RATE, Rates
 from hdet.overlay.search import Search
-from hdet.overlay.split_groups import Patterns, SplitGroups, by_matrix, by_pattern, is_large
+from hdet.overlay.split_groups import Patterns, SplitGroups, by_matrix, by_pattern, matrices_by_default
 from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
 from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL, choose, describe, excluding, own_schedule
@@ -147,7 +147,7 @@ def attach(
     exclude, apart = excluding(exclude), False
     if rates == "auto":
         ours = replicas is None and not any(isinstance(knob, LearningRate) for knob in knobs)
-        apart = ours and LearningRate.kind not in exclude and is_large(model, optimizer)
+        apart = ours and LearningRate.kind not in exclude and matrices_by_default(model, optimizer)
         rates = "matrices" if apart else "together"
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
     if warmup_steps is None and follower is not None and follower.first > 0:

@@ -371,7 +371,7 @@ def by_matrix(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     return found
 
 
-def is_large(model: nn.Module, optimizer: Optimizer) -> bool:
+def matrices_by_default(model: nn.Module, optimizer: Optimizer) -> bool:
     """Whether each matrix of a model has a learning rate of its own where nobody says: a large one, of few matrices.
 
     It is told by what a run that is resumed has as well, if it trains the same parameters. Rates that are not alike,
@@ -381,9 +381,10 @@ def is_large(model: nn.Module, optimizer: Optimizer) -> bool:
     given = [(group["lr"], group.get("initial_lr")) for group in optimizer.param_groups]
     if type(optimizer) not in COMPARED or any(isinstance(rate, Tensor) for rate, _ in given) or len(set(given)) > 1:
         return False
-    if not all(name.isprintable() and name != OTHERS for name, _ in _matrices(model, optimizer)):
+    named = _matrices(model, optimizer)
+    if not all(name.isprintable() and name != OTHERS for name, _ in named):
         return False
-    matrices = {id(parameter): parameter for _, parameter in _matrices(model, optimizer)}.values()
+    matrices = {id(parameter): parameter for _, parameter in named}.values()
     whole = all(tensors.local(parameter) is parameter for parameter in matrices)
     return whole and len(matrices) <= MOST_MATRICES and sum(one.numel() for one in matrices) >= LARGE
 

@@ -425,11 +425,22 @@ def grouped(name: str) -> Found:
     return {"history": told(search), "weights": ends(model, optimizer)}
 
 
-def large(together: int) -> Found:
-    """The default rates of a large model, whose own gradients are handed over where they have so many numbers."""
+def large_network() -> nn.Sequential:
     torch.manual_seed(0)
     layers = nn.Linear(WIDTH, 1100), nn.Tanh(), nn.Dropout(0.2), nn.Linear(1100, 1000), nn.Linear(1000, 4)
-    model = ddp(nn.Sequential(*layers))
+    return nn.Sequential(*layers)
+
+
+def large_and_sharded() -> list[str]:
+    """The knobs of a large model of which each rank holds a part."""
+    model = fsdp(large_network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    return sorted(attach(model, optimizer, micro_batches=1, exclude=["weight_decay", "dropout"]).shifts)
+
+
+def large(together: int) -> Found:
+    """The default rates of a large model, whose own gradients are handed over where they have so many numbers."""
+    model = ddp(large_network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
     search = attach(model, optimizer, micro_batches=1)
     with patch.object(own_gradient, "TOGETHER", together):

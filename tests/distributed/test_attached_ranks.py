@@ -162,6 +162,10 @@ def test_gradients_of_a_large_model_are_weighed_by_the_rates_of_the_step(assert_
     assert slopes[first] == pytest.approx(others[first], rel=1e-3)
 
 
+def test_a_large_model_in_parts_keeps_one_rate() -> None:
+    assert launch(attached.large_and_sharded, 2) == [["learning_rate"]] * 2
+
+
 def test_it_is_the_explicit_loop_on_ranks_bit_for_bit(assert_same: Any) -> None:
     [own, _] = launch(attached.learned, 2, "ddp", 1, False)
     [written, _] = launch(attached.explicit, 2)
