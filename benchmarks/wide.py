@@ -26,8 +26,12 @@ WIDE: dict[str, dict[str, Any]] = {
     "tabular": {"width": 720},
     "teacher": {"width": 1000},
     "digits_conv": {"channels": 240},
+    "operator": {"width": 690},
+    "text_recurrent": {"width": 384},
+    "point_sets": {"width": 256},
 }
-"""By task, what gives its model about a million weights: three layers by AdamW; two, and convolutions, by SGD."""
+"""By task, what gives its model about a million weights: three layers by AdamW; two, and convolutions, by SGD; two
+networks, a GRU and attention over sets, by AdamW."""
 
 RECIPES = ("hdet", "hdet_matrices")
 

@@ -13,7 +13,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from inspect import isabstract
@@ -184,6 +184,18 @@ def meant(name: str, known: Iterable[str]) -> str:
     """
     near = get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def some(names: Sequence[str], most: int = 8) -> str:
+    """What a message says of names that may be many: the first of them, and how many more there are.
+
+    >>> some(["dropout", "learning_rate"])
+    "'dropout', 'learning_rate'"
+    >>> some("abcd", most=3)
+    "'a', 'b', 'c' and 1 more"
+    """
+    shown = ", ".join(map(repr, names[:most]))
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _refuse_bool(spec: type[Spec], name: str, value: bool) -> None:

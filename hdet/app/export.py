@@ -18,7 +18,7 @@ from hdet.hparams import Knob, LearningRate
 from hdet.hparams.recorded import kept_steps, recorded_course
 from hdet.record import WindowRecord, knobs_of
 from hdet.report.advice import yaml_number
-from hdet.spec import meant, members
+from hdet.spec import meant, members, some
 
 LAMBDA = '''"""{knob} as {run} had it {when}."""
 
@@ -95,7 +95,7 @@ def _rate(known: Sequence[str], given: str | None, run: Path) -> str:
     """
     if given is not None:
         if given not in known:
-            raise ConfigError(f"{run} has no knob {given!r}; it has {known}{meant(given, known)}")
+            raise ConfigError(f"{run} has no knob {given!r}; it has {some(known)}{meant(given, known)}")
         kind = given.partition("[")[0]
         if kind != LearningRate.kind and kind in members(Knob):
             raise ConfigError(f"LambdaLR writes learning rates, and {given!r} is none; export it with --as yaml")
@@ -103,13 +103,14 @@ def _rate(known: Sequence[str], given: str | None, run: Path) -> str:
     rates = [name for name in known if name.partition("[")[0] == LearningRate.kind]
     if not rates:
         raise ConfigError(
-            f"{run} has no learning_rate, and LambdaLR writes nothing else; it has {known}: choose by --knob the one "
-            f"that is a learning rate, or export all with --as yaml"
+            f"{run} has no learning_rate, and LambdaLR writes nothing else; it has {some(known)}: choose by --knob the "
+            f"one that is a learning rate, or export all with --as yaml"
         )
     if len(rates) > 1:
         raise ConfigError(
-            f"{run} has several learning rates, {rates}, and LambdaLR would be given one for all groups; export all "
-            f"with --as yaml, or choose by --knob the one that the first group has, and the others keep their ratio to"
+            f"{run} has several learning rates, {some(rates)}, and LambdaLR would be given one for all groups; export "
+            f"all with --as yaml, train by hdet.ReplayLR(optimizer, history, model=model), or choose by --knob the one "
+            f"that the first group has, and the others keep their ratio to"
         )
     return rates[0]
 

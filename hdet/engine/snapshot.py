@@ -32,13 +32,11 @@ from hdet.replicas import held_optimizer, tensors
 from hdet.replicas.anchor import copied_state
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.distributed.optimizer_mean import mark
+from hdet.spec import some
 
 FORMAT = 3
 ROUNDING = 1e-5
 """Part by which the lengths of equal weights may differ."""
-
-MOST_NAMED = 4
-"""Knobs in a message."""
 
 
 def state_dict(cycle: Cycle, leave_out: Collection[str] = ()) -> dict[str, Any]:
@@ -337,18 +335,13 @@ def _refuse_knobs(saved: object, own: list[str]) -> None:
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved) or not set(saved) ^ set(own):
         return
     sides = {"missing": set(saved) - set(own), "new": set(own) - set(saved)}
-    told = [f"{side} here: {_some(names)}" for side, names in sides.items() if names]
+    told = [f"{side} here: {some(sorted(names))}" for side, names in sides.items() if names]
     kind = LearningRate.kind
     apart = any(name.startswith(f"{kind}[") for name in (*saved, *own)) and (kind in saved) != (kind in own)
     hint = '; rates="together" is one learning rate, "matrices" one for each matrix' if apart else ""
     raise CheckpointError(
         f"the checkpoint was written with other knobs ({'; '.join(told)}); declare the same to resume{hint}"
     )
-
-
-def _some(names: Collection[str]) -> str:
-    shown = sorted(names)[:MOST_NAMED]
-    return ", ".join(map(repr, shown)) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
 
 
 def _refuse_schedules(saved: object, own: dict[str, Any]) -> None:

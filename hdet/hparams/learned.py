@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,6 +58,13 @@ class Shifts(dict[str, Learned]):
         lines = self.lines()
         width = max(map(len, lines), default=0)
         return "\n".join(f"{names:<{width}}  {told}" for names, told in lines.items())
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of any dict, and of several of a kind the one in the middle."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
 
     def __missing__(self, kind: str) -> Learned:
         several = [learned for name, learned in self.items() if name.partition("[")[0] == kind]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from hdet.errors import ConfigError
 from hdet.record import TURNS, WindowRecord
-from hdet.spec import meant
+from hdet.spec import meant, some
 
 
 def recorded_course(windows: Iterable[WindowRecord], knob: str, total_steps: int | None = None) -> tuple[float, ...]:
@@ -65,8 +65,14 @@ def _every_base(windows: Sequence[WindowRecord], knob: str) -> list[float]:
     course: list[float] = []
     for record in windows:
         if knob not in record.bases:
+            several = [name for name in record.bases if name.startswith(f"{knob}[")]
+            if several:
+                raise ConfigError(
+                    f"the run had {len(several)} knobs of {knob!r}, each with a course of its own: {some(several)}; "
+                    f"name one of them, or replay all by hdet.ReplayLR(optimizer, history, model=model)"
+                )
             known = sorted(record.bases)
-            raise ConfigError(f"window {record.window} has no knob {knob!r}; it has {known}{meant(knob, known)}")
+            raise ConfigError(f"window {record.window} has no knob {knob!r}; it has {some(known)}{meant(knob, known)}")
         if record.start != len(course):
             raise ConfigError(
                 f"the history begins at step {record.start}, so the course of {knob!r} before it is not known; give "

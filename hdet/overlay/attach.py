@@ -24,7 +24,7 @@ from hdet.hparams.update import GroupKnob, Groups
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.rates import RATE, Rates
 from hdet.overlay.search import Search
-from hdet.overlay.split_groups import Patterns, SplitGroups, by_matrix, by_pattern, matrices_by_default
+from hdet.overlay.split_groups import Patterns, SplitGroups, by_matrix, by_pattern, group_names, matrices_by_default
 from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
 from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL, choose, describe, excluding, own_schedule
@@ -385,10 +385,7 @@ def _groups(optimizer: Optimizer, rates: Any, split: SplitGroups | None) -> dict
             f'rates is "auto", "together", "groups", "matrices" or a mapping of names to patterns on parameter names, '
             f"got {rates!r}"
         )
-    groups = optimizer.param_groups
-    names = [group.get("name") for group in groups]
-    told = all(isinstance(name, str) and name.isprintable() for name in names) and len(set(names)) == len(names)
-    return {index: str(name) if told else str(index) for index, name in enumerate(names)}
+    return group_names(optimizer)
 
 
 def _refuse_in_place_of_all(knobs: Sequence[Knob], named: Mapping[Groups, str]) -> None:

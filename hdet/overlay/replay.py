@@ -11,7 +11,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hdet.errors import ConfigError
 from hdet.hparams import Knob, LearningRate, Replay
-from hdet.record import WindowRecord
+from hdet.overlay.split_groups import OTHERS, Patterns, SplitGroups, by_name, by_pattern, group_names
+from hdet.record import WindowRecord, knobs_of
+from hdet.spec import some
 
 
 class ReplayLR(LRScheduler):
@@ -21,16 +23,22 @@ class ReplayLR(LRScheduler):
     What the search explored and is not named in `knobs` stays as the user sets it. Where the search went back to an
     earlier point, the steps that were thrown away are left out, and the others are stretched over its length.
 
+    Where the search had several learning rates, `learning_rate[head]` and the like, one that is asked for without a
+    group stands for all of them. If they are not those of the optimizer's groups, these are cut, for good: each
+    matrix that had a rate of its own is a group by itself. Make the scheduler before the optimizer's state is loaded.
+
     Args:
         optimizer: with the groups that the search's had; their rates keep their ratios.
         history: the search's windows: `hdet.History("history.jsonl")`.
         knobs: which to replay, as they were declared; by default the learning rate. A knob's label is its name in the
             history.
-        model: needed for knobs that live in the model, such as `hdet.Dropout()`.
+        model: needed for knobs that live in the model, such as `hdet.Dropout()`, and for rates of matrices.
+        rates: the patterns that the search was given, where it was given some.
         total_steps: stretch or shrink the courses to this many steps; by default they have the run's.
 
     Raises:
-        ConfigError: the history does not hold a knob's base at every step, or a knob needs the model.
+        ConfigError: the history does not hold a knob's base at every step, a knob needs the model, or the rates of
+            other groups were found.
         MatchError: the model or optimizer has nothing that a knob selects.
 
     >>> import hdet, torch
@@ -57,12 +65,14 @@ class ReplayLR(LRScheduler):
         knobs: Sequence[Knob] = (LearningRate(),),
         *,
         model: nn.Module | None = None,
+        rates: Patterns | None = None,
         total_steps: int | None = None,
     ) -> None:
         homeless = [knob.label for knob in knobs if model is None and knob.acts_on == "forward"]
         if homeless:
             raise ConfigError(f"{', '.join(homeless)}: such knobs live in the model; give model= too")
         windows = list(history)
+        knobs = _each(knobs, knobs_of(windows), optimizer, model, rates)
         self.courses = {knob.label: Replay.of(windows, knob.label, total_steps) for knob in knobs}
         place = model if model is not None else nn.Module()
         self._bindings = {knob.label: knob.bind(place, optimizer) for knob in knobs}
@@ -82,3 +92,40 @@ class ReplayLR(LRScheduler):
         """Restore `state_dict`, and put every knob where it was."""
         super().load_state_dict(state_dict)
         self._last_lr = [float(rate) for rate in self.get_lr()]
+
+
+def _each(
+    knobs: Sequence[Knob], held: Sequence[str], optimizer: Optimizer, model: nn.Module | None, rates: Patterns | None
+) -> list[Knob]:
+    """The knobs, and in place of one learning rate those of several groups where these are what a history holds.
+
+    Raises:
+        ConfigError: the optimizer has other groups, and cannot be cut as the search's was.
+    """
+    asked = next((k for k in knobs if isinstance(k, LearningRate) and k.groups is None and k.label not in held), None)
+    if asked is None:
+        return list(knobs)
+    prefix = f"{asked.label}["
+    names = [name.removeprefix(prefix)[:-1] for name in held if name.startswith(prefix)]
+    if not names:
+        return list(knobs)
+    split = None
+    places = {name: index for index, name in group_names(optimizer).items()}
+    if rates is not None or places.keys() != set(names):
+        if model is None:
+            raise ConfigError(
+                f"the history has the learning rates of {some(names)}, and no groups of this optimizer are called so; "
+                f"give ReplayLR model= too, whose parameters are"
+            )
+        found = by_pattern(model, optimizer, rates) if rates else by_name(model, optimizer, set(names) - {OTHERS})
+        split = SplitGroups(optimizer, found)
+        places = {name: tuple(indices) for name, indices in split.indices.items()}
+        if places.keys() != set(names):
+            raise ConfigError(
+                f"the history has the learning rates of {some(names)}, and this optimizer's parameters would be cut "
+                f"into {some(list(places))}; give it those that the search's had, and rates= as hdet.attach had it"
+            )
+        split.put_in()
+    own = [asked.replace(groups=places[name], name=f"{prefix}{name}]") for name in names]
+    others = [knob if split is None else split.follow(knob) for knob in knobs if knob is not asked]
+    return [*own, *others]

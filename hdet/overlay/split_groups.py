@@ -15,11 +15,12 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from hdet.errors import CheckpointError, ConfigError, MatchError, StepError
 from hdet.evidence.parts.scale import spectral_gain
 from hdet.hparams.knob import Knob
-from hdet.hparams.update import GroupKnob, LearningRate
+from hdet.hparams.update import GroupKnob, Groups, LearningRate
 from hdet.nn.names import named_modules
 from hdet.replicas import tensors
 from hdet.replicas.chained_optimizer import ChainedOptimizer, chained
 from hdet.replicas.held_optimizer import OF_GRADIENTS, kept_in_groups
+from hdet.spec import some
 
 OTHERS = "others"
 OF_PARAMETERS = ("params", "param_names")
@@ -32,8 +33,6 @@ MOST_MATRICES = 300
 """Matrices from which on one rate is kept by default: each with its own takes the host some 30 µs a step."""
 COMPARED = (SGD, Adam, AdamW)
 """Optimizers with which a rate for each matrix was measured, and Adam, which is AdamW but for decay."""
-MOST_NAMED = 8
-"""Names in a message."""
 PLAIN = (bool, int, float, str)
 _ABSENT = object()
 Patterns = Mapping[str, str | Sequence[str]]
@@ -343,7 +342,7 @@ def by_pattern(model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> di
             if not matched:
                 raise MatchError(
                     f"rates={{{name!r}: ...}}: no parameter that the optimizer holds matches {pattern!r}; there are "
-                    f"{', '.join(path for path, _ in known[:MOST_NAMED])}{', ...' if len(known) > MOST_NAMED else ''}"
+                    f"{some([path for path, _ in known])}"
                 )
             for parameter in matched:
                 found.setdefault(id(parameter), name)
@@ -369,6 +368,33 @@ def by_matrix(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     if not found:
         raise ConfigError('rates="matrices" finds no matrix that this optimizer trains; give rates="together"')
     return found
+
+
+def by_name(model: nn.Module, optimizer: Optimizer, names: Collection[str]) -> dict[int, str]:
+    """The name that each of the optimizer's parameters goes by, by its id, of those that have one of these names.
+
+    Raises:
+        MatchError: a name is that of no parameter that the optimizer holds.
+    """
+    held = _held(optimizer)
+    found: dict[int, str] = {}
+    for name, parameter in _parameters(model):
+        if name in names and id(parameter) in held:
+            found.setdefault(id(parameter), name)
+    lacking = sorted(set(names) - set(found.values()))
+    if lacking:
+        raise MatchError(
+            f"the optimizer holds no parameter called {some(lacking)}; of groups that were made by patterns, give the "
+            f"patterns: rates="
+        )
+    return found
+
+
+def group_names(optimizer: Optimizer) -> dict[Groups, str]:
+    """What the optimizer's groups are called, by their place: as they say, where all do; else by their number."""
+    names = [group.get("name") for group in optimizer.param_groups]
+    told = all(isinstance(name, str) and name.isprintable() for name in names) and len(set(names)) == len(names)
+    return {index: str(name) if told else str(index) for index, name in enumerate(names)}
 
 
 def matrices_by_default(model: nn.Module, optimizer: Optimizer) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 
 from hdet.errors import StepError
 from hdet.replicas.walk import Walk
+from hdet.spec import some
 
 
 class SharedParameters:
@@ -39,9 +40,8 @@ def not_in_all(model: nn.Module, differing: Sequence[bool]) -> StepError:
     """Replicas differ in whether some parameters with elements are trained."""
     every = [name for name, parameter in model.named_parameters() if parameter.numel()]
     names = list(compress(every, differing))
-    shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return StepError(
-        f"{shown} took gradients in some replicas and not in others, and replicas share gradients parameter by "
+        f"{some(names)} took gradients in some replicas and not in others, and replicas share gradients parameter by "
         f"parameter; freeze and thaw alike in all of them, on every rank: "
         f"for model, _ in engine.hosts: model.get_parameter(...).requires_grad_(...)"
     )

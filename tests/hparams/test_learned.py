@@ -74,4 +74,6 @@ def test_knobs_of_one_kind_that_learned_the_same_share_a_line() -> None:
         "dropout                      0.001 -> 0.008 (x 8)",
     ]
     assert shifts["learning_rate[c]"] is up
+    assert shifts.get("learning_rate") is shifts["learning_rate"] is up
+    assert shifts.get("weight_decay") is None
     assert str(Shifts()) == ""

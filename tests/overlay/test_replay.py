@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from attach_parts import STEPS, batch, loss_of, network, probe
+from attach_parts import STEPS, adamw, batch, loop, loss_of, network, probe
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
 from hdet.app.export import as_lambda_lr, as_yaml
 from hdet.controllers import Gated
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, HdetError
 from hdet.hparams.recorded import kept_steps, stretched
 from hdet.record import WindowRecord
 
@@ -218,3 +219,84 @@ def test_an_export_says_where_the_run_ended_with_averaged_weights() -> None:
 def test_a_run_that_ended_where_it_began_has_no_course() -> None:
     with pytest.raises(ConfigError, match="so no step led to its final weights"):
         hdet.schedules.Replay.of(gone_back((4, "restored", 0)), "rate")
+
+
+def of_each(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, float]]:
+    """The rate and the decay of each parameter, by its name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = optimizer.param_groups
+    return {names[id(p)]: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
+
+
+HALVES = {"first": "0.*", "last": ["3.*"]}
+
+
+@pytest.mark.parametrize("rates", ["matrices", "groups", HALVES])
+@pytest.mark.parametrize("chained", [False, True])
+def test_several_learning_rates_are_each_where_the_search_had_them(rates: Any, chained: bool) -> None:
+    """With the decay, whose groups are cut as well."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = network()
+        if not chained:
+            return model, adamw(model)
+        first = torch.optim.AdamW(model[0].parameters(), lr=3e-3, weight_decay=0.1)
+        return model, hdet.ChainedOptimizer(first, torch.optim.AdamW(model[3].parameters(), lr=1e-3, weight_decay=0.0))
+
+    model, optimizer = made()
+    knobs = [hdet.WeightDecay(controller=Gated(gate=0.0))]
+    options: dict[str, Any] = {"knobs": knobs, "exclude": "dropout", "tail": None, "quiet": True, "window": 5}
+    search = hdet.attach(model, optimizer, rates=rates, probe=probe(), total_steps=STEPS, **options)
+    held: list[dict[str, tuple[float, float]]] = []
+    optimizer.register_step_pre_hook(lambda *_: held.append(of_each(model, optimizer)))
+    torch.manual_seed(1)
+    loop(model, optimizer, search=search)
+    assert len({rate for rate, _ in held[-2].values()}) >= 2
+    assert len({decay for one in held for _, decay in one.values()}) > 3
+
+    other, optimizer = made()
+    replayed = [hdet.LearningRate(), hdet.WeightDecay()]
+    patterns = rates if isinstance(rates, dict) else None
+    scheduler = hdet.ReplayLR(optimizer, search.history, replayed, model=other, rates=patterns)
+    torch.manual_seed(1)
+    for step in range(STEPS):
+        assert of_each(other, optimizer) == held[step]
+        loop(other, optimizer, scheduler, start=step, stop=step + 1)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    again, optimizer = made()
+    resumed = hdet.ReplayLR(optimizer, search.history, replayed, model=again, rates=patterns)
+    optimizer.load_state_dict(scheduler.optimizer.state_dict())
+    resumed.load_state_dict(scheduler.state_dict())
+    assert resumed.get_last_lr() == scheduler.get_last_lr()
+
+
+def several(*names: str) -> list[WindowRecord]:
+    bases = {f"learning_rate[{name}]": 0.1 for name in names}
+    return [WindowRecord(0, 0, 2, bases, {}, [1.0], {}, {}, False, course={knob: [0.1] for knob in bases})]
+
+
+@pytest.mark.parametrize(
+    ("names", "model", "rates", "said"),
+    [
+        (("0.weight", "others"), False, None, "no groups of this optimizer are called so; give ReplayLR model="),
+        (("first", "last"), True, None, "holds no parameter called 'first', 'last'; of groups that were made by patt"),
+        (("0.weight", "3.weight"), True, None, "would be cut into '0.weight', '3.weight', 'others'"),
+        (("first", "last"), True, {"first": "0.*"}, "would be cut into 'first', 'others'"),
+    ],
+)
+def test_other_groups_than_the_searchs_are_refused(
+    names: tuple[str, ...], model: bool, rates: dict[str, str] | None, said: str
+) -> None:
+    own = network()
+    optimizer = optimizer_of(own)
+    with pytest.raises(HdetError, match=said):
+        hdet.ReplayLR(optimizer, several(*names), model=own if model else None, rates=rates)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_the_one_course_of_several_rates_is_asked_for_by_its_name() -> None:
+    windows = several("0.weight", "others")
+    with pytest.raises(ConfigError, match="the run had 2 knobs of 'learning_rate', each with a course of its own"):
+        hdet.schedules.Replay.of(windows, "learning_rate")
+    assert hdet.schedules.Replay.of(windows, "learning_rate[others]").values == (0.1, 0.1)

@@ -48,20 +48,20 @@ def examples() -> dict[str, Examples]:
     return dict(zip(SIZES, parts, strict=True))
 
 
-def network(inputs: int, dropout: float) -> nn.Sequential:
+def network(inputs: int, dropout: float, width: int) -> nn.Sequential:
     """Two hidden layers, to as many numbers as the two networks share."""
     layers: list[nn.Module] = []
-    for width in (inputs, WIDTH):
-        layers += [nn.Linear(width, WIDTH), nn.SiLU(), Dropout(dropout)]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, RANK))
+    for entering in (inputs, width):
+        layers += [nn.Linear(entering, width), nn.SiLU(), Dropout(dropout)]
+    return nn.Sequential(*layers, nn.Linear(width, RANK))
 
 
 class Operator(nn.Module):
     """The inner product of a network of the force and a network of the time (DeepONet)."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, width: int = WIDTH) -> None:
         super().__init__()
-        self.branch, self.trunk = network(SENSORS, dropout), network(1, dropout)
+        self.branch, self.trunk = network(SENSORS, dropout, width), network(1, dropout, width)
 
     def forward(self, force: Tensor, times: Tensor) -> Tensor:
         """[batch, sensors] and [batch, places, 1] to [batch, places]."""

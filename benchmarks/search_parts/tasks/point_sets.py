@@ -68,12 +68,12 @@ def examples() -> dict[str, Examples]:
 class SetBlock(nn.Module):
     """Attention among the points, and a layer for each of them; both after a norm, on a residual stream."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, width: int) -> None:
         super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.wide = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.wide = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,11 +88,11 @@ class SetBlock(nn.Module):
 class SetClassifier(nn.Module):
     """Two blocks, the largest value of each channel over the points, and a layer; no order of points matters."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, width: int = WIDTH) -> None:
         super().__init__()
-        self.enter = nn.Linear(3, WIDTH)
-        self.blocks = nn.Sequential(SetBlock(dropout), SetBlock(dropout))
-        self.head = nn.Linear(WIDTH, len(SURFACES))
+        self.enter = nn.Linear(3, width)
+        self.blocks = nn.Sequential(SetBlock(dropout, width), SetBlock(dropout, width))
+        self.head = nn.Linear(width, len(SURFACES))
 
     def forward(self, points: Tensor) -> Tensor:
         """[batch, points, 3] to logits [batch, surfaces]."""

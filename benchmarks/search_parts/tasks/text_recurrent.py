@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
 from hdet.app.tasks import Text
@@ -16,11 +18,11 @@ WIDTH = 64
 class Recurrent(nn.Module):
     """Embedding, one layer of GRU, a linear head."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(256, WIDTH)
-        self.body = nn.GRU(WIDTH, WIDTH, batch_first=True)
-        self.head = nn.Linear(WIDTH, 256)
+        self.embedding = nn.Embedding(256, width)
+        self.body = nn.GRU(width, width, batch_first=True)
+        self.head = nn.Linear(width, 256)
         self.criterion = CrossEntropyLoss()
 
     def forward(self, text: Tensor) -> Tensor:
@@ -31,16 +33,27 @@ class Recurrent(nn.Module):
 class RecurrentProblem(TextProblem):
     """The text, for another model."""
 
+    def __init__(self, text: Text, *, seed: int, batch: int, width: int) -> None:
+        super().__init__(text, seed=seed, batch=batch)
+        self.width = width
+
     def model(self) -> nn.Module:
-        return built(self.workload.seed, Recurrent)
+        return built(self.workload.seed, lambda: Recurrent(self.width))
 
 
+@dataclass(frozen=True, kw_only=True)
 class RecurrentTask(Task):
-    """A GRU on the standard library's source."""
+    """A GRU on the standard library's source.
+
+    Attributes:
+        width: of the embedding and the layer.
+    """
+
+    width: int = WIDTH
 
     def problem(self, seed: int, dropout: float) -> RecurrentProblem:
         text = Text(context=64, probe_batches=self.sub_batches, probe_sequences=1)
-        return RecurrentProblem(text, seed=seed, batch=self.batch)
+        return RecurrentProblem(text, seed=seed, batch=self.batch, width=self.width)
 
 
 TASK = RecurrentTask(
