@@ -17,6 +17,7 @@ from hdet.files import replace
 from hdet.record import WindowRecord, knobs_of
 from hdet.report.figures import overview
 from hdet.report.reading import readings
+from hdet.spec import some
 from hdet.user_warning import warn
 
 __all__ = ["History", "WindowRecord"]
@@ -278,16 +279,16 @@ class History:
             self._rely_on_file()
 
     def bases(self, knob: str) -> NDArray[np.float64]:
-        """[windows, 2]: the step a window stopped at, and the knob's base there.
+        """[windows, 2]: the step a window stopped at, and the knob's base there (`ByKnob`).
 
         Raises:
             HdetError: no such knob in this history.
         """
         windows = self.windows
-        known = knobs_of(windows)
-        if knob not in known:
-            raise HdetError(f"no knob {knob!r} in this history; there are {sorted(known)}")
-        return np.array([[record.stop, record.bases[knob]] for record in windows if knob in record.bases])
+        found = [(record.stop, base) for record in windows if (base := record.bases.get(knob)) is not None]
+        if not found:
+            raise HdetError(f"no knob {knob!r} in this history; there are {some(sorted(knobs_of(windows)))}")
+        return np.array(found, dtype=np.float64)
 
     def rows(self) -> list[dict[str, Any]]:
         """A flat row for each window and knob, for a table: `pandas.DataFrame(history.rows())`.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -38,9 +38,51 @@ BALANCE = "balance"
 """The rule by which the rate of a group takes its place among the others (`hdet.controllers.Pooled`)."""
 
 
+V = TypeVar("V")
+
+
+class ByKnob(dict[str, V]):
+    """Something of each knob, by its name.
+
+    Of several of a kind, as `learning_rate[head]`, the kind's name in brackets, `learning_rate`, gives that of the one
+    in the middle. It is no key: `"learning_rate" in bases` is false.
+
+    Args:
+        entries: by name.
+        order: by name the number that tells which is in the middle.
+
+    >>> bases = {"learning_rate[a]": 0.1, "learning_rate[b]": 0.3, "learning_rate[c]": 0.2}
+    >>> ByKnob(bases, bases)["learning_rate"]
+    0.2
+    """
+
+    def __init__(self, entries: Any = (), order: Mapping[str, float] | None = None) -> None:
+        super().__init__(entries)
+        self._order = order or {}
+
+    def __missing__(self, kind: str) -> V:
+        several = [name for name in self if name.partition("[")[0] == kind]
+        if not several:
+            raise KeyError(kind)
+        return self[sorted(several, key=self._place)[len(several) // 2]]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of any dict, and as by `[]` of several of a kind."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def _place(self, name: str) -> float:
+        return self._order.get(name, 0.0)
+
+
 @dataclass(frozen=True)
 class WindowRecord:
     """One window, from opening to the moves made at its end. Its size does not grow with the number of replicas.
+
+    Where there are several knobs of a kind, as rates of many matrices, the kind's name alone, `learning_rate`, gives
+    what is told of the one whose base is in the middle (`ByKnob`).
 
     Attributes:
         window: its number, from 0.
@@ -104,6 +146,10 @@ class WindowRecord:
     noise_scale: dict[str, float | None] = field(default_factory=dict)
     powers: dict[str, float] = field(default_factory=dict)
     tail: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("bases", *BY_KNOB):
+            object.__setattr__(self, name, ByKnob(getattr(self, name), self.bases))
 
     @property
     def loss(self) -> float:

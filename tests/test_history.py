@@ -176,7 +176,7 @@ def test_a_history_in_memory_alone(tmp_path: Path) -> None:
 def test_an_unknown_knob_is_named_with_those_there_are() -> None:
     history = History()
     history.append(record(0))
-    with pytest.raises(HdetError, match=r"no knob 'lr' in this history; there are \['größe', 'learning_rate'\]"):
+    with pytest.raises(HdetError, match=r"no knob 'lr' in this history; there are 'größe', 'learning_rate'"):
         history.bases("lr")
 
 

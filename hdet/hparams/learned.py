@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from hdet.record import ByKnob
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,7 +41,7 @@ class Learned:
         return f"Learned(start={self.start:.4g}, value={self.value:.4g}, factor={factor})"
 
 
-class Shifts(dict[str, Learned]):
+class Shifts(ByKnob[Learned]):
     """What a run has learned of each knob, by name: a dict that prints as a table.
 
     Knobs of one kind of which the same was learned, as of the rates of many matrices, share a line. Of several of a
@@ -59,18 +60,8 @@ class Shifts(dict[str, Learned]):
         width = max(map(len, lines), default=0)
         return "\n".join(f"{names:<{width}}  {told}" for names, told in lines.items())
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """As of any dict, and of several of a kind the one in the middle."""
-        try:
-            return self[name]
-        except KeyError:
-            return default
-
-    def __missing__(self, kind: str) -> Learned:
-        several = [learned for name, learned in self.items() if name.partition("[")[0] == kind]
-        if not several:
-            raise KeyError(kind)
-        return sorted(several, key=lambda one: one.value)[len(several) // 2]
+    def _place(self, name: str) -> float:
+        return self[name].value
 
     def lines(self) -> dict[str, str]:
         """What was learned, in words, by the names of the knobs that it was learned of."""

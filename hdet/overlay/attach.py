@@ -87,10 +87,10 @@ def attach(
             come to go equally far beside the weights; or names with patterns on parameter names, as `{"head":
             "head.*", "norms": ("*norm*", "*bias")}`, by which the optimizer's groups are cut for each step where they
             have to be. Parameters that no pattern matches are called "others". "matrices" cuts them so that each
-            trained matrix (or filter bank, or table) is a group by its own name. By default that is so for SGD, Adam
-            and AdamW where a model has a million weights or more in at most 300 trained matrices, which are whole in
-            this process, all groups were given one rate, as a number, and neither `replicas` nor a learning rate in
-            `knobs` or `exclude` is given; else they are together.
+            matrix (or filter bank, or table) is a group by its own name. By default that is so for SGD, Adam and AdamW
+            with 2 to 300 matrices, which are whole in this process, where all groups were given one rate, as a number,
+            the schedule is known, and neither `replicas` nor a learning rate in `knobs` or `exclude` is given; else
+            they are together.
         knobs: in place of the recipe's knob of the same name, or beside them.
         exclude: names of the recipe's knobs (or one name) that are left as they are: "learning_rate", "weight_decay",
             "dropout", "label_smoothing".
@@ -146,8 +146,10 @@ def attach(
     _end_earlier(model, optimizer)
     exclude, apart = excluding(exclude), False
     if rates == "auto":
-        ours = replicas is None and not any(isinstance(knob, LearningRate) for knob in knobs)
-        apart = ours and LearningRate.kind not in exclude and matrices_by_default(model, optimizer)
+        ours = replicas is None and LearningRate.kind not in exclude
+        ours = ours and not any(isinstance(knob, LearningRate) for knob in knobs)
+        foreseen = scheduler is not None or schedule is not None  # else steps of groups cannot be compared
+        apart = ours and foreseen and matrices_by_default(model, optimizer)
         rates = "matrices" if apart else "together"
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
     if warmup_steps is None and follower is not None and follower.first > 0:
@@ -193,7 +195,7 @@ def attach(
         if not quiet:
             print(describe(choices, guard=guard, tail=tail))
             if apart and any(isinstance(knob, LearningRate) for knob in explored):
-                print('  each matrix has a learning rate of its own in a model this large; rates="together" keeps one')
+                print('  each matrix has a learning rate of its own; rates="together" keeps one')
 
         # Whichever engine is made, one record.
         kept = History.given(history)

@@ -27,8 +27,6 @@ OF_PARAMETERS = ("params", "param_names")
 """Entries of a group that hold something for each parameter."""
 OF_ONE_PART = frozenset({*OF_PARAMETERS, "lr"})
 """Entries in which parts of a group differ."""
-LARGE = 10**6
-"""Weights in trained matrices from which on a model is large: there a rate for each matrix was found to be better."""
 MOST_MATRICES = 300
 """Matrices from which on one rate is kept by default: each with its own takes the host some 30 µs a step."""
 COMPARED = (SGD, Adam, AdamW)
@@ -225,7 +223,8 @@ class SplitGroups:
         """
         if state is not None and [tuple(one) for one in state["cut"]] != self._cut:
             raise CheckpointError(
-                "the state is of a search whose rates= put other parameters together; give the same patterns to resume"
+                "the state is of a search whose rates= put other parameters together; give the same patterns to resume "
+                "or, for a rate of each matrix, the optimizer the same parameters"
             )
 
     def _parts_of(self, group: int) -> list[int]:
@@ -355,9 +354,10 @@ def by_pattern(model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> di
 
 
 def by_matrix(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """The name in the model of each trained matrix that the optimizer holds, by its id.
+    """The name in the model of each matrix that the optimizer holds, by its id.
 
-    Filters and stacks of matrices count too; what has one row, or one column, is a vector.
+    Filters and stacks of matrices count too; what has one row, or one column, is a vector. So do frozen ones: a run
+    that freezes or thaws, and is resumed, has the same groups whenever it does.
 
     Raises:
         ConfigError: there is none.
@@ -366,7 +366,7 @@ def by_matrix(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     for name, parameter in _matrices(model, optimizer):
         found.setdefault(id(parameter), name)
     if not found:
-        raise ConfigError('rates="matrices" finds no matrix that this optimizer trains; give rates="together"')
+        raise ConfigError('rates="matrices" finds no matrix that this optimizer holds; give rates="together"')
     return found
 
 
@@ -398,11 +398,11 @@ def group_names(optimizer: Optimizer) -> dict[Groups, str]:
 
 
 def matrices_by_default(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether each matrix of a model has a learning rate of its own where nobody says: a large one, of few matrices.
+    """Whether each matrix of a model has a learning rate of its own where nobody says: one of several, and not many.
 
-    It is told by what a run that is resumed has as well, if it trains the same parameters. Rates that are not alike,
-    which somebody has thought of, or that are tensors, parameters that are sharded, names that cannot be a knob's, and
-    optimizers other than `COMPARED` keep one factor.
+    It is told by what a run that is resumed has as well. Rates that are not alike, which somebody has thought of, or
+    that are tensors, parameters that are sharded, names that cannot be a knob's, and optimizers other than `COMPARED`
+    keep one factor.
     """
     given = [(group["lr"], group.get("initial_lr")) for group in optimizer.param_groups]
     if type(optimizer) not in COMPARED or any(isinstance(rate, Tensor) for rate, _ in given) or len(set(given)) > 1:
@@ -412,16 +412,16 @@ def matrices_by_default(model: nn.Module, optimizer: Optimizer) -> bool:
         return False
     matrices = {id(parameter): parameter for _, parameter in named}.values()
     whole = all(tensors.local(parameter) is parameter for parameter in matrices)
-    return whole and len(matrices) <= MOST_MATRICES and sum(one.numel() for one in matrices) >= LARGE
+    return whole and 2 <= len(matrices) <= MOST_MATRICES
 
 
 def _matrices(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """The trained matrices that an optimizer holds, each by every name that it has."""
+    """The matrices that an optimizer holds, each by every name that it has."""
     held = _held(optimizer)
     return [
         (name, parameter)
         for name, parameter in _parameters(model)
-        if id(parameter) in held and parameter.requires_grad and spectral_gain(parameter) > 0.0
+        if id(parameter) in held and spectral_gain(parameter) > 0.0
     ]
 
 

@@ -42,8 +42,6 @@ CAUTION = 4.0
 MOST, ENTERED = 0.5, 0.1
 """Networks of which more than `MOST` is dropped may learn nothing at all, and then nothing tells why. They are entered
 with `ENTERED`."""
-MOST_LINES = 3
-"""Groups' learning rates that are told each for itself where the same is said of all."""
 RATE_OF = "learning rate of group "
 ALIKE_FIRST = 0.5
 ALIKE_AGAIN = (0.2,)
@@ -520,7 +518,7 @@ def describe(
     lines = ["hdet explores, without any replica diverging:"]
     for (explored, reason, rates), alike in groupby(choices, key=_alike):
         subjects = [choice.subject for choice in alike]
-        if rates and len(subjects) > MOST_LINES:
+        if rates and len(subjects) > 1:
             first, last = (subject.removeprefix(RATE_OF) for subject in (subjects[0], subjects[-1]))
             subjects = [f"learning rates of {len(subjects)} groups, {first} to {last}"]
         lines += [f"  {'+' if explored else '-'} {subject}: {reason}" for subject in subjects]

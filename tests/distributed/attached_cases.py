@@ -166,11 +166,11 @@ def held(name: str, parts: int, quiet: bool, normed: bool, chained: bool = False
     return {"same": same, "history": measured}
 
 
-def learned(name: str, parts: int, quiet: bool) -> Found:
+def learned(name: str, parts: int, quiet: bool, rates: str = "auto") -> Found:
     """The recipe, dropout included where gradients are seen whole."""
     model = WRAPS[name](network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
-    search = attach(model, optimizer, micro_batches=parts)
+    search = attach(model, optimizer, micro_batches=parts, rates=rates)
     loop(model, optimizer, search, parts, quiet, alike=name == "tensor parallel")
     return {"history": told(search), "weights": ends(model, optimizer), "replicas": search.engine.size}
 

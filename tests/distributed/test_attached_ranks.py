@@ -167,7 +167,7 @@ def test_a_large_model_in_parts_keeps_one_rate() -> None:
 
 
 def test_it_is_the_explicit_loop_on_ranks_bit_for_bit(assert_same: Any) -> None:
-    [own, _] = launch(attached.learned, 2, "ddp", 1, False)
+    [own, _] = launch(attached.learned, 2, "ddp", 1, False, "together")
     [written, _] = launch(attached.explicit, 2)
     assert own["history"] == written["history"]
     assert_same(own["weights"], written["weights"])

@@ -109,7 +109,7 @@ def test_the_recipe_is_the_explicit_loops_bit_for_bit(parts: int, assert_same: A
     seeded()
     other = network()
     own = plain_adamw(other)
-    search = hdet.attach(other, own, **options)  # type: ignore[arg-type]
+    search = hdet.attach(other, own, rates="together", **options)  # type: ignore[arg-type]
     loop(other, own, search=search, parts=lambda step: parts)
     assert_same(model.state_dict(), other.state_dict())
     assert_same(optimizer.state_dict()["state"], own.state_dict()["state"])
@@ -144,9 +144,8 @@ def test_beside_a_scheduler_it_is_the_engine_with_that_schedule(name: str, asser
     other = network()
     own = plain_adamw(other)
     scheduler = SCHEDULERS[name](own)
-    search = hdet.attach(
-        other, own, total_steps=STEPS, probe=probe(), quiet=True, window=5, scheduler=scheduler, micro_batches=1
-    )
+    given: dict[str, Any] = {"rates": "together", "scheduler": scheduler, "micro_batches": 1}
+    search = hdet.attach(other, own, total_steps=STEPS, probe=probe(), quiet=True, window=5, **given)
     loop(other, own, scheduler, search)
     assert told(engine.history) == told(search.history)
     assert_same(model.state_dict(), other.state_dict())
@@ -319,7 +318,7 @@ def test_without_forward_knobs_a_loop_in_eval_mode_is_explored() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert search.finished
-    assert any(record.estimates["learning_rate"] for record in search.history)
+    assert any(record.estimates["learning_rate[others]"] for record in search.history)
 
 
 def test_the_gradient_is_taken_before_it_is_clipped() -> None:
@@ -356,7 +355,7 @@ def test_a_second_backward_of_a_pass_leaves_the_step_out() -> None:
         optimizer.zero_grad()
     [record] = search.history
     assert record.estimates["dropout"]["stderr"] == float("inf")
-    assert record.estimates["learning_rate"]["stderr"] > 0
+    assert record.estimates["learning_rate[others]"]["stderr"] > 0
 
 
 def test_passes_that_led_to_no_step_are_dropped() -> None:

@@ -288,7 +288,7 @@ def test_of_two_adversaries_the_one_that_is_looked_through_is_told() -> None:
     assert judge_window.estimates["dropout"]["stderr"] == float("inf")
     assert all(search.finished for search in searches)
     for record in (maker_window, judge_window):
-        assert 0.0 < record.estimates["learning_rate"]["stderr"] < float("inf")
+        assert 0.0 < record.estimates["learning_rate[0.weight]"]["stderr"] < float("inf")
 
 
 def test_an_optimizer_that_the_loop_does_not_step_is_noticed() -> None:

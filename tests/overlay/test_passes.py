@@ -110,7 +110,7 @@ class Attached:
         torch.manual_seed(7)
         self.model = make()
         self.optimizer = adamw(self.model)
-        self.search = hdet.attach(self.model, self.optimizer, **{**OPTIONS, **more})
+        self.search = hdet.attach(self.model, self.optimizer, **{**OPTIONS, "rates": "together", **more})
 
     def backward(self, compute: Callable[[nn.Module, Given], Tensor], given: Given) -> None:
         (self.search.loss(compute(self.model, given)) / PARTS).backward()
