@@ -3,9 +3,10 @@
     python benchmarks/attached.py [--quick]
 
 A network of 433 parameters, so that a step is calls and no arithmetic; the recipe's rates and decay (`Line`,
-`Analytic`) over windows that do not end. The three loops take steps in turns, in random order. Printed: how many
-Python functions and operators a step calls, which is the same on any machine; medians over steps of the CPU time of
-one, and of the difference to the step without hdet in the same turn, with its quartiles.
+`Analytic`) over windows that do not end; one rate, and one for each of two matrices and for the rest. The loops take
+steps in turns, in random order. Printed: how many Python functions and operators a step calls, which is the same on any
+machine; medians over steps of the CPU time of one, and of the difference to the step without hdet in the same turn,
+with its quartiles.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,9 +73,10 @@ def explicit() -> Step:
     return step
 
 
-def attached() -> Step:
+def attached(rates: Any) -> Step:
     model, optimizer = network()
-    search = hdet.attach(model, optimizer, total_steps=LONG, window=LONG // 20, probe=PROBE, quiet=True)
+    options: dict[str, Any] = {"total_steps": LONG, "window": LONG // 20, "quiet": True}
+    search = hdet.attach(model, optimizer, probe=PROBE, rates=rates, **options)
 
     def step() -> None:
         search.loss(loss_of(model, BATCH)).backward()
@@ -82,7 +86,12 @@ def attached() -> Step:
     return step
 
 
-LOOPS: dict[str, Callable[[], Step]] = {"without hdet": plain, "hdet.Engine": explicit, "hdet.attach": attached}
+LOOPS: dict[str, Callable[[], Step]] = {
+    "without hdet": plain,
+    "hdet.Engine": explicit,
+    "hdet.attach, one rate": partial(attached, "together"),
+    "hdet.attach, three": partial(attached, "matrices"),
+}
 
 
 def calls(step: Step, count: int = 20) -> float:
@@ -109,13 +118,13 @@ def main() -> None:
             step()
             if number >= 20:
                 spent[name].append((time.thread_time() - began) * 1e6)
-    print(f"{'a step':<16}{'calls':>10}{'us':>10}{'more than without':>20}{'quartiles':>20}")
+    print(f"{'a step':<24}{'calls':>10}{'us':>10}{'more than without':>20}{'quartiles':>20}")
     for name, own in spent.items():
         more = [a - b for a, b in zip(own, spent["without hdet"], strict=True)]
         low, middle, high = statistics.quantiles(more, n=4)
         spread = f"{low:.0f} to {high:.0f}"
         called = calls(steps[name])
-        print(f"{name:<16}{called:>10.0f}{statistics.median(own):>10.0f}{middle:>20.0f}{spread:>20}")
+        print(f"{name:<24}{called:>10.0f}{statistics.median(own):>10.0f}{middle:>20.0f}{spread:>20}")
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ class SplitGroups:
         count, kept = len(self._wholes), set(kept_in_groups(self._optimizer))
         self._wholes, added = self._list[:count], self._list[count:]
         written = [
-            _written_since(whole, known, {key for key in whole if (index, key) in kept})
+            _written_since(whole, known, {key for key in whole if (index, key) in kept} if kept else ())
             for index, (whole, known) in enumerate(zip(self._wholes, self._known, strict=True))
         ]
         for owner, part in zip(self.owners, self._parts, strict=True):
@@ -187,12 +187,12 @@ class SplitGroups:
         kept = set(kept_in_groups(self._optimizer))
         self._known = []
         for index, (whole, part) in enumerate(zip(self._wholes, self._parts, strict=False)):
-            changed = {
-                key
-                for key, entry in part.items()
-                if (index, key) not in kept and isinstance(entry, PLAIN) and whole.get(key) != entry
-            }
-            for key in part:
+            changed = set()
+            for key, entry in part.items():
+                if whole.get(key, _ABSENT) is entry and not isinstance(entry, Tensor):
+                    continue
+                if (index, key) not in kept and isinstance(entry, PLAIN) and whole.get(key) != entry:
+                    changed.add(key)
                 _pass_on(whole, key, part)
             self._known.append({key: (entry, _version(entry)) for key, entry in whole.items() if key not in changed})
         self._optimizer.param_groups = self._list
@@ -286,9 +286,11 @@ def _written_since(whole: Group, known: Mapping[str, tuple[Any, int]], kept: Col
 
 def _same(entry: Any, known: Any, version: int) -> bool:
     """Whether an entry is the known one, or one like it that was loaded in its place."""
-    if entry is known or not isinstance(known, Tensor):
-        same = version == _version(entry)
-        return same and (entry is known or (isinstance(entry, PLAIN) and type(entry) is type(known) and entry == known))
+    if not isinstance(known, Tensor):
+        alike = entry is known or (isinstance(entry, PLAIN) and type(entry) is type(known) and entry == known)
+        return alike and version == 0
+    if entry is known:
+        return version == _version(entry)
     alike = isinstance(entry, Tensor) and version == _version(known) and entry.dtype == known.dtype
     return alike and entry.shape == known.shape and torch.equal(entry, known.to(entry.device))
 
