@@ -54,7 +54,7 @@ def test_saved_and_loaded_by_accelerate_it_is_the_same_run(tmp_path: Path, asser
     found = cases.resumed(tmp_path)
     assert_same(found["again"], found["left"])
     assert found["shifts"][0] == found["shifts"][1]
-    assert found["shifts"][0]["learning_rate"] != 1.0
+    assert found["shifts"][0]["learning_rate[others]"] != 1.0
 
 
 def test_two_processes_whose_scheduler_steps_twice_in_ddp_and_sharded(assert_same: Any) -> None:

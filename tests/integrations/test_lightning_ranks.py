@@ -20,7 +20,7 @@ def test_ranks_agree_and_a_resume_is_the_same_run(tmp_path: Path, assert_same: A
     assert found[0]["replicas"] == 4  # 2 ranks of 2 micro-batches
     assert found[0]["factors"] == found[1]["factors"]
     assert found[0]["factors"] == found[0]["factors again"]
-    assert found[0]["factors"]["learning_rate"] != 1.0
+    assert found[0]["factors"]["learning_rate[others]"] != 1.0
     assert_same(found[0]["states"], found[1]["states"])
     for each in found:
         assert_same(each["resumed"], each["states"])
