@@ -119,12 +119,12 @@ def test_a_schedule_that_has_fallen_ends_the_warm_up_for_good(part: OfBeginning)
 
 def test_a_first_window_whose_slope_nobody_knows_tells_of_the_weights_all_the_same() -> None:
     calibrate = Calibrate()
-    unknown = replace(Estimate.nothing(), averaged=Estimate.nothing(), step_size=3.0, excess=1.0)
+    unknown = replace(Estimate.nothing(), averaged=Estimate.nothing(), step_size=1.5, excess=1.0)
     begun = calibrate.judge(calibrate.start(), unknown, RISING)
     assert (begun.move, begun.rule) == (0.0, "")
-    more = replace(AHEAD, slope=-0.3, step_size=3.0)
+    more = replace(AHEAD, slope=-0.3, step_size=1.5)
     judged = calibrate.judge(begun.state, more, RISING)
-    assert (judged.move, judged.veto) == (pytest.approx(math.log(4.0 / 3.0)), "large_steps")
+    assert (judged.move, judged.veto) == (pytest.approx(math.log(2.0 / 1.5)), "large_steps")
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_a_first_window_whose_slope_nobody_knows_tells_of_the_weights_all_the_sa
         (9.0, 0.0, 0.0),
         (9.0, 0.5, 0.0),
         (8.1, -0.4, 0.0),
-        (3.9, -1.4, math.log(4.0 / 3.9)),
-        (3.0, -math.log(4.001), math.log(4.0 / 3.0)),
+        (1.95, -1.9, math.log(2.0 / 1.95)),
+        (1.5, -math.log(8.001), math.log(2.0 / 1.5)),
     ],
 )
 def test_the_schedule_as_given_is_within_reach_unless_its_steps_are_huge(
@@ -147,7 +147,7 @@ def test_the_schedule_as_given_is_within_reach_unless_its_steps_are_huge(
     assert LargeSteps().allow(0.6, BEGUN, more, replace(RISING, shift=shift)) == pytest.approx(left)
 
 
-@pytest.mark.parametrize(("size", "left"), [(0.5, 0.6), (3.0, math.log(4.0 / 3.0)), (4.0, 0.0), (9.0, 0.0)])
+@pytest.mark.parametrize(("size", "left"), [(0.5, 0.6), (1.5, math.log(2.0 / 1.5)), (2.0, 0.0), (9.0, 0.0)])
 def test_a_rate_is_raised_no_further_than_to_where_its_steps_are_large(size: float, left: float) -> None:
     more = replace(LESS, slope=-0.3, step_size=size)
     assert LargeSteps().allow(0.6, BEGUN, more, RISING) == pytest.approx(left)
@@ -165,9 +165,9 @@ def test_where_steps_are_not_known_to_be_large_none_is_held_back(
 
 
 def test_calibrate_raises_to_where_steps_are_large_and_later_as_evidence_asks() -> None:
-    first = replace(AHEAD, slope=-0.3, excess=1.0, step_size=3.0)
+    first = replace(AHEAD, slope=-0.3, excess=1.0, step_size=1.5)
     judged = Calibrate().judge(Calibrate().start(), first, RISING)
-    assert (judged.move, judged.rule, judged.veto) == (pytest.approx(math.log(4.0 / 3.0)), "look_ahead", "large_steps")
+    assert (judged.move, judged.rule, judged.veto) == (pytest.approx(math.log(2.0 / 1.5)), "look_ahead", "large_steps")
     over = replace(first, excess=None, step_size=None, offset=0.0, averaged=Estimate(slope=0.0, stderr=0.1))
     assert Calibrate().judge(judged.state, over, replace(RISING, warming=False)).move > 0.29
 
@@ -437,9 +437,9 @@ def test_a_new_start_goes_on_below_large_steps() -> None:
     assert move < 0.0
     nothing = Estimate(slope=0.0, stderr=0.1, step_size=2.0, averaged=Estimate(slope=0.0, stderr=0.1))
     assert calibrate.judge(state, nothing, given).move == 0.0
-    more = replace(nothing, slope=-1.0, step_size=3.9)
+    more = replace(nothing, slope=-1.0, step_size=1.95)
     judged = calibrate.judge(state, more, given)
-    assert (judged.move, judged.veto) == (pytest.approx(math.log(4.0 / 3.9)), "large_steps")
+    assert (judged.move, judged.veto) == (pytest.approx(math.log(2.0 / 1.95)), "large_steps")
 
 
 @pytest.mark.parametrize(("size", "shift", "move"), [(12.1, 0.0, None), (3.0, -1.4, None), (3.0, -1.38, 0.25)])

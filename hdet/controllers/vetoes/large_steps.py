@@ -25,16 +25,16 @@ class LargeSteps(OfBeginning, Veto):
 
     Args:
         large: `step_size` from which steps are large; 0 holds nothing back. At the best rates of 13 tasks by AdamW, of
-            untrained models, it is 0.13 to 3.7.
+            untrained models, it is 0.13 to 3.7, and evidence may go there once the warm-up is over.
         huge: `step_size` of the schedule as given above which it is not within reach; 0 leaves all within reach.
 
-    >>> veto, more = LargeSteps(), Estimate(slope=-0.3, stderr=0.1, step_size=2.0)
+    >>> veto, more = LargeSteps(), Estimate(slope=-0.3, stderr=0.1, step_size=1.0)
     >>> begun = veto.begin(veto.start(), Estimate(slope=0.0, excess=1.0))
     >>> round(veto.allow(1.0, begun, more, Context()), 3)  # to twice of it
     0.693
     """
 
-    large: float = Field(default=4.0, ge=0, le=1000)
+    large: float = Field(default=2.0, ge=0, le=1000)
     huge: float = Field(default=HUGE, ge=0, le=1000)
 
     def retreat(self, state: Beginning, context: Context) -> Beginning:
