@@ -44,6 +44,7 @@ BEST = {
     "point_sets": Setting(0.004, 0.03, 0.0),
     "operator": Setting(0.004, 0.03, 0.0),
     "text_small": Setting(0.016, 0.1, 0.0),
+    "text_tiny": Setting(0.01, 0.1, 0.0),
     "text_recurrent": Setting(0.032, 0.1, 0.0),
     "text_momentum": Setting(0.32, 1e-4, 0.0),
     "text_repeated": Setting(0.002, 1.0, 0.1),

@@ -53,22 +53,27 @@ TABLES: dict[str, Ruled] = {"learning_rate": ALONG_A_LINE, "weight_decay": Regul
 PARTS = [f"{knob}: {part.kind}" for knob, table in TABLES.items() for part in table.parts]
 AND = " and "
 FALL, LIMIT, MISLED = "learning_rate: fall", "learning_rate: return's limit", "learning_rate: catch_up's misled_to"
-TINIEST = "learning_rate: catch_up's tiny"
+TINIEST, LARGEST = "learning_rate: catch_up's tiny", "learning_rate: large_steps from twice the weights on"
 PROOF = "learning_rate: lower's proof in fine-tuning"
 NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
     LIMIT: ("return", {"small": 0.0}),
     MISLED: ("catch_up", {"misled_to": 0.0}),
     TINIEST: ("catch_up", {"tiny": 0.03}),
+    LARGEST: ("large_steps", {"large": 4.0}),
     PROOF: ("lower", {"pretrained_significance": 3.0}),
 }
-"""Rules that stay, and the numbers that leave out a part of what they do."""
+"""Rules and vetoes that stay, and the numbers that leave out a part of what they do."""
 DROPOUT = {
     "dropout: margin in fine-tuning": ("margin", two_levels.MARGIN),
     "dropout: entered far below a half": ("entered", recommended.MOST),
     "dropout: to 0 from near it in fine-tuning": ("reach", 0.0),
 }
 """What is decided of dropout, and which of a contender's numbers leaves it out."""
-SAID_BY = {MISLED: "learning_rate: catch_up", TINIEST: "learning_rate: catch_up"}
+SAID_BY = {
+    MISLED: "learning_rate: catch_up",
+    TINIEST: "learning_rate: catch_up",
+    LARGEST: "learning_rate: large_steps",
+}
 """Without these numbers a rule asks for less, so where it was silent, they had no say."""
 ANY_RUN = {FALL, LIMIT, PROOF, *DROPOUT}
 """They ask for no move of their own, and may have a say in any run."""
@@ -132,8 +137,11 @@ class Without(Altered):
             table = self.tables[owner]
             if part in NUMBERS:
                 changed_kind, numbers = NUMBERS[part]
-                rules = [rule.replace(**numbers) if rule.kind == changed_kind else rule for rule in table.rules]
-                self.tables[owner] = table.replace(rules=tuple(rules))
+                changed = {
+                    field: tuple(one.replace(**numbers) if one.kind == changed_kind else one for one in own)
+                    for field, own in {"rules": table.rules, "vetoes": table.vetoes}.items()
+                }
+                self.tables[owner] = table.replace(**changed)
             else:
                 self.tables[owner] = table.without(kind)
 
