@@ -279,7 +279,9 @@ class History:
             self._rely_on_file()
 
     def bases(self, knob: str) -> NDArray[np.float64]:
-        """[windows, 2]: the step a window stopped at, and the knob's base there (`ByKnob`).
+        """[windows, 2]: the step a window stopped at, and the knob's base there.
+
+        Of several knobs of a kind, the kind alone gives the middle base, which may be another knob's in each window.
 
         Raises:
             HdetError: no such knob in this history.

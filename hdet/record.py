@@ -44,27 +44,29 @@ V = TypeVar("V")
 class ByKnob(dict[str, V]):
     """Something of each knob, by its name.
 
-    Of several of a kind, as `learning_rate[head]`, the kind's name in brackets, `learning_rate`, gives that of the one
-    in the middle. It is no key: `"learning_rate" in bases` is false.
+    Of several of a kind, as `learning_rate[head]`, the name of the kind alone, `learning_rate`, gives what is told of
+    the one in the middle, if anything is. It is no key: `"learning_rate" in bases` is false.
 
     Args:
         entries: by name.
-        order: by name the number that tells which is in the middle.
+        order: by the name of every knob, the number that tells which is in the middle.
 
     >>> bases = {"learning_rate[a]": 0.1, "learning_rate[b]": 0.3, "learning_rate[c]": 0.2}
     >>> ByKnob(bases, bases)["learning_rate"]
     0.2
+    >>> ByKnob({"learning_rate[a]": "raise"}, bases).get("learning_rate")
     """
 
     def __init__(self, entries: Any = (), order: Mapping[str, float] | None = None) -> None:
         super().__init__(entries)
-        self._order = order or {}
+        self._order = order
 
     def __missing__(self, kind: str) -> V:
-        several = [name for name in self if name.partition("[")[0] == kind]
-        if not several:
-            raise KeyError(kind)
-        return self[sorted(several, key=self._place)[len(several) // 2]]
+        known = self._places()
+        several = [] if kind in known else [name for name in known if name.partition("[")[0] == kind]
+        if several and (middle := sorted(several, key=known.__getitem__)[len(several) // 2]) in self:
+            return self[middle]
+        raise KeyError(kind)
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of any dict, and as by `[]` of several of a kind."""
@@ -73,8 +75,9 @@ class ByKnob(dict[str, V]):
         except KeyError:
             return default
 
-    def _place(self, name: str) -> float:
-        return self._order.get(name, 0.0)
+    def _places(self) -> Mapping[str, Any]:
+        """By the name of every knob, what tells which is in the middle."""
+        return self if self._order is None else self._order
 
 
 @dataclass(frozen=True)
@@ -148,8 +151,13 @@ class WindowRecord:
     tail: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("bases", *BY_KNOB):
+        object.__setattr__(self, "bases", ByKnob(self.bases))
+        for name in BY_KNOB:
             object.__setattr__(self, name, ByKnob(getattr(self, name), self.bases))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()  # an earlier version has pickled plain dicts
 
     @property
     def loss(self) -> float:

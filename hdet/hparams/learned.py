@@ -60,8 +60,8 @@ class Shifts(ByKnob[Learned]):
         width = max(map(len, lines), default=0)
         return "\n".join(f"{names:<{width}}  {told}" for names, told in lines.items())
 
-    def _place(self, name: str) -> float:
-        return self[name].value
+    def _places(self) -> dict[str, float]:
+        return {name: learned.value for name, learned in self.items()}
 
     def lines(self) -> dict[str, str]:
         """What was learned, in words, by the names of the knobs that it was learned of."""

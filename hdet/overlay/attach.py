@@ -88,9 +88,9 @@ def attach(
             "head.*", "norms": ("*norm*", "*bias")}`, by which the optimizer's groups are cut for each step where they
             have to be. Parameters that no pattern matches are called "others". "matrices" cuts them so that each
             matrix (or filter bank, or table) is a group by its own name. By default that is so for SGD, Adam and AdamW
-            with 2 to 300 matrices, which are whole in this process, where all groups were given one rate, as a number,
-            the schedule is known, and neither `replicas` nor a learning rate in `knobs` or `exclude` is given; else
-            they are together.
+            with 2 to 300 matrices, whole in this process and not mostly frozen, where all groups were given one rate,
+            as a number, the schedule is known, and neither `replicas` nor a learning rate in `knobs` or `exclude` is
+            given; else they are together.
         knobs: in place of the recipe's knob of the same name, or beside them.
         exclude: names of the recipe's knobs (or one name) that are left as they are: "learning_rate", "weight_decay",
             "dropout", "label_smoothing".

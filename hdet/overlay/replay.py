@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hdet.engine.admission import declared
 from hdet.errors import ConfigError
 from hdet.hparams import Knob, LearningRate, Replay
-from hdet.overlay.split_groups import OTHERS, Patterns, SplitGroups, by_name, by_pattern, group_names
+from hdet.overlay.attach import searched
+from hdet.overlay.split_groups import (
+    OTHERS,
+    Patterns,
+    SplitGroups,
+    by_name,
+    by_pattern,
+    group_names,
+    refuse_other_matrices,
+)
 from hdet.record import WindowRecord, knobs_of
 from hdet.spec import some
 
@@ -25,7 +36,8 @@ class ReplayLR(LRScheduler):
 
     Where the search had several learning rates, `learning_rate[head]` and the like, one that is asked for without a
     group stands for all of them. If they are not those of the optimizer's groups, these are cut, for good: each
-    matrix that had a rate of its own is a group by itself. Make the scheduler before the optimizer's state is loaded.
+    matrix that had a rate of its own is a group by itself. Make this scheduler before any other of the optimizer's, and
+    before the optimizer's state is loaded.
 
     Args:
         optimizer: with the groups that the search's had; their rates keep their ratios.
@@ -71,12 +83,15 @@ class ReplayLR(LRScheduler):
         homeless = [knob.label for knob in knobs if model is None and knob.acts_on == "forward"]
         if homeless:
             raise ConfigError(f"{', '.join(homeless)}: such knobs live in the model; give model= too")
+        declared("rates", rates, Mapping, type(None))
         windows = list(history)
-        knobs = _each(knobs, knobs_of(windows), optimizer, model, rates)
-        self.courses = {knob.label: Replay.of(windows, knob.label, total_steps) for knob in knobs}
-        place = model if model is not None else nn.Module()
-        self._bindings = {knob.label: knob.bind(place, optimizer) for knob in knobs}
-        super().__init__(optimizer)
+        with ExitStack() as undo:
+            knobs = _each(knobs, knobs_of(windows), optimizer, model, rates, undo)
+            self.courses = {knob.label: Replay.of(windows, knob.label, total_steps) for knob in knobs}
+            place = model if model is not None else nn.Module()
+            self._bindings = {knob.label: knob.bind(place, optimizer) for knob in knobs}
+            super().__init__(optimizer)
+            undo.pop_all()
 
     def get_lr(self) -> list[float | Tensor]:
         """The rates of the groups at the step that `last_epoch` counts to; puts the other knobs in force too."""
@@ -95,7 +110,12 @@ class ReplayLR(LRScheduler):
 
 
 def _each(
-    knobs: Sequence[Knob], held: Sequence[str], optimizer: Optimizer, model: nn.Module | None, rates: Patterns | None
+    knobs: Sequence[Knob],
+    held: Sequence[str],
+    optimizer: Optimizer,
+    model: nn.Module | None,
+    rates: Patterns | None,
+    undo: ExitStack,
 ) -> list[Knob]:
     """The knobs, and in place of one learning rate those of several groups where these are what a history holds.
 
@@ -103,29 +123,44 @@ def _each(
         ConfigError: the optimizer has other groups, and cannot be cut as the search's was.
     """
     asked = next((k for k in knobs if isinstance(k, LearningRate) and k.groups is None and k.label not in held), None)
-    if asked is None:
-        return list(knobs)
-    prefix = f"{asked.label}["
-    names = [name.removeprefix(prefix)[:-1] for name in held if name.startswith(prefix)]
-    if not names:
+    prefix = f"{asked.label}[" if asked is not None else ""
+    names = [name.removeprefix(prefix)[:-1] for name in held if prefix and name.startswith(prefix)]
+    if asked is None or not names:
+        if rates is not None:
+            raise ConfigError("rates= says which parameters have which of several learning rates, and one is replayed")
         return list(knobs)
     split = None
     places = {name: index for index, name in group_names(optimizer).items()}
     if rates is not None or places.keys() != set(names):
-        if model is None:
-            raise ConfigError(
-                f"the history has the learning rates of {some(names)}, and no groups of this optimizer are called so; "
-                f"give ReplayLR model= too, whose parameters are"
-            )
-        found = by_pattern(model, optimizer, rates) if rates else by_name(model, optimizer, set(names) - {OTHERS})
-        split = SplitGroups(optimizer, found)
-        places = {name: tuple(indices) for name, indices in split.indices.items()}
-        if places.keys() != set(names):
-            raise ConfigError(
-                f"the history has the learning rates of {some(names)}, and this optimizer's parameters would be cut "
-                f"into {some(list(places))}; give it those that the search's had, and rates= as hdet.attach had it"
-            )
+        split = _cut(optimizer, names, model, rates)
+        undo.callback(split.take_out)
         split.put_in()
+        places = {name: tuple(indices) for name, indices in split.indices.items()}
     own = [asked.replace(groups=places[name], name=f"{prefix}{name}]") for name in names]
     others = [knob if split is None else split.follow(knob) for knob in knobs if knob is not asked]
     return [*own, *others]
+
+
+def _cut(optimizer: Optimizer, names: Sequence[str], model: nn.Module | None, rates: Patterns | None) -> SplitGroups:
+    """The optimizer's groups, to be cut as those of the search were, whose learning rates have these names."""
+    if model is None:
+        raise ConfigError(
+            f"the history has the learning rates of {some(names)}, and no groups of this optimizer are called so; "
+            f"give ReplayLR model= too, whose parameters are"
+        )
+    if searched(optimizer):
+        raise ConfigError(
+            "a search is attached to this optimizer, and would not know the groups that a replay cuts; detach it first"
+        )
+    if rates is not None:
+        found = by_pattern(model, optimizer, rates)
+    else:
+        found = by_name(model, optimizer, set(names) - {OTHERS})
+        refuse_other_matrices(model, optimizer, found)
+    split = SplitGroups(optimizer, found)
+    if split.indices.keys() != set(names):
+        raise ConfigError(
+            f"the history has the learning rates of {some(names)}, and this optimizer's parameters would be cut into "
+            f"{some(list(split.indices))}; give it those that the search's had, and the search's patterns"
+        )
+    return split

@@ -386,10 +386,24 @@ def by_name(model: nn.Module, optimizer: Optimizer, names: Collection[str]) -> d
     lacking = sorted(set(names) - set(found.values()))
     if lacking:
         raise MatchError(
-            f"the optimizer holds no parameter called {some(lacking)}; of groups that were made by patterns, give the "
-            f"patterns: rates="
+            f"the optimizer holds no parameter called {some(lacking)}; give it all that the search's had, and of "
+            f"groups that were made by patterns the patterns: rates="
         )
     return found
+
+
+def refuse_other_matrices(model: nn.Module, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    """Every matrix that is trained has one of some names.
+
+    Raises:
+        MatchError: one has none, and would be trained as the vectors are.
+    """
+    others = [name for name, own in _matrices(model, optimizer) if own.requires_grad and id(own) not in names]
+    if others:
+        raise MatchError(
+            f"the search had no learning rate of the matrices {some(others)}, which are trained here; give the model "
+            f"and the optimizer that the search had, and of groups that were made by patterns the patterns: rates="
+        )
 
 
 def group_names(optimizer: Optimizer) -> dict[Groups, str]:
@@ -403,8 +417,8 @@ def matrices_by_default(model: nn.Module, optimizer: Optimizer) -> bool:
     """Whether each matrix of a model has a learning rate of its own where nobody says: one of several, and not many.
 
     It is told by what a run that is resumed has as well. Rates that are not alike, which somebody has thought of, or
-    that are tensors, parameters that are sharded, names that cannot be a knob's, and optimizers other than `COMPARED`
-    keep one factor.
+    that are tensors, parameters that are sharded or mostly frozen, names that cannot be a knob's, and optimizers other
+    than `COMPARED` keep one factor.
     """
     given = [(group["lr"], group.get("initial_lr")) for group in optimizer.param_groups]
     if type(optimizer) not in COMPARED or any(isinstance(rate, Tensor) for rate, _ in given) or len(set(given)) > 1:
@@ -414,7 +428,8 @@ def matrices_by_default(model: nn.Module, optimizer: Optimizer) -> bool:
         return False
     matrices = {id(parameter): parameter for _, parameter in named}.values()
     whole = all(tensors.local(parameter) is parameter for parameter in matrices)
-    return whole and 2 <= len(matrices) <= MOST_MATRICES
+    trained = sum(parameter.requires_grad for parameter in matrices)
+    return whole and 2 <= len(matrices) <= min(MOST_MATRICES, 2 * trained)
 
 
 def _matrices(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:

@@ -63,6 +63,8 @@ def test_each_matrix_has_a_rate_where_nobody_says(kind: type[torch.optim.Optimiz
     assert rates_of(model, kind(model.parameters(), lr=1e-3), rates="together") == ["learning_rate"]
     model[1].requires_grad_(False)
     assert rates_of(model, kind(model.parameters(), lr=1e-3)) == each, "it may be thawed later"
+    base = nn.Sequential(model, nn.Linear(4, 4).requires_grad_(False))
+    assert rates_of(base, kind(base.parameters(), lr=1e-3)) == ["learning_rate"], "most are frozen"
 
 
 def test_one_rate_is_kept_where_more_are_not_known_to_be_good() -> None:

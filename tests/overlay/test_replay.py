@@ -280,19 +280,59 @@ def several(*names: str) -> list[WindowRecord]:
     ("names", "model", "rates", "said"),
     [
         (("0.weight", "others"), False, None, "no groups of this optimizer are called so; give ReplayLR model="),
-        (("first", "last"), True, None, "holds no parameter called 'first', 'last'; of groups that were made by patt"),
+        (("first", "last"), True, None, "the optimizer holds no parameter called 'first', 'last'; give it all that"),
+        (("0.weight", "others"), True, None, "the search had no learning rate of the matrices '3.weight', which are"),
+        (("0.weight", "3.weight"), True, "matrices", "rates must be of type Mapping"),
+        (("first", "last"), True, {}, "names no group"),
         (("0.weight", "3.weight"), True, None, "would be cut into '0.weight', '3.weight', 'others'"),
         (("first", "last"), True, {"first": "0.*"}, "would be cut into 'first', 'others'"),
     ],
 )
-def test_other_groups_than_the_searchs_are_refused(
-    names: tuple[str, ...], model: bool, rates: dict[str, str] | None, said: str
-) -> None:
+def test_other_groups_than_the_searchs_are_refused(names: tuple[str, ...], model: bool, rates: Any, said: str) -> None:
     own = network()
     optimizer = optimizer_of(own)
     with pytest.raises(HdetError, match=said):
         hdet.ReplayLR(optimizer, several(*names), model=own if model else None, rates=rates)
     assert len(optimizer.param_groups) == 1
+
+
+def test_what_fails_after_groups_were_cut_leaves_them_whole() -> None:
+    model = network()
+    optimizer = optimizer_of(model)
+    windows = several("0.weight", "3.weight", "others")
+    with pytest.raises(ConfigError, match="has no knob 'weight_decay'"):
+        hdet.ReplayLR(optimizer, windows, [hdet.LearningRate(), hdet.WeightDecay()], model=model)
+    assert len(optimizer.param_groups) == 1
+    hdet.ReplayLR(optimizer, windows, model=model)
+    assert len(optimizer.param_groups) == 3
+
+
+def test_patterns_that_nothing_asks_for_are_refused(searched: tuple[Path, list[Held]]) -> None:
+    model = network()
+    with pytest.raises(ConfigError, match="which parameters have which of several learning rates, and one is replayed"):
+        hdet.ReplayLR(optimizer_of(model), hdet.History(searched[0]), model=model, rates={"first": "0.*"})
+
+
+def test_groups_that_a_search_has_cut_are_not_cut_again() -> None:
+    model = network()
+    optimizer = optimizer_of(model)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True)
+    windows = several("0.weight", "3.weight", "others")
+    with pytest.raises(ConfigError, match="a search is attached to this optimizer, and would not know the groups"):
+        hdet.ReplayLR(optimizer, windows, model=model)
+    search.detach()
+    hdet.ReplayLR(optimizer, windows, model=model)
+
+
+def test_a_tied_matrix_and_rates_that_are_tensors_are_replayed() -> None:
+    model = nn.ModuleDict({"in": nn.Embedding(6, 4), "out": nn.Linear(4, 6)})
+    model["out"].weight = model["in"].weight
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "name": "all"}], lr=torch.tensor(1.0))
+    hdet.ReplayLR(optimizer, several("in.weight", "others"), model=model)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert all(isinstance(rate, torch.Tensor) for rate in rates)
+    assert rates[0] is not rates[1]
+    assert [float(rate) for rate in rates] == pytest.approx([0.1, 0.1])
 
 
 def test_the_one_course_of_several_rates_is_asked_for_by_its_name() -> None:
