@@ -49,7 +49,7 @@ class ByKnob(dict[str, V]):
 
     Args:
         entries: by name.
-        order: by the name of every knob, the number that tells which is in the middle.
+        order: by the name of every knob, the number that tells which is in the middle; by default the entries.
 
     >>> bases = {"learning_rate[a]": 0.1, "learning_rate[b]": 0.3, "learning_rate[c]": 0.2}
     >>> ByKnob(bases, bases)["learning_rate"]
@@ -64,7 +64,8 @@ class ByKnob(dict[str, V]):
     def __missing__(self, kind: str) -> V:
         known = self._places()
         several = [] if kind in known else [name for name in known if name.partition("[")[0] == kind]
-        if several and (middle := sorted(several, key=known.__getitem__)[len(several) // 2]) in self:
+        comparable = all(isinstance(known[name], (int, float)) for name in several)
+        if several and comparable and (middle := sorted(several, key=known.__getitem__)[len(several) // 2]) in self:
             return self[middle]
         raise KeyError(kind)
 

@@ -568,6 +568,12 @@ def test_of_several_knobs_the_kind_alone_is_the_one_in_the_middle() -> None:
     assert history.bases("learning_rate").tolist() == [[2.0, 0.2]]
 
 
+def test_a_record_as_a_dict_knows_the_middle_of_numbers() -> None:
+    told = dataclasses.asdict(of_three(estimates={"learning_rate[b]": {"t": 1.0}}))
+    assert told["bases"]["learning_rate"] == 0.2
+    assert told["estimates"].get("learning_rate") is None
+
+
 def test_a_knob_of_that_name_is_itself_whatever_else_there_is() -> None:
     record = of_three(bases={"learning_rate": 0.4, "learning_rate[b]": 0.1}, powers={"learning_rate[b]": 2.0})
     assert record.bases["learning_rate"] == 0.4

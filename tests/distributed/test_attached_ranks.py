@@ -50,9 +50,10 @@ def test_all_ranks_learn_the_same(name: str, parts: int, quiet: bool, assert_sam
     found = launch(attached.learned, 2, name, parts, quiet)
     assert found[0]["history"] == found[1]["history"]
     assert_same(found[0]["weights"], found[1]["weights"])
-    assert any(record["moves"]["learning_rate"] for record in found[0]["history"])
+    rate = "learning_rate[others]" if name == "ddp" else "learning_rate"
+    assert any(record["moves"][rate] for record in found[0]["history"])
     assert found[0]["replicas"] == (4 if name == "ddp" else 1)
-    first = found[0]["history"][0]["estimates"]["learning_rate"]
+    first = found[0]["history"][0]["estimates"][rate]
     assert first["step_size"] == pytest.approx(step_size() / 4, rel=0.1), "entered from four times below"
     assert first["excess"] == pytest.approx(0.9, abs=0.2)
 
@@ -115,9 +116,10 @@ def test_a_run_that_is_ended_where_it_was_taken_up_ends_alike_on_all_ranks(tmp_p
 
 def test_batch_statistics_of_the_ranks_do_not_pass_for_a_slope(assert_same: Any) -> None:
     (own, other), (lent, _) = launch(attached.normed, 2, False), launch(attached.normed, 2, True)
-    told = [[record["estimates"]["learning_rate"]["slope"] for record in one["history"]] for one in (own, lent)]
+    rate = "learning_rate[others]"
+    told = [[record["estimates"][rate]["slope"] for record in one["history"]] for one in (own, lent)]
     assert told[0] == pytest.approx(told[1], rel=0.2)
-    assert min(sum(record["moves"]["learning_rate"] for record in one["history"]) for one in (own, lent)) > 1.0
+    assert min(sum(record["moves"][rate] for record in one["history"]) for one in (own, lent)) > 1.0
     assert any(not torch.equal(a, b) for a, b in zip(own["statistics"], other["statistics"], strict=True))
 
 
