@@ -26,6 +26,9 @@ from hdet.errors import ConfigError
 
 __all__ = ["Spec", "register"]
 
+MOST_NAMED = 8
+"""Names in a message."""
+
 MOST_SHOWN = 100
 """Characters of what was given that a message repeats; a whole declaration that has more is left out."""
 
@@ -186,16 +189,16 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def some(names: Sequence[str], most: int = 8) -> str:
+def some(names: Sequence[str]) -> str:
     """What a message says of names that may be many: the first of them, and how many more there are.
 
     >>> some(["dropout", "learning_rate"])
     "'dropout', 'learning_rate'"
-    >>> some("abcd", most=3)
-    "'a', 'b', 'c' and 1 more"
+    >>> some("abcdefghij")
+    "'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h' and 2 more"
     """
-    shown = ", ".join(map(repr, names[:most]))
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+    shown = ", ".join(map(repr, names[:MOST_NAMED]))
+    return shown + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
 
 
 def _refuse_bool(spec: type[Spec], name: str, value: bool) -> None:

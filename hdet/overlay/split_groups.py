@@ -358,8 +358,8 @@ def by_pattern(model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> di
 def by_matrix(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """The name in the model of each matrix that the optimizer holds, by its id.
 
-    Filters and stacks of matrices count too; what has one row, or one column, is a vector. So do frozen ones: a run
-    that freezes or thaws, and is resumed, has the same groups whenever it does.
+    Filters, stacks of matrices and frozen matrices count too: a run that freezes or thaws, and is resumed, has the same
+    groups whenever it does. What has one row, or one column, is a vector.
 
     Raises:
         ConfigError: there is none.

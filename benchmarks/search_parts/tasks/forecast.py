@@ -47,12 +47,12 @@ def examples() -> dict[str, Examples]:
 class Forecaster(nn.Module):
     """Four residual causal convolutions with growing gaps, and a layer on the last step, whose weights begin at 0."""
 
-    def __init__(self, dropout: float, width: int = CHANNELS) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.enter = nn.Conv1d(1, width, 1)
-        self.layers = nn.ModuleList(nn.Conv1d(width, width, 3, dilation=gap) for gap in DILATIONS)
+        self.enter = nn.Conv1d(1, CHANNELS, 1)
+        self.layers = nn.ModuleList(nn.Conv1d(CHANNELS, CHANNELS, 3, dilation=gap) for gap in DILATIONS)
         self.dropout = Dropout(dropout)
-        self.head = nn.Linear(width, AHEAD)
+        self.head = nn.Linear(CHANNELS, AHEAD)
         nn.init.zeros_(self.head.weight)  # begins near the mean of all series, which is 0
 
     def forward(self, seen: Tensor) -> Tensor:
