@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,7 +37,8 @@ from torch.optim import Optimizer
 
 import hdet
 from hdet.evidence import GroupLines
-from hdet.overlay.split_groups import SplitGroups, by_matrix
+from hdet.hparams.update import Groups
+from hdet.overlay.split_groups import SplitGroups, by_matrix, group_names, kinds_of_optimizers
 from hdet.recipes.recommended import choose, own_schedule
 from hdet.schedules import LinearDecay, Schedule
 from hdet.trials.bracket import Trial, minimum, next_rate
@@ -57,6 +58,8 @@ PATTERNS = (
 """Five columns of the orthogonal array L8: each pair of groups is in every combination equally often."""
 
 Sort = Callable[[str, nn.Parameter], str]
+Apart = Literal["one", "groups", "optimizers"]
+"""What has a learning rate of its own: all parameters, each group, or each kind of optimizer in a chain."""
 
 
 def of_gpt(name: str, parameter: nn.Parameter) -> str:
@@ -144,9 +147,9 @@ class Explored:
 
 
 def explored(
-    case: Case, seed: int, factors: Sequence[float], grouped: bool, steps: int, evidence: GroupLines | None = None
+    case: Case, seed: int, factors: Sequence[float], by: Apart, steps: int, evidence: GroupLines | None = None
 ) -> Explored:
-    """A run in which one common factor, or one for each group, is searched; without `evidence` by the recipe's."""
+    """A run in which one factor, or one for each of several rates, is searched; without `evidence` by the recipe's."""
     task = case.task
     problem, model, optimizer = case.begin(seed, case.best.lr, factors)
     passes = 0
@@ -160,13 +163,13 @@ def explored(
     def batches(window: int) -> list[Any]:
         return parts(problem.probe(window), task.sub_batches)
 
-    courses: dict[Any, Schedule] = {None: own_schedule(optimizer, steps)}
-    if grouped:
-        names = [group["name"] for group in optimizer.param_groups]
-        courses = {name: own_schedule(optimizer, steps, index) for index, name in enumerate(names)}
-    choices = choose(model, optimizer, steps, rates=courses, exclude=EXCLUDED)
+    named: dict[Groups, str] = {None: ""}
+    if by != "one":
+        named = group_names(optimizer) if by == "groups" else kinds_of_optimizers(optimizer)
+    courses = {groups: own_schedule(optimizer, steps, first_of(groups)) for groups in named}
+    choices = choose(model, optimizer, steps, rates=courses, rate_names=named, exclude=EXCLUDED)
     knobs = [choice.knob for choice in choices if choice.knob is not None]
-    if grouped and evidence is not None:
+    if by != "one" and evidence is not None:
         knobs = [knob.replace(evidence=evidence) for knob in knobs]
     engine = hdet.Engine(
         hdet.micro_batches(model, optimizer, 1),
@@ -188,6 +191,12 @@ def explored(
         engine.step(own.detach())
     learned = {name: one.factor or 1.0 for name, one in engine.learned.items()}
     return Explored(problem.test_loss(model), passes / (3 * task.batch * steps), learned)
+
+
+def first_of(groups: Groups) -> int:
+    """The number of the first of some parameter groups; of all, 0."""
+    first = groups[0] if isinstance(groups, tuple) else groups
+    return first if isinstance(first, int) else 0
 
 
 TRIAL_SHARE, SMALLER, COMMON = 0.05, 4, 5
@@ -253,13 +262,13 @@ def print_trials(case: Case, seeds: Sequence[int], patterns: Sequence[int]) -> N
     for number in patterns:
         row = RIGHT if number < 0 else PATTERNS[number]
         factors = [ROOT**level for level in row]
-        steps = affordable(case, False)[0]
-        given = [explored(case, seed, factors, False, steps).loss for seed in seeds]
+        steps = affordable(case, "one")[0]
+        given = [explored(case, seed, factors, "one", steps).loss for seed in seeds]
         ends, ratios, spent = [], [], 0.0
         for seed in seeds:
             moves, spent = by_trials(case, seed, factors)
             ratios.append([factor * move for factor, move in zip(factors, moves, strict=False)])
-            ends.append(explored(case, seed, ratios[-1], False, round(steps * (1.0 - spent))).loss)
+            ends.append(explored(case, seed, ratios[-1], "one", round(steps * (1.0 - spent))).loss)
         print(
             f"{' '.join(f'{level:+d}' for level in row):20s} {np.mean(given):9.4f} {np.mean(ends):9.4f} {spent:7.1%}   "
             f"{' '.join(f'{ratio:.2g}' for ratio in ratios[0])}",
@@ -417,10 +426,10 @@ def parts(batch: Any, count: int) -> list[Any]:
 
 
 @cache
-def affordable(case: Case, grouped: bool) -> tuple[int, float]:
+def affordable(case: Case, by: Apart) -> tuple[int, float]:
     """Steps that, with their probes, cost what a plain run does; and the probes' share of training."""
     steps = case.task.steps
-    probed = explored(case, 0, [1.0] * 5, grouped, steps).probed
+    probed = explored(case, 0, [1.0] * 5, by, steps).probed
     return round(steps / (1.0 + probed)), probed
 
 
@@ -467,24 +476,26 @@ def measure(case: Case, seeds: Sequence[int], patterns: Sequence[int], evidence:
     oracle = min(sweep.values())
     swept = ", ".join(f"x{factor:g} {loss:.4f}" for factor, loss in sweep.items())
     print(f"\n{case.name}, {len(seeds)} seeds; oracle {oracle:.4f} of {swept}")
-    shares = [affordable(case, grouped)[1] for grouped in (False, True)]
-    print(f"probes' share of training: one rate {shares[0]:.1%}, rates of groups {shares[1]:.1%}")
-    print(f"{'pattern':20s} {'fixed':>8s} {'one':>8s} {'groups':>8s}   factors found (first seed)")
+    apart: list[Apart] = ["one", "groups"]
+    if isinstance(case.begin(0, 1.0, RIGHT)[2], hdet.ChainedOptimizer):
+        apart.append("optimizers")
+    print("probes' share of training: " + ", ".join(f"{by} {affordable(case, by)[1]:.1%}" for by in apart))
+    print(f"{'pattern':20s} {'fixed':>10s} {' '.join(f'{by:>10s}' for by in apart)}   factors found (first seed)")
     for number in patterns:
         row = RIGHT if number < 0 else PATTERNS[number]
         factors = [ROOT**level for level in row]
         began = time.process_time()
         plain = sweep[1.0] if number < 0 else mean(lambda seed: fixed(case, seed, case.best.lr, factors))  # noqa: B023
         runs = {
-            grouped: [explored(case, seed, factors, grouped, affordable(case, grouped)[0], evidence) for seed in seeds]
-            for grouped in (False, True)
+            by: [explored(case, seed, factors, by, affordable(case, by)[0], evidence) for seed in seeds] for by in apart
         }
-        one, groups = (float(np.mean([run.loss for run in runs[grouped]])) for grouped in (False, True))
-        found = " ".join(f"{value:.2g}" for value in runs[True][0].factors.values())
-        common = next(iter(runs[False][0].factors.values()))
+        behind = [plain - oracle, *(float(np.mean([run.loss for run in own])) - oracle for own in runs.values())]
+        found = "; ".join(
+            f"{by} {' '.join(f'{value:.2g}' for value in own[0].factors.values())}" for by, own in runs.items()
+        )
         print(
-            f"{' '.join(f'{level:+d}' for level in row):20s} {plain - oracle:+8.4f} {one - oracle:+8.4f} "
-            f"{groups - oracle:+8.4f}   one {common:.2g}; groups {found}   ({time.process_time() - began:.0f} s)",
+            f"{' '.join(f'{level:+d}' for level in row):20s} {' '.join(f'{one:+10.4f}' for one in behind)}   "
+            f"{found}   ({time.process_time() - began:.0f} s)",
             flush=True,
         )
 

@@ -338,7 +338,12 @@ def _refuse_knobs(saved: object, own: list[str]) -> None:
     told = [f"{side} here: {some(sorted(names))}" for side, names in sides.items() if names]
     kind = LearningRate.kind
     apart = any(name.startswith(f"{kind}[") for name in (*saved, *own)) and (kind in saved) != (kind in own)
-    hint = '; rates="together" is one learning rate, "matrices" one for each matrix' if apart else ""
+    hint = (
+        '; rates="together" is one learning rate, "matrices" one for each matrix, "optimizers" one for each kind of '
+        "optimizer in a chain"
+        if apart
+        else ""
+    )
     raise CheckpointError(
         f"the checkpoint was written with other knobs ({'; '.join(told)}); declare the same to resume{hint}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -213,6 +214,7 @@ class FollowedTail:
         self.starts = [start * total_steps for start in spec.starts]
         self.parts: list[TailMean] = []
         self.layers: list[str] = []
+        self._parameters: list[nn.Parameter] = []  # whose weights the parts are of, in their order
         if not scene.averages.strides:
             scene.follow(None)
 
@@ -231,6 +233,7 @@ class FollowedTail:
         if self.parts and not self._fits(self.parts[-1].flags, self.parts[-1].weights):
             self.forget()
         begun = [first for first in self.starts if window.start >= first]
+        self._parameters = list(moving.parameters[0])
         if not self.parts or self.parts[-1].start < begun[-1]:
             self.parts.append(TailMean(window.start, moving.flags, moving.values(), self._device))
         self.parts[-1].take(weights, window.stop - window.start, window.stop)
@@ -326,9 +329,11 @@ class FollowedTail:
         return "cpu" if self.spec.keep == "host" else None
 
     def _fits(self, flags: Sequence[bool], weights: Sequence[Tensor]) -> bool:
-        """Whether these are of the parameters that can change now."""
+        """Whether these are of the parameters that can change now, in their order: some tools register one anew."""
         moving = self.scene.moving
-        return list(flags) == moving.flags and [w.shape for w in weights] == [v.shape for v in moving.values()]
+        now, then = moving.parameters[0], self._parameters
+        same = len(now) == len(then) and all(map(operator.is_, now, then))
+        return same and list(flags) == moving.flags and [w.shape for w in weights] == [v.shape for v in moving.values()]
 
     def state_dict(self) -> dict[str, Any]:
         """The parts so far."""
@@ -337,6 +342,7 @@ class FollowedTail:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`; where that is of other parameters than can change now, the tail begins anew."""
         self.forget()
+        self._parameters = list(self.scene.moving.parameters[0])
         if not all(self._fits(saved["flags"], saved["values"]) for saved in state["parts"]):
             return
         self.layers = list(state["layers"])

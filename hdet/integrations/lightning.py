@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -21,7 +22,7 @@ from hdet.signals import Probe
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 except ImportError:
     raise MissingExtraError("lightning", "lightning") from None
 
@@ -198,6 +199,12 @@ class Search(Callback):
             raise ConfigError(
                 "GradientAccumulationScheduler changes how many batches a step takes, and the Trainer counts steps as "
                 "if it stayed as it is; give hdet.lightning.Search(total_steps=...), the steps of all epochs"
+            )
+        averaging = any(isinstance(one, StochasticWeightAveraging) for one in made.callbacks)
+        if averaging and any(isinstance(module, _BatchNorm) for module in trainer.lightning_module.modules()):
+            raise ConfigError(
+                "StochasticWeightAveraging adds an epoch without steps for BatchNorm's statistics, and the Trainer "
+                "counts it as one with steps; give hdet.lightning.Search(total_steps=...), the steps of all the others"
             )
         steps = trainer.estimated_stepping_batches
         if math.isfinite(steps) and steps > 0:

@@ -24,7 +24,15 @@ from hdet.hparams.update import GroupKnob, Groups
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.rates import RATE, Rates
 from hdet.overlay.search import Search
-from hdet.overlay.split_groups import Patterns, SplitGroups, by_matrix, by_pattern, group_names, matrices_by_default
+from hdet.overlay.split_groups import (
+    Patterns,
+    SplitGroups,
+    by_matrix,
+    by_pattern,
+    group_names,
+    kinds_of_optimizers,
+    matrices_by_default,
+)
 from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
 from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL, choose, describe, excluding, own_schedule
@@ -47,7 +55,7 @@ def attach(
     scheduler: Any = None,
     scheduler_every: int = 1,
     schedule: Schedule | Literal["own"] | None = OWN,
-    rates: Literal["auto", "together", "groups", "matrices"] | Patterns = "auto",
+    rates: Literal["auto", "together", "groups", "matrices", "optimizers"] | Patterns = "auto",
     knobs: Sequence[Knob] = (),
     exclude: Sequence[str] = (),
     micro_batches: int | None = None,
@@ -87,10 +95,11 @@ def attach(
             come to go equally far beside the weights; or names with patterns on parameter names, as `{"head":
             "head.*", "norms": ("*norm*", "*bias")}`, by which the optimizer's groups are cut for each step where they
             have to be. Parameters that no pattern matches are called "others". "matrices" cuts them so that each
-            matrix (or filter bank, or table) is a group by its own name. By default that is so for SGD, Adam and AdamW
-            with 2 to 300 matrices, whole in this process and not mostly frozen, where all groups were given one rate,
-            as a number, the schedule is known, and neither `replicas` nor a learning rate in `knobs` or `exclude` is
-            given; else they are together.
+            matrix (or filter bank, or table) is a group by its own name. "optimizers" is one for each kind of
+            optimizer in an `hdet.ChainedOptimizer`, by its class's name. By default it is "matrices" for SGD, Adam and
+            AdamW with 2 to 300 matrices, whole in this process and not mostly frozen, where all groups were given one
+            rate, as a number; "optimizers" for a chain; and "together" for the rest and where the schedule is not
+            known, or `replicas` or a learning rate in `knobs` or `exclude` is given.
         knobs: in place of the recipe's knob of the same name, or beside them.
         exclude: names of the recipe's knobs (or one name) that are left as they are: "learning_rate", "weight_decay",
             "dropout", "label_smoothing".
@@ -144,13 +153,17 @@ def attach(
     declared("replicas", replicas, Replicas, type(None))
     tensors.reshard(model)  # a look at the model, as a trainer has before it trains, leaves it gathered
     _end_earlier(model, optimizer)
-    exclude, apart = excluding(exclude), False
+    exclude, apart = excluding(exclude), ""
     if rates == "auto":
         ours = replicas is None and LearningRate.kind not in exclude
         ours = ours and not any(isinstance(knob, LearningRate) for knob in knobs)
         foreseen = scheduler is not None or schedule is not None  # else steps of groups cannot be compared
-        apart = ours and foreseen and matrices_by_default(model, optimizer)
-        rates = "matrices" if apart else "together"
+        if ours and foreseen and matrices_by_default(model, optimizer):
+            apart, rates = "matrix", "matrices"
+        elif ours and foreseen and len(kinds_of_optimizers(optimizer)) > 1:
+            apart, rates = "kind of optimizer", "optimizers"
+        else:
+            rates = "together"
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
     if warmup_steps is None and follower is not None and follower.first > 0:
         warmup_steps = 0  # a training that is under way has had its warm-up
@@ -195,7 +208,7 @@ def attach(
         if not quiet:
             print(describe(choices, guard=guard, tail=tail))
             if apart and any(isinstance(knob, LearningRate) for knob in explored):
-                print('  each matrix has a learning rate of its own; rates="together" keeps one')
+                print(f'  each {apart} has a learning rate of its own; rates="together" keeps one')
 
         # Whichever engine is made, one record.
         kept = History.given(history)
@@ -382,10 +395,12 @@ def _groups(optimizer: Optimizer, rates: Any, split: SplitGroups | None) -> dict
         return {tuple(indices): name for name, indices in split.indices.items()}
     if rates == "together":
         return {None: ""}
+    if rates == "optimizers":
+        return kinds_of_optimizers(optimizer)
     if rates != "groups":
         raise ConfigError(
-            f'rates is "auto", "together", "groups", "matrices" or a mapping of names to patterns on parameter names, '
-            f"got {rates!r}"
+            f'rates is "auto", "together", "groups", "matrices", "optimizers" or a mapping of names to patterns on '
+            f"parameter names, got {rates!r}"
         )
     return group_names(optimizer)
 

@@ -21,6 +21,7 @@ from hdet.overlay.split_groups import (
     by_name,
     by_pattern,
     group_names,
+    kinds_of_optimizers,
     refuse_other_matrices,
 )
 from hdet.record import WindowRecord, knobs_of
@@ -130,8 +131,10 @@ def _each(
             raise ConfigError("rates= says which parameters have which of several learning rates, and one is replayed")
         return list(knobs)
     split = None
-    places = {name: index for index, name in group_names(optimizer).items()}
-    if rates is not None or places.keys() != set(names):
+    known = [group_names(optimizer), kinds_of_optimizers(optimizer)]
+    called = [{name: groups for groups, name in each.items()} for each in known]
+    places = next((own for own in called if own.keys() == set(names)), {})
+    if rates is not None or not places:
         split = _cut(optimizer, names, model, rates)
         undo.callback(split.take_out)
         split.put_in()

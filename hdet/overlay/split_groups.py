@@ -18,7 +18,7 @@ from hdet.hparams.knob import Knob
 from hdet.hparams.update import GroupKnob, Groups, LearningRate
 from hdet.nn.names import named_modules
 from hdet.replicas import tensors
-from hdet.replicas.chained_optimizer import ChainedOptimizer, chained
+from hdet.replicas.chained_optimizer import OWNER, ChainedOptimizer, chained
 from hdet.replicas.held_optimizer import OF_GRADIENTS, kept_in_groups
 from hdet.spec import some
 
@@ -411,6 +411,16 @@ def group_names(optimizer: Optimizer) -> dict[Groups, str]:
     names = [group.get("name") for group in optimizer.param_groups]
     told = all(isinstance(name, str) and name.isprintable() for name in names) and len(set(names)) == len(names)
     return {index: str(name) if told else str(index) for index, name in enumerate(names)}
+
+
+def kinds_of_optimizers(optimizer: Optimizer) -> dict[Groups, str]:
+    """The groups that each kind of optimizer in a chain steps, and the kind's name; all together where there is one."""
+    if not isinstance(optimizer, ChainedOptimizer):
+        return {None: ""}
+    found: dict[str, list[int]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        found.setdefault(type(optimizer.optimizers[group[OWNER]]).__name__, []).append(index)
+    return {tuple(indices): name for name, indices in found.items()} if len(found) > 1 else {None: ""}
 
 
 def matrices_by_default(model: nn.Module, optimizer: Optimizer) -> bool:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
 from hdet.replicas.walk import Walk, fully_sharded
-from hdet.replicas.written_buffers import buffers_kept, rows_kept
+from hdet.replicas.written_buffers import buffers_kept, frozen_kept, rows_kept
 
 SMALL = 2**13
 """Elements up to which tensors are joined: one alone costs an operator's call, which is more than its arithmetic."""
@@ -360,7 +360,13 @@ def evaluating(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator
     modes = _modes(model)
     try:
         model.eval()
-        with buffers_kept(model), evaluated_weights(model, optimizer), rows_kept(model), cast_anew():
+        with (
+            buffers_kept(model),
+            frozen_kept(model),
+            evaluated_weights(model, optimizer),
+            rows_kept(model),
+            cast_anew(),
+        ):
             yield
     finally:
         reshard(model)  # else the next forward would take the weights gathered here

@@ -1,4 +1,4 @@
-"""What a model's evaluation writes, into buffers or rows that an embedding scales down, undone."""
+"""What a model's evaluation writes, undone: into buffers, frozen parameters, or rows that an embedding scales down."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ PLAIN = (int, float, str, type(None), Tensor)
 
 _seen: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """By module that was evaluated, which of its buffers an evaluation has written."""
+
+_seen_frozen: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""The same of its frozen parameters."""
 
 
 @contextmanager
@@ -39,6 +42,30 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def frozen_kept(model: nn.Module) -> Iterator[None]:
+    """Frozen parameters that are written inside the block, as a teacher that a forward pass moves, are what they were.
+
+    One that is given other `.data` has its own again. One that is written in place has its values again, but for the
+    first time: only then is it known that a copy is needed. Not seen are writes into `.data`.
+    """
+    held = [
+        _Frozen(module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+        and not parameter.requires_grad
+        and not parameter.is_inference()
+        and _is_plain(parameter)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for own in held:
+                own.put_back()
+
+
+@contextmanager
 def rows_kept(model: nn.Module) -> Iterator[None]:
     """Rows that `nn.Embedding(max_norm=)` scales down as they are looked up are after the block what they were."""
     own = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
@@ -51,6 +78,27 @@ def rows_kept(model: nn.Module) -> Iterator[None]:
             for weight, version, value in held:
                 if weight._version != version:
                     _part(weight).copy_(value)
+
+
+class _Frozen:
+    """A frozen parameter as it is."""
+
+    def __init__(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        self._module, self._name, self._parameter = module, name, parameter
+        self._data, self._writes = parameter.data, _writes(parameter)
+        seen = name in _seen_frozen.get(module, ())
+        self._value = _part(parameter).detach().clone() if seen else None
+
+    def put_back(self) -> None:
+        parameter = self._parameter
+        if self._module._parameters.get(self._name) is not parameter:  # as of a sharded module that is gathered
+            return
+        if _part(parameter).data_ptr() != _part(self._data).data_ptr():
+            parameter.data = self._data
+        elif _writes(parameter) != self._writes:
+            _seen_frozen.setdefault(self._module, set()).add(self._name)
+            if self._value is not None:
+                _part(parameter).copy_(self._value)
 
 
 class _Held:
@@ -91,6 +139,11 @@ class _Held:
         if any(now.get(name) is self._buffers[name] and name not in self._values for name in self.written):
             return  # what was written is lost, and what goes with it stays with it
         vars(self.module).update({name: own for name, own in self._attributes.items() if isinstance(own, PLAIN)})
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Whether its memory can be asked for: not of quantized weights and other subclasses."""
+    return type(_part(parameter)) in (Tensor, nn.Parameter)
 
 
 def _part(tensor: Tensor) -> Tensor:

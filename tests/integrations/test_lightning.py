@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, strategies
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_job import HELD, PER_EPOCH, Classifier, fit, loader, search
@@ -257,6 +262,26 @@ def test_where_accumulation_changes_the_length_has_to_be_told(tmp_path: Path) ->
         fit(tmp_path, Classifier("none"), search(), twice)
     explored = search(total_steps=PER_EPOCH + PER_EPOCH // 2)
     fit(tmp_path, Classifier("none"), explored, GradientAccumulationScheduler({0: 1, 1: 2}))
+    assert explored.search.finished
+
+
+class Normed(Classifier):
+    """Lightning's averaging gives it an epoch more, in which BatchNorm's statistics are made anew."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.norm = nn.BatchNorm1d(2)
+
+
+def test_where_averaging_adds_an_epoch_without_steps_the_length_has_to_be_told(tmp_path: Path) -> None:
+    averaging: dict[str, Any] = {"swa_lrs": 1e-3, "swa_epoch_start": 1}
+    with pytest.raises(ConfigError, match="StochasticWeightAveraging adds an epoch without steps for BatchNorm"):
+        fit(tmp_path, Normed(), search(), StochasticWeightAveraging(**averaging))
+    explored = search(total_steps=2 * PER_EPOCH, schedule=None)
+    fit(tmp_path, Normed(), explored, StochasticWeightAveraging(**averaging))
+    assert explored.search.finished
+    explored = search(schedule=None)
+    fit(tmp_path, Classifier("none"), explored, StochasticWeightAveraging(**averaging))
     assert explored.search.finished
 
 

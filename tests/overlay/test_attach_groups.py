@@ -309,7 +309,9 @@ def test_what_cannot_be_is_refused() -> None:
         attach(model, optimizer, rates={"body": "body.*"})
     with pytest.raises(ConfigError, match="names each group by a printable string, got 3"):
         attach(model, optimizer, rates={3: "2.*"})
-    with pytest.raises(ConfigError, match='rates is "auto", "together", "groups", "matrices" or a mapping'):
+    with pytest.raises(
+        ConfigError, match='rates is "auto", "together", "groups", "matrices", "optimizers" or a mapping'
+    ):
         attach(model, optimizer, rates="group")
     with pytest.raises(ConfigError, match="rates must be of type str or Mapping"):
         attach(model, optimizer, rates=["matrices"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -231,8 +232,9 @@ def of_each(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tup
 HALVES = {"first": "0.*", "last": ["3.*"]}
 
 
-@pytest.mark.parametrize("rates", ["matrices", "groups", HALVES])
-@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize(
+    ("rates", "chained"), [*product(["matrices", "groups", HALVES], [False, True]), ("optimizers", True)]
+)
 def test_several_learning_rates_are_each_where_the_search_had_them(rates: Any, chained: bool) -> None:
     """With the decay, whose groups are cut as well."""
 
@@ -240,7 +242,8 @@ def test_several_learning_rates_are_each_where_the_search_had_them(rates: Any, c
         model = network()
         if not chained:
             return model, adamw(model)
-        first = torch.optim.AdamW(model[0].parameters(), lr=3e-3, weight_decay=0.1)
+        kind = torch.optim.RMSprop if rates == "optimizers" else torch.optim.AdamW
+        first = kind(model[0].parameters(), lr=3e-3, weight_decay=0.1)
         return model, hdet.ChainedOptimizer(first, torch.optim.AdamW(model[3].parameters(), lr=1e-3, weight_decay=0.0))
 
     model, optimizer = made()

@@ -144,3 +144,44 @@ def test_a_sharded_buffer_is_put_back() -> None:
                 assert state.to_local().tolist() == [0.0, 1.0, 2.0, 3.0]
     finally:
         dist.destroy_process_group()
+
+
+class Taught(nn.Module):
+    """Its forward pass moves a frozen teacher towards the student."""
+
+    def __init__(self, move: Callable[[nn.Parameter, Tensor], object]) -> None:
+        super().__init__()
+        self.move = move
+        self.student = nn.Linear(3, 2)
+        self.teacher = nn.Linear(3, 2).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            for own, mean in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+                self.move(mean, own)
+        return self.student(inputs) - self.teacher(inputs)
+
+
+def give_data(teacher: nn.Parameter, student: Tensor) -> None:
+    teacher.data = teacher.data * 0.5 + student * 0.5
+
+
+@pytest.mark.parametrize(
+    ("move", "undone"),
+    [(give_data, [True, True]), (lambda teacher, student: teacher.lerp_(student, 0.5), [False, True])],
+    ids=["other data", "in place"],
+)
+def test_a_teacher_that_a_forward_pass_moves_is_put_back(move: Callable[..., object], undone: list[bool]) -> None:
+    """In place the first evaluation is what tells that it is written."""
+    model = Taught(move)
+    for expected in undone:
+        before = [(id(own), own.data_ptr(), own.tolist()) for own in model.teacher.parameters()]
+        with tensors.evaluating(model):
+            model(torch.ones(1, 3))
+        after = [(id(own), own.data_ptr(), own.tolist()) for own in model.teacher.parameters()]
+        assert (after == before) is expected
+    model.student.requires_grad_(False)
+    weights = model.student.weight.tolist()
+    with tensors.evaluating(model):
+        model(torch.ones(1, 3))
+    assert model.student.weight.tolist() == weights

@@ -69,8 +69,6 @@ class GradientSketch:
         self._groups = groups
         self._kinds = [(group, parameter.device) for group, parameter in zip(groups, own, strict=True)]
         self._runs = self._joined()
-        place = {id(parameter): number for number, parameter in enumerate(tensors.trained(hosts[0][0]))}
-        self._places = [place[id(parameter)] for parameter in own]  # among `tensors.trained`
 
     @classmethod
     def as_trained(
@@ -126,14 +124,18 @@ class GradientSketch:
             value: from a place among `tensors.trained`; of some elements, as of a vector, or of all.
         """
         target = self.sketch.zeros()
+        numbers = {id(parameter): number for number, parameter in enumerate(tensors.trained(self._hosts[0][0]))}
+        places = [numbers.get(id(parameter)) for parameter in self.parameters[0]]  # None: frozen since
         for run in self._runs:
-            places, count = self._places[run.first : run.stop], self._counts[run.first]
-            if len(places) > 1 or count <= tensors.STRETCH:
-                self._fold(target, run, [value(place, None) for place in places], 1.0)
+            own, count = places[run.first : run.stop], self._counts[run.first]
+            if len(own) > 1 or count <= tensors.STRETCH:
+                self._fold(target, run, [None if place is None else value(place, None) for place in own], 1.0)
+                continue
+            if (place := own[0]) is None:
                 continue
             for first in range(0, count, tensors.STRETCH):
-                own = value(places[0], slice(first, min(first + tensors.STRETCH, count)))
-                self._add(target, own, run.position + first, 1.0)
+                part = value(place, slice(first, min(first + tensors.STRETCH, count)))
+                self._add(target, part, run.position + first, 1.0)
         return target
 
     def _fold(self, target: Tensor, run: _Run, gradients: Sequence[Tensor | None], rate: Rate) -> None:
