@@ -307,6 +307,10 @@ def _forward(
         return Choice(subject, None, numbers or "the model has none (plain nn.Dropout counts; see hdet.nn)")
     except ConfigError as error:
         return Choice(subject, None, f"left alone: {error}")
+    if not knob.bounds[0] <= value <= knob.bounds[1]:
+        return Choice(
+            subject, None, f"left alone: {value:g} lies outside of {knob.bounds}, within which it is explored"
+        )
     if value == 0.0 and isinstance(knob, LabelSmoothing):
         return Choice(subject, None, "is off; declare LabelSmoothing() to explore it")
     if sharded and objective is None:

@@ -70,6 +70,14 @@ def test_dropouts_set_at_different_rates_are_a_knob_each() -> None:
     assert bound == {"dropout[0.1]": 0.1, "dropout[0.05]": 0.05}
 
 
+@pytest.mark.parametrize("rate", [0.95, 1.0])
+def test_a_dropout_of_nearly_all_is_left_alone(rate: float) -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(rate))
+    said = {choice.subject: choice for choice in choose(model, adamw(model), STEPS)}["dropout"]
+    assert said.knob is None
+    assert said.reason == f"left alone: {rate:g} lies outside of (0.0, 0.9), within which it is explored"
+
+
 def test_a_name_stands_for_all_of_its_kind() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.1), nn.Dropout(0.05))
 
