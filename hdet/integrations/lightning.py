@@ -200,13 +200,14 @@ class Search(Callback):
                 "GradientAccumulationScheduler changes how many batches a step takes, and the Trainer counts steps as "
                 "if it stayed as it is; give hdet.lightning.Search(total_steps=...), the steps of all epochs"
             )
+        steps = trainer.estimated_stepping_batches
         averaging = any(isinstance(one, StochasticWeightAveraging) for one in made.callbacks)
-        if averaging and any(isinstance(module, _BatchNorm) for module in trainer.lightning_module.modules()):
+        normed = any(isinstance(module, _BatchNorm) for module in trainer.lightning_module.modules())
+        if averaging and normed and steps != trainer.max_steps:  # by epochs
             raise ConfigError(
                 "StochasticWeightAveraging adds an epoch without steps for BatchNorm's statistics, and the Trainer "
                 "counts it as one with steps; give hdet.lightning.Search(total_steps=...), the steps of all the others"
             )
-        steps = trainer.estimated_stepping_batches
         if math.isfinite(steps) and steps > 0:
             return int(steps) - self._began_at
         if "schedule" in options and options["schedule"] is None:

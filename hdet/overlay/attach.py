@@ -96,10 +96,10 @@ def attach(
             "head.*", "norms": ("*norm*", "*bias")}`, by which the optimizer's groups are cut for each step where they
             have to be. Parameters that no pattern matches are called "others". "matrices" cuts them so that each
             matrix (or filter bank, or table) is a group by its own name. "optimizers" is one for each kind of
-            optimizer in an `hdet.ChainedOptimizer`, by its class's name. By default it is "matrices" for SGD, Adam and
-            AdamW with 2 to 300 matrices, whole in this process and not mostly frozen, where all groups were given one
-            rate, as a number; "optimizers" for a chain; and "together" for the rest and where the schedule is not
-            known, or `replicas` or a learning rate in `knobs` or `exclude` is given.
+            optimizer in an `hdet.ChainedOptimizer`, by its class's name; of one kind all are together. By default it is
+            "matrices" for SGD, Adam and AdamW with 2 to 300 matrices, whole in this process and not mostly frozen,
+            where all groups were given one rate, as a number; "optimizers" for a chain; and "together" for the rest,
+            and where the schedule is not known, or `replicas` or a learning rate in `knobs` or `exclude` is given.
         knobs: in place of the recipe's knob of the same name, or beside them.
         exclude: names of the recipe's knobs (or one name) that are left as they are: "learning_rate", "weight_decay",
             "dropout", "label_smoothing".

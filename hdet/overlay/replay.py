@@ -149,7 +149,7 @@ def _cut(optimizer: Optimizer, names: Sequence[str], model: nn.Module | None, ra
     if model is None:
         raise ConfigError(
             f"the history has the learning rates of {some(names)}, and no groups of this optimizer are called so; "
-            f"give ReplayLR model= too, whose parameters are"
+            f"give ReplayLR model= too, whose parameters are, or a chain of these kinds of optimizers"
         )
     if searched(optimizer):
         raise ConfigError(

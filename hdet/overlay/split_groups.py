@@ -386,8 +386,8 @@ def by_name(model: nn.Module, optimizer: Optimizer, names: Collection[str]) -> d
     lacking = sorted(set(names) - set(found.values()))
     if lacking:
         raise MatchError(
-            f"the optimizer holds no parameter called {some(lacking)}; give it all that the search's had, and of "
-            f"groups that were made by patterns the patterns: rates="
+            f"the optimizer holds no parameter called {some(lacking)}; give it all that the search's had, of groups "
+            f"that were made by patterns the patterns: rates=, and of kinds of optimizers a chain of these kinds"
         )
     return found
 
@@ -417,10 +417,18 @@ def kinds_of_optimizers(optimizer: Optimizer) -> dict[Groups, str]:
     """The groups that each kind of optimizer in a chain steps, and the kind's name; all together where there is one."""
     if not isinstance(optimizer, ChainedOptimizer):
         return {None: ""}
-    found: dict[str, list[int]] = {}
+    found: dict[type[Optimizer], list[int]] = {}
     for index, group in enumerate(optimizer.param_groups):
-        found.setdefault(type(optimizer.optimizers[group[OWNER]]).__name__, []).append(index)
-    return {tuple(indices): name for name, indices in found.items()} if len(found) > 1 else {None: ""}
+        found.setdefault(type(optimizer.optimizers[group[OWNER]]), []).append(index)
+    if len(found) < 2:
+        return {None: ""}
+    short = [kind.__name__ for kind in found]
+    told = {kind: kind.__name__ if short.count(kind.__name__) == 1 else _full_name(kind) for kind in found}
+    return {tuple(indices): told[kind] for kind, indices in found.items()}
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def matrices_by_default(model: nn.Module, optimizer: Optimizer) -> bool:

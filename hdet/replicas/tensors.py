@@ -362,14 +362,16 @@ def evaluating(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator
         model.eval()
         with (
             buffers_kept(model),
-            frozen_kept(model),
             evaluated_weights(model, optimizer),
             rows_kept(model),
+            frozen_kept(model),
             cast_anew(),
         ):
-            yield
+            try:
+                yield
+            finally:
+                reshard(model)  # else the next forward would take the weights gathered here
     finally:
-        reshard(model)  # else the next forward would take the weights gathered here
         _put_back_modes(modes)
 
 

@@ -51,6 +51,7 @@ def frozen_kept(model: nn.Module) -> Iterator[None]:
     held = [
         _Frozen(module, name, parameter)
         for module in model.modules()
+        if getattr(module, "max_norm", None) is None  # see `rows_kept`
         for name, parameter in module._parameters.items()
         if parameter is not None
         and not parameter.requires_grad
@@ -93,9 +94,10 @@ class _Frozen:
         parameter = self._parameter
         if self._module._parameters.get(self._name) is not parameter:  # as of a sharded module that is gathered
             return
+        written = _writes(parameter) != self._writes
         if _part(parameter).data_ptr() != _part(self._data).data_ptr():
             parameter.data = self._data
-        elif _writes(parameter) != self._writes:
+        if written:
             _seen_frozen.setdefault(self._module, set()).add(self._name)
             if self._value is not None:
                 _part(parameter).copy_(self._value)
@@ -142,8 +144,8 @@ class _Held:
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Whether its memory can be asked for: not of quantized weights and other subclasses."""
-    return type(_part(parameter)) in (Tensor, nn.Parameter)
+    """Whether its memory can be asked for: not of sparse or quantized weights and other subclasses."""
+    return type(_part(parameter)) in (Tensor, nn.Parameter) and parameter.layout is torch.strided
 
 
 def _part(tensor: Tensor) -> Tensor:

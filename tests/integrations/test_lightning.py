@@ -280,9 +280,11 @@ def test_where_averaging_adds_an_epoch_without_steps_the_length_has_to_be_told(t
     explored = search(total_steps=2 * PER_EPOCH, schedule=None)
     fit(tmp_path, Normed(), explored, StochasticWeightAveraging(**averaging))
     assert explored.search.finished
-    explored = search(schedule=None)
-    fit(tmp_path, Classifier("none"), explored, StochasticWeightAveraging(**averaging))
-    assert explored.search.finished
+    by_steps: dict[str, Any] = {"epochs": -1, "max_steps": PER_EPOCH + 2}
+    for module, options in ((Classifier("none"), {}), (Normed(), by_steps)):
+        explored = search(schedule=None)
+        fit(tmp_path, module, explored, StochasticWeightAveraging(**averaging), **options)
+        assert explored.search.finished
 
 
 def test_options_are_checked_when_they_are_given() -> None:

@@ -58,6 +58,31 @@ def test_each_kind_of_optimizer_has_a_rate_where_nobody_says(capsys: pytest.Capt
     assert rates_of(model, optimizer, scheduler=scheduler) == EACH
 
 
+def test_kinds_of_one_name_are_told_apart() -> None:
+    own = type("AdamW", (torch.optim.RMSprop,), {"__module__": "mine"})
+    model = network()
+    parts = [kind(model[index].parameters(), lr=1e-3) for kind, index in ((own, 0), (torch.optim.AdamW, 2))]
+    optimizer = hdet.ChainedOptimizer(*parts, torch.optim.SGD(model[4].parameters(), lr=1e-3))
+    assert rates_of(model, optimizer) == [
+        "learning_rate[SGD]",
+        "learning_rate[mine.AdamW]",
+        "learning_rate[torch.optim.adamw.AdamW]",
+    ]
+
+
+def test_where_one_kind_has_vectors_alone_the_ratio_stays() -> None:
+    """Nothing tells how far a vector's steps go."""
+    model = network()
+    matrices = [own for own in model.parameters() if own.ndim == 2]
+    vectors = [own for own in model.parameters() if own.ndim == 1]
+    optimizer = hdet.ChainedOptimizer(torch.optim.Muon(matrices, lr=3e-2), torch.optim.AdamW(vectors, lr=3e-3))
+    search = attach(model, optimizer)
+    train(model, optimizer, search, stop=30)
+    factors = [shift.factor for shift in search.shifts.values()]
+    assert factors[0] == pytest.approx(factors[1])
+    assert factors[0] != 1.0
+
+
 def test_of_one_kind_there_is_one_rate() -> None:
     model = network()
     alike = hdet.ChainedOptimizer(*(torch.optim.AdamW(model[index].parameters(), lr=1e-3) for index in (0, 2, 4)))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import schedulefree
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -180,8 +181,21 @@ def test_a_teacher_that_a_forward_pass_moves_is_put_back(move: Callable[..., obj
             model(torch.ones(1, 3))
         after = [(id(own), own.data_ptr(), own.tolist()) for own in model.teacher.parameters()]
         assert (after == before) is expected
-    model.student.requires_grad_(False)
-    weights = model.student.weight.tolist()
+
+
+def test_what_an_evaluation_puts_back_itself_is_no_write_of_the_models() -> None:
+    """Else a frozen model would be copied in each evaluation, twice."""
+    model = nn.Sequential(nn.Embedding(4, 3, max_norm=0.5), nn.Linear(3, 3), nn.Linear(3, 2))
+    model[:2].requires_grad_(False)
+    optimizer = schedulefree.AdamWScheduleFree(model[2].parameters())
+    optimizer.train()
+    with tensors.evaluating(model, optimizer):
+        model(torch.arange(4))
+    assert not any(written_buffers._seen_frozen.get(module) for module in model.modules())
+
+
+def test_a_sparse_frozen_parameter_is_left_alone() -> None:
+    model = nn.Linear(3, 2)
+    model.mask = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
     with tensors.evaluating(model):
         model(torch.ones(1, 3))
-    assert model.student.weight.tolist() == weights
