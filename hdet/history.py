@@ -120,23 +120,6 @@ class History:
             history._become([])
         return history
 
-    def require_place(self) -> None:
-        """The file can be written: its folder is there, and made if it was not. Told before anything trains.
-
-        Raises:
-            HdetError: it cannot.
-        """
-        if self.path is None:
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise HdetError(
-                f"the folder of the history {self.path} cannot be made: {error}; give another path"
-            ) from None
-        if not os.access(self.path if self.path.exists() else self.path.parent, os.W_OK):
-            raise HdetError(f"the history {self.path} may not be written by this user; give another path")
-
     def __repr__(self) -> str:
         knobs = ", ".join(knobs_of(self.latest))
         where = f" in {self.path}" if self.path is not None else ""

@@ -542,18 +542,3 @@ def test_without_a_file_courses_are_dropped_and_it_is_said_once(few_bases: None)
     assert len(history.windows) == MANY
     with pytest.raises(HdetError, match="as a long run without a file does"):
         hdet.schedules.Replay.of(history, "rate")
-
-
-def test_a_place_that_cannot_be_written_is_told_before_anything_trains(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(HdetError, match=r"the folder of the history .*runs.jsonl cannot be made: "):
-        hdet.History(tmp_path / "file" / "runs.jsonl").require_place()
-    path = tmp_path / "new" / "runs.jsonl"
-    hdet.History(path).require_place()
-    assert path.parent.is_dir()
-    assert not path.exists()
-    with pytest.MonkeyPatch.context() as patch:  # root may write anywhere
-        patch.setattr(os, "access", lambda place, mode: place != path.parent)
-        with pytest.raises(HdetError, match=r"runs.jsonl may not be written by this user; give another path"):
-            hdet.History(path).require_place()
-    hdet.History().require_place()

@@ -109,7 +109,6 @@ class Engine:
     ) -> None:
         admission.declared("replicas", replicas, Replicas)  # before it is asked who writes the history
         held = History.given(history, writes=replicas.is_leader)
-        held.require_place()
         self.plan = Plan(
             replicas,
             knobs,
