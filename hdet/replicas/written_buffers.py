@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -31,12 +31,8 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     `.data`; not undone the first into a buffer that was not copied.
     """
     held = [_Held(module) for module in model.modules() if module._buffers]
-    try:
+    with _undone(held):
         yield
-    finally:
-        with torch.no_grad():
-            for own in held:
-                own.put_back()
     for own in held:
         _seen.setdefault(own.module, set()).update(own.written)
 
@@ -58,12 +54,8 @@ def frozen_kept(model: nn.Module) -> Iterator[None]:
         and not parameter.is_inference()
         and _is_plain(parameter)
     ]
-    try:
+    with _undone(held):
         yield
-    finally:
-        with torch.no_grad():
-            for own in held:
-                own.put_back()
 
 
 @contextmanager
@@ -79,6 +71,17 @@ def rows_kept(model: nn.Module) -> Iterator[None]:
             for weight, version, value in held:
                 if weight._version != version:
                     _part(weight).copy_(value)
+
+
+@contextmanager
+def _undone(held: Sequence[_Held | _Frozen]) -> Iterator[None]:
+    """After the block, however it ends, each is put back."""
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for own in held:
+                own.put_back()
 
 
 class _Frozen:
