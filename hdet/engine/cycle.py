@@ -550,7 +550,7 @@ class Cycle:
         return None
 
     def end(self) -> None:
-        """The last step is made: every knob is at its base."""
+        """The last step is made: every knob is at its base, and no memory is taken but for the last window's mean."""
         self.finished = True
         if self.watch is not None:
             self.watch.forget()
@@ -558,6 +558,8 @@ class Cycle:
         for knob in self.knobs:
             knob.rest()
         self.apply()
+        if self.restores <= MAX_RESTORES:  # else it is still to be asked what was wrong
+            self.anchor.release()
 
     def resume(self, window: int, finished: bool, met: bool) -> None:
         """Take up a run at `step_count`: open a window, or be at the end."""

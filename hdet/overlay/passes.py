@@ -48,6 +48,7 @@ class Passes:
         entered: how many of them were a replica's.
         whole: each has had one backward at most.
         missed: something that this step's passes would teach was left out.
+        borrowed: the first step's passes run with other parameters in the places of the model's (`torch.func`).
         dropped: how often passes have led to no step since the optimizer's last.
         lost: how often they have in all, as where a GradScaler skipped the step.
     """
@@ -57,7 +58,7 @@ class Passes:
         self.losses = losses
         self.begun = self.entered = 0
         self.whole = True
-        self.missed = False
+        self.missed = self.borrowed = False
         self.dropped = self.lost = 0
         self._current: Pass | None = None
         self._seen: tuple[Tensor, int] | None = None  # a gradient, and its version, when a backward was last through
@@ -156,6 +157,8 @@ class Passes:
 
     def _enter(self, replica: Replica) -> None:
         self.entered += 1
+        if self._engine.step_count == 0:
+            self.borrowed = not all(isinstance(parameter, nn.Parameter) for parameter in self.model.parameters())
         if self._engine.cycle.observes_passes or self._engine.step_count == 0:
             self._lending.put_in_update()  # the first pass also holds the first point
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 
 from hdet.user_warning import warn
 
@@ -38,7 +39,9 @@ class ReportedLosses:
         self._weights: dict[int, Tensor] = {}
 
     def note(self, number: int, loss: Tensor) -> None:
-        """The loss of a pass, by its number in the step."""
+        """The loss of a pass, by its number in the step. One of each example, under `torch.func.vmap`, is none."""
+        if _of_each_example(loss):
+            return
         self.seen = True
         self._losses[number] = self.agree(loss.detach().clone())  # the loop may go on with it in place
         if not self.known and loss.requires_grad:
@@ -126,3 +129,13 @@ class ReportedLosses:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.divided, self.seen, self.known = state["divided"], state["seen"], state["known"]
+
+
+def _of_each_example(loss: Tensor) -> bool:
+    """Whether a tensor stands for many, one of each example: it cannot be read after `torch.func.vmap`."""
+    level: Tensor = loss
+    while functorch.is_functorch_wrapped_tensor(level):
+        if functorch.is_batchedtensor(level):
+            return True
+        level = functorch.get_unwrapped(level)
+    return False

@@ -189,7 +189,7 @@ class Riding:
         self._refuse_unseen()
         if self.counting and self.engine.step_count == 0:
             self._count()
-        if self.passes.begun == 0:
+        if self.passes.begun == 0 or self.passes.borrowed:
             with self.lending.groups_cut():
                 self.engine.cycle.take_first_point()  # else the first pass has done so
         if not skipped(self.optimizer) and self._losses_can_be_judged():

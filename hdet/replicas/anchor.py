@@ -65,6 +65,11 @@ class Anchor:
         if self._device is not None:
             host_memory.wait(list(live.values()))  # once, for all that was copied
 
+    def release(self) -> None:
+        """Hold no tensors until `take` is called again: the run is over."""
+        self._parameters, self._buffers = {}, {}
+        self._state.release()
+
     def keep_optimizer_state(self) -> None:
         """Hold the optimizer's state itself, and no earlier anchor's; no step has been made since `take`."""
         self._state.keep()

@@ -122,6 +122,10 @@ class HeldOptimizer:
         if self._device is not None:
             host_memory.wait(_parameters(self._optimizer))
 
+    def release(self) -> None:
+        """Hold no state."""
+        self._own, self._others, self._lent = [], {}, None
+
     def keep(self) -> None:
         """Hold the parameters' state itself from now on; no step has been made since `take`."""
         if self._lent is not None:

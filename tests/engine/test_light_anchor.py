@@ -186,3 +186,24 @@ def test_frozen_parameters_are_neither_averaged_nor_written_by_the_probe(problem
     trained = [p.shape for p in model.parameters() if p.requires_grad]
     assert [value.shape for value in engine.cycle.averages.follow(0, None).values] == trained
     assert [p._version for p in first.parameters()] == versions
+
+
+def test_when_the_run_is_over_it_holds_nothing(problem: Any, train: Any) -> None:
+    """A loop's last loss keeps the engine alive, by the hooks in its graph."""
+    engine = make(problem, guard=None)
+    train(engine, STEPS - 1)
+    anchor = engine.cycle.anchor
+    assert anchor._parameters
+    assert anchor._state._states
+    held = engine.state_dict()
+    train(engine)
+    assert engine.finished
+    assert not anchor._parameters
+    assert not anchor._state._states
+    over = engine.state_dict()  # which does not need it
+    assert over["converged"]["step"] == STEPS
+    engine.load_state_dict(held)
+    assert anchor.step == held["converged"]["step"]
+    assert anchor._parameters
+    train(engine)
+    assert engine.finished

@@ -12,6 +12,7 @@ import schedulefree
 import torch
 from attach_parts import STEPS, adamw, batch, loss_of, network, probe
 from torch import Tensor, nn
+from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -149,6 +150,35 @@ def streaming(model: nn.Module, optimizer: Any, search: Search) -> None:
     handle.remove()
 
 
+def functional(model: nn.Module, optimizer: Any, search: Search) -> None:
+    """Gradients of a function of the parameters, which stand in the places of the model's for as long as it runs."""
+
+    def loss(parameters: dict[str, Tensor], given: tuple[Tensor, Tensor]) -> Tensor:
+        return told(search, F.cross_entropy(functional_call(model, parameters, (given[0],)), given[1]))
+
+    for step in range(STEPS):
+        gradients = grad(loss)(dict(model.named_parameters()), batch(step))
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name].detach()
+        optimizer.step()
+
+
+def by_example(model: nn.Module, optimizer: Any, search: Search) -> None:
+    """A gradient of each example, none longer than 1, as for differential privacy; the mean loss is told afterwards."""
+
+    def loss(parameters: dict[str, Tensor], inputs: Tensor, label: Tensor) -> Tensor:
+        return told(search, F.cross_entropy(functional_call(model, parameters, (inputs[None],)), label[None]))
+
+    of_each = vmap(grad_and_value(loss), in_dims=(None, 0, 0), randomness="different")
+    for step in range(STEPS):
+        gradients, losses = of_each(dict(model.named_parameters()), *batch(step))
+        told(search, losses.mean())
+        norms = torch.stack([own.flatten(1).norm(dim=1) for own in gradients.values()]).norm(dim=0)
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.einsum("n...,n->...", gradients[name].detach(), norms.detach().clamp(min=1.0) ** -1)
+        optimizer.step()
+
+
 class Returning(nn.Module):
     """A model that returns its loss, as those of Hugging Face do."""
 
@@ -175,6 +205,8 @@ LOOPS: dict[str, Train] = {
     "frozen part": frozen,
     "two forwards to a backward": siamese,
     "state in evaluation": streaming,
+    "gradients of a function": functional,
+    "gradients of each example": by_example,
 }
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "adamw": adamw,
