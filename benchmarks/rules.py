@@ -54,13 +54,14 @@ PARTS = [f"{knob}: {part.kind}" for knob, table in TABLES.items() for part in ta
 AND = " and "
 FALL, LIMIT, MISLED = "learning_rate: fall", "learning_rate: return's limit", "learning_rate: catch_up's misled_to"
 TINIEST, LARGEST = "learning_rate: catch_up's tiny", "learning_rate: large_steps from twice the weights on"
-PROOF = "learning_rate: lower's proof in fine-tuning"
+PROOF, ENTERED = "learning_rate: lower's proof in fine-tuning", "learning_rate: return as entered in fine-tuning"
 NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
     LIMIT: ("return", {"small": 0.0}),
     MISLED: ("catch_up", {"misled_to": 0.0}),
     TINIEST: ("catch_up", {"tiny": 0.03}),
     LARGEST: ("large_steps", {"large": 4.0}),
     PROOF: ("lower", {"pretrained_significance": 3.0}),
+    ENTERED: ("return", {"pretrained_significance": 2.0}),
 }
 """Rules and vetoes that stay, and the numbers that leave out a part of what they do."""
 DROPOUT = {
@@ -73,6 +74,7 @@ SAID_BY = {
     MISLED: "learning_rate: catch_up",
     TINIEST: "learning_rate: catch_up",
     LARGEST: "learning_rate: large_steps",
+    ENTERED: "learning_rate: return",
 }
 """Without these numbers a rule asks for less, so where it was silent, they had no say."""
 ANY_RUN = {FALL, LIMIT, PROOF, *DROPOUT}

@@ -356,7 +356,8 @@ def _refuse_schedules(saved: object, own: dict[str, Any]) -> None:
         f"the checkpoint was written with the schedule {told} of {name!r}, this engine has {own[name]}; declare the "
         f"same to resume. Where the peak is read off the optimizer, make the engine before the optimizer's own state "
         f"is loaded, which holds the rate of that moment, or give schedule=; where only the "
-        f"warm-up is other, give warmup_steps="
+        f"warm-up is other, give warmup_steps=; a run of another length is another search, which can begin at the "
+        f"values that this one had found (search.shifts)"
     )
 
 

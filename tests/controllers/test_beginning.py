@@ -391,6 +391,20 @@ def test_where_steps_are_not_known_to_be_small_it_returns_as_far_as_to_what_was_
     assert returned(size, 30.0, averaged=-4.0, untrained=untrained) == 0.25
 
 
+def test_a_pretrained_model_that_nothing_has_lowered_returns_whatever_the_last_weights_say() -> None:
+    """Unless averaged weights call for less. Later, and once looking ahead has lowered it, the last ones hold it."""
+    rule, given = Return(), replace(RISING, shift=-1.0)
+    state = rule.observe(rule.begin(rule.start(), replace(LESS, excess=99.0)), LESS, given)
+    averaged = [Estimate(slope=0.1 * t, stderr=0.1) for t in (1.9, 2.1)]
+    less = [replace(LESS, slope=1.0, stderr=0.1, offset=0.0, averaged=own) for own in averaged]
+    assert [rule.propose(state, estimate, given) for estimate in less] == [0.25, None]
+    assert rule.propose(replace(state, pretrained=False), less[0], given) is None, "the warm-up is over, or untrained"
+    lowered = rule.moved(state, -0.1, -0.1, replace(LESS, offset=0.7), given)
+    assert lowered == replace(state, looked=True)
+    assert rule.propose(lowered, less[0], given) is None
+    assert Return(pretrained_significance=2.0).propose(state, less[0], given) is None, "switched off"
+
+
 def test_a_return_remembers_where_the_run_begins_anew() -> None:
     rule, state = Return(), ReturnState(untrained=True, lowered=True)
     assert rule.restart(state, RISING) == state

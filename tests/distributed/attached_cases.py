@@ -141,20 +141,24 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -
     return hdet.attach(model, optimizer, **given)
 
 
+def optimizer_of(model: nn.Module, chained: bool) -> torch.optim.Optimizer:
+    """AdamW, or for the first parameter SGD and for the others AdamW."""
+    if not chained:
+        return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+    first, *rest = model.parameters()
+    return hdet.ChainedOptimizer(
+        torch.optim.SGD([first], lr=0.1, momentum=0.9, weight_decay=1e-3, foreach=False),
+        torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1, foreach=False),
+    )
+
+
 def held(name: str, parts: int, quiet: bool, normed: bool, chained: bool = False) -> Found:
     """With hdet, whose controllers hold, and without: what each ends in."""
     found = []
     measured = []
     for attached in (False, True):
         model = WRAPS[name](network(normed))
-        optimizer: torch.optim.Optimizer
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
-        if chained:
-            first, *rest = model.parameters()
-            optimizer = hdet.ChainedOptimizer(
-                torch.optim.SGD([first], lr=0.1, momentum=0.9, weight_decay=1e-3, foreach=False),
-                torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1, foreach=False),
-            )
+        optimizer = optimizer_of(model, chained)
         search = None
         if attached:
             search = attach(model, optimizer, schedule=None, knobs=HELD, exclude=["dropout"], tail=None)
@@ -618,13 +622,13 @@ def states_of_a_group() -> int:
     return len(search.all_ranks.state_dict()["ranks"])
 
 
-def sharded_and_resumed(saved_at: int) -> tuple[Found, Found]:
+def sharded_and_resumed(saved_at: int, chained: bool) -> tuple[Found, Found]:
     """A run in one go, and the same gone on with from the state that rank 0 kept of all ranks."""
     found = []
     box: list[Any] = [None]
     for resumed in (False, True):
         model = fsdp(network())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+        optimizer = optimizer_of(model, chained)
         search = attach(model, optimizer, micro_batches=1)
         if resumed:
             search.all_ranks.load_state_dict(box[0])

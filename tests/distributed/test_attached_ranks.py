@@ -223,8 +223,11 @@ def test_all_ranks_state_in_mid_window_is_gone_on_with_by_other_ranks_from_its_o
 
 
 @pytest.mark.parametrize("saved_at", [2 * attached.WINDOW, 2 * attached.WINDOW + 2], ids=["window's end", "mid-window"])
-def test_fully_sharded_the_state_of_all_ranks_is_gone_on_with(saved_at: int, assert_same: Any) -> None:
-    for whole, resumed in launch(attached.sharded_and_resumed, 2, saved_at):
+@pytest.mark.parametrize("chained", [False, True], ids=["one optimizer", "two chained"])
+def test_fully_sharded_the_state_of_all_ranks_is_gone_on_with(saved_at: int, chained: bool, assert_same: Any) -> None:
+    for whole, resumed in launch(attached.sharded_and_resumed, 2, saved_at, chained):
+        rates = [name for name in whole["history"][0]["bases"] if name.startswith("learning_rate[")]
+        assert rates == (["learning_rate[SGD]", "learning_rate[AdamW]"] if chained else [])
         assert_same(resumed["weights"], whole["weights"])
         assert resumed["history"] == whole["history"]
 

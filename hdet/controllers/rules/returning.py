@@ -19,10 +19,12 @@ class ReturnState(Beginning):
 
     Attributes:
         lowered: whether anything but looking ahead has lowered the base.
+        looked: whether looking ahead has.
         huge: whether steps at the schedule as given would have been huge, while `untrained` held.
     """
 
     lowered: bool = False
+    looked: bool = False
     huge: bool = False
 
 
@@ -34,6 +36,10 @@ class Return(OfSmallSteps, Rule):
     less (`t > significance`) hold the base, unless averaged weights call for more (`t < -significance`): in
     large models the last weights call for less in most windows, whatever the rate.
 
+    So they do in fine-tuning. While a pretrained model warms up, and as long as looking ahead has lowered nothing, the
+    base lies low for no other reason than that it was entered so: there averaged weights hold it (`t > significance`),
+    and last ones from `pretrained_significance` on.
+
     While an untrained model warms up, looking ahead lowers no rate below where its steps are small
     (`hdet.controllers.vetoes.SmallSteps`), and there is nothing to make up for beyond. So it goes no further than there
     where `t >= 0` at the last weights. Once the warm-up is over, steps have no size and it goes on, but to no schedule
@@ -41,6 +47,7 @@ class Return(OfSmallSteps, Rule):
 
     Args:
         significance: |t| from which last and averaged weights are believed.
+        pretrained_significance: t of the last weights of a pretrained model whose base nothing has lowered.
         return_step: largest move, in coordinates.
         huge: `step_size` of the schedule as given above which that is no guess; 0 takes any for one.
 
@@ -49,6 +56,7 @@ class Return(OfSmallSteps, Rule):
     """
 
     significance: float = Field(default=2.0, gt=0, le=100)
+    pretrained_significance: float = Field(default=100.0, gt=0, le=100)
     return_step: float = Field(default=0.25, ge=0, le=10)
     huge: float = Field(default=HUGE, ge=0, le=1000)
 
@@ -67,14 +75,18 @@ class Return(OfSmallSteps, Rule):
         room = self.room(state, estimate, context)
         if room is not None and estimate.t >= 0.0:
             step = min(step, room)
-        averaged = estimate.averaged
-        called = averaged is not None and averaged.testable and averaged.t < -self.significance
-        held = estimate.t > self.significance and not called
+        averaged = estimate.averaged.t if estimate.averaged is not None and estimate.averaged.testable else 0.0
+        as_entered = state.pretrained and not state.looked
+        believed = self.pretrained_significance if as_entered else self.significance
+        held = (estimate.t > believed and averaged >= -self.significance) or (as_entered and averaged > self.significance)
         over = state.huge and room is None
         return None if state.lowered or over or held or step <= 0.0 else step
 
     def moved(self, state: ReturnState, wish: float, move: float, estimate: Estimate, context: Context) -> ReturnState:
-        return replace(state, lowered=state.lowered or (move < 0 and estimate.offset <= 0))
+        ahead = estimate.offset > 0
+        return replace(
+            state, lowered=state.lowered or (move < 0 and not ahead), looked=state.looked or (move < 0 and ahead)
+        )
 
     def retreat(self, state: ReturnState, context: Context) -> ReturnState:
         return ReturnState(lowered=True)
