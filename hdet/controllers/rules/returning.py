@@ -78,7 +78,8 @@ class Return(OfSmallSteps, Rule):
         averaged = estimate.averaged.t if estimate.averaged is not None and estimate.averaged.testable else 0.0
         as_entered = state.pretrained and not state.looked
         believed = self.pretrained_significance if as_entered else self.significance
-        held = (estimate.t > believed and averaged >= -self.significance) or (as_entered and averaged > self.significance)
+        held = estimate.t > believed and averaged >= -self.significance
+        held = held or (as_entered and averaged > self.significance)
         over = state.huge and room is None
         return None if state.lowered or over or held or step <= 0.0 else step
 
