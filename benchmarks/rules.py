@@ -61,7 +61,7 @@ NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
     TINIEST: ("catch_up", {"tiny": 0.03}),
     LARGEST: ("large_steps", {"large": 4.0}),
     PROOF: ("lower", {"pretrained_significance": 3.0}),
-    ENTERED: ("return", {"pretrained_significance": 2.0}),
+    ENTERED: ("return", {"entered_significance": 2.0}),
 }
 """Rules and vetoes that stay, and the numbers that leave out a part of what they do."""
 DROPOUT = {
@@ -82,7 +82,7 @@ ANY_RUN = {FALL, LIMIT, PROOF, *DROPOUT}
 TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarted": hdet.Rewind(overshoot=None)}
 """What the guard does, and the guard that does not: without one there is no new start either."""
 LEFT_OUT = [*PARTS, *NUMBERS, *TURNS, *DROPOUT]
-IN_ANY_TRAINING = [part for part in LEFT_OUT if part not in (PROOF, *DROPOUT)]
+IN_ANY_TRAINING = [part for part in LEFT_OUT if part not in (PROOF, ENTERED, *DROPOUT)]
 
 Row = tuple[str, str, str, int, float, bool]
 

@@ -143,9 +143,10 @@ class Cycle:
     def take_first_point(self) -> None:
         """Before step 0: weights may have been loaded since the engine was made.
 
-        Replicas of their own set out from where they were alike, noise on each (`hdet.perturb`) aside.
+        Replicas of their own set out from where they were alike, noise on each (`hdet.perturb`) aside. Where others
+        stand in the places of the model's parameters (`torch.func`), there is no point to take.
         """
-        if self.step_count:
+        if self.step_count or tensors.borrowed(self.hosts[0][0]):
             return
         if not self.home.diverge:
             self.anchor.take(0, self._lent())
@@ -550,7 +551,7 @@ class Cycle:
         return None
 
     def end(self) -> None:
-        """The last step is made: every knob is at its base, and no memory is taken but for the last window's mean."""
+        """The last step is made: every knob is at its base, and the anchor is let go."""
         self.finished = True
         if self.watch is not None:
             self.watch.forget()

@@ -48,7 +48,7 @@ class Passes:
         entered: how many of them were a replica's.
         whole: each has had one backward at most.
         missed: something that this step's passes would teach was left out.
-        borrowed: the first step's passes run with other parameters in the places of the model's (`torch.func`).
+        borrowed: the run's first pass had other parameters in the places of the model's (`torch.func`).
         dropped: how often passes have led to no step since the optimizer's last.
         lost: how often they have in all, as where a GradScaler skipped the step.
     """
@@ -151,14 +151,14 @@ class Passes:
     def begin_step(self) -> None:
         """The step is over."""
         self.begun = self.entered = 0
-        self.whole = True
+        self.whole, self.borrowed = True, False
         self._seen = None
         self.losses.clear()
 
     def _enter(self, replica: Replica) -> None:
         self.entered += 1
-        if self._engine.step_count == 0:
-            self.borrowed = not all(isinstance(parameter, nn.Parameter) for parameter in self.model.parameters())
+        if self._engine.step_count == 0 and self.entered == 1:
+            self.borrowed = tensors.borrowed(self.model)
         if self._engine.cycle.observes_passes or self._engine.step_count == 0:
             self._lending.put_in_update()  # the first pass also holds the first point
         try:

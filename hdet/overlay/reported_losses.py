@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch
 
 from hdet.user_warning import warn
 
@@ -133,6 +132,8 @@ class ReportedLosses:
 
 def _of_each_example(loss: Tensor) -> bool:
     """Whether a tensor stands for many, one of each example: it cannot be read after `torch.func.vmap`."""
+    from torch._C import _functorch as functorch  # torch has no public way to ask
+
     level: Tensor = loss
     while functorch.is_functorch_wrapped_tensor(level):
         if functorch.is_batchedtensor(level):

@@ -66,8 +66,12 @@ class Anchor:
             host_memory.wait(list(live.values()))  # once, for all that was copied
 
     def release(self) -> None:
-        """Hold no tensors until `take` is called again: the run is over."""
-        self._parameters, self._buffers = {}, {}
+        """Hold nothing that training changes until `take` is called again: the run is over.
+
+        Frozen parameters that somebody writes stay: by these a state that is saved tells that they are to be in it.
+        """
+        frozen = [number for number in self._parameters if not self._order[number].requires_grad]
+        self._parameters, self._buffers = {number: self._parameters[number] for number in frozen}, {}
         self._state.release()
 
     def keep_optimizer_state(self) -> None:

@@ -123,7 +123,7 @@ class HeldOptimizer:
             host_memory.wait(_parameters(self._optimizer))
 
     def release(self) -> None:
-        """Hold no state."""
+        """Hold no state of parameters."""
         self._own, self._others, self._lent = [], {}, None
 
     def keep(self) -> None:

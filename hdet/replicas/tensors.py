@@ -105,6 +105,11 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
 
 
+def borrowed(model: nn.Module) -> bool:
+    """Whether other tensors stand in the places of a model's parameters, as while `torch.func` runs it."""
+    return not all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+
+
 def pieces(parameter: Tensor) -> int:
     """How many ranks' parts make up one copy of a sharded parameter; 1 of any other."""
     mesh = getattr(parameter, "device_mesh", None)

@@ -391,7 +391,7 @@ def test_where_steps_are_not_known_to_be_small_it_returns_as_far_as_to_what_was_
     assert returned(size, 30.0, averaged=-4.0, untrained=untrained) == 0.25
 
 
-def test_a_pretrained_model_that_nothing_has_lowered_returns_whatever_the_last_weights_say() -> None:
+def test_a_pretrained_model_that_nothing_has_lowered_is_hardly_held_by_last_weights() -> None:
     """Unless averaged weights call for less. Later, and once looking ahead has lowered it, the last ones hold it."""
     rule, given = Return(), replace(RISING, shift=-1.0)
     state = rule.observe(rule.begin(rule.start(), replace(LESS, excess=99.0)), LESS, given)
@@ -402,7 +402,28 @@ def test_a_pretrained_model_that_nothing_has_lowered_returns_whatever_the_last_w
     lowered = rule.moved(state, -0.1, -0.1, replace(LESS, offset=0.7), given)
     assert lowered == replace(state, looked=True)
     assert rule.propose(lowered, less[0], given) is None
-    assert Return(pretrained_significance=2.0).propose(state, less[0], given) is None, "switched off"
+    off = Return(entered_significance=2.0)
+    assert off.propose(state, less[0], given) is None
+    assert off.propose(state, replace(less[1], slope=0.1), given) == 0.25, "as of any other model"
+
+
+def test_a_pretrained_model_goes_on_to_where_its_first_window_proved_the_rate_to_be_best() -> None:
+    """By moves of 0.25, as long as the warm-up lasts and looking ahead has not lowered it."""
+    rule, given = Return(), replace(RISING, shift=-1.0)
+    first = replace(AHEAD, excess=99.0, bottom=2.0)  # taken at 0.7 above a base that lies 1 below what was given
+    state = rule.observe(rule.begin(rule.start(), first), first, given)
+    assert state.goal == pytest.approx(1.7)
+    less = replace(LESS, slope=1.0)
+    at = [replace(RISING, shift=shift) for shift in (0.3, 1.6, 1.7)]
+    assert [rule.propose(state, less, context) for context in at] == [0.25, pytest.approx(0.1), None]
+    assert rule.propose(replace(state, looked=True), replace(less, slope=0.0), at[0]) is None
+    later = replace(less, bottom=9.0)  # those of later windows are not for the whole run
+    assert rule.observe(state, later, at[0]).goal == state.goal
+    fallen = rule.observe(state, less, Context(shift=0.3, schedule_next=-1.0))
+    assert rule.propose(fallen, replace(less, slope=0.0), at[0]) is None
+    assert Return(ceiling=0.0).observe(state, first, given).goal == 0.0, "switched off"
+    untrained = replace(first, excess=1.0)
+    assert rule.observe(rule.begin(rule.start(), untrained), untrained, given).goal == 0.0
 
 
 def test_a_return_remembers_where_the_run_begins_anew() -> None:

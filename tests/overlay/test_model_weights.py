@@ -134,6 +134,17 @@ def test_a_state_holds_no_frozen_weights(at: int) -> None:
         assert ("teacher.weight" in point["model"]) == (at == 13)  # it has changed since the window opened
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_the_state_of_a_finished_run_has_the_teacher_that_moved(late: bool) -> None:
+    run, again = Run(), Run()
+    run.train(0, STEPS, late=late)
+    assert run.search.finished
+    state = run.search.state_dict()
+    assert "frozen.weight" not in state["engine"]["converged"]["model"]
+    again.search.load_state_dict(state)
+    assert torch.equal(again.model.teacher.weight, run.model.teacher.weight)
+
+
 def test_a_state_of_another_model_is_still_refused() -> None:
     run, other = Run(), Run()
     state = run.search.state_dict()

@@ -21,11 +21,13 @@ class ReturnState(Beginning):
         lowered: whether anything but looking ahead has lowered the base.
         looked: whether looking ahead has.
         huge: whether steps at the schedule as given would have been huge, while `untrained` held.
+        goal: the shift at which a pretrained model's first window proved the rate to be best; 0 where it did not.
     """
 
     lowered: bool = False
     looked: bool = False
     huge: bool = False
+    goal: float = 0.0
 
 
 @register
@@ -36,9 +38,10 @@ class Return(OfSmallSteps, Rule):
     less (`t > significance`) hold the base, unless averaged weights call for more (`t < -significance`): in
     large models the last weights call for less in most windows, whatever the rate.
 
-    So they do in fine-tuning. While a pretrained model warms up, and as long as looking ahead has lowered nothing, the
-    base lies low for no other reason than that it was entered so: there averaged weights hold it (`t > significance`),
-    and last ones from `pretrained_significance` on.
+    So they do in fine-tuning. As long as a pretrained model's schedule has not fallen and looking ahead has lowered
+    nothing, the base lies low for no other reason than that it was entered so. There averaged weights hold it
+    (`t > significance`), and last ones from `entered_significance` on. It goes on to where the first window proved the
+    rate to be best (`Estimate.bottom`), which raises stop short of: later windows see no further than their own end.
 
     While an untrained model warms up, looking ahead lowers no rate below where its steps are small
     (`hdet.controllers.vetoes.SmallSteps`), and there is nothing to make up for beyond. So it goes no further than there
@@ -47,8 +50,10 @@ class Return(OfSmallSteps, Rule):
 
     Args:
         significance: |t| from which last and averaged weights are believed.
-        pretrained_significance: t of the last weights of a pretrained model whose base nothing has lowered.
+        entered_significance: t of the last weights of a pretrained model whose base nothing has lowered. Up to
+            `significance` such a base is as any other.
         return_step: largest move, in coordinates.
+        ceiling: largest shift that it leads to, of a pretrained model; 0 is never above the schedule as given.
         huge: `step_size` of the schedule as given above which that is no guess; 0 takes any for one.
 
     >>> Return().propose(Return().start(), Estimate(slope=0.0, stderr=0.1), Context(shift=-0.6))
@@ -56,8 +61,9 @@ class Return(OfSmallSteps, Rule):
     """
 
     significance: float = Field(default=2.0, gt=0, le=100)
-    pretrained_significance: float = Field(default=100.0, gt=0, le=100)
+    entered_significance: float = Field(default=100.0, gt=0, le=100)
     return_step: float = Field(default=0.25, ge=0, le=10)
+    ceiling: float = Field(default=5.0, ge=0)
     huge: float = Field(default=HUGE, ge=0, le=1000)
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
@@ -68,16 +74,19 @@ class Return(OfSmallSteps, Rule):
 
     def observe(self, state: ReturnState, estimate: Estimate, context: Context) -> ReturnState:
         seen: ReturnState = super().observe(state, estimate, context)
+        if seen.pretrained and estimate.pretrained and estimate.bottom is not None:
+            goal = context.shift + estimate.offset + estimate.bottom
+            seen = replace(seen, goal=min(max(0.0, goal), self.ceiling))
         return replace(seen, huge=seen.huge or (seen.untrained and huge_as_given(estimate, context, self.huge)))
 
     def propose(self, state: ReturnState, estimate: Estimate, context: Context) -> float | None:
-        step = min(self.return_step, -context.shift)
+        as_entered = state.pretrained and not state.looked and self.entered_significance > self.significance
+        step = min(self.return_step, (state.goal if as_entered else 0.0) - context.shift)
         room = self.room(state, estimate, context)
         if room is not None and estimate.t >= 0.0:
             step = min(step, room)
         averaged = estimate.averaged.t if estimate.averaged is not None and estimate.averaged.testable else 0.0
-        as_entered = state.pretrained and not state.looked
-        believed = self.pretrained_significance if as_entered else self.significance
+        believed = self.entered_significance if as_entered else self.significance
         held = estimate.t > believed and averaged >= -self.significance
         held = held or (as_entered and averaged > self.significance)
         over = state.huge and room is None
