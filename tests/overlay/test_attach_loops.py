@@ -267,6 +267,23 @@ def test_a_loop_is_what_it_was_bit_for_bit(name: str, assert_same: Any) -> None:
     assert all(record.estimates["learning_rate"]["stderr"] > 0 for record in search.history)
 
 
+def test_a_first_pass_with_borrowed_parameters_takes_no_point_of_them() -> None:
+    """Of two micro-batches the first is by `torch.func`, at other weights. Nor are frozen parameters copied for it."""
+    model = network()
+    model[0].requires_grad_(False)  # type: ignore[index]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, micro_batches=2, guard=None, quiet=True)
+    first = [p.detach().clone() for p in model.parameters()]
+    others = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    grad(lambda given: loss_of(lambda x: functional_call(model, given, (x,)), batch(0)))(others)  # type: ignore[arg-type]
+    search.loss(loss_of(model, batch(0, 1))).backward()
+    optimizer.step()
+    anchor = search.engine.cycle.anchor
+    held = anchor.values(list(model.parameters()))
+    assert all(torch.equal(own, before) for own, before in zip(held, first, strict=True))
+    assert len(anchor._parameters) == 2
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("loop", ["plain", "gradient scaler that skips"])
 def test_any_optimizer_is_what_it_was_bit_for_bit(name: str, loop: str, assert_same: Any) -> None:
