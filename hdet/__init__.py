@@ -8,6 +8,7 @@ import sys
 from importlib import import_module
 from opcode import opmap
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from hdet import (
     checkpoints,
@@ -60,6 +61,9 @@ from hdet.replicas.distributed import distribute, process_group
 from hdet.replicas.perturb import perturb
 from hdet.signals import Objective, Probe
 from hdet.trials import find
+
+if TYPE_CHECKING:
+    from hdet import deepspeed, lightning, loggers, torchft, transformers  # noqa: F401  # as `__getattr__` finds them
 
 __version__ = "0.2.0.dev0"
 
@@ -127,7 +131,7 @@ def __getattr__(name: str) -> ModuleType:
             it is an ImportError: Python would replace an AttributeError by one that does not say where the name is.
     """
     if name in _INTEGRATIONS:
-        return import_module(f"hdet.integrations.{name}")
+        return import_module(f"hdet.{name}")
     place = next((f": it is {family.__name__}.{name}" for family in _FAMILIES if name in family.__all__), "")
     # Only the caller's instruction tells `from hdet import name` from `hdet.name`. Tried on CPython 3.11 to 3.13.
     caller = sys._getframe(1)

@@ -45,7 +45,7 @@ from hdet.testing import Ground, Law, LawError
 from hdet.testing.ground import ADAMW
 
 for found in pkgutil.walk_packages(hdet.__path__, "hdet."):
-    if not found.name.endswith("__main__") and not found.name.startswith("hdet.integrations."):
+    if not found.name.endswith("__main__") and found.name.split(".")[1] not in {"integrations", *hdet._INTEGRATIONS}:
         importlib.import_module(found.name)  # so that what registers itself there is seen
 
 FAMILIES: tuple[type[Spec], ...] = (

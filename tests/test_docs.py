@@ -243,7 +243,7 @@ def test_docstring_examples(name: str) -> None:
     try:
         module = importlib.import_module(name)
     except ImportError as error:
-        if not name.startswith("hdet.integrations"):
+        if not name.startswith("hdet.integrations") and not isinstance(error, hdet.errors.MissingExtraError):
             raise
         pytest.skip(f"{name} needs a package that is not installed: {error}")
     with torch.random.fork_rng(devices=[]):

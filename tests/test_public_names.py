@@ -6,6 +6,7 @@ import importlib
 import inspect
 import operator
 import re
+from importlib.util import find_spec
 
 import pytest
 
@@ -55,3 +56,16 @@ def test_a_name_that_a_module_merely_imports_is_no_name_of_hdet(name: str) -> No
     assert not hasattr(hdet, name)
     with pytest.raises(AttributeError, match=rf"no attribute '{name}'$"):
         getattr(hdet, name)
+
+
+@pytest.mark.parametrize("name", sorted(hdet._INTEGRATIONS))
+def test_an_integration_is_a_module_that_can_be_imported_by_name(name: str) -> None:
+    """`from hdet.transformers import Search` as well as `hdet.transformers.Search`; without it the extra is named."""
+    if name not in ("deepspeed", "loggers") and find_spec(name) is None:  # these two import nothing of it
+        with pytest.raises(hdet.errors.MissingExtraError, match=rf"hdet\[{name}\]"):
+            importlib.import_module(f"hdet.{name}")
+        return
+    module = importlib.import_module(f"hdet.{name}")
+    assert module is getattr(hdet, name)
+    for shown in module.__all__:
+        assert getattr(module, shown).__module__ == f"hdet.integrations.{name}"

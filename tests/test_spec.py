@@ -24,7 +24,7 @@ from hdet.spreads import Spread, TwoLevel
 
 def families() -> list[type[Spec]]:
     for module in pkgutil.walk_packages(hdet.__path__, "hdet."):
-        if not module.name.startswith(("hdet.integrations", "hdet.app", "hdet.__main__")):
+        if module.name.split(".")[1] not in {"integrations", *hdet._INTEGRATIONS, "app", "__main__"}:
             importlib.import_module(module.name)
 
     def roots(cls: type[Spec]) -> Iterator[type[Spec]]:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import hdet
 from hdet.errors import ConfigError
 from hdet.replicas.distributed import optimizer_mean
 
@@ -44,7 +43,9 @@ class Summing:
 
 
 def meet(group: int, held: dict[int, Tensor], found: dict[int, Found]) -> None:
-    exchange = hdet.torchft.ManagedExchange(Summing(group, held), group, 3, torch.device("cpu"))
+    from hdet.integrations.managed_exchange import ManagedExchange
+
+    exchange = ManagedExchange(Summing(group, held), group, 3, torch.device("cpu"))
     exchange.meeting = True
     sent = [
         torch.tensor([True, False, group == 2]),
@@ -105,7 +106,9 @@ def test_two_groups_of_one_number_are_refused() -> None:
             tensor += tensor
             return SimpleNamespace(wait=lambda: True)
 
-    exchange = hdet.torchft.ManagedExchange(Twice(1, {}), 1, 3, torch.device("cpu"))
+    from hdet.integrations.managed_exchange import ManagedExchange
+
+    exchange = ManagedExchange(Twice(1, {}), 1, 3, torch.device("cpu"))
     exchange.meeting = True
     with pytest.raises(ConfigError, match="2 replica groups have the number 1; give each its own group="):
         exchange.gather(torch.ones(1))
