@@ -37,7 +37,8 @@ class History:
 
     A line is handed to the operating system before training goes on, so a kill loses at most the window under way.
     Reading skips a last line that a kill cut short. A line that could not be written, on a full disk say, is kept in
-    memory and written with the next.
+    memory and written with the next; a run warns of it and goes on. After the last window
+    `history.take_over(history.windows)` writes what is missing.
 
     Memory is bounded: of a history with a file the last 256 windows stay there, and `windows` reads the others back;
     one without keeps the last 4,096, and says so when it drops the first. So it is with courses, which hold a number
@@ -190,8 +191,8 @@ class History:
                     file.write(_lines(self.latest[-self._unwritten :]))
         except OSError as error:
             raise HdetError(
-                f"the history {self.path} could not be written: {error}; the window is kept in memory, and is written "
-                f"with the next"
+                f"the history {self.path} could not be written: {error}; window {record.window} is kept in memory, "
+                f"and is written with the next"
             ) from error
         self._torn = False
         self._unwritten = 0

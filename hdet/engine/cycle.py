@@ -356,8 +356,7 @@ class Cycle:
             self.end()
         else:
             self.open_window(window.index + 1)
-        # Last: where the disk is full, the engine can go on all the same.
-        recording.append(self.history, record, self.home, self.tally.sums.device)
+        recording.append(self.history, record)
         self._refuse_to_go_on(record)
         return record
 
@@ -546,8 +545,8 @@ class Cycle:
         if self.tail is not None and self.tail.parts:
             told["tail"] = self._settle(self.tail, last)
         self.end()
-        if any(told.values()):  # last: where the disk is full, the run has ended all the same
-            recording.amend(self.history, last, told, self.home, self.tally.sums.device)
+        if any(told.values()):
+            recording.amend(self.history, last, told)
         return None
 
     def end(self) -> None:

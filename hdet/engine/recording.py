@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from hdet.engine.tally import WindowLosses
 from hdet.errors import HdetError
@@ -17,8 +15,7 @@ from hdet.evidence import Collector, Window
 from hdet.history import History, WindowRecord
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.record import MOST_REPLICAS
-from hdet.replicas import Replicas
-from hdet.replicas.distributed.ranks import Ranks
+from hdet.user_warning import warn
 
 
 def trained(
@@ -47,46 +44,23 @@ def trained(
     )
 
 
-def append(history: History, record: WindowRecord, home: Replicas, device: torch.device) -> None:
-    """Append to the history. Where one rank cannot write it, none goes on to wait for that one.
-
-    Raises:
-        HdetError: a history could not be written, here or in another process.
-    """
-    _together(partial(history.append, record), home, device)
-
-
-def amend(history: History, window: int, told: dict[str, Any], home: Replicas, device: torch.device) -> None:
-    """Fields of the record of a window that has closed. A history that is another's, or empty, goes without.
-
-    Raises:
-        HdetError: a history could not be written, here or in another process.
-    """
-
-    def write() -> None:
-        if history.latest and history.latest[-1].window == window:
-            history.latest[-1] = replace(history.latest[-1], **told)
-            history.take_over(history.windows)
-
-    _together(write, home, device)
-
-
-def _together(write: Callable[[], None], home: Replicas, device: torch.device) -> None:
-    """Every process writes its history; where one cannot, all raise."""
-    failure: Exception | None = None
+def append(history: History, record: WindowRecord) -> None:
+    """Append to the history. A full disk ends no run: what could not be written is told of."""
     try:
-        write()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        failure = error
-    if isinstance(home, Ranks):
-        row = torch.full((len(home.local), 1), float(failure is not None), device=device)
-        if (home.gather(row) == 1.0).any() and failure is None:
-            failure = HdetError(
-                "another process of this run could not write its history, and says why; the window is kept in "
-                "memory there, and is written with the next"
-            )
-    if failure is not None:
-        raise failure
+        history.append(record)
+    except HdetError as error:
+        warn(str(error))
+
+
+def amend(history: History, window: int, told: dict[str, Any]) -> None:
+    """Fields of the record of a window that has closed. A history that is another's, or empty, goes without."""
+    if not history.latest or history.latest[-1].window != window:
+        return
+    history.latest[-1] = replace(history.latest[-1], **told)
+    try:
+        history.take_over(history.windows)
+    except HdetError as error:
+        warn(str(error))
 
 
 def _mean(closed: WindowLosses) -> float | None:
