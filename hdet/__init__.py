@@ -63,7 +63,7 @@ from hdet.signals import Objective, Probe
 from hdet.trials import find
 
 if TYPE_CHECKING:
-    from hdet import deepspeed, lightning, loggers, torchft, transformers  # noqa: F401  # as `__getattr__` finds them
+    from hdet import deepspeed, fabric, lightning, loggers, torchft, transformers  # noqa: F401  # as `__getattr__` finds them
 
 __version__ = "0.2.0.dev0"
 
@@ -116,7 +116,7 @@ __all__ = [
     "windows",
 ]
 
-_INTEGRATIONS = frozenset({"deepspeed", "lightning", "loggers", "torchft", "transformers"})
+_INTEGRATIONS = frozenset({"deepspeed", "fabric", "lightning", "loggers", "torchft", "transformers"})
 
 _SHOWN_MODULES = [found for name in __all__ if isinstance(found := globals()[name], ModuleType)]
 _FAMILIES = [*_SHOWN_MODULES, history, signals, spec, trials]

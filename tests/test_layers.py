@@ -129,7 +129,7 @@ FLOORS = (
     {"hdet.overlay"},
     {"hdet.trials"},
     {"hdet.integrations"},
-    {"hdet.deepspeed", "hdet.lightning", "hdet.loggers", "hdet.torchft", "hdet.transformers"},
+    {"hdet.deepspeed", "hdet.fabric", "hdet.lightning", "hdet.loggers", "hdet.torchft", "hdet.transformers"},
     {"hdet.testing"},
     {"hdet.contrib", "hdet.spaces", "hdet.spreads", "hdet.designs", "hdet.schedules", "hdet.estimators", "hdet.merges"},
     {"hdet.app"},

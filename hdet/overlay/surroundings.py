@@ -35,6 +35,11 @@ def home(model: nn.Module, optimizer: Optimizer, seats: int) -> Replicas:
             "one learns; call hdet.torchft.attach(manager, model, optimizer, probe=...)"
         )
     bare, wrapper = unwrapped(model)
+    if type(bare).__module__ == "lightning.fabric.wrappers":
+        raise ConfigError(
+            "the model is wrapped by Lightning Fabric, in whose precision the probe would not be judged; call "
+            "hdet.fabric.attach(fabric, model, optimizer, probe=...)"
+        )
     if world() == 1:
         return micro_batches(bare, optimizer, seats)
     refusals.pipelined(model, None)

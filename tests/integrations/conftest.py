@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))  # real processes: launch.py
 
 NEEDS = {
+    "test_fabric.py": "lightning",
     "test_lightning.py": "lightning",
     "test_transformers.py": "transformers",
     "test_transformers_ranks.py": "transformers",

@@ -42,6 +42,7 @@ class Return(OfSmallSteps, Rule):
     nothing, the base lies low for no other reason than that it was entered so. There averaged weights hold it
     (`t > significance`), and last ones from `entered_significance` on. It goes on to where the first window proved the
     rate to be best (`Estimate.bottom`), which raises stop short of: later windows see no further than their own end.
+    Where that is above the schedule as given, looking ahead that lowers a little later changes nothing of it.
 
     While an untrained model warms up, looking ahead lowers no rate below where its steps are small
     (`hdet.controllers.vetoes.SmallSteps`), and there is nothing to make up for beyond. So it goes no further than there
@@ -80,7 +81,8 @@ class Return(OfSmallSteps, Rule):
         return replace(seen, huge=seen.huge or (seen.untrained and huge_as_given(estimate, context, self.huge)))
 
     def propose(self, state: ReturnState, estimate: Estimate, context: Context) -> float | None:
-        as_entered = state.pretrained and not state.looked and self.entered_significance > self.significance
+        as_entered = state.pretrained and (state.goal > 0.0 or not state.looked)
+        as_entered = as_entered and self.entered_significance > self.significance
         step = min(self.return_step, (state.goal if as_entered else 0.0) - context.shift)
         room = self.room(state, estimate, context)
         if room is not None and estimate.t >= 0.0:
