@@ -1,8 +1,9 @@
-"""Does the recipe hold over long runs? The same settings at 1, 3, 10 and 30 times a task's steps.
+"""Does the recipe hold over long runs, and short ones? The same settings at 1, 3, 10 and 30 times a task's steps.
 
     python benchmarks/lengths.py                                              # one seed
     python benchmarks/lengths.py --tasks ratings teacher --lengths 1 3 --seeds 3
     python benchmarks/lengths.py --matrices                                   # a rate for each matrix as well
+    python benchmarks/lengths.py --tasks text_small --lengths 0.25 0.5 --seeds 3 --matrices
     python benchmarks/lengths.py --report --csv lengths.csv --figure lengths.png  # of the runs there are
 
 Every length has its own sweep: fixed cosines at .1, .3, 1, 3 and 10 times the rate that is best for one length, for the
@@ -40,7 +41,7 @@ class Run:
     """A run that has ended."""
 
     task: str
-    length: int
+    length: float
     steps: int
     contender: str
     start: Start
@@ -52,7 +53,7 @@ class Run:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=sorted(BEST), default=["text_small", "ratings", "teacher"])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[1, 3, 10, 30])
+    parser.add_argument("--lengths", nargs="+", type=float, default=[1, 3, 10, 30])
     parser.add_argument("--seeds", type=int, default=1)
     runner.add_recipes(parser)
     parser.add_argument("--figure", type=Path, help="where to draw regret against steps")
@@ -62,11 +63,11 @@ def main() -> int:
     known, contenders = all_tasks(), all_contenders()
     runs, errors = [], []
     for length in given.lengths:
-        tasks = {name: replace(known[name], steps=length * known[name].steps) for name in given.tasks}
+        tasks = {name: replace(known[name], steps=round(length * known[name].steps)) for name in given.tasks}
         plans = {name: list(planned(task, given.seeds, given.recipes)) for name, task in tasks.items()}
         if not given.report:
             wanted = [cell for plan in plans.values() for cell, _ in plan]
-            errors += runner.run(wanted, tasks, contenders, given.out, jobs=given.jobs, label=f"{length} times")
+            errors += runner.run(wanted, tasks, contenders, given.out, jobs=given.jobs, label=f"{length:g} times")
         for name, plan in plans.items():
             for cell, start in plan:
                 result = cells.load(given.out, cell)
@@ -89,7 +90,7 @@ def planned(task: Task, seeds: int, recipes: Sequence[str]) -> Iterator[tuple[Ce
                 yield Cell.of(task, known[contender], start.setting(BEST[task.name]), seed), start
 
 
-def finished(task: Task, length: int, cell: Cell, start: Start, result: Result) -> Run:
+def finished(task: Task, length: float, cell: Cell, start: Start, result: Result) -> Run:
     """A cell and how it ended; probes are a share of the run's compute."""
     probes = max(0.0, result.cost - 3 * task.batch * result.details.get("steps", task.steps) / task.budget)
     return Run(task.name, length, task.steps, cell.contender, start, cell.seed, judged(task, result.test), probes)
