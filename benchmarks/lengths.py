@@ -112,7 +112,7 @@ def against_the_oracle(runs: Sequence[Run]) -> list[tuple[Run, float]]:
     for run in runs:
         if run.contender == "cosine":
             swept[run.task, run.length, run.start].append(run.loss)
-    best: dict[tuple[str, int], Start] = {}
+    best: dict[tuple[str, float], Start] = {}
     for task, length, start in sorted(swept, key=lambda key: float(np.mean(swept[key]))):
         best.setdefault((task, length), start)
     oracle = {
