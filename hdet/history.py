@@ -40,9 +40,9 @@ class History:
     memory and written with the next; a run warns of it and goes on. After the last window
     `history.take_over(history.windows)` writes what is missing.
 
-    Memory is bounded: of a history with a file the last 256 windows stay there, and `windows` reads the others back;
-    one without keeps the last 4,096, and says so when it drops the first. So it is with courses, which hold a number
-    for each step: the last 262,144 numbers stay.
+    Memory is bounded: of a history with a file the last 256 windows stay there once they are written, and `windows`
+    reads the others back; one without keeps the last 4,096, and says so when it drops the first. So it is with courses,
+    which hold a number for each step: the last 262,144 numbers stay.
 
     Args:
         path: the file; without one the history is in memory alone.
@@ -92,6 +92,11 @@ class History:
                 f"file back, or read `history.latest`, the windows in memory"
             )
         return found + whole
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether windows are missing from the file that could not be written: a state that is saved is ahead of it."""
+        return self.path is not None and self._unwritten > 0
 
     @classmethod
     def given(cls, history: History | str | os.PathLike[str] | None, *, writes: bool = True) -> History:
@@ -182,11 +187,11 @@ class History:
             self._bare_courses()
             return
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             if self._torn:
                 replace(self.path, _lines(self.windows).encode())
             else:
                 self._torn = True  # until all is written
-                self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open("a", encoding="utf-8") as file:
                     file.write(_lines(self.latest[-self._unwritten :]))
         except OSError as error:
@@ -262,15 +267,14 @@ class History:
         Raises:
             HdetError: the file cannot be written; it is as it was.
         """
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.touch()
-        self._become(list(windows))
+        self._become(list(windows), written=self.path is not None)
 
-    def _become(self, windows: list[WindowRecord]) -> None:
-        is_written = self.path is not None and self.path.exists()
+    def _become(self, windows: list[WindowRecord], *, written: bool = False) -> None:
+        """Hold these windows. A file that is there holds them too, and is made with `written`."""
+        is_written = self.path is not None and (written or self.path.exists())
         if self.path is not None and is_written:
             try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 replace(self.path, _lines(windows).encode())
             except OSError as error:
                 raise HdetError(f"the history {self.path} could not be written: {error}") from error

@@ -299,6 +299,21 @@ def test_training_goes_on_where_the_disk_was_full(problem: Any, train: Any, asse
     assert kept == [one.bases for one in whole.history]
 
 
+def test_a_history_whose_folder_can_be_made_later_is_written_whole(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    history = History(tmp_path / "taken" / "history.jsonl")
+    for window in (0, 1):
+        with pytest.raises(HdetError, match="could not be written"):
+            history.append(record(window))
+        assert history.is_behind
+    with pytest.raises(HdetError, match="could not be written"):
+        history.take_over(history.windows)
+    (tmp_path / "taken").unlink()
+    history.append(record(2))
+    assert not history.is_behind
+    assert list(History(tmp_path / "taken" / "history.jsonl")) == [record(0), record(1), record(2)]
+
+
 def test_dropping_windows_on_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     records = write(path, 3)

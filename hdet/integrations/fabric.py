@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,8 +13,7 @@ from torch.optim import Optimizer
 from hdet.errors import ConfigError, MissingExtraError
 from hdet.overlay import attach as overlay
 from hdet.overlay.search import Search
-from hdet.replicas.parallel import unwrapped
-from hdet.signals import Probe
+from hdet.signals import Objective, Probe
 
 try:
     from lightning.fabric import Fabric, is_wrapped
@@ -26,14 +27,16 @@ def attach(fabric: Fabric, model: nn.Module, optimizer: Optimizer, *, probe: Pro
     """Explore hyperparameters in a loop of Fabric's: `hdet.attach`, to what `fabric.setup` has wrapped.
 
     The loop stays as it is: `model(...)`, `fabric.backward(loss)`, `optimizer.step()`, with `fabric.no_backward_sync`
-    and `fabric.clip_gradients` where it has them. `fabric.save` and `fabric.load` take `search.all_ranks` among the
-    objects of their state.
+    and `fabric.clip_gradients` where it has them. It calls the model itself, or a method that Fabric redirects through
+    it. `fabric.save` and `fabric.load` take `search.all_ranks` among the objects of their state; a strategy that saves
+    in parts (FSDP2) loads modules and optimizers alone, and leaves `search.all_ranks.load_state_dict(state["search"])`
+    to the loop.
 
     Args:
-        model, optimizer: what `fabric.setup` returned.
-        probe: held-out loss. The model that it is given is called in Fabric's precision, as training calls it. Batches
-            lie on the model's device (`fabric.to_device`).
-        options: of `hdet.attach`.
+        model, optimizer: what `fabric.setup` returned; compiled before that, if it is.
+        probe: held-out loss. What it is given stands for the model: a call is made in Fabric's precision, as in
+            training, and attributes are the model's own. Batches lie on the model's device (`fabric.to_device`).
+        options: of `hdet.attach`. An `objective` is judged in Fabric's precision, too.
 
     Raises:
         ConfigError: these are not what `fabric.setup` returned, the strategy is DeepSpeed's; or what `hdet.attach`
@@ -53,36 +56,55 @@ def attach(fabric: Fabric, model: nn.Module, optimizer: Optimizer, *, probe: Pro
     >>> search.finished
     True
     """
-    wrapped = unwrapped(model)[0]
-    if not is_wrapped(wrapped):
+    if not isinstance(fabric, Fabric):
+        raise ConfigError(f"fabric must be a lightning.Fabric, got {type(fabric).__name__}")
+    if not (is_wrapped(model) and hasattr(type(model), "mark_forward_method")):  # not an optimizer, nor compiled since
+        kind = type(model)
         raise ConfigError(
-            f"hdet.fabric.attach takes the model that fabric.setup returned, got a {type(wrapped).__name__}"
+            f"hdet.fabric.attach takes the model that fabric.setup returned (compiled before that, if it is), got a "
+            f"{kind.__module__}.{kind.__qualname__}"
         )
     if isinstance(fabric.strategy, DeepSpeedStrategy):
         raise ConfigError("under Fabric's DeepSpeedStrategy hdet is not tried; hdet.deepspeed.attach takes an engine")
-    inner = next(wrapped.children())  # what Fabric calls: compiled, in DistributedDataParallel or sharded, if it is
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    return overlay.attach(inner, optimizer, probe=_in_precision(probe, fabric.strategy.precision), **options)
+    wrapped: Any = model
+    inner = wrapped._forward_module  # what Fabric calls: compiled, in DistributedDataParallel or sharded, if it is
+    # Fabric redirects some methods through what it has wrapped; where that is the model itself, they are plain.
+    converted = wrapped._forward_methods if inner is not wrapped.module else frozenset()
+    called = partial(_Called, precision=fabric.strategy.precision, methods=converted)
+    for name, given in {"probe": probe, "objective": options.get("objective")}.items():
+        if isinstance(given, Probe | Objective):
+            options[name] = replace(given, loss=partial(_loss, given.loss, called))
+        elif given is not None:
+            options[name] = given  # for `hdet.attach` to refuse
+    return overlay.attach(inner, getattr(optimizer, "optimizer", optimizer), **options)
 
 
-def _in_precision(probe: Probe, precision: Precision) -> Probe:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return probe.loss(_Called(model, precision), batch)
-
-    return replace(probe, loss=loss) if isinstance(probe, Probe) else probe
+def _loss(
+    loss: Callable[[Any, Any], Tensor], called: Callable[[nn.Module], _Called], model: nn.Module, batch: Any
+) -> Tensor:
+    return loss(called(model), batch)
 
 
 class _Called:
     """A model that is called as Fabric's wrapper calls it, without its demand for `fabric.backward`."""
 
-    def __init__(self, model: nn.Module, precision: Precision) -> None:
-        self._model, self._precision = model, precision
+    def __init__(self, model: nn.Module, precision: Precision, methods: Collection[str]) -> None:
+        self.module, self._precision, self._methods = model, precision, methods
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        given, named = self._precision.convert_input((given, named))
-        with self._precision.forward_context():
-            output = self._model(*given, **named)
-        return self._precision.convert_output(output)
+        return self._converted(self.module, *given, **named)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        if name.startswith("__"):  # those that Python asks for itself
+            raise AttributeError(name)
+        found = getattr(self.module, name)
+        return partial(self._converted, found) if name in self._methods else found
+
+    def _converted(self, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        given, named = self._precision.convert_input((given, named))
+        with self._precision.forward_context():
+            output = call(*given, **named)
+        return self._precision.convert_output(output)

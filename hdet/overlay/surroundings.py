@@ -35,7 +35,7 @@ def home(model: nn.Module, optimizer: Optimizer, seats: int) -> Replicas:
             "one learns; call hdet.torchft.attach(manager, model, optimizer, probe=...)"
         )
     bare, wrapper = unwrapped(model)
-    if type(bare).__module__ == "lightning.fabric.wrappers":
+    if type(bare).__module__ in ("lightning.fabric.wrappers", "lightning_fabric.wrappers"):
         raise ConfigError(
             "the model is wrapped by Lightning Fabric, in whose precision the probe would not be judged; call "
             "hdet.fabric.attach(fabric, model, optimizer, probe=...)"

@@ -175,6 +175,33 @@ def test_checkpoints_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monk
     assert folder.load_checkpoint() == {"n": 1}
 
 
+class Blocking(Watcher):
+    """Puts a folder where the history is, once a step is made."""
+
+    def __init__(self, history: Path, step: int) -> None:
+        self.history, self.at = history, step
+
+    def step(self, done: int, losses: object) -> None:
+        if done == self.at:
+            self.history.rename(self.history.with_suffix(".away"))
+            self.history.mkdir()
+
+
+@pytest.mark.filterwarnings("ignore:the history .* could not be written")
+def test_no_checkpoint_is_ahead_of_a_history_that_cannot_be_written(tmp_path: Path) -> None:
+    """So that the run can go on from the one before."""
+    Run(CONFIG, tmp_path / "whole")()
+    folder = tmp_path / "run"
+    history = folder / "history.jsonl"
+    with pytest.raises(HdetError, match="lacks windows that could not be written, and a checkpoint would be ahead"):
+        Run(CONFIG, folder)(watcher=Blocking(history, 8))
+    history.rmdir()
+    history.with_suffix(".away").rename(history)
+    Run(CONFIG, folder, resume=True)()
+    assert windows_of(folder) == windows_of(tmp_path / "whole")
+    assert same(model_of(folder), model_of(tmp_path / "whole"))
+
+
 def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         Run(CONFIG, tmp_path / "run")(watcher=KilledAt(8))

@@ -417,6 +417,7 @@ def test_a_pretrained_model_goes_on_to_where_its_first_window_proved_the_rate_to
     at = [replace(RISING, shift=shift) for shift in (0.3, 1.6, 1.7)]
     assert [rule.propose(state, less, context) for context in at] == [0.25, pytest.approx(0.1), None]
     assert rule.propose(replace(state, looked=True), less, at[0]) == 0.25
+    assert rule.propose(replace(state, looked=True, goal=0.0), less, given) is None, "nothing was proved"
     assert rule.propose(replace(state, lowered=True), less, at[0]) is None
     later = replace(less, bottom=9.0)  # those of later windows are not for the whole run
     assert rule.observe(state, later, at[0]).goal == state.goal

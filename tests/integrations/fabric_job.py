@@ -54,6 +54,7 @@ class Job:
         precision: Any = "32-true",
         strategy: Any = "auto",
         compiled: bool = False,
+        objective: hdet.Objective | None = None,
     ) -> None:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self.fabric = Fabric(accelerator="cpu", devices=ranks, precision=precision, strategy=strategy)
@@ -79,6 +80,7 @@ class Job:
                 total_steps=STEPS,
                 scheduler=self.scheduler,
                 knobs=knobs,
+                objective=objective,
                 micro_batches=PARTS,
                 window=5,
                 guard=None,
@@ -126,13 +128,17 @@ def held(strategy: Any, knobs: Any) -> tuple[list[Any], list[Any]]:
     return Job(strategy=strategy()).train().left(), job.left()
 
 
-def resumed(folder: Path, strategy: Any = "auto") -> dict[str, Any]:
+def resumed(folder: Path, strategy: Any = lambda: "auto", knobs: Any = ()) -> dict[str, Any]:
     """A run in one go, and the same from Fabric's own checkpoint in mid-window."""
-    whole = Job(knobs=[], strategy=strategy).train(stop=8)
+    whole = Job(knobs=knobs, strategy=strategy()).train(stop=8)
     whole.fabric.save(folder / "state.ckpt", whole.state())
     whole.train(8)
-    again = Job(knobs=[], strategy=strategy)
-    again.fabric.load(folder / "state.ckpt", again.state())
+    again = Job(knobs=knobs, strategy=strategy())
+    state = again.state()
+    again.fabric.load(folder / "state.ckpt", state)
+    for name, held in {"scheduler": again.scheduler, "search": state["search"]}.items():
+        if isinstance(state[name], dict):  # of a checkpoint in parts Fabric loads modules and optimizers alone
+            (again.search.all_ranks if name == "search" else held).load_state_dict(state[name])
     again.train(8)
     assert whole.search is not None
     assert again.search is not None
@@ -144,6 +150,30 @@ def resumed(folder: Path, strategy: Any = "auto") -> dict[str, Any]:
     }
 
 
+class Scored(nn.Sequential):
+    """A model whose loss is a method's."""
+
+    def score(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        return loss_of(self.forward, given)
+
+
+def methods() -> tuple[list[float], list[float]]:
+    """The losses of a method that Fabric redirects, as the loop has them and as the probe has."""
+    fabric = Fabric(accelerator="cpu", devices=2, precision="bf16-mixed", strategy="ddp")
+    fabric.launch()
+    torch.manual_seed(0)
+    made = Scored(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+    model, optimizer = fabric.setup(made, torch.optim.AdamW(made.parameters(), lr=3e-3))
+    model.mark_forward_method("score")
+    batches = [batch(-1 - part) for part in range(8)]
+    probe = hdet.Probe(lambda model, given: model.score(given), batches)
+    search = hdet.fabric.attach(fabric, model, optimizer, probe=probe, total_steps=STEPS, micro_batches=1, quiet=True)
+    model.eval()
+    with torch.no_grad():
+        expected = [model.score(given).item() for given in batches]
+    return expected, search.engine.plan.signal.measure(made, window=0).tolist()
+
+
 def sharded() -> ModelParallelStrategy:
     return ModelParallelStrategy(in_parts, data_parallel_size=2, tensor_parallel_size=1)
 
@@ -153,7 +183,9 @@ def main(folder: Path) -> None:
     found = {
         "ddp": held(lambda: "ddp", HELD),
         "sharded": held(sharded, HELD[:2]),
-        "resumed": resumed(folder, "ddp"),
+        "resumed": resumed(folder, lambda: "ddp"),
+        "resumed in parts": resumed(folder / "parts", sharded),
+        "methods": methods(),
     }
     torch.save(found, folder / f"rank{os.environ['RANK']}.pt")
 

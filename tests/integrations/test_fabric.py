@@ -13,7 +13,9 @@ from torch import nn
 from two_ranks import found_by
 
 import hdet
+from hdet.controllers import Hold
 from hdet.errors import ConfigError
+from hdet.evidence import MixedDifference
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
@@ -40,6 +42,16 @@ def test_the_probe_is_judged_in_fabrics_precision(precision: str) -> None:
     assert measured.unique().numel() == 8, "in bfloat16 two of them would be one number"
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_an_objective_is_judged_in_fabrics_precision(precision: str) -> None:
+    dropout = hdet.Dropout(controller=Hold(), evidence=MixedDifference())
+    job = Job(knobs=[*HELD[:2], dropout], precision=precision, objective=hdet.Objective(loss_of, [batch(1), batch(2)]))
+    types = set()
+    job.model.module[0].register_forward_hook(lambda module, given, output: types.add(output.dtype))
+    job.train(stop=5)
+    assert types == {torch.bfloat16}
+
+
 def test_saved_and_loaded_by_fabric_it_is_the_same_run(tmp_path: Path, assert_same: Any) -> None:
     found = resumed(tmp_path)
     assert_same(found["again"], found["left"])
@@ -54,9 +66,11 @@ def test_two_processes_in_ddp_and_sharded_held_and_resumed(tmp_path: Path, asser
         for case in ("ddp", "sharded"):
             plain, held = found[case]
             assert_same(held, plain)
-        assert_same(found["resumed"]["again"], found["resumed"]["left"])
-        assert found["resumed"]["shifts"] == [first["resumed"]["shifts"][0]] * 2
-        assert found["resumed"]["moved"] != 1.0
+        for case in ("resumed", "resumed in parts"):
+            assert_same(found[case]["again"], found[case]["left"])
+            assert found[case]["shifts"] == [first[case]["shifts"][0]] * 2
+            assert found[case]["moved"] != 1.0
+        assert found["methods"][0] == found["methods"][1], "as Fabric redirects them"
 
 
 def test_what_is_not_fabrics_is_told_what_to_call() -> None:
@@ -66,8 +80,13 @@ def test_what_is_not_fabrics_is_told_what_to_call() -> None:
         hdet.attach(job.model, job.optimizer, probe=probe, total_steps=STEPS, scheduler=job.scheduler, quiet=True)
     bare = nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3)
-    with pytest.raises(ConfigError, match=r"takes the model that fabric\.setup returned, got a Linear"):
+    with pytest.raises(ConfigError, match=r"takes the model that fabric\.setup returned .*got a torch\.nn.*Linear"):
         hdet.fabric.attach(job.fabric, bare, optimizer, probe=probe, total_steps=9)
+    compiled: Any = torch.compile(job.model)
+    with pytest.raises(ConfigError, match=r"compiled before that, if it is\), got a torch\._dynamo"):
+        hdet.fabric.attach(job.fabric, compiled, job.optimizer, probe=probe, total_steps=9)
+    with pytest.raises(ConfigError, match=r"fabric must be a lightning\.Fabric, got Sequential"):
+        hdet.fabric.attach(nn.Sequential(), job.model, job.optimizer, probe=probe, total_steps=9)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"probe must be an hdet\.Probe, got list"):
         hdet.fabric.attach(job.fabric, job.model, job.optimizer, probe=[batch(0)], total_steps=9)  # type: ignore[arg-type]
 

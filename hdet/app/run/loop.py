@@ -17,7 +17,7 @@ from hdet.app.run.folder import RunFolder
 from hdet.app.run.launching import leads, led, rank, shared_out
 from hdet.app.tasks import Workload
 from hdet.engine.engine import Engine
-from hdet.errors import CheckpointError
+from hdet.errors import CheckpointError, HdetError
 from hdet.history import History, WindowRecord
 from hdet.hparams import Knob, LearningRate
 from hdet.replicas import Replicas, micro_batches, replicate
@@ -111,8 +111,16 @@ class Training:
             watcher.step(step + 1, losses)
             if record is not None:
                 self.seconds = earlier + time.perf_counter() - began
-                led(lambda: folder.save_checkpoint(self._state()))
+                led(lambda: self._save(folder))
                 watcher.window(record, engine.bases)
+
+    def _save(self, folder: RunFolder) -> None:
+        if self.engine.history.is_behind:
+            raise HdetError(
+                f"{folder.history} lacks windows that could not be written, and a checkpoint would be ahead of it; "
+                f"make room, and --resume goes on from the one before"
+            )
+        folder.save_checkpoint(self._state())
 
     def _state(self) -> dict[str, Any]:
         generators = {"cpu": torch.get_rng_state()}

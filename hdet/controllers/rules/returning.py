@@ -42,7 +42,7 @@ class Return(OfSmallSteps, Rule):
     nothing, the base lies low for no other reason than that it was entered so. There averaged weights hold it
     (`t > significance`), and last ones from `entered_significance` on. It goes on to where the first window proved the
     rate to be best (`Estimate.bottom`), which raises stop short of: later windows see no further than their own end.
-    Where that is above the schedule as given, looking ahead that lowers a little later changes nothing of it.
+    Where that is above the schedule as given, it goes on to there after looking ahead has lowered the base, too.
 
     While an untrained model warms up, looking ahead lowers no rate below where its steps are small
     (`hdet.controllers.vetoes.SmallSteps`), and there is nothing to make up for beyond. So it goes no further than there
@@ -51,8 +51,8 @@ class Return(OfSmallSteps, Rule):
 
     Args:
         significance: |t| from which last and averaged weights are believed.
-        entered_significance: t of the last weights of a pretrained model whose base nothing has lowered. Up to
-            `significance` such a base is as any other.
+        entered_significance: t of the last weights of a pretrained model whose base nothing has lowered, or only
+            looking ahead below a proven best rate. Up to `significance` such a base is as any other.
         return_step: largest move, in coordinates.
         ceiling: largest shift that it leads to, of a pretrained model; 0 is never above the schedule as given.
         huge: `step_size` of the schedule as given above which that is no guess; 0 takes any for one.
