@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
+from classified import HELD, PARTS, STEPS, batch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -21,22 +22,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils._pytree import tree_map
 
 import hdet
-from hdet.controllers import Hold
-from hdet.spreads import TwoLevel
-
-STEPS, PARTS = 24, 2
-
-HELD = [
-    hdet.LearningRate(controller=Hold()),
-    hdet.WeightDecay(controller=Hold()),
-    hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
-]
-"""Measured as ever and moved nowhere."""
-
-
-def batch(seed: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
-    return inputs, inputs[:, :3].argmax(dim=1)
 
 
 def loss_of(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:

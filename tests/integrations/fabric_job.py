@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from classified import HELD, PARTS, STEPS, batch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -17,22 +18,6 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import hdet
-from hdet.controllers import Hold
-from hdet.spreads import TwoLevel
-
-STEPS, PARTS = 24, 2
-
-HELD = [
-    hdet.LearningRate(controller=Hold()),
-    hdet.WeightDecay(controller=Hold()),
-    hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
-]
-"""Measured as ever and moved nowhere."""
-
-
-def batch(seed: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
-    return inputs, inputs[:, :3].argmax(dim=1)
 
 
 def loss_of(model: Any, given: tuple[Tensor, Tensor]) -> Tensor:

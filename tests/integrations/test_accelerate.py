@@ -8,7 +8,8 @@ from typing import Any
 import accelerate_job as cases
 import pytest
 import torch
-from accelerate_job import HELD, STEPS, Job
+from accelerate_job import Job
+from classified import HELD, STEPS
 from launch import launch
 
 import hdet

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from fabric_job import HELD, STEPS, Job, batch, loss_of, resumed
+from classified import HELD, STEPS, batch
+from fabric_job import Job, loss_of, resumed
 from lightning.fabric import Fabric
 from torch import nn
 from two_ranks import found_by
