@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError, MissingExtraError
@@ -23,7 +23,15 @@ except ImportError:
     raise MissingExtraError("lightning", "lightning") from None
 
 
-def attach(fabric: Fabric, model: nn.Module, optimizer: Optimizer, *, probe: Probe, **options: Any) -> Search:
+def attach(
+    fabric: Fabric,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    probe: Probe,
+    objective: Objective | None = None,
+    **options: Any,
+) -> Search:
     """Explore hyperparameters in a loop of Fabric's: `hdet.attach`, to what `fabric.setup` has wrapped.
 
     The loop stays as it is: `model(...)`, `fabric.backward(loss)`, `optimizer.step()`, with `fabric.no_backward_sync`
@@ -36,7 +44,8 @@ def attach(fabric: Fabric, model: nn.Module, optimizer: Optimizer, *, probe: Pro
         model, optimizer: what `fabric.setup` returned; compiled before that, if it is.
         probe: held-out loss. What it is given stands for the model: a call is made in Fabric's precision, as in
             training, and attributes are the model's own. Batches lie on the model's device (`fabric.to_device`).
-        options: of `hdet.attach`. An `objective` is judged in Fabric's precision, too.
+        objective: as `hdet.attach` takes it; judged in Fabric's precision, too.
+        options: of `hdet.attach`.
 
     Raises:
         ConfigError: these are not what `fabric.setup` returned, the strategy is DeepSpeed's; or what `hdet.attach`
@@ -71,18 +80,14 @@ def attach(fabric: Fabric, model: nn.Module, optimizer: Optimizer, *, probe: Pro
     # Fabric redirects some methods through what it has wrapped; where that is the model itself, they are plain.
     converted = wrapped._forward_methods if inner is not wrapped.module else frozenset()
     called = partial(_Called, precision=fabric.strategy.precision, methods=converted)
-    for name, given in {"probe": probe, "objective": options.get("objective")}.items():
-        if isinstance(given, Probe | Objective):
-            options[name] = replace(given, loss=partial(_loss, given.loss, called))
-        elif given is not None:
-            options[name] = given  # for `hdet.attach` to refuse
-    return overlay.attach(inner, getattr(optimizer, "optimizer", optimizer), **options)
 
+    def judged(given: Any) -> Any:
+        """By the model as Fabric calls it; what is neither probe nor objective is for `hdet.attach` to refuse."""
+        if not isinstance(given, Probe | Objective):
+            return given
+        return replace(given, loss=lambda model, batch: given.loss(called(model), batch))
 
-def _loss(
-    loss: Callable[[Any, Any], Tensor], called: Callable[[nn.Module], _Called], model: nn.Module, batch: Any
-) -> Tensor:
-    return loss(called(model), batch)
+    return overlay.attach(inner, optimizer, probe=judged(probe), objective=judged(objective), **options)
 
 
 class _Called:

@@ -408,7 +408,7 @@ def test_a_pretrained_model_that_nothing_has_lowered_is_hardly_held_by_last_weig
 
 
 def test_a_pretrained_model_goes_on_to_where_its_first_window_proved_the_rate_to_be_best() -> None:
-    """By moves of 0.25, as long as the warm-up lasts, and after looking ahead has lowered it a little, too."""
+    """By moves of 0.25, as long as the warm-up lasts, and after looking ahead has lowered it, too."""
     rule, given = Return(), replace(RISING, shift=-1.0)
     first = replace(AHEAD, excess=99.0, bottom=2.0)  # taken at 0.7 above a base that lies 1 below what was given
     state = rule.observe(rule.begin(rule.start(), first), first, given)

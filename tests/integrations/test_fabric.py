@@ -92,6 +92,18 @@ def test_what_is_not_fabrics_is_told_what_to_call() -> None:
         hdet.fabric.attach(job.fabric, job.model, job.optimizer, probe=[batch(0)], total_steps=9)  # type: ignore[arg-type]
 
 
+def test_the_fabric_of_the_package_beside_it_is_named() -> None:
+    """pytorch_lightning brings its own."""
+    beside = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=1)
+    bare = nn.Sequential(nn.Linear(4, 3))
+    model, optimizer = beside.setup(bare, torch.optim.AdamW(bare.parameters(), lr=1e-3))
+    probe = hdet.Probe(loss_of, [batch(0), batch(1)])
+    with pytest.raises(ConfigError, match=r"wrapped by Lightning Fabric.*call hdet\.fabric\.attach"):
+        hdet.attach(model, optimizer, probe=probe, total_steps=9, quiet=True)
+    with pytest.raises(ConfigError, match=r"takes the model that fabric\.setup returned .*got a lightning_fabric\."):
+        hdet.fabric.attach(Job().fabric, model, optimizer, probe=probe, total_steps=9)
+
+
 def test_under_deepspeed_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.fabric.strategies import DeepSpeedStrategy
 
