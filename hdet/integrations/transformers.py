@@ -165,8 +165,14 @@ def probe_of(trainer: Trainer, data: Any) -> Probe:
     """A probe of held-out data, by the Trainer's own collator and loss.
 
     Raises:
-        ConfigError: there are none, or no evaluation data of that name.
+        ConfigError: there are none, or no evaluation data of that name; the Trainer does not take them, or its loss
+            does not judge a model.
     """
+    if hasattr(trainer, "reward_funcs"):
+        raise ConfigError(
+            f"{type(trainer).__name__} learns from rewards of what the model generates, and its loss does not fall as "
+            f"the model gets better; give probe= an hdet.Probe whose loss does, or train without hdet"
+        )
     if isinstance(data, str):
         there = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {}
         if data not in there:
@@ -174,13 +180,24 @@ def probe_of(trainer: Trainer, data: Any) -> Probe:
         data = there[data]
     if data is None:
         raise ConfigError("a search judges by held-out data; give hdet.transformers.Search(probe=eval_dataset)")
-    # Not the evaluation's loader, which the Trainer would keep and evaluate on.
-    loader = trainer.get_test_dataloader(data)
-    data = loader.dataset
-    if isinstance(data, torch.utils.data.IterableDataset) and hasattr(data, "dataset"):
-        data = data.dataset  # a process's share of it: the probe is the same in all
     args = trainer.args
     examples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    try:
+        # Not the evaluation's loader, which the Trainer would keep and evaluate on.
+        loader = trainer.get_test_dataloader(data)
+        held_out: Any = loader.dataset
+        if isinstance(held_out, torch.utils.data.IterableDataset) and hasattr(held_out, "dataset"):
+            held_out = held_out.dataset  # a process's share of it: the probe is the same in all
+        sample = Sample(held_out, examples, loader.collate_fn)
+        sample(0)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the Trainer cannot make a batch of the probe's data ({type(error).__name__}: {error}); give them as its "
+            f"eval_dataset holds them, where a trainer that prepares its data itself, as TRL's do, has what it made of "
+            f"them (docs/integrations.md)"
+        ) from error
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inputs = trainer._prepare_inputs(batch)
@@ -189,7 +206,7 @@ def probe_of(trainer: Trainer, data: Any) -> Probe:
             found = trainer.compute_loss(model, inputs)
         return found[0] if isinstance(found, tuple) else found
 
-    return Probe(loss, Sample(data, examples, loader.collate_fn))
+    return Probe(loss, sample)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ NEEDS = {
     "test_transformers_deepspeed.py": "transformers",
     "test_peft.py": "peft",
     "test_finetune_example.py": "peft",
+    "test_trl.py": "trl",
 }
 
 collect_ignore = [name for name, package in NEEDS.items() if find_spec(package) is None]
