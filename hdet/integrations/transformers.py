@@ -24,7 +24,7 @@ from hdet.integrations.kept import values_kept
 from hdet.integrations.loggers import metrics
 from hdet.overlay import search as overlay
 from hdet.overlay.attach import attach
-from hdet.signals import Probe
+from hdet.signals import Objective, Probe
 from hdet.user_warning import warn
 
 try:
@@ -49,7 +49,8 @@ class Search(TrainerCallback):
     Args:
         probe: held-out data, as the Trainer's `eval_dataset` is: collated and judged as the Trainer does it, without
             label smoothing, about as many examples a window as one optimizer step trains on. Or an `hdet.Probe`.
-        options: of `hdet.attach`.
+        options: of `hdet.attach`. `objective` may be training data, as the Trainer's `train_dataset` is: by these,
+            dropouts are judged where the model is sharded.
 
     Attributes:
         search: what `hdet.attach` returned, once training has begun.
@@ -88,6 +89,7 @@ class Search(TrainerCallback):
             "total_steps": state.max_steps - self._begun_at,
             **_found(trainer, self._options),
             **self._options,
+            **self._objective(trainer),
             **({"quiet": True} if saved is not None else {}),
         }
         if trainer.is_deepspeed_enabled:
@@ -128,6 +130,10 @@ class Search(TrainerCallback):
     ) -> None:
         """Leave the Trainer's model, which may be its best one by now, and its optimizer alone."""
         self._end()
+
+    def _objective(self, trainer: Trainer) -> dict[str, Any]:
+        given = self._options.get("objective")
+        return {} if given is None or isinstance(given, Objective) else {"objective": objective_of(trainer, given)}
 
     def _end(self) -> None:
         self._restore_step()
@@ -180,33 +186,54 @@ def probe_of(trainer: Trainer, data: Any) -> Probe:
         data = there[data]
     if data is None:
         raise ConfigError("a search judges by held-out data; give hdet.transformers.Search(probe=eval_dataset)")
+    sample, loss = _judged(trainer, data, "probe")
+
+    def without_smoothing(model: nn.Module, batch: Any) -> Tensor:
+        with _unsmoothed(trainer):
+            return loss(model, batch)
+
+    return Probe(without_smoothing, sample)
+
+
+def objective_of(trainer: Trainer, data: Any) -> Objective:
+    """The training loss on training data, by the Trainer's own collator.
+
+    Raises:
+        ConfigError: the Trainer does not take them.
+    """
+    sample, loss = _judged(trainer, data, "objective")
+    return Objective(loss, sample)
+
+
+def _judged(trainer: Trainer, data: Any, name: str) -> tuple[Sample, Callable[[nn.Module, Any], Tensor]]:
+    """What each window draws of the data, about as much as one optimizer step trains on, and the Trainer's loss."""
     args = trainer.args
     examples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     try:
         # Not the evaluation's loader, which the Trainer would keep and evaluate on.
         loader = trainer.get_test_dataloader(data)
-        held_out: Any = loader.dataset
-        if isinstance(held_out, torch.utils.data.IterableDataset) and hasattr(held_out, "dataset"):
-            held_out = held_out.dataset  # a process's share of it: the probe is the same in all
-        sample = Sample(held_out, examples, loader.collate_fn)
+        taken: Any = loader.dataset
+        if isinstance(taken, torch.utils.data.IterableDataset) and hasattr(taken, "dataset"):
+            taken = taken.dataset  # a process's share of it: what is judged by is the same in all
+        sample = Sample(taken, examples, loader.collate_fn)
         sample(0)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"the Trainer cannot make a batch of the probe's data ({type(error).__name__}: {error}); give them as its "
-            f"eval_dataset holds them, where a trainer that prepares its data itself, as TRL's do, has what it made of "
+            f"the Trainer cannot make a batch of the {name}'s data ({type(error).__name__}: {error}); give them as its "
+            f"own data sets hold them, where a trainer that prepares its data itself, as TRL's do, has what it made of "
             f"them (docs/integrations.md)"
         ) from error
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inputs = trainer._prepare_inputs(batch)
         # A subclass may gather metrics there, as TRL's do.
-        with _unsmoothed(trainer), values_kept(trainer, private=True), trainer.compute_loss_context_manager():
+        with values_kept(trainer, private=True), trainer.compute_loss_context_manager():
             found = trainer.compute_loss(model, inputs)
         return found[0] if isinstance(found, tuple) else found
 
-    return Probe(loss, sample)
+    return sample, loss
 
 
 @contextmanager
