@@ -21,23 +21,33 @@ class Sample:
     Args:
         data: examples by index, or an iterable of them.
         examples: how many a window's sub-batches hold together, at most.
+        size: how many each holds; by default an eighth of `examples`.
         collate: a list of examples to a batch. What it draws from the generators of Python, NumPy and torch follows
             from the window too, and leaves these generators as they were.
 
     Raises:
-        ConfigError: there are fewer than 2 examples.
+        ConfigError: there are too few examples for 2 sub-batches.
     """
 
-    def __init__(self, data: Sequence[Any] | Iterable[Any], examples: int, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self,
+        data: Sequence[Any] | Iterable[Any],
+        examples: int,
+        collate: Callable[[list[Any]], Any],
+        size: int | None = None,
+    ) -> None:
         self._collate = collate
         self._data: Any = data
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-            self._data = list(islice(data, max(examples, SUB_BATCHES)))
+            self._data = list(islice(data, max(examples, SUB_BATCHES * (size or 1))))
         held = len(self._data)
-        if held < 2:
-            raise ConfigError(f"the probe's data hold {held} examples; give at least 2, better as many as a batch has")
-        self._sub_batches = min(SUB_BATCHES, held)
-        self._size = max(1, min(examples, held) // self._sub_batches)
+        self._size = size or max(1, min(examples, held) // SUB_BATCHES)
+        self._sub_batches = min(SUB_BATCHES, held // self._size)
+        if self._sub_batches < 2:
+            raise ConfigError(
+                f"the probe's data hold {held} examples, too few for 2 sub-batches of {self._size}; give at least "
+                f"{2 * self._size}, better {SUB_BATCHES * self._size}"
+            )
 
     def __call__(self, window: int) -> list[Any]:
         """The sub-batches of a window."""

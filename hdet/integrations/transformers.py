@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hdet.checkpoints.leader import led
+from hdet.engine.admission import counted, whole
 from hdet.errors import CheckpointError, ConfigError, MissingExtraError
 from hdet.files import replaced
 from hdet.history import WindowRecord
@@ -49,6 +50,9 @@ class Search(TrainerCallback):
     Args:
         probe: held-out data, as the Trainer's `eval_dataset` is: collated and judged as the Trainer does it, without
             label smoothing, about as many examples a window as one optimizer step trains on. Or an `hdet.Probe`.
+        sub_batch_size: how many examples each of its 8 sub-batches holds; by default an eighth of what one optimizer
+            step trains on. A loss that compares the examples of a batch, as contrastive ones do, needs the training
+            batch's.
         options: of `hdet.attach`. `objective` may be training data, as the Trainer's `train_dataset` is: by these,
             dropouts are judged where the model is sharded.
 
@@ -59,11 +63,17 @@ class Search(TrainerCallback):
     >>> trainer.train()  # doctest: +SKIP
     """
 
-    def __init__(self, probe: Any, **options: Any) -> None:
+    def __init__(self, probe: Any, *, sub_batch_size: int | None = None, **options: Any) -> None:
         if unknown := sorted(options.keys() - OPTIONS):
             raise ConfigError(f"no such option: {unknown}; there are {sorted(OPTIONS)}")
+        if sub_batch_size is not None:
+            sub_batch_size = whole("sub_batch_size", sub_batch_size)
+            counted(sub_batch_size=sub_batch_size)
+            if isinstance(probe, Probe):
+                raise ConfigError("an hdet.Probe brings its own batches; leave sub_batch_size out, or give the data")
         self.search: overlay.Search | None = None
         self._probe = probe
+        self._sub_batch_size = sub_batch_size
         self._options = options
         self._begun_at = 0
         self._unlogged: list[WindowRecord] = []
@@ -84,8 +94,9 @@ class Search(TrainerCallback):
         saved = led(group, lambda: self._saved(args, state, folder)) if state.global_step else None
         self._begun_at = saved["begun_at"] if saved is not None else state.global_step
         self._trainer = trainer
+        probe, size = self._probe, self._sub_batch_size
         given = {
-            "probe": self._probe if isinstance(self._probe, Probe) else probe_of(trainer, self._probe),
+            "probe": probe if isinstance(probe, Probe) else probe_of(trainer, probe, size),
             "total_steps": state.max_steps - self._begun_at,
             **_found(trainer, self._options),
             **self._options,
@@ -133,7 +144,9 @@ class Search(TrainerCallback):
 
     def _objective(self, trainer: Trainer) -> dict[str, Any]:
         given = self._options.get("objective")
-        return {} if given is None or isinstance(given, Objective) else {"objective": objective_of(trainer, given)}
+        if given is None or isinstance(given, Objective):
+            return {}
+        return {"objective": objective_of(trainer, given, self._sub_batch_size)}
 
     def _end(self) -> None:
         self._restore_step()
@@ -167,7 +180,7 @@ def _output(args: TrainingArguments) -> Path:
     return Path(args.output_dir)
 
 
-def probe_of(trainer: Trainer, data: Any) -> Probe:
+def probe_of(trainer: Trainer, data: Any, sub_batch_size: int | None = None) -> Probe:
     """A probe of held-out data, by the Trainer's own collator and loss.
 
     Raises:
@@ -186,7 +199,7 @@ def probe_of(trainer: Trainer, data: Any) -> Probe:
         data = there[data]
     if data is None:
         raise ConfigError("a search judges by held-out data; give hdet.transformers.Search(probe=eval_dataset)")
-    sample, loss = _judged(trainer, data, "probe")
+    sample, loss = _judged(trainer, data, sub_batch_size, "probe")
 
     def without_smoothing(model: nn.Module, batch: Any) -> Tensor:
         with _unsmoothed(trainer):
@@ -195,17 +208,19 @@ def probe_of(trainer: Trainer, data: Any) -> Probe:
     return Probe(without_smoothing, sample)
 
 
-def objective_of(trainer: Trainer, data: Any) -> Objective:
+def objective_of(trainer: Trainer, data: Any, sub_batch_size: int | None = None) -> Objective:
     """The training loss on training data, by the Trainer's own collator.
 
     Raises:
         ConfigError: the Trainer does not take them.
     """
-    sample, loss = _judged(trainer, data, "objective")
+    sample, loss = _judged(trainer, data, sub_batch_size, "objective")
     return Objective(loss, sample)
 
 
-def _judged(trainer: Trainer, data: Any, name: str) -> tuple[Sample, Callable[[nn.Module, Any], Tensor]]:
+def _judged(
+    trainer: Trainer, data: Any, sub_batch_size: int | None, name: str
+) -> tuple[Sample, Callable[[nn.Module, Any], Tensor]]:
     """What each window draws of the data, about as much as one optimizer step trains on, and the Trainer's loss."""
     args = trainer.args
     examples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -215,7 +230,7 @@ def _judged(trainer: Trainer, data: Any, name: str) -> tuple[Sample, Callable[[n
         taken: Any = loader.dataset
         if isinstance(taken, torch.utils.data.IterableDataset) and hasattr(taken, "dataset"):
             taken = taken.dataset  # a process's share of it: what is judged by is the same in all
-        sample = Sample(taken, examples, loader.collate_fn)
+        sample = Sample(taken, examples, loader.collate_fn, sub_batch_size)
         sample(0)
     except ConfigError:
         raise

@@ -16,6 +16,7 @@ NEEDS = {
     "test_transformers_deepspeed.py": "transformers",
     "test_peft.py": "peft",
     "test_finetune_example.py": "peft",
+    "test_sentence_transformers.py": "sentence_transformers",
     "test_trl.py": "trl",
 }
 

@@ -257,6 +257,26 @@ def test_a_trainer_is_needed(tmp_path: Path) -> None:
         hdet.integrations.transformers.probe_of(made, None)
 
 
+def test_sub_batches_may_be_as_large_as_a_training_batch(tmp_path: Path) -> None:
+    """As a loss needs it that compares the examples of a batch."""
+    made = trainer(gpt2(), tmp_path)
+    probe_of = hdet.integrations.transformers.probe_of
+    drawn = [
+        [len(batch["input_ids"]) for batch in probe_of(made, made.eval_dataset, size).draw(0)] for size in (None, 8, 20)
+    ]
+    assert drawn == [8 * [1], 8 * [8], 3 * [20]]
+    with pytest.raises(ConfigError, match="too few for 2 sub-batches of 33; give at least 66"):
+        probe_of(made, made.eval_dataset, 33)
+    with pytest.raises(ConfigError, match="sub_batch_size must be at least 1"):
+        hdet.transformers.Search(probe=made.eval_dataset, sub_batch_size=0)
+    with pytest.raises(ConfigError, match=r"hdet.Probe brings its own batches"):
+        hdet.transformers.Search(probe=probe_of(made, made.eval_dataset), sub_batch_size=8)
+    callback = search(made, sub_batch_size=8)
+    made.train()
+    assert callback.search is not None
+    assert callback.search.finished
+
+
 def test_the_probe_may_be_named_as_the_evaluation_data_are(tmp_path: Path) -> None:
     held_out = Text("test", 16)
     made = trainer(gpt2(), tmp_path)
