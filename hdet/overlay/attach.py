@@ -21,6 +21,7 @@ from hdet.errors import ConfigError
 from hdet.history import History
 from hdet.hparams import Knob, LearningRate, Schedule
 from hdet.hparams.update import GroupKnob, Groups
+from hdet.overlay.foretold import Foretold, of_timm
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.rates import RATE, Rates
 from hdet.overlay.search import Search
@@ -85,7 +86,9 @@ def attach(
         optimizer: what the loop steps. The rates it holds are the starting point.
         probe: held-out loss; 8 sub-batches, together about as large as one training batch.
         total_steps: the run's length in optimizer steps; needed where something is looked ahead at.
-        scheduler: the torch scheduler that the loop steps. A copy is simulated to know where it goes.
+        scheduler: the torch scheduler that the loop steps, or timm's. A copy is simulated to know where it goes. Where
+            the loop writes the rates itself, a function of the step that tells which: `scheduler(step)` is the rate, or
+            a list of one for each parameter group, of the loop's `step`-th optimizer step, counted from 0 here.
         scheduler_every: optimizer steps between two steps of the scheduler (steps per epoch, for one that is stepped
             every epoch).
         schedule: without a scheduler, hdet's own: 30 % warm-up and a straight line to 0 around the rate found ("own"),
@@ -357,7 +360,7 @@ def _follower(
     scheduler_every: int,
     schedule: Schedule | Literal["own"] | None,
     total_steps: int | None,
-) -> Follower | None:
+) -> Follower | Foretold | None:
     if scheduler is not None:
         if schedule != OWN:
             raise ConfigError(
@@ -366,6 +369,12 @@ def _follower(
             )
         if total_steps is None:
             raise ConfigError("a scheduler is simulated to the run's end; give total_steps=, in optimizer steps")
+        if of_timm(scheduler):
+            return Foretold.by_timm(scheduler, optimizer, scheduler_every)
+        if callable(scheduler) and not isinstance(scheduler, (type, Schedule)):
+            if scheduler_every != 1:
+                raise ConfigError("scheduler_every= is how often a scheduler is stepped; a function is given the step")
+            return Foretold(scheduler)
         return Follower(scheduler, optimizer, scheduler_every)
     if scheduler_every != 1:
         raise ConfigError(

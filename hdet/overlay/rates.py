@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.errors import CheckpointError, ConfigError, StepError
+from hdet.overlay.foretold import Foretold
 from hdet.overlay.split_groups import SplitGroups
 from hdet.overlay.told_schedule import Course, Follower
 from hdet.user_warning import warn
@@ -23,13 +24,17 @@ class Rates:
     """The entries of the optimizer's groups that knobs are relative to, and the rate where hdet's schedule drives it.
 
     Args:
-        follower: the scheduler, where it is known.
+        follower: the scheduler, or the function of the step, where it is known.
         driven: hdet's own schedule drives the learning rate, which the user is to leave as it is.
         split: cuts the groups for a step; what the user holds in them goes by whole groups.
     """
 
     def __init__(
-        self, optimizer: Optimizer, follower: Follower | None, driven: bool, split: SplitGroups | None = None
+        self,
+        optimizer: Optimizer,
+        follower: Follower | Foretold | None,
+        driven: bool,
+        split: SplitGroups | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.split = split
@@ -58,7 +63,8 @@ class Rates:
                 forecast = self.follower.forecast(total_steps, self.groups, rates)
                 between, each = self.follower.steps_between, self.follower.steps_each
                 before = self.follower.steps_before
-            self.courses[entry] = Course(self.read(entry), forecast, between, each, before, warms_up=entry == RATE)
+            first = forecast[0] if forecast else self.read(entry)
+            self.courses[entry] = Course(first, forecast, between, each, before, warms_up=entry == RATE)
         return self.courses[entry]
 
     def read(self, entry: Entry) -> list[float]:
@@ -87,9 +93,9 @@ class Rates:
         if step == 0 and self._loaded_since():
             assert self.follower is not None
             raise StepError(
-                f"{type(self.follower.scheduler).__name__} has made {self.follower.position} steps since hdet.attach, "
-                f"and the search none: its state, of a run under way, was loaded in between, and the search's was not; "
-                f"load it before hdet.attach, so that the search begins there, or load the search's state too"
+                f"{self.follower.name} has made {self.follower.position} steps since hdet.attach, and the search none: "
+                f"its state, of a run under way, was loaded in between, and the search's was not; load it before "
+                f"hdet.attach, so that the search begins there, or load the search's state too"
             )
         if self.driven:
             self._refuse_moved()
@@ -99,7 +105,7 @@ class Rates:
             if entry == RATE and self.follower is not None and course.forecast and not over:
                 if step not in course.told:
                     self._notice_standing(self.follower, course, step)
-                course.tell(step, self._followed(course, step), self.follower.position)
+                course.tell(step, *self._followed(self.follower, course, step))
             else:
                 course.tell(step, self.read(entry))
             surprised = surprised or course.at(step) != foreseen
@@ -152,39 +158,37 @@ class Rates:
             for course in self.courses.values():
                 course.steps_before = self.follower.steps_before
 
-    def _followed(self, course: Course, step: int) -> list[float]:
-        assert self.follower is not None
+    def _followed(self, follower: Follower | Foretold, course: Course, step: int) -> tuple[list[float], int]:
+        """What the optimizer holds, and where in the forecast that is."""
         held = self.read(RATE)
-        expected = course.foreseen(self.follower.position)
-        if held != expected:
-            scheduler: Any = self.follower.scheduler
-            if getattr(scheduler, "T_cur", 0) % 1:
-                raise StepError(
-                    f"{type(scheduler).__name__} is stepped by fractions of an epoch (it stands at "
-                    f"{scheduler.last_epoch} and T_cur={scheduler.T_cur:g}), whose pace hdet cannot foresee; step it "
-                    f"once an optimizer step, its T_0 in optimizer steps, or give hdet.attach schedule=None, which "
-                    f"follows what it writes and never looks ahead"
-                )
-            if min(held) < 0.0:
-                raise StepError(
-                    f"{type(scheduler).__name__} has gone below 0 at step {step}: the learning rates are {held}; let "
-                    f"it end at 0, as by max(0.0, ...)"
-                )
+        position = follower.place(held, course.forecast, course.position, again=step in course.told)
+        if position is not None:
+            return held, position
+        if min(held) < 0.0:
             raise StepError(
-                f"the learning rates at step {step} are {held}, where {type(self.follower.scheduler).__name__} would "
-                f"have put {expected}: something else writes them too; give hdet.attach schedule=None, which follows "
-                f"whatever comes and never looks ahead"
+                f"{follower.name} has gone below 0 at step {step}: the learning rates are {held}; let it end at 0, as "
+                f"by max(0.0, ...)"
             )
-        return held
+        if isinstance(follower, Foretold):
+            raise StepError(
+                f"the learning rates at step {step} are {held}, where scheduler={follower.name} foretold "
+                f"{course.at(step)}; it is asked for what the loop has written when it makes that optimizer step, "
+                f"counted from 0 at hdet.attach"
+            )
+        raise StepError(
+            f"the learning rates at step {step} are {held}, where {follower.name} would have put "
+            f"{course.foreseen(follower.position)}: something else writes them too; give hdet.attach schedule=None, "
+            f"which follows whatever comes and never looks ahead"
+        )
 
-    def _notice_standing(self, follower: Follower, course: Course, step: int) -> None:
+    def _notice_standing(self, follower: Follower | Foretold, course: Course, step: int) -> None:
         """Say it once where the scheduler has made no step, though it was to have made several."""
         due = step == UNMOVED * follower.steps_between and course.foreseen(0) != course.foreseen(UNMOVED)
-        if due and not follower.position:
+        if due and isinstance(follower, Follower) and not follower.position:
             warn(
-                f"{type(follower.scheduler).__name__} has made no step in {step} optimizer steps, and hdet looks ahead "
-                f"as if it made one in every {follower.steps_between}: where the loop steps it once an epoch, give "
-                f"hdet.attach scheduler_every=, the optimizer steps of an epoch"
+                f"{follower.name} has made no step in {step} optimizer steps, and hdet looks ahead as if it made one "
+                f"in every {follower.steps_between}: where the loop steps it once an epoch, give hdet.attach "
+                f"scheduler_every=, the optimizer steps of an epoch"
             )
 
     def _refuse_moved(self) -> None:
@@ -193,7 +197,8 @@ class Rates:
             raise StepError(
                 f"the optimizer's learning rates were {self._first} when hdet was attached and are {held} now, and "
                 f"hdet was told of no scheduler and brings a schedule of its own; give hdet.attach scheduler=, your "
-                f"torch scheduler, or schedule=None to follow what comes, or leave the rates as they are"
+                f"torch scheduler or the function of the step that your loop writes by, or schedule=None to follow "
+                f"what comes, or leave the rates as they are"
             )
 
     def _value(self, index: int, entry: Entry) -> float:

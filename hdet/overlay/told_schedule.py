@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
 from hdet.engine.admission import counted, whole
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, StepError
 from hdet.hparams import Schedule
 from hdet.hparams.schedule import rise
 from hdet.replicas.parallel import world
@@ -84,6 +84,11 @@ class Course:
     def latest(self) -> list[float]:
         """The values that were told last."""
         return self.told[self._last]
+
+    @property
+    def position(self) -> int:
+        """Where in the forecast the last step told stood."""
+        return self._position
 
     def foreseen(self, position: int) -> list[float]:
         """The values after that many steps of the scheduler; the last of them once it has ended."""
@@ -207,23 +212,24 @@ class Follower:
             )
         if not isinstance(self.scheduler, LRScheduler):
             raise ConfigError(
-                f"scheduler= takes a torch.optim.lr_scheduler.LRScheduler, got {type(scheduler).__name__}; give "
-                f"schedule=None to follow what something else writes, or schedule=hdet.schedules.Cosine(...) for one "
-                f"of hdet's"
+                f"scheduler= takes a torch.optim.lr_scheduler.LRScheduler, a scheduler of timm's, or a function of the "
+                f"step that tells what the loop writes, got {_shown(scheduler)}; give schedule=None to follow what "
+                f"something else writes, or schedule=hdet.schedules.Cosine(...) for one of hdet's"
             )
         # A trainer may have given its scheduler the optimizer that it wraps torch's in.
         self._stepped = getattr(self.scheduler, "optimizer", optimizer)
-        if not writes_into(self.scheduler, optimizer):
-            raise ConfigError(
-                "the scheduler belongs to another optimizer; give hdet.attach the optimizer that it steps, or make the "
-                "scheduler of the optimizer given, which has all groups if it is a chain"
-            )
+        require_own(self.scheduler, optimizer)
         self.steps_between = whole("scheduler_every", steps_between)
         counted(scheduler_every=self.steps_between)
         self.optimizer = optimizer
         self.steps_each = _steps_each(scheduler)
         self.first = self._count()
         """Where the scheduler stood when it was simulated."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return type(self.scheduler).__name__
 
     @property
     def steps_before(self) -> int:
@@ -235,6 +241,24 @@ class Follower:
         """How many steps the scheduler has made since it was simulated."""
         return self._count() - self.first
 
+    def place(self, held: Row, rows: Sequence[Row], after: int, again: bool) -> int | None:
+        """Where it stands in the forecast; None where the optimizer does not hold what it would have put there.
+
+        Raises:
+            StepError: it is stepped by fractions of an epoch.
+        """
+        position = self.position
+        if held == rows[min(max(position, 0), len(rows) - 1)]:
+            return position
+        if getattr(self.scheduler, "T_cur", 0) % 1:
+            raise StepError(
+                f"{self.name} is stepped by fractions of an epoch (it stands at {self.scheduler.last_epoch} and "
+                f"T_cur={self.scheduler.T_cur:g}), whose pace hdet cannot foresee; step it once an optimizer step, its "
+                f"T_0 in optimizer steps, or give hdet.attach schedule=None, which follows what it writes and never "
+                f"looks ahead"
+            )
+        return None
+
     def forecast(
         self, total_steps: int, groups: Sequence[Mapping[str, Any]], read: Callable[[Optimizer], list[float]]
     ) -> list[list[float]]:
@@ -243,7 +267,7 @@ class Follower:
         Args:
             groups: of the optimizer, as the scheduler knows them.
         """
-        shadow = _shadow(self.optimizer, groups)
+        shadow = shadow_of(self.optimizer, groups)
         functions = _functions(self.scheduler)
         first = _answers(functions, self._count())
         # What only a function of the step needs is not copied: the owner of a method may be a whole trainer.
@@ -304,6 +328,10 @@ def _name(function: Function) -> str:
     return str(getattr(function, "__qualname__", function))
 
 
+def _shown(scheduler: Any) -> str:
+    return f"the class {scheduler.__name__}" if isinstance(scheduler, type) else type(scheduler).__name__
+
+
 def _steps_each(scheduler: Any) -> int:
     """Accelerate's wrapper makes as many steps at a time as there are processes, unless they split each batch."""
     wrapped = hasattr(scheduler, "split_batches") and hasattr(scheduler, "step_with_optimizer")
@@ -329,6 +357,15 @@ def writes_into(scheduler: Any, optimizer: Any) -> bool:
     return False
 
 
+def require_own(scheduler: Any, optimizer: Any) -> None:
+    """Refuse a scheduler that steps another optimizer."""
+    if not writes_into(scheduler, optimizer):
+        raise ConfigError(
+            "the scheduler belongs to another optimizer; give hdet.attach the optimizer that it steps, or make the "
+            "scheduler of the optimizer given, which has all groups if it is a chain"
+        )
+
+
 def bare_optimizer(optimizer: Any) -> Any:
     """The torch optimizer inside a trainer's wrapper."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
@@ -336,7 +373,7 @@ def bare_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _shadow(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+def shadow_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
     """An optimizer of no parameters with the defaults of one, whose groups hold what the given ones hold."""
     shadow = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
     shadow.defaults = copy.deepcopy(optimizer.defaults)
