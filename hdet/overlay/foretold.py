@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
@@ -84,9 +85,10 @@ class Foretold:
     def _row(self, step: int, groups: int) -> list[float]:
         given = self.function(step)
         try:
-            row = [float(rate) for rate in given] if isinstance(given, Iterable) else groups * [float(given)]
+            rates = np.asarray(given, dtype=float)
         except (TypeError, ValueError):
-            row = []
+            rates = np.array([])
+        row: list[float] = rates.tolist() if rates.ndim == 1 else groups * [float(rates)] if rates.ndim == 0 else []
         if len(row) != groups or not all(math.isfinite(rate) and rate >= 0.0 for rate in row):
             raise ConfigError(
                 f"scheduler={self.name} gives {given!r} for step {step}; it is asked for the learning rate that the "

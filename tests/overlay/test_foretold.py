@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attach_parts import STEPS, adamw, batch, loss_of, network, probe
@@ -153,12 +154,23 @@ def test_another_rate_than_was_foretold_is_said() -> None:
         Job().train(write=lambda step: [2 * rate if step == 3 else rate for rate in rates(step)])
 
 
+@pytest.mark.parametrize("as_given", [np.array, np.float32, torch.tensor])
+def test_numbers_of_other_libraries_are_rates(as_given: Callable[[float], Any]) -> None:
+    def write(step: int) -> list[float]:
+        return 2 * [float(as_given(3e-3 * factor(step)))]
+
+    job = Job(lambda step: as_given(3e-3 * factor(step))).train(write=write)
+    assert job.search is not None
+    assert job.search.finished
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (lambda step: [1e-3], r"gives \[0.001\] for step 0; it is asked for the learning rate that the loop writes"),
         (lambda step: 1e-3 * (10 - step), r"gives -0.001 for step 11"),
         (lambda step: None, "gives None for step 0"),
+        (lambda step: "fast", "gives 'fast' for step 0"),
         (lambda step: math.nan, "gives nan for step 0"),
         (LambdaLR, "or a function of the step that tells what the loop writes, got the class LambdaLR"),
         (hdet.schedules.Cosine(1e-3, total_steps=STEPS), "got Cosine; give schedule=None"),
