@@ -28,7 +28,7 @@ except ImportError:
 
 from hdet.integrations.lightning_probe import judge
 
-OPTIONS = frozenset(inspect.signature(attach).parameters) - {"model", "optimizer", "probe", "scheduler"}
+OPTIONS = frozenset(inspect.signature(attach).parameters) - {"model", "optimizer", "probe"}
 
 
 class Search(Callback):
@@ -43,7 +43,8 @@ class Search(Callback):
         optimizer: which one, where `configure_optimizers` returns several.
         loss: the name under which `validation_step` logs its loss, where it returns none.
         total_steps: the run's length in optimizer steps, where the Trainer does not know it.
-        options: those of `hdet.attach`: `knobs`, `exclude`, `window`, `guard`, `schedule`, `history`, `quiet`, ...
+        options: those of `hdet.attach`: `knobs`, `exclude`, `window`, `guard`, `schedule`, `history`, `quiet`, ...;
+            `scheduler`, the function of the step that a module writes its rates by itself.
 
     Attributes:
         search: the `hdet.Search` under way or the last; None before training starts.
@@ -109,7 +110,7 @@ class Search(Callback):
         self._began_at = restored["began_at"] if restored is not None else trainer.global_step
         index = self._index(trainer)
         optimizer = trainer.optimizers[index]
-        options = _found(trainer, optimizer, follows="schedule" not in self._options)
+        options = _found(trainer, optimizer, follows=not {"schedule", "scheduler"} & self._options.keys())
         options.update(self._options)
         options["quiet"] = options.get("quiet", False) or not trainer.is_global_zero
         if not pl_module.automatic_optimization:

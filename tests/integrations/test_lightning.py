@@ -188,6 +188,26 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         assert explored.search.engine.step_count == trainer.global_step
 
 
+def falling(step: int) -> float:
+    return 3e-3 * (1 - step / (2 * PER_EPOCH))
+
+
+class Writing(Classifier):
+    """Writes its rates itself."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        for group in self.optimizers().param_groups:
+            group["lr"] = falling(self.trainer.global_step)
+
+
+def test_rates_that_a_module_writes_itself_are_looked_ahead_at(tmp_path: Path, assert_same: Any) -> None:
+    plain = fit(tmp_path, Writing("none"))
+    explored = search(knobs=HELD, tail=None, scheduler=falling)
+    assert_same(fit(tmp_path, Writing("none"), explored), plain)
+    assert explored.search.finished
+    assert explored.search.engine.knobs[0].schedule.total_steps == 2 * PER_EPOCH
+
+
 class Two(Classifier):
     """Two optimizers, stepped by the module itself."""
 
