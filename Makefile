@@ -69,8 +69,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
+# Of timm the schedulers are tested, which need neither its models nor the torchvision that these need.
 $(INTEGRATED): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[integrations]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps timm
 	touch $@
 
 # All else is taken from .venv, by a file that names its folder. trackio takes another Pillow than constraints.txt has.

@@ -50,9 +50,9 @@ class Search(TrainerCallback):
     Args:
         probe: held-out data, as the Trainer's `eval_dataset` is: collated and judged as the Trainer does it, without
             label smoothing, about as many examples a window as one optimizer step trains on. Or an `hdet.Probe`.
-        sub_batch_size: how many examples each of its 8 sub-batches holds; by default an eighth of what one optimizer
-            step trains on. A loss that compares the examples of a batch, as contrastive ones do, needs the training
-            batch's.
+        sub_batch_size: how many examples each of its 8 sub-batches holds, and the objective's; by default an eighth of
+            what one optimizer step trains on. A loss that compares the examples of a batch, as contrastive ones do,
+            needs the training batch's.
         options: of `hdet.attach`. `objective` may be training data, as the Trainer's `train_dataset` is: by these,
             dropouts are judged where the model is sharded.
 
@@ -184,19 +184,8 @@ def probe_of(trainer: Trainer, data: Any, sub_batch_size: int | None = None) -> 
     """A probe of held-out data, by the Trainer's own collator and loss.
 
     Raises:
-        ConfigError: there are none, or no evaluation data of that name; the Trainer does not take them, or its loss
-            does not judge a model.
+        ConfigError: there are none, or the Trainer makes no batch of them; or its loss does not judge a model.
     """
-    if hasattr(trainer, "reward_funcs"):
-        raise ConfigError(
-            f"{type(trainer).__name__} learns from rewards of what the model generates, and its loss does not fall as "
-            f"the model gets better; give probe= an hdet.Probe whose loss does, or train without hdet"
-        )
-    if isinstance(data, str):
-        there = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {}
-        if data not in there:
-            raise ConfigError(f"the Trainer's eval_dataset has no data called {data!r}; there are {sorted(there)}")
-        data = there[data]
     if data is None:
         raise ConfigError("a search judges by held-out data; give hdet.transformers.Search(probe=eval_dataset)")
     sample, loss = _judged(trainer, data, sub_batch_size, "probe")
@@ -212,7 +201,7 @@ def objective_of(trainer: Trainer, data: Any, sub_batch_size: int | None = None)
     """The training loss on training data, by the Trainer's own collator.
 
     Raises:
-        ConfigError: the Trainer does not take them.
+        ConfigError: as for the probe.
     """
     sample, loss = _judged(trainer, data, sub_batch_size, "objective")
     return Objective(loss, sample)
@@ -221,7 +210,22 @@ def objective_of(trainer: Trainer, data: Any, sub_batch_size: int | None = None)
 def _judged(
     trainer: Trainer, data: Any, sub_batch_size: int | None, name: str
 ) -> tuple[Sample, Callable[[nn.Module, Any], Tensor]]:
-    """What each window draws of the data, about as much as one optimizer step trains on, and the Trainer's loss."""
+    """What each window draws of the data, and the Trainer's loss.
+
+    Raises:
+        ConfigError: the Trainer has no evaluation data of that name, or makes no batch of the data; or its loss does
+            not judge a model.
+    """
+    if hasattr(trainer, "reward_funcs"):
+        raise ConfigError(
+            f"{type(trainer).__name__} learns from rewards of what the model generates, and its loss does not fall as "
+            f"the model gets better; give an hdet.Probe whose loss does, or train without hdet"
+        )
+    if isinstance(data, str):
+        there = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {}
+        if data not in there:
+            raise ConfigError(f"the Trainer's eval_dataset has no data called {data!r}; there are {sorted(there)}")
+        data = there[data]
     args = trainer.args
     examples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     try:

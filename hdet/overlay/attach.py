@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.engine.admission import counted, declared, listed, switched, trained
+from hdet.engine.admission import counted, declared, listed, switched, trained, whole
 from hdet.engine.engine import Engine
 from hdet.engine.guard import Guard
 from hdet.engine.tail import Tail, possible
@@ -168,7 +168,8 @@ def attach(
         else:
             rates = "together"
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
-    if warmup_steps is None and follower is not None and follower.first > 0:
+    under_way = bool(optimizer.state) if isinstance(follower, Foretold) else follower is not None and follower.first > 0
+    if warmup_steps is None and under_way:
         warmup_steps = 0  # a training that is under way has had its warm-up
     with ExitStack() as undo:
         split = None
@@ -370,11 +371,13 @@ def _follower(
         if total_steps is None:
             raise ConfigError("a scheduler is simulated to the run's end; give total_steps=, in optimizer steps")
         if of_timm(scheduler):
-            return Foretold.by_timm(scheduler, optimizer, scheduler_every)
+            every = whole("scheduler_every", scheduler_every)
+            counted(scheduler_every=every)
+            return Foretold.by_timm(scheduler, optimizer, total_steps, every)
         if callable(scheduler) and not isinstance(scheduler, (type, Schedule)):
             if scheduler_every != 1:
                 raise ConfigError("scheduler_every= is how often a scheduler is stepped; a function is given the step")
-            return Foretold(scheduler)
+            return Foretold(scheduler, optimizer, total_steps)
         return Follower(scheduler, optimizer, scheduler_every)
     if scheduler_every != 1:
         raise ConfigError(

@@ -19,8 +19,7 @@ from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.hparams import LearningRate
 from hdet.overlay.hooks import Hook, first_after_step
 from hdet.overlay.lent_bindings import Lending, put_back
-from hdet.overlay.rates import rates
-from hdet.overlay.told_schedule import Course, Told
+from hdet.overlay.told_schedule import Course, Told, rates
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.distributed.fingerprint import fingerprint
 

@@ -2,106 +2,161 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
-from hdet.overlay.told_schedule import require_own, shadow_of
+from hdet.overlay.told_schedule import copied, rates, require_own, shadow_of
 
-MOST_SKIPPED = 32
-"""Steps on end that a gradient scaler may skip while the loop goes on counting."""
+AHEAD = 32
+"""Values that a loop may have gone past since the last step, where it counts steps that a gradient scaler skipped."""
+
+NEAR = 1e-6
+"""Rates that differ by so little, beside themselves or beside the highest, differ by rounding."""
 
 
 class Foretold:
     """A function of the step, by which a loop writes its learning rates.
 
+    The loop's count of steps runs ahead of the search's by steps that a gradient scaler skipped, or one behind it where
+    rates are written after a step and not before it.
+
     Args:
         function: the optimizer step, counted from 0 where the search is attached, to the rate that the loop has written
             when it makes that step: one for all parameter groups, or a sequence of one for each.
+        optimizer: whose groups the loop writes into.
+        total_steps: for which the function is asked.
+        name: what it is called in messages.
+        tick: optimizer steps between two values.
+
+    Raises:
+        ConfigError: the function gives something else than a rate of 0 or more, or one for each group; or other rates
+            when it is asked again; or writes into the optimizer.
     """
 
     steps_between = steps_each = 1
     steps_before = first = position = 0
 
-    def __init__(self, function: Callable[[int], Any], name: str | None = None) -> None:
-        self.function = function
-        self.name = name or str(getattr(function, "__qualname__", type(function).__name__))
+    def __init__(
+        self,
+        function: Callable[[int], Any],
+        optimizer: Optimizer,
+        total_steps: int,
+        name: str | None = None,
+        tick: int = 1,
+    ) -> None:
+        self.name = name or f"scheduler={getattr(function, '__qualname__', type(function).__name__)}"
+        self.tick = tick
+        self.ahead = 0
+        """How far the loop's count is ahead of the search's."""
+        held = [group["lr"] for group in optimizer.param_groups]
+        self._function = function
+        self._rows = [self._row(step, len(held)) for step in range(total_steps)]
+        self._floor = NEAR * max(max(row) for row in self._rows)
+        again = self._row(0, len(held))
+        if any(group["lr"] is not rate for group, rate in zip(optimizer.param_groups, held, strict=True)):
+            for group, rate in zip(optimizer.param_groups, held, strict=True):
+                group["lr"] = rate
+            raise ConfigError(
+                f"{self.name} writes into the optimizer; hdet asks it for all steps beforehand, so give a function "
+                f"that only tells the rate of a step"
+            )
+        if again != self._rows[0]:
+            raise ConfigError(
+                f"{self.name} gives other rates when it is asked for step 0 again, so it keeps a count of its own; "
+                f"make it a function of the step alone"
+            )
 
     @classmethod
-    def by_timm(cls, scheduler: Any, optimizer: Optimizer, scheduler_every: int) -> Foretold:
+    def by_timm(cls, scheduler: Any, optimizer: Optimizer, total_steps: int, scheduler_every: int) -> Foretold:
         """One of timm's schedulers, which are told the number of the update, or of the epoch.
 
         Raises:
-            ConfigError: it goes by epochs, and their length is not given; it waits for a metric, or steps another
-                optimizer.
+            ConfigError: it goes by epochs, and their length is not given, or by updates, and one is; it waits for a
+                metric, steps another optimizer, or cannot be copied.
         """
         require_own(scheduler, optimizer)
-        name = type(scheduler).__name__
+        name, by_epochs = type(scheduler).__name__, bool(scheduler.t_in_epochs)
         if hasattr(scheduler, "lr_scheduler"):
             raise ConfigError(f"timm's {name} waits for a metric, so nobody knows where it goes; give schedule=None")
-        if scheduler.t_in_epochs and scheduler_every == 1:
-            raise ConfigError(
-                f"timm's {name} goes by epochs; give scheduler_every=, the optimizer steps of an epoch, or make it by "
-                f"create_scheduler_v2(step_on_epochs=False)"
-            )
+        if by_epochs and scheduler_every == 1:
+            raise ConfigError(f"timm's {name} goes by epochs; give scheduler_every=, the optimizer steps of an epoch")
+        if not by_epochs and scheduler_every > 1:
+            raise ConfigError(f"timm's {name} goes by updates; leave out scheduler_every=, which is for epochs")
         shadow = shadow_of(optimizer, optimizer.param_groups)
-        ahead = copy.deepcopy(scheduler, {id(scheduler.optimizer): shadow})
+        ahead = copied(scheduler, {id(scheduler.optimizer): shadow})
+        begun = rates(shadow)
 
-        def rates(step: int) -> list[float]:
-            if scheduler.t_in_epochs and step >= scheduler_every:
-                ahead.step(step // scheduler_every)
-            elif not scheduler.t_in_epochs and step:
-                ahead.step_update(step)
-            return [float(group["lr"]) for group in shadow.param_groups]
+        def foretold(step: int) -> list[float]:
+            if step < scheduler_every:
+                return begun  # before it is told of an update
+            (ahead.step if by_epochs else ahead.step_update)(step // scheduler_every)
+            return rates(shadow)
 
-        return cls(rates, name)
+        return cls(foretold, optimizer, total_steps, f"timm's {name}", tick=scheduler_every)
 
     def forecast(
         self, total_steps: int, groups: Sequence[Mapping[str, Any]], read: Callable[[Optimizer], list[float]]
     ) -> list[list[float]]:
-        """The rates of all groups, by step.
+        """The rates of all groups, by step."""
+        return self._rows
 
-        Raises:
-            ConfigError: the function gives something else than a rate of 0 or more, or one for each group.
-        """
-        return [self._row(step, len(groups)) for step in range(total_steps)]
+    def place(self, step: int, held: Sequence[float]) -> int | None:
+        """Where in the forecast the optimizer stands as it makes a step; None where nothing near is what it holds."""
+        rows, expected = self._rows, max(0, step + self.ahead)
+        passed = 0
+        for position in range(expected, len(rows)):
+            if self._alike(held, rows[position]):
+                self.ahead = position - step
+                return position
+            passed += position == expected or rows[position] != rows[position - 1]  # a plateau counts as one
+            if passed > AHEAD:
+                break
+        if expected >= len(rows) - 1 or (self.ahead > 0 and passed <= AHEAD):
+            return expected  # the loop has counted past the end
+        if self.ahead == 0 and step >= self.tick and self._alike(held, rows[step - self.tick]):
+            self.ahead = -self.tick
+            return step - self.tick
+        return None
 
-    def place(self, held: Sequence[float], rows: Sequence[Sequence[float]], after: int, again: bool) -> int | None:
-        """Where in the forecast the optimizer stands; None where nothing near is what it holds.
-
-        Args:
-            after: where it stood at the last step that was told.
-            again: whether the same step is told once more.
-        """
-        first = after if again else after + 1
-        near = range(first, first + MOST_SKIPPED + 1)
-        return next((position for position in near if _alike(held, rows[min(position, len(rows) - 1)])), None)
+    def _alike(self, held: Sequence[float], row: Sequence[float]) -> bool:
+        pairs = zip(held, row, strict=True)
+        return all(math.isclose(one, other, rel_tol=NEAR, abs_tol=self._floor) for one, other in pairs)
 
     def _row(self, step: int, groups: int) -> list[float]:
-        given = self.function(step)
         try:
-            rates = np.asarray(given, dtype=float)
-        except (TypeError, ValueError):
-            rates = np.array([])
-        row: list[float] = rates.tolist() if rates.ndim == 1 else groups * [float(rates)] if rates.ndim == 0 else []
+            given = self._function(step)
+        except Exception as error:
+            raise ConfigError(
+                f"{self.name} is asked for the rate of each step of the run, and raised "
+                f"{type(error).__name__} for step {step}: {error}"
+            ) from error
+        row = _numbers(given, groups)
         if len(row) != groups or not all(math.isfinite(rate) and rate >= 0.0 for rate in row):
             raise ConfigError(
-                f"scheduler={self.name} gives {given!r} for step {step}; it is asked for the learning rate that the "
+                f"{self.name} gives {given!r} for step {step}; it is asked for the learning rate that the "
                 f"loop writes, a number of at least 0 for all parameter groups, or a list of {groups}, one for each"
             )
         return row
 
 
+def _numbers(given: Any, groups: int) -> list[float]:
+    """Rates as floats, one for each group; none where they are no numbers."""
+    if isinstance(given, (Tensor, np.ndarray)):
+        given = given.tolist()
+    try:
+        row = groups * [given] if isinstance(given, (Real, np.number)) else list(given)
+        return [] if isinstance(given, str) else [float(rate) for rate in row]
+    except (TypeError, ValueError):
+        return []
+
+
 def of_timm(scheduler: Any) -> bool:
     """Whether it is one of timm's schedulers, or is called as they are."""
     return callable(getattr(scheduler, "step_update", None)) and hasattr(scheduler, "t_in_epochs")
-
-
-def _alike(held: Sequence[float], row: Sequence[float]) -> bool:
-    """Whether they are the same but for the rounding of a rate that is held as a float32 tensor."""
-    return all(math.isclose(one, other, rel_tol=1e-6) for one, other in zip(held, row, strict=True))

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.overlay.foretold import Foretold
 from hdet.overlay.split_groups import SplitGroups
-from hdet.overlay.told_schedule import Course, Follower
+from hdet.overlay.told_schedule import Course, Follower, rates
 from hdet.user_warning import warn
 
 Entry = tuple[str, int | None]
@@ -71,8 +71,10 @@ class Rates:
         """What the groups hold; 0 where one has no such entry, the last known where it lies on a device."""
         return [self._value(index, entry) for index in range(len(self.groups))]
 
-    def tell(self, step: int, *, over: bool = False) -> bool:
+    def tell(self, step: int, *, over: bool = False, settled: bool = True) -> bool:
         """The coming step is made with what the optimizer holds now. Returns whether that is not what was foreseen.
+
+        Before it is `settled`, in the step's passes, a loop may not have written the rates yet that it foretells.
 
         Where the run is over nothing is foreseen any more, and the scheduler goes where it will.
 
@@ -105,7 +107,7 @@ class Rates:
             if entry == RATE and self.follower is not None and course.forecast and not over:
                 if step not in course.told:
                     self._notice_standing(self.follower, course, step)
-                course.tell(step, *self._followed(self.follower, course, step))
+                course.tell(step, *self._followed(self.follower, course, step, settled))
             else:
                 course.tell(step, self.read(entry))
             surprised = surprised or course.at(step) != foreseen
@@ -148,20 +150,34 @@ class Rates:
             self.split.require(state.get("split"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        by_function = isinstance(self.follower, Foretold)
         for entry, course in self.courses.items():
-            course.load_state_dict(state["courses"][_named(entry)])
+            # A function is the loop's own, which it has not kept in its checkpoint.
+            course.load_state_dict(state["courses"][_named(entry)], forecast=not (entry == RATE and by_function))
         self._first = list(state["found"])
         if self.split is not None and state.get("split") is not None:
             self.split.load_state_dict(state["split"])
-        if self.follower is not None:
+        if isinstance(self.follower, Foretold):
+            self.follower.ahead = self.courses[RATE].ahead if RATE in self.courses else 0
+        elif self.follower is not None:
             self.follower.first = int(state["simulated_at"])
             for course in self.courses.values():
                 course.steps_before = self.follower.steps_before
 
-    def _followed(self, follower: Follower | Foretold, course: Course, step: int) -> tuple[list[float], int]:
+    def _followed(
+        self, follower: Follower | Foretold, course: Course, step: int, settled: bool
+    ) -> tuple[list[float], int]:
         """What the optimizer holds, and where in the forecast that is."""
+        by_function = isinstance(follower, Foretold)
+        foreseen = step + follower.ahead if isinstance(follower, Foretold) else follower.position
+        unread = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in self.groups)
+        if unread or (by_function and not settled):
+            return course.foreseen(foreseen), foreseen
         held = self.read(RATE)
-        position = follower.place(held, course.forecast, course.position, again=step in course.told)
+        if isinstance(follower, Foretold):
+            position = follower.place(step, held)
+        else:
+            position = follower.place(held, course.forecast)
         if position is not None:
             return held, position
         if min(held) < 0.0:
@@ -171,13 +187,15 @@ class Rates:
             )
         if isinstance(follower, Foretold):
             raise StepError(
-                f"the learning rates at step {step} are {held}, where scheduler={follower.name} foretold "
-                f"{course.at(step)}; it is asked for what the loop has written when it makes that optimizer step, "
-                f"counted from 0 at hdet.attach"
+                f"the learning rates at step {step} are {held}, where {follower.name} foretold "
+                f"{course.foreseen(foreseen)}; what is given as scheduler= is asked for the rates that the loop has "
+                f"written when it makes that optimizer step, counted from 0 at hdet.attach. Where training was under "
+                f"way, load the search's state too, or give a function that counts from there; schedule=None follows "
+                f"whatever comes"
             )
         raise StepError(
             f"the learning rates at step {step} are {held}, where {follower.name} would have put "
-            f"{course.foreseen(follower.position)}: something else writes them too; give hdet.attach schedule=None, "
+            f"{course.foreseen(foreseen)}: something else writes them too; give hdet.attach schedule=None, "
             f"which follows whatever comes and never looks ahead"
         )
 
@@ -215,11 +233,6 @@ class Rates:
         if isinstance(held, Tensor) and held.device.type != "cpu" and entry in self.courses:
             return self.courses[entry].latest[index]  # reading would wait for the device
         return float(held)
-
-
-def rates(optimizer: Optimizer) -> list[float]:
-    """The learning rate of each parameter group."""
-    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def _named(entry: Entry) -> str:

@@ -158,7 +158,7 @@ class Riding:
             return
         self._forget_failed_step()
         self._refuse_join()
-        self._follow()
+        self._follow(settled=False)
         self.passes.begin()
         if self.passes.dropped == STEPLESS:
             self.warn(
@@ -254,9 +254,9 @@ class Riding:
         self._stepping = False
         self.lending.take_out_update()
 
-    def _follow(self) -> None:
+    def _follow(self, *, settled: bool = True) -> None:
         """The coming step is made with what the optimizer holds now."""
-        if self.rates.tell(self.engine.step_count, over=self.engine.finished):
+        if self.rates.tell(self.engine.step_count, over=self.engine.finished, settled=settled):
             self.engine.reapply()
 
     def _find_scaler(self) -> None:

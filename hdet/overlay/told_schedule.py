@@ -85,11 +85,6 @@ class Course:
         """The values that were told last."""
         return self.told[self._last]
 
-    @property
-    def position(self) -> int:
-        """Where in the forecast the last step told stood."""
-        return self._position
-
     def foreseen(self, position: int) -> list[float]:
         """The values after that many steps of the scheduler; the last of them once it has ended."""
         return self.forecast[min(max(position, 0), len(self.forecast) - 1)]
@@ -126,11 +121,17 @@ class Course:
             "warmup_steps": self.warmup_steps,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
+    @property
+    def ahead(self) -> int:
+        """By how much more than one a step of the loop the scheduler has stepped."""
+        return self._position - self._moved_at
+
+    def load_state_dict(self, state: dict[str, Any], *, forecast: bool = True) -> None:
+        """Restore `state_dict`; without its forecast where the one that there is holds."""
         self.told = {int(step): list(values) for step, values in state["told"].items()}
         self._last = max(self.told)
-        self._foresee(state["forecast"].tolist())
+        if forecast:
+            self._foresee(state["forecast"].tolist())
         self.warm_up(int(state.get("warmup_steps", 0)))
         self._position, self._moved_at = int(state["position"]), int(state["moved_at"])
 
@@ -241,7 +242,7 @@ class Follower:
         """How many steps the scheduler has made since it was simulated."""
         return self._count() - self.first
 
-    def place(self, held: Row, rows: Sequence[Row], after: int, again: bool) -> int | None:
+    def place(self, held: Row, rows: Sequence[Row]) -> int | None:
         """Where it stands in the forecast; None where the optimizer does not hold what it would have put there.
 
         Raises:
@@ -272,13 +273,7 @@ class Follower:
         first = _answers(functions, self._count())
         # What only a function of the step needs is not copied: the owner of a method may be a whole trainer.
         memo: dict[int, Any] = {id(function): function for function in functions}
-        try:
-            scheduler = copy.deepcopy(self.scheduler, {**memo, id(self.optimizer): shadow, id(self._stepped): shadow})
-        except Exception as error:
-            raise ConfigError(
-                f"{type(self.scheduler).__name__} cannot be copied, and so not be simulated ahead ({error}); give "
-                f"hdet.attach schedule=None, which follows what it writes and never looks ahead"
-            ) from error
+        scheduler = copied(self.scheduler, {**memo, id(self.optimizer): shadow, id(self._stepped): shadow})
         rows = [read(shadow)]
         for _ in range(-(-total_steps // self.steps_between) * self.steps_each):
             try:
@@ -357,6 +352,17 @@ def writes_into(scheduler: Any, optimizer: Any) -> bool:
     return False
 
 
+def copied(scheduler: Any, memo: dict[int, Any]) -> Any:
+    """A scheduler's copy, with others in place of what `memo` has the ids of."""
+    try:
+        return copy.deepcopy(scheduler, memo)
+    except Exception as error:
+        raise ConfigError(
+            f"{type(scheduler).__name__} cannot be copied, and so not be simulated ahead ({error}); give hdet.attach "
+            f"schedule=None, which follows what it writes and never looks ahead"
+        ) from error
+
+
 def require_own(scheduler: Any, optimizer: Any) -> None:
     """Refuse a scheduler that steps another optimizer."""
     if not writes_into(scheduler, optimizer):
@@ -371,6 +377,11 @@ def bare_optimizer(optimizer: Any) -> Any:
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def rates(optimizer: Optimizer) -> list[float]:
+    """The learning rate of each parameter group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def shadow_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:

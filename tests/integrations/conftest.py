@@ -17,6 +17,7 @@ NEEDS = {
     "test_peft.py": "peft",
     "test_finetune_example.py": "peft",
     "test_sentence_transformers.py": "sentence_transformers",
+    "test_timm.py": "timm",
     "test_trl.py": "trl",
 }
 

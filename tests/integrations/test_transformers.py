@@ -286,8 +286,9 @@ def test_the_probe_may_be_named_as_the_evaluation_data_are(tmp_path: Path) -> No
     made.eval_dataset = {"prose": Text("train", 16), "code": held_out}
     with pytest.raises(ConfigError, match=r"no data called 'cod'; there are \['code', 'prose'\]"):
         probe_of(made, "cod")
-    named, given = ([one["input_ids"].tolist() for one in probe_of(made, data).draw(3)] for data in ("code", held_out))
-    assert named == given
+    for of in (probe_of, hdet.integrations.transformers.objective_of):
+        named, given = ([one["input_ids"].tolist() for one in of(made, data).draw(3)] for data in ("code", held_out))
+        assert named == given
 
 
 class Counting(Trainer):  # type: ignore[misc]

@@ -157,7 +157,7 @@ def test_rewards_are_judged_by_a_probe_of_ones_own(tmp_path: Path, tokenizer: Pr
     prompts = Dataset.from_dict({"prompt": texts("train", 64, length=8)})
     sentences = torch.tensor([ids[:20] for ids in tokenizer(texts("probe", 64))["input_ids"]])
 
-    def made(probe: Any) -> tuple[GRPOTrainer, hdet.transformers.Search]:
+    def made(probe: Any, objective: Any = None) -> tuple[GRPOTrainer, hdet.transformers.Search]:
         trainer = GRPOTrainer(
             model=gpt2(),
             args=GRPOConfig(max_completion_length=8, num_generations=4, **options(tmp_path, max_steps=12)),
@@ -166,13 +166,17 @@ def test_rewards_are_judged_by_a_probe_of_ones_own(tmp_path: Path, tokenizer: Pr
             eval_dataset=prompts,
             processing_class=tokenizer,
         )
-        callback = hdet.transformers.Search(probe=probe)
+        callback = hdet.transformers.Search(probe=probe, objective=objective)
         trainer.add_callback(callback)
         return trainer, callback
 
+    judge = hdet.Probe(lambda model, batch: model(batch, labels=batch).loss, list(sentences.split(8)))
+
     with pytest.raises(ConfigError, match="GRPOTrainer learns from rewards of what the model generates"):
         made(prompts)[0].train()
-    trainer, callback = made(hdet.Probe(lambda model, batch: model(batch, labels=batch).loss, list(sentences.split(8))))
+    with pytest.raises(ConfigError, match="GRPOTrainer learns from rewards of what the model generates"):
+        made(judge, objective=prompts)[0].train()
+    trainer, callback = made(judge)
     trainer.train()
     assert callback.search is not None
     assert callback.search.finished

@@ -1,24 +1,25 @@
-"""Rates that a loop writes itself, by a function of the step that hdet is given, and by timm's schedulers."""
+"""Rates that a loop writes itself, by a function of the step that hdet is given."""
 
 from __future__ import annotations
 
 import copy
-import importlib.util
+import itertools
 import math
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from attach_parts import STEPS, adamw, batch, loss_of, network, probe
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
 from hdet.controllers import Hold
 from hdet.errors import ConfigError, StepError
+from hdet.overlay.foretold import Foretold
+from hdet.overlay.rates import RATE, Rates
+from hdet.overlay.told_schedule import Follower
 from hdet.spreads import TwoLevel
 
 BASES = (3e-3, 1e-3)
@@ -38,6 +39,9 @@ def rates(step: int) -> list[float]:
     return [base * factor(step) for base in BASES]
 
 
+COUNTED = itertools.count()
+
+
 class Job:
     """A loop that writes its rates before each step, as many do."""
 
@@ -54,20 +58,28 @@ class Job:
         start: int = 0,
         stop: int = STEPS,
         write: Callable[[int], list[float]] = rates,
-        skipped: tuple[int, ...] = (),
+        skipped: Container[int] = (),
+        late: bool = False,
     ) -> Job:
+        """Steps by the loop's count; `late` writes the rates after the backward pass."""
         for step in range(start, stop):
-            for group, rate in zip(self.optimizer.param_groups, write(step), strict=True):
-                group["lr"] = rate
+            if not late:
+                self.put(write(step))
             torch.manual_seed(step)
             loss = loss_of(self.model, batch(step))
             if self.search is not None:
                 self.search.loss(loss)
             loss.backward()
+            if late:
+                self.put(write(step))
             if step not in skipped:
                 self.optimizer.step()
             self.optimizer.zero_grad()
         return self
+
+    def put(self, rates: list[float]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def left(self) -> Any:
         return copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
@@ -77,8 +89,12 @@ class Job:
         return {name: shift.factor for name, shift in self.search.shifts.items()}
 
 
-def test_held_it_is_the_loop_without_it_bit_for_bit(assert_same: Any) -> None:
-    assert_same(Job(None).train().left(), Job(knobs=HELD, guard=None, tail=None).train().left())
+@pytest.mark.parametrize("late", [False, True])
+def test_held_it_is_the_loop_without_it_bit_for_bit(late: bool, assert_same: Any) -> None:
+    """Whether rates are written before the forward pass or after the backward pass."""
+    plain = Job(None).train(late=late)
+    assert_same(plain.left(), Job(knobs=HELD, guard=None, tail=None).train(late=late).left())
+    assert_same(Job().train().left(), Job().train(late=late).left())
 
 
 def test_one_rate_for_all_groups_is_a_number(assert_same: Any) -> None:
@@ -117,13 +133,32 @@ def test_steps_that_a_scaler_skips_are_counted_by_the_loop_alone() -> None:
     assert job.search.engine.step_count == STEPS - 4
 
 
-def test_a_long_plateau_is_counted_through() -> None:
-    def plateau(step: int) -> list[float]:
-        return [base * (1.0 if step < STEPS - 3 else 0.1) for base in BASES]
+def test_a_loop_that_counts_skipped_steps_may_go_on_past_the_end() -> None:
+    def falling(step: int) -> list[float]:
+        return [base * max(0.0, 1 - step / STEPS) for base in BASES]
 
-    job = Job(plateau, warmup_steps=0).train(write=plateau)
+    job = Job(falling).train(stop=STEPS + 2, write=falling, skipped=(5, STEPS - 1))
     assert job.search is not None
     assert job.search.finished
+
+
+def test_steps_skipped_on_a_plateau_are_counted_as_it_ends() -> None:
+    steps, skipped = 240, range(10, 190, 4)
+
+    def plateau(step: int) -> list[float]:
+        return [base * (1.0 if step < 200 else 0.1 + 0.9 * (240 - step) / 40) for base in BASES]
+
+    job = Job(plateau, total_steps=steps, warmup_steps=0, window=40).train(stop=steps, write=plateau, skipped=skipped)
+    assert job.search is not None
+    assert job.search.engine.step_count == steps - len(skipped)
+
+
+def test_rates_written_one_step_late_are_followed(assert_same: Any) -> None:
+    def late(step: int) -> list[float]:
+        return rates(max(0, step - 1))
+
+    plain = Job(None).train(write=late)
+    assert_same(plain.left(), Job(knobs=HELD, guard=None, tail=None).train(write=late).left())
 
 
 def test_a_resume_in_mid_window_is_the_same_run(assert_same: Any) -> None:
@@ -138,6 +173,68 @@ def test_a_resume_in_mid_window_is_the_same_run(assert_same: Any) -> None:
     assert whole.learned() == again.learned()
 
 
+def test_a_window_that_cannot_be_taken_up_is_gone_through_again() -> None:
+    """Resumed under other windows, the search goes back to where the saved one opened, and the loop with it."""
+    whole = Job(window=8).train(stop=21)
+    assert whole.search is not None
+    again = Job(window=5)
+    assert again.search is not None
+    for part, saved in ((again.model, whole.model), (again.optimizer, whole.optimizer)):
+        part.load_state_dict(copy.deepcopy(saved.state_dict()))
+    with pytest.warns(UserWarning, match="go on from there"):
+        again.search.load_state_dict(whole.search.state_dict())
+    assert again.search.engine.step_count == 16
+    assert again.train(16).search.finished
+
+
+def test_a_function_may_be_another_after_a_resume() -> None:
+    """It is the loop's own, which has not saved it."""
+
+    def slower(step: int) -> list[float]:
+        return [rate / 2 for rate in rates(step)]
+
+    whole = Job().train(stop=20)
+    again = Job(slower)
+    for part, saved in ((again.model, whole.model), (again.optimizer, whole.optimizer), (again.search, whole.search)):
+        part.load_state_dict(copy.deepcopy(saved.state_dict()))
+    assert again.search.engine.knobs[0].schedule(30) == slower(30)[0]
+    assert again.train(20, write=slower).search.finished
+
+
+def test_training_that_is_under_way_has_had_its_warm_up() -> None:
+    job = Job(None).train(stop=10)
+    search = hdet.attach(
+        job.model,
+        job.optimizer,
+        probe=probe(),
+        total_steps=STEPS - 10,
+        scheduler=lambda step: rates(10 + step),
+        quiet=True,
+    )
+    assert search.engine.knobs[0].schedule(0) == rates(10)[0]
+    assert Job().search.engine.knobs[0].schedule(0) <= rates(0)[0]
+    job.search = search
+    assert job.train(10).search.finished
+
+
+def test_rates_on_a_device_are_taken_as_foretold() -> None:
+    """Reading them would wait for the device."""
+    optimizer = adamw(network())
+    scheduler = LambdaLR(optimizer, factor)
+    for follower in (Foretold(rates, optimizer, STEPS), Follower(scheduler, optimizer)):
+        found = Rates(optimizer, follower, driven=False)
+        course = found.course(RATE, STEPS)
+        held = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = torch.empty((), device="meta")
+        scheduler.last_epoch = 1
+        found.tell(1)
+        assert course.at(1) == pytest.approx(rates(1))
+        scheduler.last_epoch = 0
+        for group, rate in zip(optimizer.param_groups, held, strict=True):
+            group["lr"] = rate
+
+
 def test_rates_held_as_float32_tensors_are_found_again() -> None:
     job = Job()
     for group in job.optimizer.param_groups:
@@ -150,14 +247,20 @@ def test_rates_held_as_float32_tensors_are_found_again() -> None:
 
 
 def test_another_rate_than_was_foretold_is_said() -> None:
-    with pytest.raises(StepError, match=r"at step 3 are .* where scheduler=rates foretold .* that optimizer step"):
+    with pytest.raises(
+        StepError, match=r"at step 3 are .* where scheduler=rates foretold .* written when it makes that optimizer step"
+    ):
         Job().train(write=lambda step: [2 * rate if step == 3 else rate for rate in rates(step)])
 
 
-@pytest.mark.parametrize("as_given", [np.array, np.float32, torch.tensor])
+def bfloat16(rate: float) -> torch.Tensor:
+    return torch.tensor(rate, dtype=torch.bfloat16, requires_grad=True)
+
+
+@pytest.mark.parametrize("as_given", [np.array, np.float32, torch.tensor, bfloat16])
 def test_numbers_of_other_libraries_are_rates(as_given: Callable[[float], Any]) -> None:
     def write(step: int) -> list[float]:
-        return 2 * [float(as_given(3e-3 * factor(step)))]
+        return 2 * [as_given(3e-3 * factor(step)).item()]
 
     job = Job(lambda step: as_given(3e-3 * factor(step))).train(write=write)
     assert job.search is not None
@@ -170,7 +273,13 @@ def test_numbers_of_other_libraries_are_rates(as_given: Callable[[float], Any]) 
         (lambda step: [1e-3], r"gives \[0.001\] for step 0; it is asked for the learning rate that the loop writes"),
         (lambda step: 1e-3 * (10 - step), r"gives -0.001 for step 11"),
         (lambda step: None, "gives None for step 0"),
-        (lambda step: "fast", "gives 'fast' for step 0"),
+        (lambda step: "1e-3", "gives '1e-3' for step 0"),
+        (lambda step: BASES[step] / 1, "and raised IndexError for step 2: tuple index out of range"),
+        (
+            itertools.count(1).__next__,
+            "__next__ is asked for the rate of each step of the run, and raised TypeError for step 0",
+        ),
+        (lambda step: next(COUNTED), "gives other rates when it is asked for step 0 again"),
         (lambda step: math.nan, "gives nan for step 0"),
         (LambdaLR, "or a function of the step that tells what the loop writes, got the class LambdaLR"),
         (hdet.schedules.Cosine(1e-3, total_steps=STEPS), "got Cosine; give schedule=None"),
@@ -181,76 +290,20 @@ def test_what_foretells_no_rates_is_refused(given: Any, message: str) -> None:
         Job(given)
 
 
+def test_a_function_that_writes_the_rates_is_refused_and_leaves_them() -> None:
+    model = network()
+    optimizer = adamw(model)
+
+    def adjust(step: int) -> float:
+        for group in optimizer.param_groups:
+            group["lr"] = factor(step)
+        return factor(step)
+
+    with pytest.raises(ConfigError, match="adjust writes into the optimizer; hdet asks it for all steps beforehand"):
+        hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, scheduler=adjust, quiet=True)
+    assert tuple(group["lr"] for group in optimizer.param_groups) == BASES
+
+
 def test_a_function_is_given_the_step_itself() -> None:
     with pytest.raises(ConfigError, match="a function is given the step"):
         Job(scheduler_every=5)
-
-
-@pytest.fixture(scope="module")
-def timm() -> Any:
-    """timm's schedulers, without its models, which need torchvision."""
-    spec = importlib.util.find_spec("timm")
-    if spec is None:
-        pytest.skip("timm is not installed")
-    loaded = set(sys.modules)
-    sys.modules["timm"] = importlib.util.module_from_spec(spec)
-    yield importlib.import_module("timm.scheduler")
-    for name in set(sys.modules) - loaded:
-        del sys.modules[name]
-
-
-@pytest.mark.parametrize("by_epochs", [False, True])
-def test_timms_schedulers_are_looked_ahead_at(timm: Any, by_epochs: bool, assert_same: Any) -> None:
-    each = 5
-
-    def trained(attached: bool, **options: Any) -> tuple[nn.Module, Any]:
-        model = network()
-        optimizer = adamw(model)
-        for group, scale in zip(optimizer.param_groups, (0.5, 1.0), strict=True):
-            group["lr_scale"] = scale  # as by layer_decay=
-        scheduler, _ = timm.create_scheduler_v2(
-            optimizer,
-            num_epochs=STEPS // each,
-            warmup_epochs=2,
-            warmup_lr=1e-5,
-            step_on_epochs=by_epochs,
-            updates_per_epoch=each,
-            noise=(0.4, 0.9),
-        )
-        search = None
-        if attached:
-            options = {"probe": probe(), "total_steps": STEPS, "window": 4, "quiet": True, **options}
-            every = each if by_epochs else 1
-            search = hdet.attach(model, optimizer, scheduler=scheduler, scheduler_every=every, **options)
-        for step in range(STEPS):
-            torch.manual_seed(step)
-            loss = loss_of(model, batch(step))
-            if search is not None:
-                search.loss(loss)
-            loss.backward()
-            optimizer.step()
-            scheduler.step_update(step + 1)
-            if (step + 1) % each == 0:
-                scheduler.step((step + 1) // each)
-            optimizer.zero_grad()
-        return model, search
-
-    assert_same(trained(False)[0].state_dict(), trained(True, knobs=HELD, guard=None, tail=None)[0].state_dict())
-    search = trained(True)[1]
-    assert search.finished
-    assert search.shifts["learning_rate"].factor != 1.0
-
-
-def test_timms_schedulers_that_cannot_be_foreseen_are_refused(timm: Any) -> None:
-    model = network()
-    optimizer = adamw(model)
-    scheduler, _ = timm.create_scheduler_v2(optimizer, num_epochs=8)
-    options = {"probe": probe(), "total_steps": STEPS, "quiet": True}
-    with pytest.raises(ConfigError, match="goes by epochs; give scheduler_every="):
-        hdet.attach(model, optimizer, scheduler=scheduler, **options)
-    with pytest.raises(ConfigError, match="the scheduler belongs to another optimizer"):
-        hdet.attach(model, adamw(model), scheduler=scheduler, scheduler_every=5, **options)
-    with pytest.warns(FutureWarning):
-        plateau, _ = timm.create_scheduler_v2(optimizer, sched="plateau", num_epochs=8)
-    with pytest.raises(ConfigError, match="waits for a metric, so nobody knows where it goes; give schedule=None"):
-        hdet.attach(model, optimizer, scheduler=plateau, scheduler_every=5, **options)
