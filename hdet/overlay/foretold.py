@@ -34,6 +34,8 @@ class Foretold:
         total_steps: for which the function is asked.
         name: what it is called in messages.
         tick: optimizer steps between two values.
+        kept: whether a search that goes on keeps the forecast of its checkpoint: what is asked now may have begun in
+            mid-run.
 
     Raises:
         ConfigError: the function gives something else than a rate of 0 or more, or one for each group; or other rates
@@ -50,9 +52,11 @@ class Foretold:
         total_steps: int,
         name: str | None = None,
         tick: int = 1,
+        kept: bool = False,
     ) -> None:
         self.name = name or f"scheduler={getattr(function, '__qualname__', type(function).__name__)}"
         self.tick = tick
+        self.kept = kept
         self.ahead = 0
         """How far the loop's count is ahead of the search's."""
         held = [group["lr"] for group in optimizer.param_groups]
@@ -99,13 +103,17 @@ class Foretold:
             (ahead.step if by_epochs else ahead.step_update)(step // scheduler_every)
             return rates(shadow)
 
-        return cls(foretold, optimizer, total_steps, f"timm's {name}", tick=scheduler_every)
+        return cls(foretold, optimizer, total_steps, f"timm's {name}", tick=scheduler_every, kept=True)
 
     def forecast(
         self, total_steps: int, groups: Sequence[Mapping[str, Any]], read: Callable[[Optimizer], list[float]]
     ) -> list[list[float]]:
         """The rates of all groups, by step."""
         return self._rows
+
+    def resume(self, rows: list[list[float]], ahead: int) -> None:
+        """Go on with a checkpoint's forecast, or one that is equal, and so far ahead of the search."""
+        self._rows, self.ahead = rows, ahead
 
     def place(self, step: int, held: Sequence[float]) -> int | None:
         """Where in the forecast the optimizer stands as it makes a step; None where nothing near is what it holds."""

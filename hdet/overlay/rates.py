@@ -150,16 +150,16 @@ class Rates:
             self.split.require(state.get("split"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        by_function = isinstance(self.follower, Foretold)
+        # A function is the loop's own, which may be another by now.
+        anew = isinstance(self.follower, Foretold) and not self.follower.kept
         for entry, course in self.courses.items():
-            # A function is the loop's own, which it has not kept in its checkpoint.
-            course.load_state_dict(state["courses"][_named(entry)], forecast=not (entry == RATE and by_function))
+            course.load_state_dict(state["courses"][_named(entry)], forecast=not (anew and entry == RATE))
         self._first = list(state["found"])
         if self.split is not None and state.get("split") is not None:
             self.split.load_state_dict(state["split"])
-        if isinstance(self.follower, Foretold):
-            self.follower.ahead = self.courses[RATE].ahead if RATE in self.courses else 0
-        elif self.follower is not None:
+        if isinstance(self.follower, Foretold) and RATE in self.courses:
+            self.follower.resume(self.courses[RATE].forecast, self.courses[RATE].ahead)
+        elif isinstance(self.follower, Follower):
             self.follower.first = int(state["simulated_at"])
             for course in self.courses.values():
                 course.steps_before = self.follower.steps_before
@@ -168,10 +168,9 @@ class Rates:
         self, follower: Follower | Foretold, course: Course, step: int, settled: bool
     ) -> tuple[list[float], int]:
         """What the optimizer holds, and where in the forecast that is."""
-        by_function = isinstance(follower, Foretold)
         foreseen = step + follower.ahead if isinstance(follower, Foretold) else follower.position
         unread = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in self.groups)
-        if unread or (by_function and not settled):
+        if unread or (isinstance(follower, Foretold) and not settled):
             return course.foreseen(foreseen), foreseen
         held = self.read(RATE)
         if isinstance(follower, Foretold):

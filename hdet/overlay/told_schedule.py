@@ -123,7 +123,7 @@ class Course:
 
     @property
     def ahead(self) -> int:
-        """By how much more than one a step of the loop the scheduler has stepped."""
+        """How far the position is ahead of the step at which it was told: steps of the loop that were none here."""
         return self._position - self._moved_at
 
     def load_state_dict(self, state: dict[str, Any], *, forecast: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -73,9 +74,11 @@ class Job:
         self.search = hdet.attach(self.model, self.optimizer, scheduler=self.scheduler, **options)
         return self.search
 
-    def train(self, told: Callable[[int], int] = lambda count: count) -> dict[str, torch.Tensor]:
+    def train(
+        self, told: Callable[[int], int] = lambda count: count, start: int = 0, stop: int = STEPS
+    ) -> dict[str, torch.Tensor]:
         """As timm's train.py; `told` is what the scheduler is told of a count of updates or epochs."""
-        for step in range(STEPS):
+        for step in range(start, stop):
             torch.manual_seed(step)
             loss = loss_of(self.model, batch(step))
             if self.search is not None:
@@ -112,6 +115,22 @@ def test_it_is_looked_ahead_at(timm: Any, by_epochs: bool) -> None:
     job.train()
     assert search.finished
     assert search.shifts["learning_rate"].factor != 1.0
+
+
+@pytest.mark.parametrize("by_epochs", [False, True])
+def test_a_resume_in_the_warm_up_is_the_same_run(timm: Any, by_epochs: bool, assert_same: Any) -> None:
+    whole = Job(timm, by_epochs=by_epochs)
+    search = whole.attach()
+    whole.train(stop=7)
+    saved = copy.deepcopy([whole.model.state_dict(), whole.optimizer.state_dict(), search.state_dict()])
+    again = Job(timm, by_epochs=by_epochs)
+    again.model.load_state_dict(saved[0])
+    again.optimizer.load_state_dict(saved[1])
+    resumed = again.attach()
+    resumed.load_state_dict(saved[2])
+    schedules = [one.engine.knobs[0].schedule for one in (search, resumed)]
+    assert [schedules[0](step) for step in range(4, STEPS)] == [schedules[1](step) for step in range(4, STEPS)]
+    assert_same(whole.train(start=7), again.train(start=7))
 
 
 def test_one_that_is_under_way_is_told_the_ways_out(timm: Any) -> None:
