@@ -119,18 +119,19 @@ def test_it_is_looked_ahead_at(timm: Any, by_epochs: bool) -> None:
 
 @pytest.mark.parametrize("by_epochs", [False, True])
 def test_a_resume_in_the_warm_up_is_the_same_run(timm: Any, by_epochs: bool, assert_same: Any) -> None:
-    whole = Job(timm, by_epochs=by_epochs)
-    search = whole.attach()
-    whole.train(stop=7)
+    """What the optimizer holds then is not what the scheduler began with."""
+    whole = Job(timm, by_epochs=by_epochs, warmup_epochs=3, warmup_prefix=True)
+    search = whole.attach(warmup_steps=18)
+    whole.train(stop=16)
     saved = copy.deepcopy([whole.model.state_dict(), whole.optimizer.state_dict(), search.state_dict()])
-    again = Job(timm, by_epochs=by_epochs)
+    again = Job(timm, by_epochs=by_epochs, warmup_epochs=3, warmup_prefix=True)
     again.model.load_state_dict(saved[0])
     again.optimizer.load_state_dict(saved[1])
-    resumed = again.attach()
+    resumed = again.attach(warmup_steps=18)
     resumed.load_state_dict(saved[2])
     schedules = [one.engine.knobs[0].schedule for one in (search, resumed)]
-    assert [schedules[0](step) for step in range(4, STEPS)] == [schedules[1](step) for step in range(4, STEPS)]
-    assert_same(whole.train(start=7), again.train(start=7))
+    assert [schedules[0](step) for step in range(16, STEPS)] == [schedules[1](step) for step in range(16, STEPS)]
+    assert_same(whole.train(start=16), again.train(start=16))
 
 
 def test_one_that_is_under_way_is_told_the_ways_out(timm: Any) -> None:
