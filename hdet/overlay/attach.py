@@ -168,8 +168,7 @@ def attach(
         else:
             rates = "together"
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
-    under_way = bool(optimizer.state) if isinstance(follower, Foretold) else follower is not None and follower.first > 0
-    if warmup_steps is None and under_way:
+    if warmup_steps is None and follower is not None and follower.under_way:
         warmup_steps = 0  # a training that is under way has had its warm-up
     with ExitStack() as undo:
         split = None
@@ -373,11 +372,11 @@ def _follower(
         if of_timm(scheduler):
             every = whole("scheduler_every", scheduler_every)
             counted(scheduler_every=every)
-            return Foretold.by_timm(scheduler, optimizer, total_steps, every)
+            return Foretold.by_timm(scheduler, optimizer, every)
         if callable(scheduler) and not isinstance(scheduler, (type, Schedule)):
             if scheduler_every != 1:
                 raise ConfigError("scheduler_every= is how often a scheduler is stepped; a function is given the step")
-            return Foretold(scheduler, optimizer, total_steps)
+            return Foretold(scheduler, optimizer)
         return Follower(scheduler, optimizer, scheduler_every)
     if scheduler_every != 1:
         raise ConfigError(

@@ -31,54 +31,36 @@ class Foretold:
         function: the optimizer step, counted from 0 where the search is attached, to the rate that the loop has written
             when it makes that step: one for all parameter groups, or a sequence of one for each.
         optimizer: whose groups the loop writes into.
-        total_steps: for which the function is asked.
         name: what it is called in messages.
         tick: optimizer steps between two values.
         kept: whether a search that goes on keeps the forecast of its checkpoint: what is asked now may have begun in
             mid-run.
-
-    Raises:
-        ConfigError: the function gives something else than a rate of 0 or more, or one for each group; or other rates
-            when it is asked again; or writes into the optimizer.
     """
 
     steps_between = steps_each = 1
     steps_before = first = position = 0
+    known_in_passes = False
 
     def __init__(
         self,
         function: Callable[[int], Any],
         optimizer: Optimizer,
-        total_steps: int,
         name: str | None = None,
         tick: int = 1,
         kept: bool = False,
     ) -> None:
         self.name = name or f"scheduler={getattr(function, '__qualname__', type(function).__name__)}"
+        self.optimizer = optimizer
         self.tick = tick
         self.kept = kept
         self.ahead = 0
         """How far the loop's count is ahead of the search's."""
-        held = [group["lr"] for group in optimizer.param_groups]
+        self.under_way = bool(optimizer.state)
         self._function = function
-        self._rows = [self._row(step, len(held)) for step in range(total_steps)]
-        self._floor = NEAR * max(max(row) for row in self._rows)
-        again = self._row(0, len(held))
-        if any(group["lr"] is not rate for group, rate in zip(optimizer.param_groups, held, strict=True)):
-            for group, rate in zip(optimizer.param_groups, held, strict=True):
-                group["lr"] = rate
-            raise ConfigError(
-                f"{self.name} writes into the optimizer; hdet asks it for all steps beforehand, so give a function "
-                f"that only tells the rate of a step"
-            )
-        if again != self._rows[0]:
-            raise ConfigError(
-                f"{self.name} gives other rates when it is asked for step 0 again, so it keeps a count of its own; "
-                f"make it a function of the step alone"
-            )
+        self._floor = 0.0
 
     @classmethod
-    def by_timm(cls, scheduler: Any, optimizer: Optimizer, total_steps: int, scheduler_every: int) -> Foretold:
+    def by_timm(cls, scheduler: Any, optimizer: Optimizer, scheduler_every: int) -> Foretold:
         """One of timm's schedulers, which are told the number of the update, or of the epoch.
 
         Raises:
@@ -103,21 +85,46 @@ class Foretold:
             (ahead.step if by_epochs else ahead.step_update)(step // scheduler_every)
             return rates(shadow)
 
-        return cls(foretold, optimizer, total_steps, f"timm's {name}", tick=scheduler_every, kept=True)
+        return cls(foretold, optimizer, f"timm's {name}", tick=scheduler_every, kept=True)
 
     def forecast(
         self, total_steps: int, groups: Sequence[Mapping[str, Any]], read: Callable[[Optimizer], list[float]]
     ) -> list[list[float]]:
-        """The rates of all groups, by step."""
-        return self._rows
+        """The rates of all groups, by step.
 
-    def resume(self, rows: list[list[float]], ahead: int) -> None:
-        """Go on with a checkpoint's forecast, or one that is equal, and so far ahead of the search."""
-        self._rows, self.ahead = rows, ahead
+        Raises:
+            ConfigError: the function gives something else than a rate of 0 or more, or one for each group; or other
+                rates when it is asked again; or writes into the optimizer.
+        """
+        held = [group["lr"] for group in self.optimizer.param_groups]
+        rows = [self._row(step, len(groups)) for step in range(total_steps)]
+        again = self._row(0, len(groups))
+        if any(group["lr"] is not rate for group, rate in zip(self.optimizer.param_groups, held, strict=True)):
+            for group, rate in zip(self.optimizer.param_groups, held, strict=True):
+                group["lr"] = rate
+            raise ConfigError(
+                f"{self.name} writes into the optimizer; hdet asks it for all steps beforehand, so give a function "
+                f"that only tells the rate of a step"
+            )
+        if again != rows[0]:
+            raise ConfigError(
+                f"{self.name} gives other rates when it is asked for step 0 again, so it keeps a count of its own; "
+                f"make it a function of the step alone"
+            )
+        self._floor = NEAR * max(max(row) for row in rows)
+        return rows
 
-    def place(self, step: int, held: Sequence[float]) -> int | None:
+    def resume(self, simulated_at: int, ahead: int) -> None:
+        """Go on from a checkpoint, in which the loop's count was so far ahead."""
+        self.ahead = ahead
+
+    def position_at(self, step: int) -> int:
+        """Where in the forecast the optimizer is to stand as it makes a step."""
+        return max(0, step + self.ahead)
+
+    def place(self, step: int, held: Sequence[float], rows: Sequence[Sequence[float]]) -> int | None:
         """Where in the forecast the optimizer stands as it makes a step; None where nothing near is what it holds."""
-        rows, expected = self._rows, max(0, step + self.ahead)
+        expected = self.position_at(step)
         passed = 0
         for position in range(expected, len(rows)):
             if self._alike(held, rows[position]):
@@ -132,6 +139,15 @@ class Foretold:
             self.ahead = -self.tick
             return step - self.tick
         return None
+
+    def complaint(self, step: int, held: Sequence[float], expected: Sequence[float]) -> str:
+        """What is said where the optimizer holds something else."""
+        return (
+            f"the learning rates at step {step} are {held}, where {self.name} foretold {expected}; what is given as "
+            f"scheduler= is asked for the rates that the loop has written when it makes that optimizer step, counted "
+            f"from 0 at hdet.attach. Where training was under way, load the search's state too, or give a function "
+            f"that counts from there; schedule=None follows whatever comes"
+        )
 
     def _alike(self, held: Sequence[float], row: Sequence[float]) -> bool:
         pairs = zip(held, row, strict=True)

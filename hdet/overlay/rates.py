@@ -150,17 +150,15 @@ class Rates:
             self.split.require(state.get("split"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # A function is the loop's own, which may be another by now.
-        anew = isinstance(self.follower, Foretold) and not self.follower.kept
+        kept = self.follower is None or self.follower.kept
         for entry, course in self.courses.items():
-            course.load_state_dict(state["courses"][_named(entry)], forecast=not (anew and entry == RATE))
+            course.load_state_dict(state["courses"][_named(entry)], forecast=kept or entry != RATE)
         self._first = list(state["found"])
         if self.split is not None and state.get("split") is not None:
             self.split.load_state_dict(state["split"])
-        if isinstance(self.follower, Foretold) and RATE in self.courses:
-            self.follower.resume(self.courses[RATE].forecast, self.courses[RATE].ahead)
-        elif isinstance(self.follower, Follower):
-            self.follower.first = int(state["simulated_at"])
+        if self.follower is not None:
+            ahead = self.courses[RATE].ahead if RATE in self.courses else 0
+            self.follower.resume(int(state["simulated_at"]), ahead)
             for course in self.courses.values():
                 course.steps_before = self.follower.steps_before
 
@@ -168,15 +166,12 @@ class Rates:
         self, follower: Follower | Foretold, course: Course, step: int, settled: bool
     ) -> tuple[list[float], int]:
         """What the optimizer holds, and where in the forecast that is."""
-        foreseen = step + follower.ahead if isinstance(follower, Foretold) else follower.position
+        foreseen = follower.position_at(step)
         unread = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in self.groups)
-        if unread or (isinstance(follower, Foretold) and not settled):
+        if unread or not (settled or follower.known_in_passes):
             return course.foreseen(foreseen), foreseen
         held = self.read(RATE)
-        if isinstance(follower, Foretold):
-            position = follower.place(step, held)
-        else:
-            position = follower.place(held, course.forecast)
+        position = follower.place(step, held, course.forecast)
         if position is not None:
             return held, position
         if min(held) < 0.0:
@@ -184,24 +179,12 @@ class Rates:
                 f"{follower.name} has gone below 0 at step {step}: the learning rates are {held}; let it end at 0, as "
                 f"by max(0.0, ...)"
             )
-        if isinstance(follower, Foretold):
-            raise StepError(
-                f"the learning rates at step {step} are {held}, where {follower.name} foretold "
-                f"{course.foreseen(foreseen)}; what is given as scheduler= is asked for the rates that the loop has "
-                f"written when it makes that optimizer step, counted from 0 at hdet.attach. Where training was under "
-                f"way, load the search's state too, or give a function that counts from there; schedule=None follows "
-                f"whatever comes"
-            )
-        raise StepError(
-            f"the learning rates at step {step} are {held}, where {follower.name} would have put "
-            f"{course.foreseen(foreseen)}: something else writes them too; give hdet.attach schedule=None, "
-            f"which follows whatever comes and never looks ahead"
-        )
+        raise StepError(follower.complaint(step, held, course.foreseen(foreseen)))
 
     def _notice_standing(self, follower: Follower | Foretold, course: Course, step: int) -> None:
         """Say it once where the scheduler has made no step, though it was to have made several."""
         due = step == UNMOVED * follower.steps_between and course.foreseen(0) != course.foreseen(UNMOVED)
-        if due and isinstance(follower, Follower) and not follower.position:
+        if due and not follower.position_at(step):
             warn(
                 f"{follower.name} has made no step in {step} optimizer steps, and hdet looks ahead as if it made one "
                 f"in every {follower.steps_between}: where the loop steps it once an epoch, give hdet.attach "

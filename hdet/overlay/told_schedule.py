@@ -227,10 +227,20 @@ class Follower:
         self.first = self._count()
         """Where the scheduler stood when it was simulated."""
 
+    kept = True
+    """A search that goes on has the forecast of its checkpoint."""
+    known_in_passes = True
+    """The optimizer holds a step's rates in its passes already."""
+
     @property
     def name(self) -> str:
         """What it is called in messages."""
         return type(self.scheduler).__name__
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it has made steps before it was simulated."""
+        return self.first > 0
 
     @property
     def steps_before(self) -> int:
@@ -242,7 +252,15 @@ class Follower:
         """How many steps the scheduler has made since it was simulated."""
         return self._count() - self.first
 
-    def place(self, held: Row, rows: Sequence[Row]) -> int | None:
+    def resume(self, simulated_at: int, ahead: int) -> None:
+        """Go on from a checkpoint, whose forecast was made there."""
+        self.first = simulated_at
+
+    def position_at(self, step: int) -> int:
+        """Where it stands in the forecast, whatever the step."""
+        return self.position
+
+    def place(self, step: int, held: Row, rows: Sequence[Row]) -> int | None:
         """Where it stands in the forecast; None where the optimizer does not hold what it would have put there.
 
         Raises:
@@ -259,6 +277,13 @@ class Follower:
                 f"looks ahead"
             )
         return None
+
+    def complaint(self, step: int, held: Row, expected: Row) -> str:
+        """What is said where the optimizer holds something else."""
+        return (
+            f"the learning rates at step {step} are {held}, where {self.name} would have put {expected}: something "
+            f"else writes them too; give hdet.attach schedule=None, which follows whatever comes and never looks ahead"
+        )
 
     def forecast(
         self, total_steps: int, groups: Sequence[Mapping[str, Any]], read: Callable[[Optimizer], list[float]]

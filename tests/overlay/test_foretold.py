@@ -221,7 +221,7 @@ def test_rates_on_a_device_are_taken_as_foretold() -> None:
     """Reading them would wait for the device."""
     optimizer = adamw(network())
     scheduler = LambdaLR(optimizer, factor)
-    for follower in (Foretold(rates, optimizer, STEPS), Follower(scheduler, optimizer)):
+    for follower in (Foretold(rates, optimizer), Follower(scheduler, optimizer)):
         found = Rates(optimizer, follower, driven=False)
         course = found.course(RATE, STEPS)
         held = [group["lr"] for group in optimizer.param_groups]
