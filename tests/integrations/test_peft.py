@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny import gpt2, trainer
+from tiny import ADAPTER_HELD, gpt2, trainer
 
 import hdet
-from hdet.controllers import Hold
-from hdet.spreads import TwoLevel
 
 
 def lora() -> PeftModel:
@@ -41,14 +39,8 @@ def test_dropouts_of_base_and_adapter_are_found_and_the_base_stays(tmp_path: Pat
 
 
 def test_held_it_is_the_run_without_it_bit_for_bit(tmp_path: Path, assert_same: Any) -> None:
-    still = {"controller": Hold(), "spread": TwoLevel(0.0)}
-    held = [
-        hdet.LearningRate(controller=Hold()),
-        hdet.WeightDecay(controller=Hold()),
-        hdet.Dropout(pattern="*.lora_dropout.*", **still),
-    ]
     found = []
-    for knobs in (None, held):
+    for knobs in (None, ADAPTER_HELD):
         made = trainer(lora(), tmp_path, gradient_accumulation_steps=2)
         if knobs is not None:
             made.add_callback(hdet.transformers.Search(probe=made.eval_dataset, knobs=knobs))

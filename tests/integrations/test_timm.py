@@ -11,20 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from classified import HELD, batch
 from torch import nn
 from torch.nn import functional as F
 
 import hdet
-from hdet.controllers import Hold
 from hdet.errors import ConfigError, StepError
-from hdet.spreads import TwoLevel
 
 STEPS, EACH = 40, 5
-HELD = [
-    hdet.LearningRate(controller=Hold()),
-    hdet.WeightDecay(controller=Hold()),
-    hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
-]
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +32,6 @@ def timm() -> Iterator[Any]:
     for name in set(sys.modules) - loaded:
         if name.startswith("timm"):
             del sys.modules[name]
-
-
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step + 100))
-    return inputs, inputs[:, :3].argmax(dim=1)
 
 
 def loss_of(model: nn.Module, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -69,7 +58,7 @@ class Job:
     def attach(self, **options: Any) -> hdet.Search:
         if self.by_epochs:
             options = {"scheduler_every": EACH, **options}
-        probe = hdet.Probe(loss_of, [batch(-1 - part) for part in range(8)])
+        probe = hdet.Probe(loss_of, [batch(1000 + part) for part in range(8)])
         options = {"probe": probe, "total_steps": STEPS, "window": 4, "quiet": True, **options}
         self.search = hdet.attach(self.model, self.optimizer, scheduler=self.scheduler, **options)
         return self.search

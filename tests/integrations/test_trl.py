@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tiny import CONTEXT, gpt2
+from tiny import ADAPTER_HELD, CONTEXT, gpt2
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -20,9 +20,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 
 import hdet
 from hdet.app.tasks.text import standard_library
-from hdet.controllers import Hold
 from hdet.errors import ConfigError
-from hdet.spreads import TwoLevel
 
 LORA = LoraConfig(r=4, lora_dropout=0.05, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
 
@@ -87,14 +85,8 @@ def ended(made: SFTTrainer) -> list[Any]:
 def test_held_it_is_the_run_without_it_bit_for_bit(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, assert_same: Any
 ) -> None:
-    still = {"controller": Hold(), "spread": TwoLevel(0.0)}
-    held = [
-        hdet.LearningRate(controller=Hold()),
-        hdet.WeightDecay(controller=Hold()),
-        hdet.Dropout(pattern="*.lora_dropout.*", **still),
-    ]
     found = []
-    for knobs in (None, held):
+    for knobs in (None, ADAPTER_HELD):
         made = sft(tmp_path, tokenizer, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=10)
         probe = made.eval_dataset.pop("probe")
         if knobs is not None:

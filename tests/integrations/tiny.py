@@ -13,9 +13,19 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+import hdet
 from hdet.app.tasks.text import standard_library
+from hdet.controllers import Hold
+from hdet.spreads import TwoLevel
 
 CONTEXT = 32
+
+ADAPTER_HELD = [
+    hdet.LearningRate(controller=Hold()),
+    hdet.WeightDecay(controller=Hold()),
+    hdet.Dropout(pattern="*.lora_dropout.*", controller=Hold(), spread=TwoLevel(0.0)),
+]
+"""Of a model with adapters by LoRA, measured as ever and moved nowhere."""
 
 
 class Text(Dataset):
