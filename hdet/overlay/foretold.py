@@ -17,6 +17,12 @@ from hdet.overlay.told_schedule import copied, rates, require_own, shadow_of
 AHEAD = 32
 """Values that a loop may have gone past since the last step, where it counts steps that a gradient scaler skipped."""
 
+UNSEEN = 10
+"""Of so many steps a loop may count one more that no pass was made for, as where it leaves out a bad batch."""
+
+LONGEST = 1_000_000
+"""Updates or epochs, among which the one is looked for that a scheduler of timm's was told last."""
+
 NEAR = 1e-6
 """Rates that differ by so little, beside themselves or beside the highest, differ by rounding."""
 
@@ -63,6 +69,9 @@ class Foretold:
     def by_timm(cls, scheduler: Any, optimizer: Optimizer, scheduler_every: int) -> Foretold:
         """One of timm's schedulers, which are told the number of the update, or of the epoch.
 
+        They do not remember it. Where training is under way it is the first for which they give what the optimizer
+        holds.
+
         Raises:
             ConfigError: it goes by epochs, and their length is not given, or by updates, and one is; it waits for a
                 metric, steps another optimizer, or cannot be copied.
@@ -79,11 +88,15 @@ class Foretold:
         ahead = copied(scheduler, {id(scheduler.optimizer): shadow})
         begun = rates(shadow)
 
-        def foretold(step: int) -> list[float]:
-            if step < scheduler_every:
-                return begun  # before it is told of an update
-            (ahead.step if by_epochs else ahead.step_update)(step // scheduler_every)
+        def told(number: int) -> list[float]:
+            (ahead.step if by_epochs else ahead.step_update)(number)
             return rates(shadow)
+
+        numbers = range(LONGEST if optimizer.state else 0)
+        first = next((number for number in numbers if told(number) == begun), 0)
+
+        def foretold(step: int) -> list[float]:
+            return told(first + step // scheduler_every) if step >= scheduler_every else begun
 
         return cls(foretold, optimizer, f"timm's {name}", tick=scheduler_every, kept=True)
 
@@ -122,18 +135,26 @@ class Foretold:
         """Where in the forecast the optimizer is to stand as it makes a step."""
         return max(0, step + self.ahead)
 
-    def place(self, step: int, held: Sequence[float], rows: Sequence[Sequence[float]]) -> int | None:
-        """Where in the forecast the optimizer stands as it makes a step; None where nothing near is what it holds."""
+    def place(
+        self, step: int, held: Sequence[float], rows: Sequence[Sequence[float]], lost: int | None = None
+    ) -> int | None:
+        """Where in the forecast the optimizer stands as it makes a step; None where nothing near is what it holds.
+
+        Args:
+            lost: how many steps the loop may have counted that were none; None where it is not known.
+        """
         expected = self.position_at(step)
+        over = len(rows)
+        reach = over if lost is None or self.kept else max(expected, step + lost + step // UNSEEN) + 1
         passed = 0
-        for position in range(expected, len(rows)):
+        for position in range(expected, min(over, reach)):
             if self._alike(held, rows[position]):
                 self.ahead = position - step
                 return position
             passed += position == expected or rows[position] != rows[position - 1]  # a plateau counts as one
             if passed > AHEAD:
                 break
-        if expected >= len(rows) - 1 or (self.ahead > 0 and passed <= AHEAD):
+        if expected >= over - 1 or (self.ahead > 0 and reach >= over and passed <= AHEAD):
             return expected  # the loop has counted past the end
         if self.ahead == 0 and step >= self.tick and self._alike(held, rows[step - self.tick]):
             self.ahead = -self.tick

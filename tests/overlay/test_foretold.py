@@ -253,6 +253,33 @@ def test_another_rate_than_was_foretold_is_said() -> None:
         Job().train(write=lambda step: [2 * rate if step == 3 else rate for rate in rates(step)])
 
 
+@pytest.mark.parametrize(("begin", "told_at"), [(1, 0), (0, 1)])
+def test_a_wrong_function_is_not_taken_for_skipped_steps(begin: int, told_at: int) -> None:
+    """Twice the rate is a rate of a later step in a linear warm-up, but no step was lost."""
+
+    def linear(step: int) -> list[float]:
+        return [base * (begin + step) / 100 for base in BASES]
+
+    with pytest.raises(StepError, match=f"at step {told_at} are"):
+        Job(linear, micro_batches=1).train(write=lambda step: [2 * rate for rate in linear(step)])
+
+
+def test_a_loop_may_count_a_loss_that_it_leaves_out_and_batches_that_no_pass_is_made_for() -> None:
+    job = Job()
+    assert job.search is not None
+    for step in range(STEPS):
+        job.put(rates(step))
+        if step in (15, 27):
+            continue  # a bad batch
+        loss = job.search.loss(loss_of(job.model, batch(step)))
+        if step in (0, 1, 5):
+            continue  # as where the loss is not finite
+        loss.backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    assert job.search.engine.step_count == STEPS - 5
+
+
 def bfloat16(rate: float) -> torch.Tensor:
     return torch.tensor(rate, dtype=torch.bfloat16, requires_grad=True)
 
