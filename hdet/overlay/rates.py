@@ -49,6 +49,11 @@ class Rates:
         """The optimizer's groups as the user knows them."""
         return self.optimizer.param_groups if self.split is None else self.split.wholes
 
+    @property
+    def counted_by_loop(self) -> bool:
+        """Whether the loop writes rates by a count of its own."""
+        return self.follower is not None and not self.follower.known_in_passes
+
     def owner(self, index: int) -> int:
         """The place among them of a group that a knob goes by."""
         return index if self.split is None else self.split.owners[index]
@@ -169,7 +174,7 @@ class Rates:
         """What the optimizer holds, and where in the forecast that is."""
         foreseen = follower.position_at(step)
         unread = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in self.groups)
-        if unread or not (settled or follower.known_in_passes):
+        if unread or (self.counted_by_loop and not settled):
             return course.foreseen(foreseen), foreseen
         held = self.read(RATE)
         position = follower.place(step, held, course.forecast, lost)

@@ -258,8 +258,8 @@ class Riding:
 
     def _follow(self, *, settled: bool = True) -> None:
         """The coming step is made with what the optimizer holds now."""
-        step, over, lost = self.engine.step_count, self.engine.finished, self.passes.may_have_been_counted()
-        if self.rates.tell(step, over=over, settled=settled, lost=lost):
+        lost = self.passes.may_have_been_counted() if settled and self.rates.counted_by_loop else None
+        if self.rates.tell(self.engine.step_count, over=self.engine.finished, settled=settled, lost=lost):
             self.engine.reapply()
 
     def _find_scaler(self) -> None:
