@@ -30,6 +30,8 @@ class Estimate:
             weights do not, so the two bracket the truth.
         level: the signal itself, where the evidence tells; what a slope is large or small against.
         span: how far from the base it was measured, in coordinate units, where the evidence tells.
+        stretch: how long the way that a unit of the coordinate moves the weights is beside those weights, where the
+            evidence tells; of weight decay, the share of them that it took in the window.
         excess: the spectral norms of the run's first weights in units of those of random ones
             (`hdet.evidence.parts.excess`), where the evidence tells; 0 where there is no matrix to tell by, None in all
             windows but the first.
@@ -62,6 +64,7 @@ class Estimate:
     averaged: Estimate | None = None
     level: float | None = None
     span: float | None = None
+    stretch: float | None = None
     excess: float | None = None
     step_size: float | None = None
     step_ratio: float | None = None

@@ -52,9 +52,11 @@ class Rule(Part, family="rule"):
 
     Attributes:
         looks_ahead: it judges estimates that were taken ahead of the base (`Estimate.offset`), and no others.
+        overrules: no veto holds its moves back.
     """
 
     looks_ahead: ClassVar[bool] = False
+    overrules: ClassVar[bool] = False
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
         """Whether a curvature could change what it asks for; see `Controller.wants_curvature`."""

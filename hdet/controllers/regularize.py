@@ -6,7 +6,7 @@ from pydantic import Field
 
 from hdet.controllers.part import Rule, Veto
 from hdet.controllers.ruled import Ruled
-from hdet.controllers.rules import Leap, Restore, SlopeSum
+from hdet.controllers.rules import Leap, Restore, SlopeSum, Spare
 from hdet.controllers.vetoes import AgreesNow, DoesHarm, KeepsGap, NeedsGap, NotEarly, WithinSpan
 from hdet.spec import register
 
@@ -20,6 +20,7 @@ class Regularize(Ruled):
 
     | rule | the base |
     |---|---|
+    | `Spare` | goes down at once, whatever vetoes say, where decay would take much of pretrained weights |
     | `Leap` | goes up at once to where it has an effect, if it has none and more is called for |
     | `SlopeSum` | goes against the sum of slopes |
     | `Restore` | goes back up to the schedule as given, once the sum has stopped calling for less |
@@ -52,6 +53,6 @@ class Regularize(Ruled):
     0.0 slope_sum keeps_gap
     """
 
-    rules: tuple[Rule, ...] = (Leap(), SlopeSum(), Restore())
+    rules: tuple[Rule, ...] = (Spare(), Leap(), SlopeSum(), Restore())
     vetoes: tuple[Veto, ...] = (AgreesNow(), NeedsGap(), KeepsGap(), NotEarly(), WithinSpan(), DoesHarm())
     until: float = Field(default=0.85, gt=0, le=1)

@@ -71,7 +71,8 @@ class ProbeSize:
             return []
         if self._told is None:
             self._told = {str(hint["knob"]) for one in earlier for hint in one.hints if "knob" in hint}
-        found = []
+        found: list[dict[str, Any]] = []
+        too_small: dict[str, list[str]] = {}  # knobs by what is said of them: learning rates may share a slope
         latest = [record, *islice(reversed(earlier), REACH)]
         for name in self._names:
             if name in self._told:
@@ -95,11 +96,15 @@ class ProbeSize:
             batches = len(self._probe.draw(record.window))
             needed = _batches(math.ceil(batches * factor)) if factor < math.inf else "more than any"
             nothing = "" if proven and factor <= HOPELESS else ", or the knob does nothing here"
-            warn(
-                f"the probe is too small for {name}: over {WINDOWS} windows the |t| of its slope had a median of "
+            said = (
+                f"over {WINDOWS} windows the |t| of its slope had a median of "
                 f"{t:.2f}. The probe has {_batches(batches)}; a slope worth knowing would show with |t| = 2 in about "
                 f"{factor:.3g} times as many examples ({needed}){nothing}"
             )
+            too_small.setdefault(said, []).append(name)
+        for said, names in too_small.items():
+            others = f" and {len(names) - 1} more of the same evidence" if len(names) > 1 else ""
+            warn(f"the probe is too small for {names[0]}{others}: {said}")
         return found
 
 

@@ -61,13 +61,22 @@ class Scalar(Knob):
         try:
             module = model.get_submodule(owner)
         except AttributeError as error:
-            raise MatchError(f"{self.name}: the model has no module {owner!r} ({error})") from None
+            raise MatchError(
+                f"{self.name}: the model has no module {owner!r} ({error}); a path leads through modules, and to a "
+                f"value that is held elsewhere, as in a config, lead get= and set="
+            ) from None
         if not hasattr(module, attribute):
             raise MatchError(f"{self.name}: {type(module).__name__} {owner!r} has no attribute {attribute!r}")
         descriptor = getattr(type(module), attribute, None)
         if isinstance(descriptor, KnobAttribute):  # hdet.nn.Dropout's `p` stands for its `p_knob`
             attribute = descriptor.slot
         held = getattr(module, attribute)
+        scalar = isinstance(held, nn.Parameter) and held.numel() == 1
+        if scalar and any(held is own for group in optimizer.param_groups for own in group["params"]):
+            raise ConfigError(
+                f"{self.name}: {self.path!r} is a parameter that the optimizer trains, so no knob can hold it; leave "
+                f"the knob out, or take the parameter out of the optimizer's groups"
+            )
         return ModelBinding([held if isinstance(held, KnobTensor) else Attribute(module, attribute)], self.bounds)
 
     def to_dict(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from threading import get_ident
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
@@ -82,7 +83,7 @@ class Hooks:
         self._optimizer = optimizer
         self._idle = False
         self._in_closure = False
-        self._in_pass = False
+        self._in_pass: int | None = None  # the thread that makes one: others may call the model at the same time
         self._within = False
         self._handled: BaseException | None = None  # the exception that the loop was handling as the forward began
         self._handles = [
@@ -131,15 +132,16 @@ class Hooks:
         if _calls_itself(module):
             return
         passing = module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-        self._in_pass = passing and not self._within
-        self._handled = sys.exc_info()[1]
-        if self._in_pass:
+        if passing and not self._within:
+            self._in_pass, self._handled = get_ident(), sys.exc_info()[1]
             self._rider.before_forward()
+        elif self._in_pass == get_ident():
+            self._in_pass = None
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self._idle or not self._in_pass or _calls_itself(module):
+        if self._idle or self._in_pass != get_ident() or _calls_itself(module):
             return
-        self._in_pass = False
+        self._in_pass = None
         if sys.exc_info()[1] is not self._handled:
             self._rider.forward_failed()
         else:

@@ -169,7 +169,8 @@ class LentScalar:
         if found != self._left:
             raise StepError(
                 f"{self.name} was {self._left:g} when hdet left it and is {found:g} now: something else writes what "
-                f"hdet explores; leave one of the two out, hdet's by exclude=({self.name!r},)"
+                f"hdet explores; leave one of the two out, hdet's by exclude=({self.name!r},), or a knob that you gave "
+                f"by leaving it out of knobs="
             )
         self.hand.in_force = True
         if self.hand.value is not None:
@@ -180,6 +181,10 @@ class LentScalar:
         if not self.hand.in_force:
             return
         self.hand.in_force = False
+        self.let_rest()
+
+    def let_rest(self) -> None:
+        """Between passes what was there is there; the base, where evaluation depends on it."""
         self.inner.write(self.rest() if self.stays and self.rest is not None else self.theirs)
         self._left = self.inner.read()
 
@@ -235,6 +240,12 @@ class Lending:
         """A pass is over."""
         for scalar in self.scalars:
             scalar.take_out()
+
+    def let_rest(self) -> None:
+        """Knobs have other bases than they had: no pass is under way."""
+        for scalar in self.scalars:
+            if not scalar.hand.in_force:
+                scalar.let_rest()
 
     def put_in_update(self, stepped: Optimizer | None = None) -> None:
         """Update knobs are in force: the optimizer steps; of several the given one."""

@@ -16,6 +16,7 @@ from hdet.errors import StepError
 from hdet.replicas import finite, host_memory, tensors
 from hdet.replicas.held_optimizer import HeldOptimizer, refilled
 from hdet.replicas.walk import Walk
+from hdet.replicas.written_buffers import can_be_written
 
 
 class Anchor:
@@ -94,7 +95,7 @@ class Anchor:
         """Which of the frozen parameters were written through `.data`. Looked for once; waits for the device then."""
         if self._norms == {}:
             return []
-        own = {number: value for number, value in still.items() if value.dtype in finite.PLAIN and value.numel()}
+        own = {number: value for number, value in still.items() if tensors.has_arithmetic(value) and value.numel()}
         norms = dict(zip(own, tensors.norms(list(own.values())), strict=True))
         before, self._norms = self._norms, norms if step == 0 or self._norms is None else {}
         return [] if self._norms else [number for number in own if (before or {}).get(number) != norms[number]]
@@ -256,7 +257,9 @@ def copied_state(model: nn.Module, leave_out: Collection[str] = ()) -> dict[str,
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensors.local(buffer.detach()) for name, buffer in model.named_buffers()}
+    """Those that can be written over; others, as sparse or expanded ones, a model does not write in place."""
+    every = ((name, tensors.local(buffer.detach())) for name, buffer in model.named_buffers())
+    return {name: buffer for name, buffer in every if can_be_written(buffer)}
 
 
 def _homes(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

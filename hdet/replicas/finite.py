@@ -12,9 +12,6 @@ from torch.optim import Optimizer
 from hdet.replicas import tensors
 from hdet.replicas.walk import Walk
 
-PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-"""Dtypes with arithmetic of their own. Quantized states have scales that tell nothing by themselves."""
-
 PLACES = ("parameters", "optimizer state", "buffers")
 """Where a replica can be found not to be finite, in the order of `Finiteness.flags`."""
 
@@ -23,8 +20,9 @@ class Finiteness:
     """Tells whether one replica is finite, without waiting for the device.
 
     All that a merge takes a mean of is looked at: one infinite moment or batch statistic would make NaN of everybody's.
-    Buffers that hold an infinity when the window opens do so by design, such as a causal mask; those that are not
-    persistent, and those that came since, are caches that the model fills as it likes.
+    Frozen parameters are not: one may hold an infinity by design, such as a causal mask. So may a buffer, if it does
+    when the window opens; those that are not persistent, and those that came since, are caches that the model fills as
+    it likes.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -41,7 +39,7 @@ class Finiteness:
     def flags(self) -> Tensor:
         """[3] booleans, in the order of `PLACES`: all is finite there."""
         tensors.reshard(self._model)
-        parameters = tensors.all_finite([tensors.local(p) for p in self._walk.parameters()])
+        parameters = tensors.all_finite(tensors.moving(self._model, self._optimizer, self._walk))
         states = tensors.all_finite(with_mean(self._states()))
         now = self._buffers()
         kept = [now[name] | ~self._opened[name] for name in now if name in self._opened]
@@ -66,7 +64,7 @@ def with_mean(states: Iterable[Mapping[str, Any]]) -> list[Tensor]:
         tensors.local(value.detach() if value.requires_grad else value)
         for state in states
         for value in state.values()
-        if isinstance(value, Tensor) and value.dim() and value.dtype in PLAIN and value.numel() and not value.is_sparse
+        if isinstance(value, Tensor) and value.dim() and value.numel() and tensors.has_arithmetic(value)
     ]
 
 
@@ -75,5 +73,5 @@ def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 own = tensors.local(buffer.detach())
-                if own.dtype in PLAIN and own.numel():
+                if tensors.has_arithmetic(own) and own.numel():
                     yield f"{prefix}.{name}", own

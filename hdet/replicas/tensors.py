@@ -17,11 +17,20 @@ from hdet.errors import ConfigError
 from hdet.replicas.walk import Walk, fully_sharded
 from hdet.replicas.written_buffers import buffers_kept, frozen_kept, rows_kept
 
+PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+"""Dtypes with arithmetic of their own. Quantized states have scales that tell nothing by themselves."""
+
 SMALL = 2**13
 """Elements up to which tensors are joined: one alone costs an operator's call, which is more than its arithmetic."""
 
 PASSING = 2**18
 """Elements up to which small tensors are worked on together where all of the weights need not be in memory."""
+
+
+def has_arithmetic(tensor: Tensor) -> bool:
+    """Whether it is dense, has values, and is of a dtype with arithmetic of its own."""
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and tensor.dtype in PLAIN and tensor.device.type != "meta"
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -183,13 +192,12 @@ def finite(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """A 0-dim boolean tensor: no element of any floating or complex tensor is infinite or NaN. No synchronisation."""
+    """A 0-dim boolean tensor: no element of those that have arithmetic is infinite or NaN. No synchronisation."""
     large: list[Tensor] = []
     small: list[Tensor] = []
-    for tensor in map(as_real, tensors):
-        elements = tensor.numel() if tensor.is_floating_point() else 0
-        if elements:
-            (small if elements <= SMALL else large).append(tensor)
+    for tensor in map(as_real, filter(has_arithmetic, tensors)):
+        if tensor.numel():
+            (small if tensor.numel() <= SMALL else large).append(tensor)
     flags = [finite(large).all()] if large else []
     for own in alike(small):
         flags += [finite([joined(own[part])])[0] for part in slices(own)]
@@ -199,7 +207,8 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
 @torch.no_grad()
 def norms(tensors: Sequence[Tensor]) -> list[float]:
     """Their Euclidean norms, in float32; waits for the device once."""
-    found = torch._foreach_norm(list(tensors)) if tensors else []
+    own = [tensor.float() if tensor.dtype.itemsize < 4 else tensor for tensor in tensors]
+    found = torch._foreach_norm(own) if own else []
     told: list[float] = torch.stack([own.to(found[0].device).float() for own in found]).tolist() if found else []
     return told
 

@@ -119,7 +119,9 @@ class _Held:
         self._values = {
             name: _part(buffer).detach().clone()
             for name, buffer in self._buffers.items()
-            if buffer is not None and (name in seen if seen is not None else _part(buffer).nbytes <= LARGE)
+            if buffer is not None
+            and can_be_written(_part(buffer))
+            and (name in seen if seen is not None else _part(buffer).nbytes <= LARGE)
         }
 
     def put_back(self) -> None:
@@ -149,6 +151,14 @@ class _Held:
 def _is_plain(parameter: nn.Parameter) -> bool:
     """Whether its memory can be asked for: not of sparse or quantized weights and other subclasses."""
     return type(_part(parameter)) in (Tensor, nn.Parameter) and parameter.layout is torch.strided
+
+
+def can_be_written(tensor: Tensor) -> bool:
+    """Whether all of its values can be written over: it is dense, and each element has a place of its own."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type == "meta":
+        return False
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return not lazy and all(step or size <= 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _part(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 from windows import moves
 
 from hdet.controllers import Context, Estimate, Gated, GatedState, Regularize, RuledState
-from hdet.controllers.rules import Leap, SlopeSum
+from hdet.controllers.rules import Leap, SlopeSum, Spare
 
 EAGER = {
     "rate": 0.1,
@@ -150,6 +150,37 @@ def test_weights_that_had_been_trained_are_not_leapt_at(excess: float | None, le
     for state in (told, leap.retreat(told, SMALL_GAP), leap.restart(told, SMALL_GAP)):
         seen = leap.observe(state, weak, SMALL_GAP)
         assert (leap.propose(seen, weak, SMALL_GAP) is not None) is leaps
+
+
+WINDOW = Context(length=10, total_steps=300, loss=0.5)
+"""Of a run whose held-out loss is 2, as `slope` has it: a gap at which no decay is lowered."""
+
+
+@pytest.mark.parametrize("excess", [1.0, 1.3])
+def test_pretrained_weights_are_spared_a_decay_that_takes_much_of_them(excess: float) -> None:
+    """By hand: 1 - e^-0.05 of them in 10 of 300 steps, so 1.5 in all, where 0.2 may go; whatever vetoes say."""
+    strong = replace(slope(-0.1), stretch=1.0 - math.exp(-0.05), excess=excess)
+    judged = Regularize().judge(Regularize().start(), strong, WINDOW)
+    if excess > 1.2:
+        assert (judged.move, judged.rule, judged.veto) == (pytest.approx(math.log(0.2 / 1.5)), "spare", "")
+    else:
+        assert judged.rule != "spare"
+    later = replace(strong, excess=None)
+    for state in (judged.state, Regularize().retreat(judged.state, WINDOW, worked=1.0)[1]):
+        spared = Regularize().judge(state, later, WINDOW).rule == "spare"
+        assert spared is (excess > 1.2)
+
+
+@pytest.mark.parametrize(
+    ("stretch", "steps"), [(1.0 - math.exp(-0.006), 300), (None, 300), (0.0, 300), (0.5, None), (1.0, 300)]
+)
+def test_what_takes_little_of_them_or_nobody_knows_how_much_is_left_alone(
+    stretch: float | None, steps: int | None
+) -> None:
+    rule = Spare()
+    state = rule.begin(rule.start(), replace(slope(0.1), excess=1.3))
+    told = replace(slope(0.1), stretch=stretch)
+    assert rule.propose(state, told, replace(WINDOW, total_steps=steps)) is None
 
 
 def test_weights_that_have_learnt_nothing_say_nothing_of_more() -> None:

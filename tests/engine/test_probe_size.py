@@ -125,6 +125,18 @@ def test_it_tells_once_after_enough_windows_that_taught_something() -> None:
     assert "(17 batches)" in str(told[0].message)
 
 
+def test_learning_rates_that_share_a_slope_are_named_in_one_warning() -> None:
+    made = looker(evidence=None)
+    made._names = [f"learning_rate[{number}]" for number in range(3)]
+    history = records(estimates(STEADY * 3))
+    for record in history:
+        record.estimates.update(dict.fromkeys(made._names, record.estimates.pop("learning_rate")))
+    with pytest.warns(UserWarning, match=r"learning_rate\[0\] and 2 more of the same evidence: over") as told:
+        hints = found(made, history)
+    assert len(told) == 1
+    assert [hint["knob"] for hint in hints] == made._names
+
+
 def test_a_probe_that_nothing_changes_is_told_and_a_rate_of_0_is_no_reason() -> None:
     flat = [{"slope": 0.0, "stderr": 0.0, "level": 2.5}] * (WINDOWS + 1)
     at_work = [replace(record, bases={"learning_rate": 0.01}) for record in records(flat)]

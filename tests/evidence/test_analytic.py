@@ -274,6 +274,13 @@ def test_weak_decay_is_read_a_width_away() -> None:
         torch.testing.assert_close(seen[-1] - seen[0], 2 * width * pull(), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("decay", [DECAY, STRONG])
+def test_it_tells_the_share_of_the_weights_that_decay_took(decay: float) -> None:
+    _, (record,) = run(lambda model: AdamW(model.parameters(), lr=RATE, weight_decay=decay), loss=silent)
+    moved, centre = pull(decay=decay), mean_weights(decay)
+    assert record.estimates["weight_decay"]["stretch"] == pytest.approx(float(moved.norm() / centre.norm()), rel=1e-4)
+
+
 def test_a_curvature_takes_three_points_and_one_point_is_refused() -> None:
     _, (two,) = run(standard)
     assert two.estimates["weight_decay"]["curvature"] is None

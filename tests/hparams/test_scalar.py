@@ -95,6 +95,17 @@ def test_what_is_no_scalar_is_refused_before_anything_is_written() -> None:
     assert model.inner.weight.shape == (1, 4)
 
 
+def test_what_the_optimizer_trains_is_no_knob() -> None:
+    model = Net()
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ConfigError, match="x: 'temperature' is a parameter that the optimizer trains, so no knob can"):
+        bind("temperature", model)
+    model.temperature.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.inner.parameters(), lr=0.1)
+    knob = Scalar("x", path="temperature", bounds=(0.1, 10.0), effect="forward", biased=False)
+    assert knob.bind(model, optimizer).read() == 1.0
+
+
 def test_by_getter_and_setter(problem: Any, train: Any) -> None:
     written: list[tuple[int, float]] = []
 

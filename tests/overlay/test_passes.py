@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -247,3 +248,41 @@ def test_clipped_passes_are_not_taken_for_dropped_ones() -> None:
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
     run.optimizer.step()
     assert len(run.search.engine.replicas) == PARTS
+
+
+def test_a_call_of_another_thread_without_gradients_is_none_and_disturbs_none() -> None:
+    """As of an actor, which acts by the model while a learner trains it."""
+
+    class Acted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = network()
+            self.acts = True
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            if self.acts and torch.is_grad_enabled():
+                self.acts = False
+                actor = threading.Thread(target=self.act, args=(inputs,))
+                actor.start()
+                actor.join()
+                self.acts = True
+            return self.layers(inputs)  # type: ignore[no-any-return]
+
+        def act(self, inputs: Tensor) -> None:
+            with torch.no_grad():
+                self(inputs)
+
+    losses = []
+    for model in (Acted(), network()):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        search = hdet.attach(
+            model, optimizer, probe=probe(), schedule=None, window=4, quiet=True, exclude=["dropout"], guard=None
+        )
+        for step in range(8):
+            torch.manual_seed(step)
+            search.loss(loss_of(model, batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append([record.losses for record in search.history])
+    assert len(losses[0]) == 2
+    assert all(loss is not None for window in losses[0] for loss in window)

@@ -146,3 +146,40 @@ def test_a_loss_divided_by_what_is_there_and_not_by_the_usual_number_is_no_readi
     assert searches[0]._riding.losses.divided
     assert not searches[1]._riding.losses.divided
     assert means[0] == pytest.approx(means[1], rel=0.15)
+
+
+class Scaled(torch.nn.Module):
+    """Its logits are multiplied by a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+        self.scale = 1.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.layers(inputs)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stop", [20, 40])
+def test_what_acts_in_evaluation_is_in_place_before_the_next_pass(stop: int) -> None:
+    """A run of 40 steps that is over makes no other one, and is evaluated all the same."""
+    parts: list[list[Any]] = []
+    for _ in range(2):
+        model = Scaled()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        knob = hdet.Scalar("scale", path="scale", schedule=0.5, bounds=(0.1, 10.0), effect="forward", biased=False)
+        search = hdet.attach(
+            model, optimizer, probe=probe(), total_steps=40, window=4, quiet=True, knobs=[knob], guard=None, tail=None
+        )
+        parts.append([model, optimizer, search])
+    (model, optimizer, search), again = parts
+    for step in range(stop):
+        search.loss(loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for part, own in zip(again, (model, optimizer, search), strict=True):
+        part.load_state_dict(copy.deepcopy(own.state_dict()))
+    assert again[0].scale == model.scale != 1.0
+    again[2].detach()
+    search.detach()
+    assert again[0].scale == model.scale

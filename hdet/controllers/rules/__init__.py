@@ -5,7 +5,7 @@
 | a learning rate, at last and averaged weights | `Lower`, `Stall`, `WarmUp`, `Raise`, `Return` |
 | a learning rate, early in its warm-up | `CutBack`, `Regain`, `LookAhead`, `AwaitSchedule`, `CatchUp` |
 | a learning rate, as its schedule falls | `Fall` |
-| a weight decay, judged by its formula | `Leap`, `SlopeSum`, `Restore` |
+| a weight decay, judged by its formula | `Spare`, `Leap`, `SlopeSum`, `Restore` |
 """
 
 from hdet.controllers.rules.await_schedule import AwaitSchedule
@@ -20,6 +20,7 @@ from hdet.controllers.rules.regain import Regain
 from hdet.controllers.rules.restore import Restore
 from hdet.controllers.rules.returning import Return
 from hdet.controllers.rules.slope_sum import SlopeSum
+from hdet.controllers.rules.spare import Spare
 from hdet.controllers.rules.stall import Stall
 from hdet.controllers.rules.warm_up import WarmUp
 
@@ -36,6 +37,7 @@ __all__ = [
     "Restore",
     "Return",
     "SlopeSum",
+    "Spare",
     "Stall",
     "WarmUp",
 ]

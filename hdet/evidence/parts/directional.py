@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -98,23 +99,34 @@ class DirectionalCollector(Collector):
             centre, keeps_weights = tensors.clones(centre), True
         points: list[Any] = []
         offsets: list[list[float]] = []
+        stretches: list[float] = []
         for k in heard:
             direction = self.direction(k, harvest)
-            width = self._width(centre, direction)
+            stretch = self._stretch(centre, direction)
+            width = self._width(stretch)
+            stretches.append(stretch)
             offsets.append([width * point for point in self.spec.points])
             points += [partial(self._moved, centre, direction, x) for x in offsets[-1]]
         kept = centre if keeps_weights else None
         with self.scene.at_base():
             losses = losses_at(self.scene, harvest, points, kept, independent=True, statistics=statistics)
         lines = losses.reshape(len(offsets), len(self.spec.points), -1)
-        for k, x, line in zip(heard, offsets, lines, strict=True):
+        for k, x, line, stretch in zip(heard, offsets, lines, stretches, strict=True):
             if any(x):
-                found[self.knobs[k].name] = replace(along(x, line), level=float(line.mean()), span=max(map(abs, x)))
+                told = along(x, line)
+                found[self.knobs[k].name] = replace(
+                    told, level=float(line.mean()), span=max(map(abs, x)), stretch=stretch
+                )
         return found
 
-    @torch.no_grad()
-    def _width(self, centre: Sequence[Tensor], direction: Direction) -> float:
+    def _width(self, stretch: float) -> float:
         """The width, or as much of it as moves the weights by no more than `reach` of their norm; 0 without any D."""
+        furthest = max(map(abs, self.spec.points)) * stretch
+        return min(self.spec.width, self.spec.reach / furthest) if furthest > 0.0 else 0.0
+
+    @torch.no_grad()
+    def _stretch(self, centre: Sequence[Tensor], direction: Direction) -> float:
+        """|D| over the norm of the weights that it moves; 0 without any, infinite where they are all zero."""
         blocks = [
             (torch.linalg.vector_norm(block.centre).double(), torch.linalg.vector_norm(block.direction).double())
             for part, own in self._parts(centre)
@@ -125,8 +137,9 @@ class DirectionalCollector(Collector):
         nothing = torch.zeros((), dtype=torch.float64, device=device)
         blocks.append((nothing, nothing))
         length, change = self.norms(*(torch.stack(own) for own in zip(*blocks, strict=True)))
-        furthest = max(map(abs, self.spec.points)) * change
-        return min(self.spec.width, self.spec.reach * length / furthest) if furthest > 0.0 else 0.0
+        if change == 0.0:
+            return 0.0
+        return change / length if length > 0.0 else math.inf
 
     def _moved(self, centre: Sequence[Tensor], direction: Direction, factor: float) -> Write:
         """The point centre + factor D."""

@@ -45,7 +45,7 @@ def excess(replicas: Replicas, moving: Moving, opening: Sequence[Tensor]) -> flo
     every = [parameter.detach() for parameter in model.parameters() if parameter.numel()]
     for live, moves in zip(every, moving.flags, strict=True):
         part = next(first) if moves else tensors.local(live)
-        if live.ndim > 1:
+        if live.ndim > 1 and live.layout is torch.strided and live.device.type != "meta":
             weights = tensors.whole(tensors.sharded_as(part, live)).to(tensors.local(live).device)
             found.append(max(map(_of_stack, _matrices(weights)), default=0.0) if _is_plain(weights) else math.inf)
     found = [one for one in found if one > 0.0]

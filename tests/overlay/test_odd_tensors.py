@@ -1,0 +1,84 @@
+"""Tensors that a model may hold and no arithmetic is for: what trains beside them is what it was, and goes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attach_parts import STEPS, batch, loss_of, network, probe
+from torch import Tensor, nn
+
+import hdet
+from hdet.controllers import Hold
+from hdet.spreads import TwoLevel
+
+HELD = [
+    hdet.LearningRate(controller=Hold()),
+    hdet.WeightDecay(controller=Hold()),
+    hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
+]
+
+
+def adjacency() -> Tensor:
+    return (torch.arange(256).reshape(16, 16) % 3 == 0).float()
+
+
+MADE = {
+    "an infinite frozen parameter": lambda: nn.Parameter(torch.full((4,), -torch.inf), requires_grad=False),
+    "a frozen float8 parameter": lambda: nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False),
+    "a frozen sparse parameter": lambda: nn.Parameter(adjacency().to_sparse(), requires_grad=False),
+    "a sparse buffer": lambda: adjacency().to_sparse(),
+    "a compressed buffer": lambda: adjacency().to_sparse_csr(),
+    "an expanded buffer": lambda: torch.full((1, 16), 0.3).expand(16, 16),
+    "a conjugated buffer": lambda: torch.ones(4, dtype=torch.complex64).conj(),
+    "a buffer without values": lambda: torch.ones(4, device="meta"),
+    "a jagged buffer": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+
+
+class Odd(nn.Module):
+    def __init__(self, kind: str, persistent: bool) -> None:
+        super().__init__()
+        self.layers = network()
+        held = MADE[kind]()
+        if isinstance(held, nn.Parameter):
+            self.held = held
+        else:
+            self.register_buffer("held", held, persistent=persistent)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)  # type: ignore[no-any-return]
+
+
+def trained(model: nn.Module, broken: int = -1, **options: Any) -> tuple[list[Tensor], hdet.Search | None]:
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=3e-3)
+    search = hdet.attach(model, optimizer, probe=probe(), quiet=True, **options) if options else None
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        loss = loss_of(model, batch(step))
+        loss = loss * torch.nan if step == broken else loss
+        (loss if search is None else search.loss(loss)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [weight.detach() for weight in weights], search
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta state).*")
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("kind", MADE)
+def test_what_trains_beside_it_is_what_it_was(kind: str, persistent: bool, assert_same: Any) -> None:
+    plain, _ = trained(Odd(kind, persistent))
+    held = {"schedule": None, "knobs": HELD, "window": 5, "guard": None, "tail": None}
+    same, search = trained(Odd(kind, persistent), **held)
+    assert_same(plain, same)
+    assert search is not None
+    assert not any(record.faults for record in search.history)
+    with pytest.warns(UserWarning, match="put the model and the optimizer back to step 10"):
+        back, search = trained(Odd(kind, persistent), broken=12, **held)
+    assert search is not None
+    assert all(weight.isfinite().all() for weight in back)
+    _, search = trained(Odd(kind, persistent), total_steps=STEPS)
+    assert search is not None
+    assert search.finished
