@@ -37,7 +37,8 @@ class Probe:
             number to them (fresh ones each window; it must return the same on every process, and when asked again,
             of earlier windows too). Data the model does not train on. Eight sub-batches do well; their scatter gives
             the standard errors. They are of equal size, since each counts alike: a last batch that is smaller than all
-            others is warned of (`drop_last=True`).
+            others is warned of (`drop_last=True`). All of them are evaluated, some five times a window: of a large
+            loader give a part.
         at: judge the `last` weights of a window or their `average` over it.
         stride: with `average`, take every stride-th step's weights; by default as many as leave at least 128 in the
             window.
