@@ -35,6 +35,8 @@ class Estimate:
         excess: the spectral norms of the run's first weights in units of those of random ones
             (`hdet.evidence.parts.excess`), where the evidence tells; 0 where there is no matrix to tell by, None in all
             windows but the first.
+        own_excess: the same of the weights that training can change alone, where the evidence tells: of adapters, which
+            are drawn at random beside pretrained weights.
         step_size: how far a step at the schedule's peak, shift included, can change matrices, as a share of what they
             hold (`hdet.evidence.parts.step_size`), where the evidence tells.
         step_ratio: of one of several learning rates that share this estimate, how far its steps went beside the weights
@@ -66,6 +68,7 @@ class Estimate:
     span: float | None = None
     stretch: float | None = None
     excess: float | None = None
+    own_excess: float | None = None
     step_size: float | None = None
     step_ratio: float | None = None
     rate_ratio: float | None = None

@@ -136,8 +136,10 @@ class AnalyticCollector(DirectionalCollector):
         found = super().close(harvest)
         if harvest.window.start > 0:
             return found
-        norms = self.scene.excess
-        return {name: replace(told, excess=norms) if told.known else told for name, told in found.items()}
+        norms, own = self.scene.excesses
+        return {
+            name: replace(told, excess=norms, own_excess=own) if told.known else told for name, told in found.items()
+        }
 
     def centre(self, harvest: Harvest) -> list[Tensor]:
         return self.scene.averaged(harvest.valid, self.stride)

@@ -60,9 +60,17 @@ class Scene:
     unusable: Unusable = field(default_factory=Unusable)
 
     @cached_property
-    def excess(self) -> float:
-        """How far the run's first weights are from random ones; a collective, first asked for in the first window."""
+    def excesses(self) -> tuple[float, float]:
+        """How far the run's first weights are from random ones: all, and those that training can change.
+
+        A collective, first asked for in the first window.
+        """
         return excess(self.replicas, self.moving, self.opening())
+
+    @property
+    def excess(self) -> float:
+        """How far all of the run's first weights are from random ones."""
+        return self.excesses[0]
 
     def opening(self) -> list[Tensor]:
         """The weights at the window's opening, where the anchor lies."""

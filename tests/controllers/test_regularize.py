@@ -171,6 +171,12 @@ def test_pretrained_weights_are_spared_a_decay_that_takes_much_of_them(excess: f
         assert spared is (excess > 1.2)
 
 
+@pytest.mark.parametrize(("own", "most"), [(0.0, 1.0), (0.9, 1.0), (1.3, 0.2), (None, 0.2)])
+def test_of_adapters_more_may_be_taken(own: float | None, most: float) -> None:
+    strong = replace(slope(-0.1), stretch=1.0 - math.exp(-0.05), excess=1.3, own_excess=own)
+    assert Regularize().judge(Regularize().start(), strong, WINDOW).move == pytest.approx(math.log(most / 1.5))
+
+
 @pytest.mark.parametrize(
     ("stretch", "steps"), [(1.0 - math.exp(-0.006), 300), (None, 300), (0.0, 300), (0.5, None), (1.0, 300)]
 )

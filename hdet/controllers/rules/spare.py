@@ -8,28 +8,30 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from hdet.controllers.beginning import KnowsPretrained
 from hdet.controllers.controller import Context
-from hdet.controllers.estimate import Estimate
+from hdet.controllers.estimate import MOST_EXCESS, Estimate
 from hdet.controllers.part import Rule
 from hdet.spec import register
 
 
 @dataclass(frozen=True)
 class SpareState:
-    """Whether the run's first weights had been trained."""
+    """Whether the run's first weights had been trained, and whether only new ones beside them are trained now."""
 
     pretrained: bool = False
+    adapts: bool = False
 
 
 @register
-class Spare(KnowsPretrained, Rule):
+class Spare(Rule):
     """In fine-tuning, lower a decay that would take too much of the weights if the run went on as in the window.
 
-    What was learnt before fine-tuning lies in the weights, and decay takes it away slowly: no window sees that.
+    What was learnt before fine-tuning lies in the weights, and decay takes it away slowly: no window sees that. What
+    adapters learn is new, and has to outlast the run.
 
     Args:
         most_taken: the sum of learning rate * decay over as many steps as the run has, up to which a decay stays.
+        most_of_adapters: the same where all weights that train are new (`Estimate.own_excess`).
 
     >>> rule, window = Spare(), Context(length=10, total_steps=300)
     >>> round(rule.propose(SpareState(pretrained=True), Estimate(slope=0.0, stretch=0.03), window), 3)
@@ -39,6 +41,7 @@ class Spare(KnowsPretrained, Rule):
     overrules: ClassVar[bool] = True
 
     most_taken: float = Field(default=0.2, gt=0)
+    most_of_adapters: float = Field(default=1.0, gt=0)
 
     def start(self) -> SpareState:
         return SpareState()
@@ -46,9 +49,20 @@ class Spare(KnowsPretrained, Rule):
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
         return False
 
+    def begin(self, state: Any, estimate: Estimate) -> SpareState:
+        own = estimate.own_excess
+        return SpareState(bool(estimate.pretrained), own is not None and own <= MOST_EXCESS)
+
+    def retreat(self, state: Any, context: Context) -> Any:
+        return state
+
+    def restart(self, state: Any, context: Context) -> Any:
+        return state
+
     def propose(self, state: Any, estimate: Estimate, context: Context) -> float | None:
         if not state.pretrained or not estimate.stretch or context.total_steps is None:
             return None
         kept = 1.0 - min(estimate.stretch, 1.0)
         taken = -math.log(kept) * context.total_steps / context.length if kept > 0.0 else math.inf
-        return math.log(self.most_taken / taken) if self.most_taken < taken < math.inf else None
+        most = self.most_of_adapters if state.adapts else self.most_taken
+        return math.log(most / taken) if most < taken < math.inf else None

@@ -24,7 +24,7 @@ TELLING = 1.5
 
 
 @torch.no_grad()
-def excess(replicas: Replicas, moving: Moving, opening: Sequence[Tensor]) -> float:
+def excess(replicas: Replicas, moving: Moving, opening: Sequence[Tensor]) -> tuple[float, float]:
     """The spectral norms of a model's weights, in units of those of random weights of their scale.
 
     Independent random weights [m, n] of root mean square w have a spectral norm of about `w (sqrt(m) + sqrt(n))`, at
@@ -36,24 +36,30 @@ def excess(replicas: Replicas, moving: Moving, opening: Sequence[Tensor]) -> flo
         opening: the weights that training can change, at the window's opening.
 
     Returns:
-        what a quarter of the matrices exceed (`SHARE`), the same on every process; infinite where these cannot be told,
-        and 0 where there is no matrix to tell by.
+        what a quarter of the matrices exceed (`SHARE`), and the same of those that training can change, alike on every
+        process; infinite where these cannot be told, and 0 where there is no matrix to tell by.
     """
     model = replicas.hosts[0][0]
     tensors.reshard(model)
-    first, found = iter(opening), []
+    first = iter(opening)
+    of_all: list[float] = []
+    of_moving: list[float] = []
     every = [parameter.detach() for parameter in model.parameters() if parameter.numel()]
     for live, moves in zip(every, moving.flags, strict=True):
         part = next(first) if moves else tensors.local(live)
         if live.ndim > 1 and live.layout is torch.strided and live.device.type != "meta":
             weights = tensors.whole(tensors.sharded_as(part, live)).to(tensors.local(live).device)
-            found.append(max(map(_of_stack, _matrices(weights)), default=0.0) if _is_plain(weights) else math.inf)
-    found = [one for one in found if one > 0.0]
-    most = float(np.quantile(found, SHARE, method="inverted_cdf")) if found else 0.0
-    row = torch.tensor([most, float(bool(found))], dtype=torch.float64)
-    told = replicas.gather(row.expand(len(replicas.local), -1))
-    each = [total / ranks for total, ranks in told[present(told)] if ranks > 0.0]
-    return float(max(each, default=0.0))
+            own = max(map(_of_stack, _matrices(weights)), default=0.0) if _is_plain(weights) else math.inf
+            of_all += [own] if own > 0.0 else []
+            of_moving += [own] if own > 0.0 and moves else []
+    found = [float(np.quantile(own, SHARE, method="inverted_cdf")) if own else 0.0 for own in (of_all, of_moving)]
+    row = torch.tensor([found, [float(bool(own)) for own in (of_all, of_moving)]], dtype=torch.float64)
+    told = replicas.gather(row.flatten().expand(len(replicas.local), -1))
+    each = told[present(told)].reshape(-1, 2, 2).tolist()
+    whole, alone = (
+        max((totals[k] / ranks[k] for totals, ranks in each if ranks[k] > 0.0), default=0.0) for k in range(2)
+    )
+    return whole, alone
 
 
 def _is_plain(weights: Tensor) -> bool:
