@@ -11,6 +11,11 @@ from hdet.errors import ConfigError
 from hdet.replicas.generators import numbers_lent
 
 SUB_BATCHES = 8
+PROBE_TRAINS = (
+    "the probe is the data that the model trains on: judged by these, dropout, label smoothing and weight decay look "
+    "too high, and nothing shows what is overfitted; give the probe data that are held out"
+)
+"""What is warned of where a trainer was given one object for both."""
 
 
 class Sample:

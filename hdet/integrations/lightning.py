@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hdet.errors import ConfigError, MissingExtraError
+from hdet.integrations.dataset_probe import PROBE_TRAINS
 from hdet.integrations.loggers import metrics
 from hdet.overlay import search as overlay
 from hdet.overlay.attach import attach
 from hdet.recipes.recommended import FORWARD, excluding
 from hdet.record import WindowRecord
 from hdet.signals import Probe
+from hdet.user_warning import warn
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -113,6 +115,9 @@ class Search(Callback):
         options = _found(trainer, optimizer, follows=not {"schedule", "scheduler"} & self._options.keys())
         options.update(self._options)
         options["quiet"] = options.get("quiet", False) or not trainer.is_global_zero
+        _refuse_averaging(trainer, options)
+        if self._probe is trainer.train_dataloader:
+            warn(PROBE_TRAINS)
         if not pl_module.automatic_optimization:
             # Where a pass ends is the module's own affair, so that no gradient can be told to be a micro-batch's.
             options["exclude"] = excluding(options.get("exclude", ()), *FORWARD)
@@ -140,9 +145,17 @@ class Search(Callback):
             self.search.drop_passes()
         self._stepped = False
         for record in self._closed:
-            for name, value in metrics(record).items():
-                pl_module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
+            told = metrics(record)
+            for logger in trainer.loggers:  # each window, whatever log_every_n_steps is
+                logger.log_metrics(told, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            for name, value in told.items():
+                pl_module.log(name, value, on_step=True, on_epoch=False, batch_size=1, logger=False)
         self._closed.clear()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Hear the loss of a module that steps its optimizer itself; of several optimizers nobody knows whose it is."""
+        if self.search is not None and not pl_module.automatic_optimization and len(trainer.optimizers) == 1:
+            self.search.loss(loss)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End a run that has made all its steps, and leave model, optimizer and Trainer as they were."""
@@ -233,6 +246,18 @@ class Search(Callback):
         vars(trainer.strategy).pop("training_step", None)
         if self.search is not None:
             self.search.detach()
+
+
+def _refuse_averaging(trainer: Trainer, options: Mapping[str, Any]) -> None:
+    """Lightning's averaging of weights, which writes learning rates of its own, beside a schedule that hdet knows."""
+    made: Any = trainer
+    averaging = any(isinstance(one, StochasticWeightAveraging) for one in made.callbacks)
+    if averaging and options.get("schedule", options) is not None:
+        raise ConfigError(
+            "StochasticWeightAveraging writes the learning rates as it begins, in mid-run; give "
+            "hdet.lightning.Search(schedule=None), which follows whatever comes, or leave it out: hdet ends with "
+            "averaged weights where the probe finds them better"
+        )
 
 
 def _refuse(trainer: Trainer) -> None:

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -20,11 +19,12 @@ from hdet.errors import CheckpointError, ConfigError, MissingExtraError
 from hdet.files import replaced
 from hdet.history import WindowRecord
 from hdet.integrations import deepspeed
-from hdet.integrations.dataset_probe import Sample
+from hdet.integrations.dataset_probe import PROBE_TRAINS, Sample
 from hdet.integrations.kept import values_kept
 from hdet.integrations.loggers import metrics
 from hdet.overlay import search as overlay
 from hdet.overlay.attach import attach
+from hdet.overlay.hooks import Hook
 from hdet.signals import Objective, Probe
 from hdet.user_warning import warn
 
@@ -77,8 +77,9 @@ class Search(TrainerCallback):
         self._options = options
         self._begun_at = 0
         self._unlogged: list[WindowRecord] = []
-        self._restore_step: Callable[[], None] = lambda: None
+        self._undo: list[Callable[[], None]] = []
         self._trainer: Trainer | None = None
+        self._training = False  # the Trainer is in its training_step
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -111,7 +112,9 @@ class Search(TrainerCallback):
         if saved is not None:
             self.search.all_ranks.load_state_dict(saved["search"])
         self.search.on_window(self._unlogged.append)
-        self._restore_step = _report_losses(trainer, self.search)
+        self._report_losses(trainer, self.search)
+        hook = trainer.model_wrapped.register_forward_pre_hook(Hook(self._end_if_left), prepend=True)
+        self._undo.append(hook.remove)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log what windows have closed. (Inside the step the Trainer has not counted it yet.)"""
@@ -148,9 +151,46 @@ class Search(TrainerCallback):
             return {}
         return {"objective": objective_of(trainer, given, self._sub_batch_size)}
 
+    def _report_losses(self, trainer: Trainer, search: overlay.Search) -> None:
+        """Have each micro-batch's loss said to the search.
+
+        What `training_step` returns is divided such that it adds up to the step's loss over the micro-batches, by
+        tokens or by their number, whoever computed it; the search takes means over them.
+        """
+        patched: Any = trainer
+        inner, before = patched.training_step, vars(trainer).get("training_step")
+
+        def training_step(*arguments: Any, **keywords: Any) -> Tensor:
+            self._training = True
+            try:
+                loss: Tensor = inner(*arguments, **keywords)
+            except BaseException:  # an interrupt, too: the Trainer tells callbacks nothing of it
+                self._end()
+                raise
+            finally:
+                self._training = False
+            search.loss(loss * trainer.current_gradient_accumulation_steps)
+            return loss
+
+        def restore() -> None:
+            if before is None:
+                del patched.training_step
+            else:
+                patched.training_step = before
+
+        patched.training_step = training_step
+        self._undo.append(restore)
+
+    def _end_if_left(self, module: nn.Module, inputs: Any) -> None:
+        """An exception has ended the training that the search belongs to, and the model trains elsewhere."""
+        trains = module.training and torch.is_grad_enabled() and not self._training
+        if trains and _of_stack()[0] is not self._trainer:
+            self._end()
+
     def _end(self) -> None:
-        self._restore_step()
-        self._restore_step = lambda: None
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
         if self.search is not None:
             self.search.detach()
         self._unlogged.clear()
@@ -165,8 +205,11 @@ class Search(TrainerCallback):
             return None
         try:
             saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, UnpicklingError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}; resume from another checkpoint folder") from None
+        except Exception as error:  # as torch has it, by what the bytes happen to be
+            told = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{path} cannot be read ({told}); resume from another checkpoint folder") from error
+        if not isinstance(saved, dict) or saved.keys() != {"step", "begun_at", "search"}:
+            raise CheckpointError(f"{path} holds no search of the Trainer's; resume from another checkpoint folder")
         if saved["step"] != state.global_step:
             raise CheckpointError(
                 f"{path} holds the search after step {saved['step']}, and the Trainer goes on from step "
@@ -226,6 +269,8 @@ def _judged(
         if data not in there:
             raise ConfigError(f"the Trainer's eval_dataset has no data called {data!r}; there are {sorted(there)}")
         data = there[data]
+    if name == "probe" and data is trainer.train_dataset:
+        warn(PROBE_TRAINS)
     args = trainer.args
     examples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     try:
@@ -267,16 +312,24 @@ def _unsmoothed(trainer: Trainer) -> Iterator[None]:
 
 def _calling() -> tuple[Trainer, str | None]:
     """The Trainer that calls, and the folder from which it resumes. A callback is handed neither."""
+    trainer, folder = _of_stack()
+    if trainer is None:
+        raise ConfigError(
+            "hdet.transformers.Search is a callback of transformers.Trainer, called by its train(); for a "
+            "loop of your own there is hdet.attach"
+        )
+    return trainer, folder
+
+
+def _of_stack() -> tuple[Trainer | None, str | None]:
+    """The Trainer whose `train` is under way, and the folder from which it resumes; None where there is none."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, Trainer) and "resume_from_checkpoint" in frame.f_locals:
             return caller, frame.f_locals["resume_from_checkpoint"]
         frame = frame.f_back
-    raise ConfigError(
-        "hdet.transformers.Search is a callback of transformers.Trainer, called by its train(); for a "
-        "loop of your own there is hdet.attach"
-    )
+    return None, None
 
 
 def _refuse(trainer: Trainer) -> None:
@@ -305,27 +358,3 @@ def _found(trainer: Trainer, options: dict[str, Any]) -> dict[str, Any]:
             foreseen = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
         found.update({"scheduler": scheduler} if foreseen else {"schedule": None})
     return found
-
-
-def _report_losses(trainer: Trainer, search: overlay.Search) -> Callable[[], None]:
-    """Have each micro-batch's loss said to the search. Returns what ends that.
-
-    What `training_step` returns is divided such that it adds up to the step's loss over the micro-batches, by tokens
-    or by their number, whoever computed it; the search takes means over them.
-    """
-    patched: Any = trainer
-    inner, before = patched.training_step, vars(trainer).get("training_step")
-
-    def training_step(*arguments: Any, **keywords: Any) -> Tensor:
-        loss: Tensor = inner(*arguments, **keywords)
-        search.loss(loss * trainer.current_gradient_accumulation_steps)
-        return loss
-
-    def restore() -> None:
-        if before is None:
-            del patched.training_step
-        else:
-            patched.training_step = before
-
-    patched.training_step = training_step
-    return restore

@@ -120,9 +120,9 @@ class Passes:
         if current.forwarded and (not current.traced or current.differentiated or self.begun == 1):
             self._leave(heard=True)
         else:
-            self.give_up()
+            self.give_up(keeps_loss=not current.forwarded)  # the step is made within it
 
-    def give_up(self) -> None:
+    def give_up(self, *, keeps_loss: bool = False) -> None:
         """The pass under way is none: its forward failed, or nothing came back through it."""
         current = self._current
         if current is None:
@@ -131,7 +131,8 @@ class Passes:
         self.begun -= 1
         self.unheard += 1
         self.entered -= current.replica is not None
-        self.losses.drop(current.number)
+        if not keeps_loss:
+            self.losses.drop(current.number)
 
     def drop(self) -> None:
         """The passes since the last step, if there were any, lead to none."""

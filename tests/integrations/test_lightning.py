@@ -140,6 +140,39 @@ def test_what_closed_is_logged_by_the_modules_names(tmp_path: Path) -> None:
     assert math.isfinite(module.trainer.callback_metrics["hdet/factor/learning_rate"])
 
 
+def test_every_window_is_logged_at_its_step_however_seldom_the_trainer_logs(tmp_path: Path) -> None:
+    explored, logger = search(), CSVLogger(tmp_path)
+    fit(tmp_path, Classifier("step"), explored, logger=logger)
+    header, *rows = (line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines())
+    column, step = header.index("hdet/value/learning_rate"), header.index("step")
+    logged = [int(row[step]) for row in rows if row[column]]
+    assert logged == [record.stop - 1 for record in explored.search.history]  # which Lightning counts from 0
+
+
+def test_the_loss_of_a_module_that_steps_by_itself_is_heard(tmp_path: Path) -> None:
+    class Manual(Classifier):
+        def __init__(self) -> None:
+            super().__init__("none")
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    explored = search(schedule=None)
+    fit(tmp_path, Manual(), explored)
+    assert len(explored.search.history) >= 1
+    assert all(loss is not None for record in explored.search.history for loss in record.losses)
+
+
+def test_a_probe_that_is_the_training_data_is_warned_of(tmp_path: Path) -> None:
+    same = loader()
+    with pytest.warns(UserWarning, match="the probe is the data that the model trains on"):
+        fit(tmp_path, Classifier("step"), search(probe=same), train=same)
+
+
 def test_the_validation_loss_may_be_logged_instead_of_returned(tmp_path: Path) -> None:
     found = []
     for logs in (False, True):
@@ -296,7 +329,9 @@ class Normed(Classifier):
 def test_where_averaging_adds_an_epoch_without_steps_the_length_has_to_be_told(tmp_path: Path) -> None:
     averaging: dict[str, Any] = {"swa_lrs": 1e-3, "swa_epoch_start": 1}
     with pytest.raises(ConfigError, match="StochasticWeightAveraging adds an epoch without steps for BatchNorm"):
-        fit(tmp_path, Normed(), search(), StochasticWeightAveraging(**averaging))
+        fit(tmp_path, Normed(), search(schedule=None), StochasticWeightAveraging(**averaging))
+    with pytest.raises(ConfigError, match="StochasticWeightAveraging writes the learning rates as it begins"):
+        fit(tmp_path, Classifier("none"), search(), StochasticWeightAveraging(**averaging))
     explored = search(total_steps=2 * PER_EPOCH, schedule=None)
     fit(tmp_path, Normed(), explored, StochasticWeightAveraging(**averaging))
     assert explored.search.finished

@@ -246,6 +246,63 @@ def test_nothing_stays_after_an_early_end(tmp_path: Path) -> None:
     assert callback.search.engine.step_count == 6
 
 
+@pytest.mark.parametrize("where", ["on_step_end", "training_step"])
+def test_an_interrupt_leaves_nothing_that_changes_what_is_trained_afterwards(
+    where: str, tmp_path: Path, assert_same: Any
+) -> None:
+    """As in a notebook, where the next Trainer is given the same model."""
+    from transformers import TrainerCallback
+
+    class Interrupted(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if where == "on_step_end" and state.global_step == 6:
+                raise KeyboardInterrupt
+
+    class Raising(nn.Module):
+        def forward(self, *inputs: Any) -> None:
+            raise KeyboardInterrupt
+
+    made = trainer(gpt2(), tmp_path / "first")
+    callback = search(made, knobs=[hdet.Dropout(initial_shift=1.0)])
+    made.add_callback(Interrupted())
+    if where == "training_step":
+        made.model.lm_head.register_forward_hook(lambda *_: Raising()() if made.state.global_step == 6 else None)
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert callback.search.attached is (where == "on_step_end")
+    if where == "training_step":
+        made.model.lm_head._forward_hooks.clear()
+    plain = copy.deepcopy(made.model)
+    for model, folder in ((made.model, "second"), (plain, "third")):
+        trainer(model, tmp_path / folder).train()
+    assert_same(made.model.state_dict(), plain.state_dict())
+    assert not callback.search.attached
+    assert not made.model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("held", [b"no file of torch's", {"step": 5}, torch.ones(3)])
+def test_a_file_that_holds_no_search_is_refused_by_name(held: Any, tmp_path: Path) -> None:
+    made = trainer(gpt2(), tmp_path, save_strategy="steps", save_steps=10)
+    search(made)
+    made.train()
+    file = tmp_path / "checkpoint-10" / "hdet.pt"
+    if isinstance(held, bytes):
+        file.write_bytes(held)
+    else:
+        torch.save(held, file)
+    again = trainer(gpt2(), tmp_path)
+    search(again)
+    with pytest.raises(CheckpointError, match=r"hdet\.pt (cannot be read|holds no search of the Trainer's)"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+
+
+def test_a_probe_that_is_the_training_data_is_warned_of(tmp_path: Path) -> None:
+    made = trainer(gpt2(), tmp_path)
+    made.add_callback(hdet.transformers.Search(probe=made.train_dataset))
+    with pytest.warns(UserWarning, match="the probe is the data that the model trains on"):
+        made.train()
+
+
 def test_a_trainer_is_needed(tmp_path: Path) -> None:
     made = trainer(gpt2(), tmp_path)
     callback = hdet.transformers.Search(probe=Text("test", 16))
