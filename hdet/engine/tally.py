@@ -74,7 +74,8 @@ class Tally:
         self._dtype, self._device = self.noted.dtype, self.noted.device
         self._reads = self._local == 1 and device.type == "cpu"
         self._read: list[float] = []  # the last losses, which are still to be noted
-        self._finiteness = [Finiteness(model, optimizer) for model, optimizer in replicas.hosts]
+        merged = replicas.diverge and replicas.size > 1
+        self._finiteness = [Finiteness(model, optimizer, merged) for model, optimizer in replicas.hosts]
         self._opened = [torch.zeros(alike.MARKS)] * len(replicas.hosts)
 
     def reset(self) -> None:

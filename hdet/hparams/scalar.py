@@ -71,7 +71,7 @@ class Scalar(Knob):
         if isinstance(descriptor, KnobAttribute):  # hdet.nn.Dropout's `p` stands for its `p_knob`
             attribute = descriptor.slot
         held = getattr(module, attribute)
-        scalar = isinstance(held, nn.Parameter) and held.numel() == 1
+        scalar = isinstance(held, nn.Parameter) and held.numel() == 1 and held.requires_grad
         if scalar and any(held is own for group in optimizer.param_groups for own in group["params"]):
             raise ConfigError(
                 f"{self.name}: {self.path!r} is a parameter that the optimizer trains, so no knob can hold it; leave "

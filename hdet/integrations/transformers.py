@@ -207,7 +207,7 @@ class Search(TrainerCallback):
             saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # as torch has it, by what the bytes happen to be
             told = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{path} cannot be read ({told}); resume from another checkpoint folder") from error
+            raise CheckpointError(f"{path} cannot be read: {told}; resume from another checkpoint folder") from error
         if not isinstance(saved, dict) or saved.keys() != {"step", "begun_at", "search"}:
             raise CheckpointError(f"{path} holds no search of the Trainer's; resume from another checkpoint folder")
         if saved["step"] != state.global_step:

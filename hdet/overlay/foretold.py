@@ -17,11 +17,8 @@ from hdet.overlay.told_schedule import copied, rates, require_own, shadow_of
 AHEAD = 32
 """Values that a loop may have gone past since the last step, where it counts steps that a gradient scaler skipped."""
 
-UNSEEN = 10
-"""Of so many steps a loop may count one more that no pass was made for, as where it leaves out a bad batch."""
-
-LONGEST = 1_000_000
-"""Updates or epochs, among which the one is looked for that a scheduler of timm's was told last."""
+GROWING = 4
+"""Steps on end, in each of which a loop has gone further ahead, that no skipped steps explain: it has other rates."""
 
 NEAR = 1e-6
 """Rates that differ by so little, beside themselves or beside the highest, differ by rounding."""
@@ -62,15 +59,14 @@ class Foretold:
         self.ahead = 0
         """How far the loop's count is ahead of the search's."""
         self.under_way = bool(optimizer.state)
+        self._placed_at = -1
+        self._grown = 0  # so many steps on end
         self._function = function
         self._floor = 0.0
 
     @classmethod
     def by_timm(cls, scheduler: Any, optimizer: Optimizer, scheduler_every: int) -> Foretold:
         """One of timm's schedulers, which are told the number of the update, or of the epoch.
-
-        They do not remember it. Where training is under way it is the first for which they give what the optimizer
-        holds.
 
         Raises:
             ConfigError: it goes by epochs, and their length is not given, or by updates, and one is; it waits for a
@@ -88,15 +84,11 @@ class Foretold:
         ahead = copied(scheduler, {id(scheduler.optimizer): shadow})
         begun = rates(shadow)
 
-        def told(number: int) -> list[float]:
-            (ahead.step if by_epochs else ahead.step_update)(number)
-            return rates(shadow)
-
-        numbers = range(LONGEST if optimizer.state else 0)
-        first = next((number for number in numbers if told(number) == begun), 0)
-
         def foretold(step: int) -> list[float]:
-            return told(first + step // scheduler_every) if step >= scheduler_every else begun
+            if step < scheduler_every:
+                return begun  # before it is told of an update
+            (ahead.step if by_epochs else ahead.step_update)(step // scheduler_every)
+            return rates(shadow)
 
         return cls(foretold, optimizer, f"timm's {name}", tick=scheduler_every, kept=True)
 
@@ -135,31 +127,29 @@ class Foretold:
         """Where in the forecast the optimizer is to stand as it makes a step."""
         return max(0, step + self.ahead)
 
-    def place(
-        self, step: int, held: Sequence[float], rows: Sequence[Sequence[float]], lost: int | None = None
-    ) -> int | None:
-        """Where in the forecast the optimizer stands as it makes a step; None where nothing near is what it holds.
-
-        Args:
-            lost: how many steps the loop may have counted that were none; None where it is not known.
-        """
+    def place(self, step: int, held: Sequence[float], rows: Sequence[Sequence[float]]) -> int | None:
+        """Where in the forecast the optimizer stands as it makes a step; None where nothing near is what it holds."""
         expected = self.position_at(step)
-        over = len(rows)
-        reach = over if lost is None or self.kept else max(expected, step + lost + step // UNSEEN) + 1
         passed = 0
-        for position in range(expected, min(over, reach)):
+        for position in range(expected, len(rows)):
             if self._alike(held, rows[position]):
-                self.ahead = position - step
-                return position
+                return position if self._goes_ahead(step, position - step) else None
             passed += position == expected or rows[position] != rows[position - 1]  # a plateau counts as one
             if passed > AHEAD:
                 break
-        if expected >= over - 1 or (self.ahead > 0 and reach >= over and passed <= AHEAD):
+        if expected >= len(rows) - 1 or (self.ahead > 0 and passed <= AHEAD):
             return expected  # the loop has counted past the end
         if self.ahead == 0 and step >= self.tick and self._alike(held, rows[step - self.tick]):
             self.ahead = -self.tick
             return step - self.tick
         return None
+
+    def _goes_ahead(self, step: int, ahead: int) -> bool:
+        """Whether the loop may be so far ahead; a step that is made again, as skipped by a scaler, counts once."""
+        if step != self._placed_at:
+            self._grown = self._grown + 1 if ahead > self.ahead else 0
+        self._placed_at, self.ahead = step, ahead
+        return self.kept or self._grown < GROWING
 
     def complaint(self, step: int, held: Sequence[float], expected: Sequence[float]) -> str:
         """What is said where the optimizer holds something else."""

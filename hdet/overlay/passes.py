@@ -51,7 +51,6 @@ class Passes:
         borrowed: the run's first pass had other parameters in the places of the model's (`torch.func`).
         dropped: how often passes have led to no step since the optimizer's last.
         lost: how often they have in all, as where a GradScaler skipped the step.
-        unheard: forwards that no backward of their own came of, as where the loop leaves out a loss that is not finite.
     """
 
     def __init__(self, model: nn.Module, losses: ReportedLosses) -> None:
@@ -60,7 +59,7 @@ class Passes:
         self.begun = self.entered = 0
         self.whole = True
         self.missed = self.borrowed = False
-        self.dropped = self.lost = self.unheard = 0
+        self.dropped = self.lost = 0
         self._current: Pass | None = None
         self._seen: tuple[Tensor, int] | None = None  # a gradient, and its version, when a backward was last through
 
@@ -129,7 +128,6 @@ class Passes:
             return
         self._leave(heard=False)
         self.begun -= 1
-        self.unheard += 1
         self.entered -= current.replica is not None
         if not keeps_loss:
             self.losses.drop(current.number)
@@ -224,10 +222,6 @@ class Passes:
             self._leave(heard=True)
         first = next((p.grad for p in self.model.parameters() if p.grad is not None), None)
         self._seen = (first, first._version) if first is not None else None
-
-    def may_have_been_counted(self) -> int | None:
-        """How many steps more than were made a loop may have counted; None where it cannot be seen."""
-        return None if not self.begun or self._gradients_elsewhere() else self.lost + self.unheard
 
     def were_dropped(self) -> bool:
         """Whether the gradients of the passes so far are gone, as where a GradScaler skipped their step."""

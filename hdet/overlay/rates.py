@@ -49,11 +49,6 @@ class Rates:
         """The optimizer's groups as the user knows them."""
         return self.optimizer.param_groups if self.split is None else self.split.wholes
 
-    @property
-    def counted_by_loop(self) -> bool:
-        """Whether the loop writes rates by a count of its own."""
-        return self.follower is not None and not self.follower.known_in_passes
-
     def owner(self, index: int) -> int:
         """The place among them of a group that a knob goes by."""
         return index if self.split is None else self.split.owners[index]
@@ -76,13 +71,12 @@ class Rates:
         """What the groups hold; 0 where one has no such entry, the last known where it lies on a device."""
         return [self._value(index, entry) for index in range(len(self.groups))]
 
-    def tell(self, step: int, *, over: bool = False, settled: bool = True, lost: int | None = None) -> bool:
+    def tell(self, step: int, *, over: bool = False, settled: bool = True) -> bool:
         """The coming step is made with what the optimizer holds now. Returns whether that is not what was foreseen.
 
         Before it is `settled`, in the step's passes, a loop may not have written the rates yet that it foretells.
 
-        Where the run is over nothing is foreseen any more, and the scheduler goes where it will. A loop that counts
-        steps may have counted as many more as were `lost`; None where that is not known.
+        Where the run is over nothing is foreseen any more, and the scheduler goes where it will.
 
         Raises:
             StepError: a rate that nobody was to move has moved, or not as the scheduler would have moved it; or the
@@ -113,7 +107,7 @@ class Rates:
             if entry == RATE and self.follower is not None and course.forecast and not over:
                 if step not in course.told:
                     self._notice_standing(self.follower, course, step)
-                course.tell(step, *self._followed(self.follower, course, step, settled, lost))
+                course.tell(step, *self._followed(self.follower, course, step, settled))
             else:
                 course.tell(step, self.read(entry))
             surprised = surprised or course.at(step) != foreseen
@@ -169,15 +163,15 @@ class Rates:
                 course.steps_before = self.follower.steps_before
 
     def _followed(
-        self, follower: Follower | Foretold, course: Course, step: int, settled: bool, lost: int | None
+        self, follower: Follower | Foretold, course: Course, step: int, settled: bool
     ) -> tuple[list[float], int]:
         """What the optimizer holds, and where in the forecast that is."""
         foreseen = follower.position_at(step)
         unread = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in self.groups)
-        if unread or (self.counted_by_loop and not settled):
+        if unread or not (settled or follower.known_in_passes):
             return course.foreseen(foreseen), foreseen
         held = self.read(RATE)
-        position = follower.place(step, held, course.forecast, lost)
+        position = follower.place(step, held, course.forecast)
         if position is not None:
             return held, position
         if min(held) < 0.0:

@@ -127,7 +127,6 @@ class Riding:
             "losses": self.losses.state_dict(),
             "entered": self.passes.entered,
             "lost": self.passes.lost + self.passes.were_dropped(),  # which is found out in the next pass
-            "unheard": self.passes.unheard,
             "loss_scale": scaler.get_scale() if isinstance(scaler, GradScaler) else scaler,
         }
 
@@ -136,7 +135,7 @@ class Riding:
         home = self.engine.home
         if not isinstance(home.scaler, GradScaler):
             home.scaler = state.get("loss_scale")
-        self.passes.lost, self.passes.unheard = state.get("lost", 0), state.get("unheard", 0)
+        self.passes.lost = state.get("lost", 0)
         self.losses.load_state_dict(state["losses"])
         self.rates.load_state_dict(state["rates"])
         for knob in self.engine.knobs:
@@ -156,7 +155,6 @@ class Riding:
             return
         if self.passes.under_way:
             self._notice_untraced()
-            self.passes.unheard += 1
             return
         self._forget_failed_step()
         self._refuse_join()
@@ -258,8 +256,7 @@ class Riding:
 
     def _follow(self, *, settled: bool = True) -> None:
         """The coming step is made with what the optimizer holds now."""
-        lost = self.passes.may_have_been_counted() if settled and self.rates.counted_by_loop else None
-        if self.rates.tell(self.engine.step_count, over=self.engine.finished, settled=settled, lost=lost):
+        if self.rates.tell(self.engine.step_count, over=self.engine.finished, settled=settled):
             self.engine.reapply()
 
     def _find_scaler(self) -> None:

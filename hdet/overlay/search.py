@@ -236,7 +236,8 @@ class Search(AbstractContextManager["Search"]):
                 whole = with_frozen(state["engine"], model)
                 snapshot.load_state_dict(riding.engine.cycle, whole, lambda: riding.load_state_dict(before))
             model.load_state_dict(state["written"], strict=False)
-            riding.lending.let_rest()
+            if riding.engine.step_count:
+                riding.lending.let_rest()
             for replica in riding.engine.replicas[: state.get("entered", 0)]:
                 riding.engine.cycle.miss(replica)  # of a step under way, which is made anew, its passes too
         except Exception:

@@ -260,10 +260,8 @@ class Follower:
         """Where it stands in the forecast, whatever the step."""
         return self.position
 
-    def place(self, step: int, held: Row, rows: Sequence[Row], lost: int | None = None) -> int | None:
+    def place(self, step: int, held: Row, rows: Sequence[Row]) -> int | None:
         """Where it stands in the forecast; None where the optimizer does not hold what it would have put there.
-
-        The scheduler knows it, however many steps were `lost`.
 
         Raises:
             StepError: it is stepped by fractions of an epoch.

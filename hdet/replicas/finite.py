@@ -20,13 +20,14 @@ class Finiteness:
     """Tells whether one replica is finite, without waiting for the device.
 
     All that a merge takes a mean of is looked at: one infinite moment or batch statistic would make NaN of everybody's.
-    Frozen parameters are not: one may hold an infinity by design, such as a causal mask. So may a buffer, if it does
-    when the window opens; those that are not persistent, and those that came since, are caches that the model fills as
-    it likes.
+    So are frozen parameters where replicas are merged; else one may hold an infinity by design, such as a causal mask.
+    So may a buffer, if it does when the window opens; those that are not persistent, and those that came since, are
+    caches that the model fills as it likes.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, merged: bool = True) -> None:
         self._model = model
+        self._merged = merged
         self._walk = Walk(model)
         self._optimizer = optimizer
         self._opened: dict[str, Tensor] = {}
@@ -39,7 +40,10 @@ class Finiteness:
     def flags(self) -> Tensor:
         """[3] booleans, in the order of `PLACES`: all is finite there."""
         tensors.reshard(self._model)
-        parameters = tensors.all_finite(tensors.moving(self._model, self._optimizer, self._walk))
+        looked_at = [tensors.local(own.detach()) for own in self._walk.parameters()]
+        if not self._merged:
+            looked_at = tensors.moving(self._model, self._optimizer, self._walk)
+        parameters = tensors.all_finite(looked_at)
         states = tensors.all_finite(with_mean(self._states()))
         now = self._buffers()
         kept = [now[name] | ~self._opened[name] for name in now if name in self._opened]

@@ -207,10 +207,16 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
 @torch.no_grad()
 def norms(tensors: Sequence[Tensor]) -> list[float]:
     """Their Euclidean norms, in float32; waits for the device once."""
-    own = [tensor.float() if tensor.dtype.itemsize < 4 else tensor for tensor in tensors]
-    found = torch._foreach_norm(own) if own else []
+    if any(tensor.dtype.itemsize < 4 for tensor in tensors):  # whose own norm would have their precision
+        found = [torch.linalg.vector_norm(own, dtype=_norm_type(own.dtype)) for own in tensors]
+    else:
+        found = list(torch._foreach_norm(list(tensors))) if tensors else []
     told: list[float] = torch.stack([own.to(found[0].device).float() for own in found]).tolist() if found else []
     return told
+
+
+def _norm_type(dtype: torch.dtype) -> torch.dtype | None:
+    return torch.float32 if dtype.itemsize < 4 else None
 
 
 def as_real(tensor: Tensor) -> Tensor:

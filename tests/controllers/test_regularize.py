@@ -178,7 +178,7 @@ def test_of_adapters_more_may_be_taken(own: float | None, most: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stretch", "steps"), [(1.0 - math.exp(-0.006), 300), (None, 300), (0.0, 300), (0.5, None), (1.0, 300)]
+    ("stretch", "steps"), [(1.0 - math.exp(-0.006), 300), (None, 300), (0.0, 300), (0.5, None), (0.5, 1001)]
 )
 def test_what_takes_little_of_them_or_nobody_knows_how_much_is_left_alone(
     stretch: float | None, steps: int | None
@@ -187,6 +187,20 @@ def test_what_takes_little_of_them_or_nobody_knows_how_much_is_left_alone(
     state = rule.begin(rule.start(), replace(slope(0.1), excess=1.3))
     told = replace(slope(0.1), stretch=stretch)
     assert rule.propose(state, told, replace(WINDOW, total_steps=steps)) is None
+
+
+def test_what_was_spared_is_not_raised_again() -> None:
+    """Windows in which slopes call for more, and decay takes what the base says: the base stays where it was put."""
+    regularize, shift = Regularize(raise_after=0.0, min_gap=0.0), 0.0
+    state, moved = regularize.start(), []
+    for step in range(10, 250, 10):
+        taken = 0.05 * math.exp(shift)
+        told = replace(slope(-0.1), stretch=1.0 - math.exp(-taken), excess=1.3 if step == 10 else None)
+        judged = regularize.judge(state, told, replace(WINDOW, step=step, shift=shift, base=math.exp(shift)))
+        state, shift = judged.state, shift + judged.move
+        moved.append(judged.move)
+    assert moved[0] == pytest.approx(math.log(0.2 / 1.5))
+    assert moved[1:] == pytest.approx([0.0] * (len(moved) - 1), abs=1e-6)
 
 
 def test_weights_that_have_learnt_nothing_say_nothing_of_more() -> None:

@@ -253,9 +253,9 @@ def test_another_rate_than_was_foretold_is_said() -> None:
         Job().train(write=lambda step: [2 * rate if step == 3 else rate for rate in rates(step)])
 
 
-@pytest.mark.parametrize(("begin", "told_at"), [(1, 0), (0, 1)])
+@pytest.mark.parametrize(("begin", "told_at"), [(1, 3), (0, 4)])
 def test_a_wrong_function_is_not_taken_for_skipped_steps(begin: int, told_at: int) -> None:
-    """Twice the rate is a rate of a later step in a linear warm-up, but no step was lost."""
+    """Twice the rate is a rate of a later step in a linear warm-up, further ahead at each step."""
 
     def linear(step: int) -> list[float]:
         return [base * (begin + step) / 100 for base in BASES]
@@ -269,7 +269,7 @@ def test_a_loop_may_count_a_loss_that_it_leaves_out_and_batches_that_no_pass_is_
     assert job.search is not None
     for step in range(STEPS):
         job.put(rates(step))
-        if step in (15, 27):
+        if step in (3, 15, 16, 17, 27):
             continue  # a bad batch
         loss = job.search.loss(loss_of(job.model, batch(step)))
         if step in (0, 1, 5):
@@ -277,7 +277,7 @@ def test_a_loop_may_count_a_loss_that_it_leaves_out_and_batches_that_no_pass_is_
         loss.backward()
         job.optimizer.step()
         job.optimizer.zero_grad()
-    assert job.search.engine.step_count == STEPS - 5
+    assert job.search.engine.step_count == STEPS - 8
 
 
 def bfloat16(rate: float) -> torch.Tensor:

@@ -4,6 +4,7 @@
 |---|---|
 | a learning rate | `SmallSteps`, `LargeSteps` |
 | a weight decay, judged by its formula | `AgreesNow`, `NeedsGap`, `KeepsGap`, `NotEarly`, `WithinSpan`, `DoesHarm` |
+| a weight decay in fine-tuning | `Spares` |
 """
 
 from hdet.controllers.vetoes.agrees_now import AgreesNow
@@ -12,6 +13,7 @@ from hdet.controllers.vetoes.gap import KeepsGap, NeedsGap
 from hdet.controllers.vetoes.large_steps import LargeSteps
 from hdet.controllers.vetoes.not_early import NotEarly
 from hdet.controllers.vetoes.small_steps import SmallSteps
+from hdet.controllers.vetoes.spares import Spares
 from hdet.controllers.vetoes.within_span import WithinSpan
 
 __all__ = [
@@ -22,5 +24,6 @@ __all__ = [
     "NeedsGap",
     "NotEarly",
     "SmallSteps",
+    "Spares",
     "WithinSpan",
 ]

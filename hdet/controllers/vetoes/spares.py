@@ -1,0 +1,25 @@
+"""What `Spare` lowers is not raised again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hdet.controllers.controller import Context
+from hdet.controllers.estimate import Estimate
+from hdet.controllers.part import Veto
+from hdet.controllers.rules.spare import OfPretrained
+from hdet.spec import register
+
+
+@register
+class Spares(OfPretrained, Veto):
+    """In fine-tuning, raise a decay no further than to where `Spare` would lower it.
+
+    >>> window = Context(length=10, total_steps=300)
+    >>> Spares().allow(0.4, SpareState(pretrained=True), Estimate(0.0, stretch=0.005), window)
+    0.28...
+    """
+
+    def allow(self, move: float, state: Any, estimate: Estimate, context: Context) -> float:
+        room = self.room(state, estimate, context)
+        return move if room is None or move <= 0.0 else min(move, max(0.0, room))
