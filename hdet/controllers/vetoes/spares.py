@@ -15,8 +15,9 @@ from hdet.spec import register
 class Spares(OfPretrained, Veto):
     """In fine-tuning, raise a decay no further than to where `Spare` would lower it.
 
-    >>> window = Context(length=10, total_steps=300)
-    >>> round(Spares().allow(0.4, SpareState(pretrained=True), Estimate(0.0, stretch=0.005), window), 3)
+    >>> veto, window = Spares(), Context(length=10, total_steps=300)
+    >>> pretrained = veto.begin(veto.start(), Estimate(0.0, excess=1.3))
+    >>> round(veto.allow(0.4, pretrained, Estimate(0.0, stretch=0.005), window), 3)
     0.285
     """
 
