@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hdet.engine import snapshot
 from hdet.engine.cycle import Cycle
 from hdet.replicas import tensors
+from hdet.replicas.dense import is_dense
 
 State = dict[str, Any]
 
@@ -65,7 +66,7 @@ def _same(held: Any, live: Tensor) -> bool:
     if not isinstance(held, Tensor):
         return False
     one, other = tensors.local(held.detach()), tensors.local(live.detach())
-    if held is live or one.layout is not torch.strided or one.device.type == "meta":
+    if held is live or not is_dense(one):
         return True  # nothing is held of what cannot be written over
     if one.data_ptr() == other.data_ptr() and one.shape == other.shape:
         return True  # nothing is held of what nothing changes: it is the model's own

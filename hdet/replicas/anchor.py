@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from hdet.errors import StepError
 from hdet.replicas import finite, host_memory, tensors
+from hdet.replicas.dense import can_be_written, has_arithmetic
 from hdet.replicas.held_optimizer import HeldOptimizer, refilled
 from hdet.replicas.walk import Walk
-from hdet.replicas.written_buffers import can_be_written
 
 
 class Anchor:
@@ -95,7 +95,7 @@ class Anchor:
         """Which of the frozen parameters were written through `.data`. Looked for once; waits for the device then."""
         if self._norms == {}:
             return []
-        own = {number: value for number, value in still.items() if tensors.has_arithmetic(value) and value.numel()}
+        own = {number: value for number, value in still.items() if has_arithmetic(value) and value.numel()}
         norms = dict(zip(own, tensors.norms(list(own.values())), strict=True))
         before, self._norms = self._norms, norms if step == 0 or self._norms is None else {}
         return [] if self._norms else [number for number in own if (before or {}).get(number) != norms[number]]

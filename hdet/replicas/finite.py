@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.replicas import tensors
+from hdet.replicas.dense import has_arithmetic
 from hdet.replicas.walk import Walk
 
 PLACES = ("parameters", "optimizer state", "buffers")
@@ -40,8 +41,9 @@ class Finiteness:
     def flags(self) -> Tensor:
         """[3] booleans, in the order of `PLACES`: all is finite there."""
         tensors.reshard(self._model)
-        looked_at = [tensors.local(own.detach()) for own in self._walk.parameters()]
-        if not self._merged:
+        if self._merged:
+            looked_at = [tensors.local(own) for own in self._walk.parameters()]
+        else:
             looked_at = tensors.moving(self._model, self._optimizer, self._walk)
         parameters = tensors.all_finite(looked_at)
         states = tensors.all_finite(with_mean(self._states()))
@@ -68,7 +70,7 @@ def with_mean(states: Iterable[Mapping[str, Any]]) -> list[Tensor]:
         tensors.local(value.detach() if value.requires_grad else value)
         for state in states
         for value in state.values()
-        if isinstance(value, Tensor) and value.dim() and value.numel() and tensors.has_arithmetic(value)
+        if isinstance(value, Tensor) and value.dim() and value.numel() and has_arithmetic(value)
     ]
 
 
@@ -77,5 +79,5 @@ def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 own = tensors.local(buffer.detach())
-                if tensors.has_arithmetic(own) and own.numel():
+                if has_arithmetic(own) and own.numel():
                     yield f"{prefix}.{name}", own

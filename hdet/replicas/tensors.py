@@ -14,23 +14,15 @@ from torch._utils import _flatten_dense_tensors
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
+from hdet.replicas.dense import has_arithmetic
 from hdet.replicas.walk import Walk, fully_sharded
 from hdet.replicas.written_buffers import buffers_kept, frozen_kept, rows_kept
-
-PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-"""Dtypes with arithmetic of their own. Quantized states have scales that tell nothing by themselves."""
 
 SMALL = 2**13
 """Elements up to which tensors are joined: one alone costs an operator's call, which is more than its arithmetic."""
 
 PASSING = 2**18
 """Elements up to which small tensors are worked on together where all of the weights need not be in memory."""
-
-
-def has_arithmetic(tensor: Tensor) -> bool:
-    """Whether it is dense, has values, and is of a dtype with arithmetic of its own."""
-    strided = tensor.layout is torch.strided and not tensor.is_nested
-    return strided and tensor.dtype in PLAIN and tensor.device.type != "meta"
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -208,14 +200,14 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
 def norms(tensors: Sequence[Tensor]) -> list[float]:
     """Their Euclidean norms, in float32; waits for the device once."""
     if any(tensor.dtype.itemsize < 4 for tensor in tensors):  # whose own norm would have their precision
-        found = [torch.linalg.vector_norm(own, dtype=_norm_type(own.dtype)) for own in tensors]
+        found = [torch.linalg.vector_norm(own, dtype=_at_least_float32(own.dtype)) for own in tensors]
     else:
         found = list(torch._foreach_norm(list(tensors))) if tensors else []
     told: list[float] = torch.stack([own.to(found[0].device).float() for own in found]).tolist() if found else []
     return told
 
 
-def _norm_type(dtype: torch.dtype) -> torch.dtype | None:
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype | None:
     return torch.float32 if dtype.itemsize < 4 else None
 
 

@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from hdet.replicas.dense import can_be_written
+
 LARGE = 2**22
 """Bytes of a buffer that is copied for one evaluation only if another one has written it."""
 
@@ -151,14 +153,6 @@ class _Held:
 def _is_plain(parameter: nn.Parameter) -> bool:
     """Whether its memory can be asked for: not of sparse or quantized weights and other subclasses."""
     return type(_part(parameter)) in (Tensor, nn.Parameter) and parameter.layout is torch.strided
-
-
-def can_be_written(tensor: Tensor) -> bool:
-    """Whether all of its values can be written over: it is dense, and each element has a place of its own."""
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type == "meta":
-        return False
-    lazy = tensor.is_conj() or tensor.is_neg()
-    return not lazy and all(step or size <= 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _part(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ N = 4
 
 def build(problem: Any, *middle: nn.Module, **options: Any) -> Engine:
     model = problem.model(*middle)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW([own for own in model.parameters() if own.requires_grad], lr=0.01)
     knob = hdet.LearningRate(spread=TwoLevel(0.3), controller=Hold())
     settings: dict[str, Any] = {"window": 5, "total_steps": 20, "gradients": "local", **options}
     return Engine(hdet.replicate(model, optimizer, n=N), [knob], **settings)
@@ -371,3 +371,22 @@ def test_complex_weights_that_are_not_finite_come_back_too() -> None:
         [],
     ]
     assert bool(torch.view_as_real(model.weights).isfinite().all())
+
+
+def test_a_frozen_infinity_is_not_averaged_away(problem: Any, train: Any) -> None:
+    """A mean of infinities is NaN: where replicas merge, a model that holds one is at fault, and stays as it is."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask = nn.Parameter(torch.tensor([0.0, -math.inf]), requires_grad=False)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden
+
+    engine = build(problem, Masked())
+    (record,) = train(engine, 5)
+    assert {fault["kind"] for fault in record.faults} >= {"non_finite"}
+    for replica in engine.replicas:
+        masks = [own for own in replica.model.parameters() if not own.requires_grad]
+        assert [own.tolist() for own in masks] == [[0.0, -math.inf]]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hdet.replicas import Replicas, tensors
+from hdet.replicas.dense import is_dense
 from hdet.replicas.moving import Moving
 from hdet.replicas.replicas import present
 
@@ -47,7 +48,7 @@ def excess(replicas: Replicas, moving: Moving, opening: Sequence[Tensor]) -> tup
     every = [parameter.detach() for parameter in model.parameters() if parameter.numel()]
     for live, moves in zip(every, moving.flags, strict=True):
         part = next(first) if moves else tensors.local(live)
-        if live.ndim > 1 and live.layout is torch.strided and live.device.type != "meta":
+        if live.ndim > 1 and is_dense(live):
             weights = tensors.whole(tensors.sharded_as(part, live)).to(tensors.local(live).device)
             own = max(map(_of_stack, _matrices(weights)), default=0.0) if _is_plain(weights) else math.inf
             of_all += [own] if own > 0.0 else []

@@ -1,0 +1,29 @@
+"""What can be asked of a tensor: whether it is dense, has arithmetic, and can be written over."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+"""Dtypes with arithmetic of their own. Quantized states have scales that tell nothing by themselves."""
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether it has a value for each element: it is neither sparse nor nested, nor on the device meta."""
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type != "meta"
+
+
+def has_arithmetic(tensor: Tensor) -> bool:
+    """Whether it is dense, and of a dtype with arithmetic of its own."""
+    return tensor.dtype in PLAIN and is_dense(tensor)
+
+
+def can_be_written(tensor: Tensor) -> bool:
+    """Whether all of its values can be written over: it is dense, and each element has a place of its own."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return is_dense(tensor) and not lazy and all(map(_apart, tensor.shape, tensor.stride()))
+
+
+def _apart(size: int, step: int) -> bool:
+    return size <= 1 or step != 0
