@@ -77,13 +77,13 @@ SAID_BY = {
     ENTERED: "learning_rate: return",
 }
 """Without these numbers a rule asks for less, so where it was silent, they had no say."""
-SPARED = "weight_decay: spare"
+SPARED = ("weight_decay: spare", "weight_decay: keeps_weights")
 ANY_RUN = {FALL, LIMIT, PROOF, *DROPOUT}
 """They ask for no move of their own, and may have a say in any run."""
 TURNS: dict[str, hdet.Rewind | None] = {"guard: rewound": None, "guard: restarted": hdet.Rewind(overshoot=None)}
 """What the guard does, and the guard that does not: without one there is no new start either."""
 LEFT_OUT = [*PARTS, *NUMBERS, *TURNS, *DROPOUT]
-IN_ANY_TRAINING = [part for part in LEFT_OUT if part not in (PROOF, ENTERED, SPARED, *DROPOUT)]
+IN_ANY_TRAINING = [part for part in LEFT_OUT if part not in (PROOF, ENTERED, *SPARED, *DROPOUT)]
 
 Row = tuple[str, str, str, int, float, bool]
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from hdet.controllers.part import Rule, Veto
 from hdet.controllers.ruled import Ruled
 from hdet.controllers.rules import Leap, Restore, SlopeSum, Spare
-from hdet.controllers.vetoes import AgreesNow, DoesHarm, KeepsGap, NeedsGap, NotEarly, Spares, WithinSpan
+from hdet.controllers.vetoes import AgreesNow, DoesHarm, KeepsGap, KeepsWeights, NeedsGap, NotEarly, WithinSpan
 from hdet.spec import register
 
 
@@ -35,7 +35,7 @@ class Regularize(Ruled):
     | `NotEarly` | to raise above the schedule as given, before weights have learnt something |
     | `WithinSpan` | to raise beyond what was measured |
     | `DoesHarm` | to lower what is too weak to do harm |
-    | `Spares` | to raise to where `Spare` would lower it |
+    | `KeepsWeights` | to raise to where `Spare` would lower it |
 
     After a rewind it goes on with the value that had worked, if that is lower.
 
@@ -55,5 +55,13 @@ class Regularize(Ruled):
     """
 
     rules: tuple[Rule, ...] = (Spare(), Leap(), SlopeSum(), Restore())
-    vetoes: tuple[Veto, ...] = (AgreesNow(), NeedsGap(), KeepsGap(), NotEarly(), WithinSpan(), DoesHarm(), Spares())
+    vetoes: tuple[Veto, ...] = (
+        AgreesNow(),
+        NeedsGap(),
+        KeepsGap(),
+        NotEarly(),
+        WithinSpan(),
+        DoesHarm(),
+        KeepsWeights(),
+    )
     until: float = Field(default=0.85, gt=0, le=1)

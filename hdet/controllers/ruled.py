@@ -150,22 +150,23 @@ class Ruled(Controller):
                 "use evidence that has one (Line), or another controller, such as Gated or Newton"
             )
         seen = {part.kind: part.observe(state.parts[part.kind], estimate, context) for part in self.parts}
-        wish, rule, overrules = self._wish(seen, estimate, context)
-        move, veto = (wish, "") if overrules else self._allowed(wish, seen, estimate, context)
+        wish, speaker = self._wish(seen, estimate, context)
+        heard = speaker is None or not speaker.overrules
+        move, veto = self._allowed(wish, seen, estimate, context) if heard else (wish, "")
         after = {part.kind: part.moved(seen[part.kind], wish, move, estimate, context) for part in self.parts}
         powers = (rule.power(seen[rule.kind], estimate, context) for rule in self.rules)
         power = next((power for power in powers if power is not None), None)
-        return Judgement(move, RuledState(after), rule, veto, power)
+        return Judgement(move, RuledState(after), speaker.kind if speaker is not None else "", veto, power)
 
-    def _wish(self, seen: Mapping[str, Any], estimate: Estimate, context: Context) -> tuple[float, str, bool]:
-        """What the first rule that speaks asks for, its kind, and whether it overrules vetoes."""
+    def _wish(self, seen: Mapping[str, Any], estimate: Estimate, context: Context) -> tuple[float, Rule | None]:
+        """What the first rule that speaks asks for, and which it is."""
         for rule in self.rules:
             if rule.looks_ahead is not (estimate.offset > 0):
                 continue
             wish = rule.propose(seen[rule.kind], estimate, context)
             if wish is not None:
-                return _number(wish, rule, "propose"), rule.kind, rule.overrules
-        return 0.0, "", False
+                return _number(wish, rule, "propose"), rule
+        return 0.0, None
 
     def _allowed(self, move: float, seen: Mapping[str, Any], estimate: Estimate, context: Context) -> tuple[float, str]:
         """What the vetoes leave of a move, and the kind of the last that took something away."""

@@ -149,7 +149,7 @@ class Foretold:
         if step != self._placed_at:
             self._grown = self._grown + 1 if ahead > self.ahead else 0
         self._placed_at, self.ahead = step, ahead
-        return self.kept or self._grown < GROWING
+        return self._grown < GROWING
 
     def complaint(self, step: int, held: Sequence[float], expected: Sequence[float]) -> str:
         """What is said where the optimizer holds something else."""

@@ -4,26 +4,26 @@
 |---|---|
 | a learning rate | `SmallSteps`, `LargeSteps` |
 | a weight decay, judged by its formula | `AgreesNow`, `NeedsGap`, `KeepsGap`, `NotEarly`, `WithinSpan`, `DoesHarm` |
-| a weight decay in fine-tuning | `Spares` |
+| a weight decay in fine-tuning | `KeepsWeights` |
 """
 
 from hdet.controllers.vetoes.agrees_now import AgreesNow
 from hdet.controllers.vetoes.does_harm import DoesHarm
 from hdet.controllers.vetoes.gap import KeepsGap, NeedsGap
+from hdet.controllers.vetoes.keeps_weights import KeepsWeights
 from hdet.controllers.vetoes.large_steps import LargeSteps
 from hdet.controllers.vetoes.not_early import NotEarly
 from hdet.controllers.vetoes.small_steps import SmallSteps
-from hdet.controllers.vetoes.spares import Spares
 from hdet.controllers.vetoes.within_span import WithinSpan
 
 __all__ = [
     "AgreesNow",
     "DoesHarm",
     "KeepsGap",
+    "KeepsWeights",
     "LargeSteps",
     "NeedsGap",
     "NotEarly",
     "SmallSteps",
-    "Spares",
     "WithinSpan",
 ]

@@ -7,15 +7,15 @@ from typing import Any
 from hdet.controllers.controller import Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Veto
-from hdet.controllers.rules.spare import OfPretrained
+from hdet.controllers.pretrained import OfPretrained
 from hdet.spec import register
 
 
 @register
-class Spares(OfPretrained, Veto):
+class KeepsWeights(OfPretrained, Veto):
     """In fine-tuning, raise a decay no further than to where `Spare` would lower it.
 
-    >>> veto, window = Spares(), Context(length=10, total_steps=300)
+    >>> veto, window = KeepsWeights(), Context(length=10, total_steps=300)
     >>> pretrained = veto.begin(veto.start(), Estimate(0.0, excess=1.3))
     >>> round(veto.allow(0.4, pretrained, Estimate(0.0, stretch=0.005), window), 3)
     0.285
