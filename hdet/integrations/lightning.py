@@ -215,9 +215,8 @@ class Search(Callback):
                 "if it stayed as it is; give hdet.lightning.Search(total_steps=...), the steps of all epochs"
             )
         steps = trainer.estimated_stepping_batches
-        averaging = any(isinstance(one, StochasticWeightAveraging) for one in made.callbacks)
         normed = any(isinstance(module, _BatchNorm) for module in trainer.lightning_module.modules())
-        if averaging and normed and steps != trainer.max_steps:  # by epochs
+        if _averages(trainer) and normed and steps != trainer.max_steps:  # by epochs
             raise ConfigError(
                 "StochasticWeightAveraging adds an epoch without steps for BatchNorm's statistics, and the Trainer "
                 "counts it as one with steps; give hdet.lightning.Search(total_steps=...), the steps of all the others"
@@ -248,11 +247,15 @@ class Search(Callback):
             self.search.detach()
 
 
+def _averages(trainer: Trainer) -> bool:
+    made: Any = trainer  # its callbacks are put on it from elsewhere
+    return any(isinstance(one, StochasticWeightAveraging) for one in made.callbacks)
+
+
 def _refuse_averaging(trainer: Trainer, options: Mapping[str, Any]) -> None:
     """Lightning's averaging of weights, which writes learning rates of its own, beside a schedule that hdet knows."""
-    made: Any = trainer
-    averaging = any(isinstance(one, StochasticWeightAveraging) for one in made.callbacks)
-    if averaging and options.get("schedule", options) is not None:
+    follows = "schedule" in options and options["schedule"] is None
+    if _averages(trainer) and not follows:
         raise ConfigError(
             "StochasticWeightAveraging writes the learning rates as it begins, in mid-run; give "
             "hdet.lightning.Search(schedule=None), which follows whatever comes, or leave it out: hdet ends with "

@@ -258,15 +258,15 @@ def test_an_interrupt_leaves_nothing_that_changes_what_is_trained_afterwards(
             if where == "on_step_end" and state.global_step == 6:
                 raise KeyboardInterrupt
 
-    class Raising(nn.Module):
-        def forward(self, *inputs: Any) -> None:
+    def interrupt(*_: Any) -> None:
+        if made.state.global_step == 6:
             raise KeyboardInterrupt
 
     made = trainer(gpt2(), tmp_path / "first")
     callback = search(made, knobs=[hdet.Dropout(initial_shift=1.0)])
     made.add_callback(Interrupted())
     if where == "training_step":
-        made.model.lm_head.register_forward_hook(lambda *_: Raising()() if made.state.global_step == 6 else None)
+        made.model.lm_head.register_forward_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         made.train()
     assert callback.search.attached is (where == "on_step_end")

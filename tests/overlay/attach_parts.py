@@ -10,8 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hdet
+from hdet.controllers import Hold
+from hdet.spreads import TwoLevel
 
 STEPS = 40
+
+HELD: list[hdet.Knob] = [
+    hdet.LearningRate(controller=Hold()),
+    hdet.WeightDecay(controller=Hold()),
+    hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
+]
+"""Measured as ever and moved nowhere."""
 
 
 def network() -> nn.Sequential:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import schedulefree
 import torch
-from attach_parts import STEPS, adamw, batch, loss_of, network, probe
+from attach_parts import HELD, STEPS, adamw, batch, loss_of, network, probe
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional as F
@@ -21,15 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import hdet
 from hdet.controllers import Hold
 from hdet.errors import ConfigError, StepError
-from hdet.spreads import TwoLevel
 
 Search = hdet.Search | None
 Train = Callable[[nn.Module, Any, Search], None]
-HELD: list[hdet.Knob] = [
-    hdet.LearningRate(controller=Hold()),
-    hdet.WeightDecay(controller=Hold()),
-    hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
-]
 
 
 def told(search: Search, loss: Tensor) -> Tensor:

@@ -11,23 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attach_parts import STEPS, adamw, batch, loss_of, network, probe
+from attach_parts import HELD, STEPS, adamw, batch, loss_of, network, probe
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
-from hdet.controllers import Hold
 from hdet.errors import ConfigError, StepError
 from hdet.overlay.foretold import Foretold
 from hdet.overlay.rates import RATE, Rates
 from hdet.overlay.told_schedule import Follower
-from hdet.spreads import TwoLevel
 
 BASES = (3e-3, 1e-3)
-HELD = [
-    hdet.LearningRate(controller=Hold()),
-    hdet.WeightDecay(controller=Hold()),
-    hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
-]
 
 
 def factor(step: int) -> float:

@@ -6,18 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from attach_parts import STEPS, batch, loss_of, network, probe
+from attach_parts import HELD, STEPS, batch, loss_of, network, probe
 from torch import Tensor, nn
 
 import hdet
-from hdet.controllers import Hold
-from hdet.spreads import TwoLevel
-
-HELD = [
-    hdet.LearningRate(controller=Hold()),
-    hdet.WeightDecay(controller=Hold()),
-    hdet.Dropout(controller=Hold(), spread=TwoLevel(0.0)),
-]
 
 
 def adjacency() -> Tensor:

@@ -272,17 +272,13 @@ def test_a_call_of_another_thread_without_gradients_is_none_and_disturbs_none() 
             with torch.no_grad():
                 self(inputs)
 
-    losses = []
-    for model in (Acted(), network()):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        search = hdet.attach(
-            model, optimizer, probe=probe(), schedule=None, window=4, quiet=True, exclude=["dropout"], guard=None
-        )
-        for step in range(8):
-            torch.manual_seed(step)
-            search.loss(loss_of(model, batch(step))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append([record.losses for record in search.history])
-    assert len(losses[0]) == 2
-    assert all(loss is not None for window in losses[0] for loss in window)
+    model = Acted()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    search = hdet.attach(model, optimizer, probe=probe(), schedule=None, window=4, quiet=True, guard=None)
+    for step in range(8):
+        search.loss(loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    losses = [loss for record in search.history for loss in record.losses]
+    assert len(losses) == 2
+    assert None not in losses
