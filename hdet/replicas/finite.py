@@ -41,11 +41,8 @@ class Finiteness:
     def flags(self) -> Tensor:
         """[3] booleans, in the order of `PLACES`: all is finite there."""
         tensors.reshard(self._model)
-        if self._merged:
-            looked_at = [tensors.local(own) for own in self._walk.parameters()]
-        else:
-            looked_at = tensors.moving(self._model, self._optimizer, self._walk)
-        parameters = tensors.all_finite(looked_at)
+        looked_at = [own for own in self._walk.parameters() if own.requires_grad or self._merged]
+        parameters = tensors.all_finite(list(map(tensors.local, looked_at)))
         states = tensors.all_finite(with_mean(self._states()))
         now = self._buffers()
         kept = [now[name] | ~self._opened[name] for name in now if name in self._opened]

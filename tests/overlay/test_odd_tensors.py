@@ -43,9 +43,12 @@ class Odd(nn.Module):
         return self.layers(inputs)  # type: ignore[no-any-return]
 
 
-def trained(model: nn.Module, broken: int = -1, **options: Any) -> tuple[list[Tensor], hdet.Search | None]:
+def trained(
+    model: nn.Module, broken: int = -1, every: bool = False, **options: Any
+) -> tuple[list[Tensor], hdet.Search | None]:
+    """The optimizer holds what trains, or `every` parameter."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters() if every else weights, lr=3e-3)
     search = hdet.attach(model, optimizer, probe=probe(), quiet=True, **options) if options else None
     for step in range(STEPS):
         torch.manual_seed(step)
@@ -76,3 +79,12 @@ def test_what_trains_beside_it_is_what_it_was(kind: str, persistent: bool, asser
     _, search = trained(Odd(kind, persistent), total_steps=STEPS)
     assert search is not None
     assert search.finished
+
+
+def test_an_infinite_parameter_that_the_optimizer_holds_is_no_fault(assert_same: Any) -> None:
+    plain, _ = trained(Odd("an infinite frozen parameter", True), every=True)
+    held = {"schedule": None, "knobs": HELD, "window": 5, "guard": None, "tail": None}
+    same, search = trained(Odd("an infinite frozen parameter", True), every=True, **held)
+    assert_same(plain, same)
+    assert search is not None
+    assert not any(record.faults for record in search.history)
