@@ -26,6 +26,7 @@ from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.learned import Shifts
 from hdet.merging import Merge
+from hdet.record import ByKnob
 from hdet.replicas import Replica, Replicas
 from hdet.replicas.random_numbers import CommonNumbers
 from hdet.signals import Objective, Signal
@@ -178,9 +179,9 @@ class Engine:
         return [optimizer for _, optimizer in self.cycle.home.hosts]
 
     @property
-    def bases(self) -> dict[str, float]:
+    def bases(self) -> ByKnob[float]:
         """Each knob's base at the coming step: its schedule's value there, moved by what was learned."""
-        return {knob.name: knob.base(self.step_count) for knob in self.knobs}
+        return ByKnob({knob.name: knob.base(self.step_count) for knob in self.knobs})
 
     @property
     def learned(self) -> Shifts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -378,7 +378,7 @@ def _adapted(choices: Sequence[Choice], knobs: Sequence[Knob], exclude: Sequence
     own = {knob.label: knob for knob in knobs}
     for name in exclude:
         if name not in known | {_kind(one) for one in known}:
-            raise ConfigError(f"exclude names {name!r}, which the recipe does not explore; it has {sorted(known)}")
+            raise ConfigError(f"exclude names {name!r}, which the recipe does not explore; it has {_told(known)}")
         if name in own:
             raise ConfigError(f"{name!r} is both in knobs= and in exclude=; leave one of them out")
     taken = {_kind(name) for name in own if name not in known}
@@ -388,10 +388,19 @@ def _adapted(choices: Sequence[Choice], knobs: Sequence[Knob], exclude: Sequence
         if name in own:
             adapted.append(Choice(choice.subject, own.pop(name), "as you declared it"))
         elif {name, _kind(name)} & set(exclude):
-            adapted.append(Choice(choice.subject, None, "excluded"))
+            driven = "; no schedule of hdet's drives it" if isinstance(choice.knob, LearningRate) else ""
+            adapted.append(Choice(choice.subject, None, f"excluded{driven}"))
         elif _kind(name) not in taken:
             adapted.append(choice)
     return [*adapted, *(Choice(name.replace("_", " "), knob, "as you declared it") for name, knob in own.items())]
+
+
+def _told(names: Collection[str]) -> str:
+    """Names of knobs by kind; of several of a kind, which may be many, one as an example."""
+    kinds = {_kind(name): [one for one in sorted(names) if _kind(one) == _kind(name)] for name in sorted(names)}
+    return ", ".join(
+        repr(kind) + ("" if own == [kind] else f" ({len(own)} by name, as {own[0]!r})") for kind, own in kinds.items()
+    )
 
 
 def _name(choice: Choice) -> str:

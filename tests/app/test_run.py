@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,23 @@ def test_no_checkpoint_is_ahead_of_a_history_that_cannot_be_written(tmp_path: Pa
     assert same(model_of(folder), model_of(tmp_path / "whole"))
 
 
+def test_a_checkpoint_that_does_not_fit_says_whether_there_is_one_before_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    state = {"weights": torch.zeros(10_000)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for told in ("there is none before it", "the one before it is whole"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            with pytest.raises(CheckpointError, match=rf"checkpoint\.pt could not be written.*{told}"):
+                folder.save_checkpoint(state)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        folder.save_checkpoint(state)
+    found = folder.load_checkpoint()
+    assert found is not None
+    assert torch.equal(found["weights"], state["weights"])
+
+
 def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         Run(CONFIG, tmp_path / "run")(watcher=KilledAt(8))
@@ -317,8 +335,9 @@ def test_nothing_to_resume_and_a_file_in_the_way_are_named(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="nothing to resume"):
         Run(CONFIG, tmp_path / "none", resume=True)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is a file"):
-        Run(CONFIG, tmp_path / "file")
+    for blocked in ("file", "file/run", "file/runs/1"):
+        with pytest.raises(ConfigError, match=f"{tmp_path}/file is a file; choose another --out"):
+            Run(CONFIG, tmp_path / blocked)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

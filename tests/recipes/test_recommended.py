@@ -502,6 +502,24 @@ def test_what_is_left_out_is_there_and_not_declared_too() -> None:
         hdet.recommended(model, adamw(model), knobs=[hdet.Dropout()], exclude=["dropout"], **options)
 
 
+def test_a_rate_that_is_left_out_is_told_to_have_no_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW([{"params": layer.parameters(), "lr": 1e-2} for layer in (model[0], model[-1])])
+    names = {"below": "0.*", "head": f"{len(model) - 1}.*"}
+    left_out = ["learning_rate[head]", "dropout"]
+    hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, rates=names, exclude=left_out)
+    told = capsys.readouterr().out
+    assert "learning rate of group head: excluded; no schedule of hdet's drives it" in told
+    assert told.count("excluded") == 2
+
+
+def test_of_many_of_a_kind_one_name_is_told_as_an_example() -> None:
+    model = network()
+    told = r"it has 'dropout', 'label_smoothing', 'learning_rate' \(\d by name, as 'learning_rate\[0.weight\]'\)"
+    with pytest.raises(ConfigError, match=told):
+        hdet.attach(model, adamw(model), probe=probe(), total_steps=STEPS, rates="matrices", exclude=["lr"], quiet=True)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -43,8 +43,9 @@ class RunFolder:
         """Whether this run may use the folder; a ConfigError says why not."""
         if force and resume:
             raise ConfigError("--force starts anew and --resume goes on; say one of them")
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"the run folder {self.path} is a file; choose another --out")
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise ConfigError(f"{self.path} cannot be a run folder: {there} is a file; choose another --out")
         if resume:
             self._check_same(config)
         elif not force and self.path.exists() and self._content():
@@ -122,7 +123,8 @@ class RunFolder:
                 torch.save(state, part)
         except RuntimeError as error:  # how torch tells of a full disk
             part_of(path).unlink(missing_ok=True)
-            raise CheckpointError(f"{path} could not be written ({error}); the one before it is whole") from None
+            before = "the one before it is whole" if path.exists() else "there is none before it"
+            raise CheckpointError(f"{path} could not be written ({error}); {before}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
