@@ -35,6 +35,9 @@ from hdet.replicas.distributed.optimizer_mean import mark
 from hdet.spec import some
 
 FORMAT = 3
+ANOTHER_LENGTH = (
+    "a run of another length is another search, which can begin at the values that this one had found (search.shifts)"
+)
 ROUNDING = 1e-5
 """Part by which the lengths of equal weights may differ."""
 
@@ -311,9 +314,10 @@ def check(cycle: Cycle, state: Mapping[str, Any]) -> None:
                 _refuse_knobs(saved.get(field), own[field])
             if field == "schedules":
                 _refuse_schedules(saved.get(field), own[field])
+            way_out = f"; {ANOTHER_LENGTH}" if field == "total_steps" else ""
             raise CheckpointError(
                 f"the checkpoint was written with {field}={saved.get(field)!r}, this engine has {own[field]!r}; "
-                f"declare the same to resume"
+                f"declare the same to resume{way_out}"
             )
 
 
@@ -356,8 +360,7 @@ def _refuse_schedules(saved: object, own: dict[str, Any]) -> None:
         f"the checkpoint was written with the schedule {told} of {name!r}, this engine has {own[name]}; declare the "
         f"same to resume. Where the peak is read off the optimizer, make the engine before the optimizer's own state "
         f"is loaded, which holds the rate of that moment, or give schedule=; where only the "
-        f"warm-up is other, give warmup_steps=; a run of another length is another search, which can begin at the "
-        f"values that this one had found (search.shifts)"
+        f"warm-up is other, give warmup_steps=; {ANOTHER_LENGTH}"
     )
 
 
