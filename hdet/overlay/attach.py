@@ -124,8 +124,11 @@ def attach(
             leave the schedule as it is. A search that goes on has that of its checkpoint. Groups that have one rate
             together have the warm-up of the first.
         history: a path for one JSON line a window; `hdet.History(path)` for a run that may go on with an old file.
-        seed: of the designs.
+        seed: of what hdet draws: which levels a pass has, and the random numbers of passes that are compared.
         quiet: do not print what was chosen.
+
+    Returns:
+        The search: what was learned (`shifts`), the windows (`history`), and its own `state_dict` for a checkpoint.
 
     Raises:
         ConfigError: what was given cannot be; the message names it and the way out.

@@ -460,7 +460,7 @@ def recommended(
             knobs be compared within a step; with one they are compared between steps, more noisily.
         replicas: instead, replicas made by `hdet.replicate` or `hdet.distribute`.
         schedule: of the learning rate, instead of 30 % warm-up and a straight line to 0.
-        seed: of the designs.
+        seed: of what hdet draws: which levels a pass has, and the random numbers of passes that are compared.
         history: a path for one JSON line a window; `hdet.History(path)` for a run that may go on with an old file.
         quiet: print nothing.
         knobs: in place of the recipe's knob of the same name, or beside them.

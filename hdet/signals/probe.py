@@ -43,6 +43,9 @@ class Probe:
         stride: with `average`, take every stride-th step's weights; by default as many as leave at least 128 in the
             window.
 
+    Raises:
+        ConfigError: one of these is of another type, or there are no batches, or they can be gone through only once.
+
     >>> probe = Probe(lambda model, x: model(x).square().mean(), [torch.ones(4, 2), torch.zeros(4, 2)])
     >>> probe.measure(torch.nn.Linear(2, 1, bias=False).requires_grad_(False), window=0).shape
     torch.Size([2])

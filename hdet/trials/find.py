@@ -84,6 +84,9 @@ def find(
         clip: the largest norm of the gradient; None leaves it as it is.
         seed: of the trials' random numbers.
 
+    Returns:
+        The rate for the run, with how far it may be off and every trial.
+
     Raises:
         ConfigError: what was given cannot be; the message names it and the way out.
         StepError: `batches` has none.
