@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.hparams.param_groups import parameters_of
 from hdet.replicas import tensors
 from hdet.replicas.chained_optimizer import steps_by
 from hdet.replicas.made_state import made_state
@@ -35,7 +36,7 @@ def optimizer_by_name(
     stateless: list[str] = []
     names = list(_names(model, optimizer))
     indices = [index for group in state["param_groups"] for index in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     held = state["state"]
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     stepped_by = {parameter: steps_by(optimizer, group) for parameter, group in group_of.items()}
@@ -91,7 +92,7 @@ def _names(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
 
 def _made(optimizer: Optimizer) -> dict[nn.Parameter, Named]:
     """What an optimizer without a state makes of parameters, found by an update of nothing at learning rate zero."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
     gradients = [parameter.grad for parameter in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     before = tensors.clones([tensors.local(parameter.detach()) for parameter in parameters])

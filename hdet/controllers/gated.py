@@ -147,6 +147,12 @@ class Gated(Controller):
             move = -context.down - self.pretrained_reach  # beyond it, so that rounding leaves nothing
         return settled(move, self.settle, context), state
 
+    def retreat(self, state: GatedState, context: Context, worked: float) -> tuple[float, GatedState]:
+        return 0.0, GatedState(pretrained=state.pretrained)
+
+    def restart(self, state: GatedState, context: Context) -> tuple[float, GatedState]:
+        return 0.0, GatedState(pretrained=state.pretrained)
+
     def _boost(self, total_steps: int | None) -> float:
         if self.run_steps is None or total_steps is None:
             return 1.0

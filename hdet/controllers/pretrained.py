@@ -54,5 +54,5 @@ class OfPretrained(KnowsPretrained):
             return None
         if context.total_steps > self.short:
             return None
-        taken = -math.log(max(1.0 - estimate.stretch, _LEAST_KEPT)) * context.total_steps / context.length
+        taken = -math.log1p(-min(estimate.stretch, 1.0 - _LEAST_KEPT)) * context.total_steps / context.length
         return math.log((self.most_of_adapters if state.adapts else self.most_taken) / taken)

@@ -105,7 +105,7 @@ class Watch:
             self.held.take(step)
             self.lowest, self.since, self.bases = loss, step, dict(bases)
             return None
-        if not self.bases or step < self.spec.patience * self.since:
+        if not self._has_point or step < self.spec.patience * self.since:
             return None
         return "rewound" if self._lost(harvest) > self.spec.significance else None
 
@@ -159,14 +159,18 @@ class Watch:
         return point.step
 
     @property
+    def _has_point(self) -> bool:
+        return self.lowest < math.inf
+
+    @property
     def point(self) -> Anchor | None:
         """The point that it would go back to; None while there is none."""
-        return self.held if self.bases else self.first
+        return self.held if self._has_point else self.first
 
     @property
     def points(self) -> list[Anchor]:
         """Those that it keeps."""
-        return [*([self.held] if self.bases else []), *([self.first] if self.first is not None else [])]
+        return [*([self.held] if self._has_point else []), *([self.first] if self.first is not None else [])]
 
     def state_dict(self, leave_out: Collection[str] = ()) -> dict[str, Any]:
         """The best point and what is known of it; the first weights while they are kept.
@@ -178,7 +182,7 @@ class Watch:
             "lowest": self.lowest,
             "since": self.since,
             "bases": dict(self.bases),
-            "held": self.held.state_dict(leave_out=leave_out) if self.bases else None,
+            "held": self.held.state_dict(leave_out=leave_out) if self._has_point else None,
             "ahead": dict(self.ahead),
             "first": self.first.state_dict(leave_out=leave_out) if self.first is not None else None,
         }

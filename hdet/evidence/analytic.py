@@ -137,9 +137,7 @@ class AnalyticCollector(DirectionalCollector):
         if harvest.window.start > 0:
             return found
         norms, own = self.scene.excesses
-        return {
-            name: replace(told, excess=norms, own_excess=own) if told.known else told for name, told in found.items()
-        }
+        return {name: replace(told, excess=norms, own_excess=own) for name, told in found.items()}
 
     def centre(self, harvest: Harvest) -> list[Tensor]:
         return self.scene.averaged(harvest.valid, self.stride)

@@ -184,8 +184,7 @@ class LineCollector(Collector):
         """Whether a schedule is still on its way up, to a peak that is known; by steps as long as a window, too."""
         known = [knob for knob in knobs if knob.schedule.total_steps is not None]
         return any(
-            own.schedule(window.stop) > own.schedule(window.start) or (window.start == 0 and own.schedule(0) < own.peak)
-            for own in known
+            own.rises(window.start, window.stop) or (window.start == 0 and own.schedule(0) < own.peak) for own in known
         )
 
     def _centre(self, knobs: Sequence[BoundKnob], window: Window) -> float:
@@ -193,7 +192,7 @@ class LineCollector(Collector):
         knob = next((one for one in knobs if one.peak > 0.0), knobs[0])
         first, last = knob.schedule(window.start), knob.schedule(window.stop - 1)
         share = (first + last) / 2 / knob.peak if knob.peak > 0.0 else 1.0
-        if last <= first or not 0.0 < share < self.spec.preview:
+        if not knob.rises(window.start, window.stop - 1) or not 0.0 < share < self.spec.preview:
             return 0.0
         return math.log(self.spec.preview / share)
 

@@ -80,6 +80,7 @@ class BoundKnob:
         self._still.setflags(write=False)
         self.spread(self._still, 0.0)
         self._written: list[float | None] = [None] * len(self.bindings)
+        self._stair = (math.nan, 0, 0, False)  # the value on it, from where to where, and whether the next lies higher
         total = self.schedule.total_steps
         course = sampled(self.schedule)
         self.peak = self.schedule.nominal_peak()
@@ -270,7 +271,7 @@ class BoundKnob:
             run: where the run stands; what is the knob's own is filled in here.
         """
         if not self.controller.shares and self._slept(run.step - run.length, run.step):
-            estimate = replace(Estimate.nothing(), excess=estimate.excess)
+            estimate = replace(Estimate.nothing(), excess=estimate.excess, own_excess=estimate.own_excess)
         judged = self.controller.judge(self.state, estimate, self._context(run))
         self.state, self.reasons = judged.state, judged.reasons
         move = self._move(float(judged.move))
@@ -295,6 +296,23 @@ class BoundKnob:
         """Whether no shift would have changed the base at any step from `start` to `stop`, without `stop`."""
         return not any(self._movable(self.bend.of(self.schedule(step))) for step in range(start, stop)) and start < stop
 
+    def rises(self, start: int, stop: int) -> bool:
+        """Whether the schedule comes to lie higher from one step to another, or stands on a stair of a rise.
+
+        A warm-up that is stepped once an epoch is level within it: so where both steps are level, of a schedule whose
+        course is known, the next other value decides.
+        """
+        before, after = self.schedule(start), self.schedule(stop)
+        if before != after or self.schedule.total_steps is None or after >= self.peak:
+            return after > before
+        value, first, last, rises = self._stair
+        if value != after or not first <= stop < last:
+            ahead = range(stop + 1, self.schedule.total_steps)
+            last = next((step for step in ahead if self.schedule(step) != after), self.schedule.total_steps)
+            rises = self.schedule(last) > after
+            self._stair = (after, stop, last, rises)
+        return rises
+
     def _movable(self, value: float) -> bool:
         return any(self.spec.space.apply(value, shift) != value for shift in (0.1, -0.1))
 
@@ -315,7 +333,7 @@ class BoundKnob:
             shift=self.shift,
             authority=self.spec.authority,
             spread=max(abs(end) for end in self._widest),
-            warming=following > now,
+            warming=self.rises(max(step - 1, 0), step),
         )
 
     def _move(self, move: float) -> float:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hdet.controllers import Controller, Gated
 from hdet.errors import ConfigError, MatchError
 from hdet.hparams.binding import GroupBinding
+from hdet.hparams.param_groups import parameters_of
 from hdet.hparams.spread import Spread, TwoLevel
 from hdet.hparams.update import GroupKnob
 from hdet.spec import register
@@ -49,7 +50,7 @@ class Clipping:
         self._optimizer = ref(optimizer)
         self.total_norm: Tensor | None = None
         self._told: WeakSet[Clipped] = WeakSet()
-        self._order = {id(p): place for place, p in enumerate(_parameters(optimizer))}
+        self._order = {id(p): place for place, p in enumerate(parameters_of(optimizer))}
         self._handle = optimizer.register_step_pre_hook(self._before_step)
 
     def tell(self, listener: Clipped) -> None:
@@ -96,7 +97,7 @@ class Clipping:
         norm = optimizer.param_groups[0][ENTRY]
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer takes it out by itself
         # In one order, whether or not groups are cut for the step: a sum of norms is rounded by it.
-        parameters = sorted(_parameters(optimizer), key=lambda p: self._order.setdefault(id(p), len(self._order)))
+        parameters = sorted(parameters_of(optimizer), key=lambda p: self._order.setdefault(id(p), len(self._order)))
         limit = norm if scale is None else norm * scale
         total = nn.utils.clip_grad_norm_(parameters, limit)
         self.total_norm = total if scale is None else total / scale
@@ -104,10 +105,6 @@ class Clipping:
             is_clipped = (total > limit).to(total.dtype)
             for listener in list(self._told):
                 listener.clipped(is_clipped, scale)
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 _clippings: WeakKeyDictionary[Optimizer, Clipping] = WeakKeyDictionary()

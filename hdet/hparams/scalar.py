@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from hdet.errors import ConfigError, MatchError
 from hdet.hparams.binding import Attribute, Binding, FunctionBinding, ModelBinding
 from hdet.hparams.knob import ActsOn, Knob
+from hdet.hparams.param_groups import ids_of
 from hdet.nn import KnobAttribute, KnobTensor
 from hdet.spec import register
 
@@ -72,7 +73,7 @@ class Scalar(Knob):
             attribute = descriptor.slot
         held = getattr(module, attribute)
         scalar = isinstance(held, nn.Parameter) and held.numel() == 1 and held.requires_grad
-        if scalar and any(held is own for group in optimizer.param_groups for own in group["params"]):
+        if scalar and id(held) in ids_of(optimizer):
             raise ConfigError(
                 f"{self.name}: {self.path!r} is a parameter that the optimizer trains, so no knob can hold it; leave "
                 f"the knob out, or take the parameter out of the optimizer's groups"

@@ -28,6 +28,7 @@ try:
 except ImportError:
     raise MissingExtraError("lightning", "lightning") from None
 
+from hdet.hparams.param_groups import ids_of
 from hdet.integrations.lightning_probe import judge
 
 OPTIONS = frozenset(inspect.signature(attach).parameters) - {"model", "optimizer", "probe"}
@@ -311,6 +312,6 @@ def _searched(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -
             f"there are {len(trainer.optimizers)} optimizers and {trainer.world_size} processes; several optimizers "
             f"are searched in one process only"
         )
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = ids_of(optimizer)
     holding = [part for part in module.modules() if trained <= {id(p) for p in part.parameters()}]
     return min(holding, key=lambda part: sum(1 for _ in part.parameters()), default=module)

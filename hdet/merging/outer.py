@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from hdet.errors import CheckpointError, ConfigError
 from hdet.evidence.parts.losses_at import Write
 from hdet.evidence.scene import Harvest, Scene
+from hdet.hparams.param_groups import parameters_of
 from hdet.merging.mean import Mean
 from hdet.merging.merge import Merge, Merger
 from hdet.replicas import alike, tensors
@@ -243,7 +244,7 @@ class OuterMerger(Merger):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved, opened = state["optimizer"], state["opened"]
         optimizer, displacements = self._made()
-        known = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known = parameters_of(optimizer)
         for number, entries in saved["state"].items():
             for key, value in entries.items():
                 if isinstance(value, Tensor) and value.dim() and value.shape != known[number].shape:

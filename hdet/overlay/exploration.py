@@ -17,6 +17,7 @@ from hdet.engine.engine import Engine
 from hdet.engine.tally import Losses
 from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.hparams import LearningRate
+from hdet.hparams.param_groups import parameters_of
 from hdet.overlay.hooks import Hook, first_after_step
 from hdet.overlay.lent_bindings import Lending, put_back
 from hdet.overlay.told_schedule import Course, Told, rates
@@ -266,7 +267,7 @@ class Sharing:
             hook.remove()
 
     def _look(self, host: int, optimizer: Optimizer, *_: Any) -> None:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         dense = [tensors.local(gradient) for gradient in gradients if gradient.layout == torch.strided]
         if gradients:
             self._seen[host] = fingerprint(dense, torch.device("cpu")).remainder(EXACT).tolist()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hdet.engine import snapshot
 from hdet.engine.cycle import Cycle
+from hdet.hparams.param_groups import ids_of
 from hdet.replicas import tensors
 from hdet.replicas.dense import is_dense
 
@@ -50,7 +51,7 @@ def written_since(state: State, model: nn.Module) -> dict[str, Tensor]:
 def _unchanged(cycle: Cycle) -> list[str]:
     """The frozen parameters that every point and every replica holds as the first model does now, sorted."""
     (model, optimizer), *others = cycle.hosts
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = ids_of(optimizer)
     frozen = {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)

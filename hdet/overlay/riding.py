@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hdet.engine.engine import Engine
 from hdet.errors import StepError
 from hdet.history import WindowRecord
+from hdet.hparams.param_groups import parameters_of
 from hdet.overlay.hooks import scaler_of_step
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.passes import Passes
@@ -440,5 +441,5 @@ def makes_state(optimizer: Optimizer) -> bool:
     """
     if optimizer.state or any(float(group["lr"]) != 0.0 for group in optimizer.param_groups):
         return False
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
     return not any(bool(tensors.local(gradient).any()) for gradient in gradients)

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from hdet.errors import CheckpointError, ConfigError, MatchError, StepError
 from hdet.evidence.parts.scale import spectral_gain
 from hdet.hparams.knob import Knob
+from hdet.hparams.param_groups import ids_of
 from hdet.hparams.update import GroupKnob, Groups, LearningRate
 from hdet.nn.names import named_modules
 from hdet.replicas import tensors
@@ -59,7 +60,7 @@ class SplitGroups:
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        if OTHERS in names.values() and not names.keys() >= _held(optimizer):
+        if OTHERS in names.values() and not names.keys() >= ids_of(optimizer):
             raise ConfigError(
                 f"rates= calls a group {OTHERS!r}, and so hdet calls the parameters that no pattern matches; give it "
                 f"another name, or patterns that match all"
@@ -327,7 +328,7 @@ def by_pattern(model: nn.Module, optimizer: Optimizer, patterns: Patterns) -> di
     """
     if not patterns:
         raise ConfigError('rates={} names no group; give names with patterns on parameter names, or rates="together"')
-    held = _held(optimizer)
+    held = ids_of(optimizer)
     known = [(name, parameter) for name, parameter in _parameters(model) if id(parameter) in held]
     found: dict[int, str] = {}
     for name, given in patterns.items():
@@ -378,7 +379,7 @@ def by_name(model: nn.Module, optimizer: Optimizer, names: Collection[str]) -> d
     Raises:
         MatchError: a name is that of no parameter that the optimizer holds.
     """
-    held = _held(optimizer)
+    held = ids_of(optimizer)
     found: dict[int, str] = {}
     for name, parameter in _parameters(model):
         if name in names and id(parameter) in held:
@@ -452,16 +453,12 @@ def matrices_by_default(model: nn.Module, optimizer: Optimizer) -> bool:
 
 def _matrices(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
     """The matrices that an optimizer holds, each by every name that it has."""
-    held = _held(optimizer)
+    held = ids_of(optimizer)
     return [
         (name, parameter)
         for name, parameter in _parameters(model)
         if id(parameter) in held and spectral_gain(parameter) > 0.0
     ]
-
-
-def _held(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -20,6 +20,7 @@ from hdet.evidence import Analytic, Contrast, Evidence, GroupLines, Line, MixedD
 from hdet.evidence.parts.sketch import sizes
 from hdet.hparams.clipping import ClipNorm
 from hdet.hparams.knob import Knob
+from hdet.hparams.param_groups import ids_of
 from hdet.merging import Mean, Merge, Outer
 from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL
 from hdet.replicas import tensors
@@ -289,7 +290,7 @@ class _Weights:
     @classmethod
     def of(cls, model: nn.Module, optimizer: Optimizer) -> _Weights:
         moving = [tensors.local(parameter.detach()) for parameter in tensors.moving_parameters(model, optimizer)]
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = ids_of(optimizer)
         trained = [parameter for parameter in tensors.trained(model) if id(parameter) in held]
         wide = [t.numel() * tensors.wide_type(t.dtype).itemsize for t in moving]
         return cls(

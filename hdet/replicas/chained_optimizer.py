@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
 from hdet.hparams.clipping import ENTRY as CLIPPED
+from hdet.hparams.param_groups import parameters_of
 
 OWNER = "chained"
 """Entry of a parameter group: the place in its chain of the optimizer that steps it."""
@@ -150,8 +151,8 @@ class ChainedOptimizer(Optimizer):
                     f"chain's state, or chain the optimizers anew by hdet.ChainedOptimizer"
                 )
             part.param_groups = [group for group in self.param_groups if group[OWNER] == place]
-            own = (parameter for group in part.param_groups for parameter in group["params"])
-            part.state = defaultdict(dict, {each: self.state[each] for each in own if each in self.state})
+            own = (parameter for parameter in parameters_of(part) if parameter in self.state)
+            part.state = defaultdict(dict, {each: self.state[each] for each in own})
         self._given = [list(part.param_groups) for part in self.optimizers]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from hdet.hparams.param_groups import ids_of, parameters_of
 from hdet.nested import mapped
 from hdet.replicas import host_memory, schedule_free, tensors
 from hdet.replicas.chained_optimizer import OWNER, steps_by
@@ -98,7 +99,7 @@ class HeldOptimizer:
             lent: a copy whose state of the parameters will do; it is referred to as it is whenever it is asked for.
         """
         live = self._optimizer.state
-        known = {id(parameter) for parameter in _parameters(self._optimizer)}
+        known = ids_of(self._optimizer)
         self._lent = lent
         self._take(self._live() if lent is None else [])
         self._take_rest({key: live[key] for key in live if id(key) not in known}, self._optimizer.param_groups)
@@ -106,7 +107,7 @@ class HeldOptimizer:
 
     def _live(self) -> list[State]:
         """The state that the optimizer has of each parameter now."""
-        return [self._optimizer.state.get(parameter, {}) for parameter in _parameters(self._optimizer)]
+        return [self._optimizer.state.get(parameter, {}) for parameter in parameters_of(self._optimizer)]
 
     def _take(self, states: list[State]) -> None:
         self._own = refilled(self._own if len(self._own) == len(states) else [{}] * len(states), states, self._device)
@@ -120,7 +121,7 @@ class HeldOptimizer:
     def _wait(self) -> None:
         """What was copied to the host is there."""
         if self._device is not None:
-            host_memory.wait(_parameters(self._optimizer))
+            host_memory.wait(parameters_of(self._optimizer))
 
     def release(self) -> None:
         """Hold no state of parameters."""
@@ -210,7 +211,7 @@ class HeldOptimizer:
         state, groups = self._optimizer.state, self._optimizer.param_groups
         states_before, groups_before = dict(state), [dict(group) for group in groups]
         held: dict[Tensor, Any] = {
-            parameter: own for parameter, own in zip(_parameters(self._optimizer), self._states, strict=True) if own
+            parameter: own for parameter, own in zip(parameters_of(self._optimizer), self._states, strict=True) if own
         }
         try:
             if not live:
@@ -249,10 +250,10 @@ def refilled(before: Sequence[Mapping[Any, Any]], live: Sequence[Mapping[Any, An
 
 def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """`optimizer.load_state_dict`, in the memory of the state it has: tensors that fit stay the same objects."""
-    states = [dict(optimizer.state.get(parameter, {})) for parameter in _parameters(optimizer)]
+    states = [dict(optimizer.state.get(parameter, {})) for parameter in parameters_of(optimizer)]
     groups = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(copy.deepcopy(state))
-    for parameter, before in zip(_parameters(optimizer), states, strict=True):
+    for parameter, before in zip(parameters_of(optimizer), states, strict=True):
         if before:
             _keep(optimizer.state[parameter], before)
     for group, before in zip(optimizer.param_groups, groups, strict=True):
@@ -293,10 +294,6 @@ def _copied(value: Any, device: torch.device | str | None) -> Any:
         return host_memory.copied(one.detach(), device) if isinstance(one, Tensor) else copy.deepcopy(one)
 
     return mapped(value, copied)
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _with_groups(optimizer: Optimizer) -> list[tuple[nn.Parameter, State]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
+from hdet.hparams.param_groups import parameters_of
 from hdet.replicas import copies, optimizer_states, tensors, weighting
 from hdet.replicas.held_optimizer import HeldOptimizer
 from hdet.replicas.parallel import require_alone
@@ -195,7 +196,7 @@ def check_pair(model: nn.Module, optimizer: Optimizer, n: int) -> None:
     if n < 1:
         raise ConfigError(f"n must be at least 1, got {n}")
     own = set(model.parameters())
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in own]
+    foreign = [parameter for parameter in parameters_of(optimizer) if parameter not in own]
     if foreign:
         raise ConfigError(
             f"the optimizer holds {len(foreign)} parameters that are not the model's (shapes "

@@ -14,6 +14,7 @@ from torch._utils import _flatten_dense_tensors
 from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
+from hdet.hparams.param_groups import ids_of
 from hdet.replicas.dense import has_arithmetic
 from hdet.replicas.walk import Walk, fully_sharded
 from hdet.replicas.written_buffers import buffers_kept, frozen_kept, rows_kept
@@ -82,7 +83,7 @@ def can_move(walk: Walk, optimizer: Optimizer) -> list[tuple[nn.Parameter, bool]
 
     Integers, as of quantised weights, have no gradient whoever holds them.
     """
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = ids_of(optimizer)
     return [
         (own, own.requires_grad or (id(own) in held and (own.is_floating_point() or own.is_complex())))
         for own in walk.every()

@@ -122,7 +122,8 @@ def minimum(trials: Sequence[Trial], before: Trial) -> Minimum:
     """The rate of the lowest loss: the vertex of the parabola, in log rate, through the best trial and its neighbours.
 
     Its error is by the jackknife over sub-batches. A neighbour that is not clearly worse than the best may be the best
-    as well, and so may all that lies beyond the highest or the lowest rate.
+    as well, and so may all that lies beyond the highest or the lowest rate. Beside one that diverged no parabola tells,
+    and the lowest loss may lie half-way to its neighbours.
 
     Args:
         trials: of one length, from the same weights, on the same batches.
@@ -143,14 +144,16 @@ def minimum(trials: Sequence[Trial], before: Trial) -> Minimum:
     place = ordered.index(best)
     below = ordered[place - 1] if place else None
     above = ordered[place + 1] if place + 1 < len(ordered) else None
-    rate, error = best.rate, 0.0
     if below is not None and above is not None and below.losses and above.losses and best.losses:
         vertices = _jackknife([below, best, above])
         rate = math.exp(vertices[0])
         count = len(vertices) - 1
         spread = vertices[1:] - vertices[1:].mean()
         error = math.sqrt((count - 1) / count * float(spread @ spread))
-    low, high = rate * math.exp(-CLEAR_T * error), rate * math.exp(CLEAR_T * error)
+        low, high = rate * math.exp(-CLEAR_T * error), rate * math.exp(CLEAR_T * error)
+    else:  # no parabola tells: it may lie half-way to the rates beside it
+        rate = best.rate
+        low, high = (math.sqrt(rate * (beside or best).rate) for beside in (below, above))
     if below is not None and not is_better(best, below):
         low = min(low, below.rate)
     if above is not None and not is_better(best, above):

@@ -16,6 +16,7 @@ from hdet.engine.admission import counted, trained
 from hdet.errors import ConfigError, DivergedError, StepError
 from hdet.hparams import LearningRate, Schedule
 from hdet.hparams.binding import given
+from hdet.hparams.param_groups import parameters_of
 from hdet.hparams.schedule import LinearDecay
 from hdet.overlay.attach import refuse_own_steps, searched
 from hdet.recipes.recommended import WARMUP
@@ -238,7 +239,7 @@ def _step(
             "has a gradient, as where loss calls a model from outside"
         )
     if clip is not None:
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+        nn.utils.clip_grad_norm_(parameters_of(optimizer), clip)
     try:
         optimizer.step()
     except Exception as error:

@@ -86,6 +86,31 @@ def test_a_warm_up_by_stairs_is_one() -> None:
     assert bases == pytest.approx([0.4, 0.4, 0.4, 0.6, 0.6])
 
 
+def test_what_a_course_that_nobody_knew_rises_by_is_taken_back() -> None:
+    """Its peak is what it has come to; while that rises, nobody knows it. What was raised at 0.1 was proved there."""
+    rule = AwaitSchedule()
+    state, shift, shifts = rule.start(), 1.5, []
+    more = replace(LESS, slope=-0.3)
+    for peak in (math.inf, 0.1, 0.1, 0.3, 0.3, math.inf, 0.5):
+        context = Context(schedule_now=min(peak, 0.4), schedule_next=min(peak, 0.4), peak=peak, shift=shift)
+        state = rule.observe(state, more, context)
+        move = rule.propose(state, more, context) or 0.0
+        state, shift = rule.moved(state, move, move, more, context), shift + move
+        shifts.append(shift)
+    assert shifts == pytest.approx([1.5, 1.5, 1.5, *[1.5 - math.log(3.0)] * 3, 0.0])
+
+
+def test_it_is_owed_where_another_rule_spoke_first() -> None:
+    rule, context = AwaitSchedule(), replace(ABOVE, peak=1.0, shift=1.0)
+    state = rule.observe(AwaitScheduleState(peak=0.5), LESS, context)
+    assert state.owed == pytest.approx(math.log(2.0))
+    state = rule.moved(state, -0.5, -0.5, LESS, context)
+    later = replace(context, shift=0.5)
+    assert rule.propose(rule.observe(state, LESS, later), LESS, later) == pytest.approx(0.5 - math.log(2.0))
+    below = replace(context, shift=-0.5)
+    assert rule.observe(state, LESS, below).owed == 0.0, "nothing is above the schedule"
+
+
 @pytest.mark.parametrize("again", [[0.4, 0.8, 1.0], [1.0, 1.0]])
 def test_a_schedule_that_rises_again_is_no_warm_up(again: list[float]) -> None:
     """A cycle, or a cosine's restart: what was found by then stays."""

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,6 +62,13 @@ def test_a_pretrained_model_goes_further(excess: float | None, factor: float, ta
     first = Estimate(slope=2.0, stderr=1.0 if taught else math.inf, excess=excess)
     given = [(first, Context()), *((Estimate(slope=t, stderr=1.0), Context()) for t in (2.0, -8.0))]
     assert moves(gated, *given) == pytest.approx([-0.1 * factor * taught, -0.1 * factor, 0.2 * factor])
+
+
+def test_a_run_that_goes_back_still_knows_that_its_model_was_pretrained() -> None:
+    gated = Gated(0.2, memory=0.9, pretrained_boost=2.5)
+    _, state = gated.step(gated.start(), Estimate(slope=2.0, stderr=1.0, excess=2.0), Context())
+    for move, back in (gated.retreat(state, Context(), worked=1.0), gated.restart(state, Context())):
+        assert (move, back) == (0.0, replace(gated.start(), pretrained=True))
 
 
 @pytest.mark.parametrize(("excess", "down", "there"), [(2.0, 0.2, True), (2.0, 0.3, False), (0.9, 0.2, False)])

@@ -178,7 +178,8 @@ def test_of_adapters_more_may_be_taken(own: float | None, most: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stretch", "steps"), [(1.0 - math.exp(-0.006), 300), (None, 300), (0.0, 300), (0.5, None), (0.5, 1001)]
+    ("stretch", "steps"),
+    [(1.0 - math.exp(-0.006), 300), (1e-17, 300), (None, 300), (0.0, 300), (0.5, None), (0.5, 1001)],
 )
 def test_what_takes_little_of_them_or_nobody_knows_how_much_is_left_alone(
     stretch: float | None, steps: int | None

@@ -165,6 +165,17 @@ def test_a_held_out_loss_that_is_no_longer_finite_is_damage_too(factor: float) -
     assert (stop <= 80, point) == (True, 40)
 
 
+def test_a_run_that_explores_nothing_is_guarded_too() -> None:
+    """Its point is in the state, and a run that goes on from there goes back to it."""
+    engine, resumed = (make(guard=Rewind(), knobs=[]) for _ in range(2))
+    train(engine, 40)
+    resumed.load_state_dict(copy.deepcopy(engine.state_dict()))
+    for own in (engine, resumed):
+        records = train(own, 120, before=lambda step, own=own: wreck(own) if 40 <= step < 80 else None)
+        (stop, point), *_ = rewinds(records)
+        assert (stop <= 80, point) == (True, 40)
+
+
 def test_what_is_kept_to_go_back_to_goes_with_the_run() -> None:
     engine = make(guard=Rewind(), signal=probe())
     train(engine)

@@ -106,6 +106,19 @@ def test_weights_that_learnt_something_are_not(dtype: torch.dtype) -> None:
     assert untrained(trained().to(dtype)) is False
 
 
+def test_it_is_told_where_the_first_window_teaches_nothing() -> None:
+    """As where the rate is 0 in all of it: a warm-up that begins at 0, stepped once an epoch."""
+    model, decay = trained(), hdet.WeightDecay(evidence=Analytic(), controller=Hold())
+    home = hdet.micro_batches(model, AdamW(model.parameters(), lr=0.0), n=1)
+    probe = Probe(losses, [batch(1000), batch(1001)])
+    engine = Engine(home, [decay], window=6, signal=probe, total_steps=STEPS)
+    (record,) = explicit_loop.train(engine, 6, loss=lambda model, step, index: losses(model, batch(step)).mean())
+    estimate = record.estimates["weight_decay"]
+    assert (estimate["slope"], estimate["stderr"]) == (0.0, math.inf)
+    assert Estimate(0.0, excess=estimate["excess"]).pretrained
+    assert estimate["own_excess"] == pytest.approx(estimate["excess"])
+
+
 def test_it_is_told_once() -> None:
     first, second = told(Net(), steps=12)
     assert all(0.8 < one["excess"] < 1.1 for one in first.estimates.values())

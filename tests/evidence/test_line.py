@@ -76,6 +76,7 @@ def run(
     n: int = 1,
     copies: bool = False,
     steps: int = T,
+    window: int = T,
     probe: Any = linear,
     batches: tuple[float, ...] = (1.0, 1.0),
     rates: tuple[float, float] = (RATE, RATE),
@@ -83,7 +84,7 @@ def run(
     before_close: Callable[[Engine], object] = lambda engine: None,
     **options: Any,
 ) -> tuple[Engine, list[hdet.history.WindowRecord]]:
-    """Windows of T steps."""
+    """Windows of T steps, or as many."""
     model = Vector()
     optimizer = torch.optim.SGD(
         [
@@ -95,7 +96,7 @@ def run(
     engine = Engine(
         (hdet.replicate if copies else hdet.micro_batches)(model, optimizer, n=n),
         knobs,
-        window=T,
+        window=window,
         signal=Probe(probe, batches),
         total_steps=steps,
         **options,
@@ -342,7 +343,7 @@ def test_past_the_preview_two_lines_are_read_at_the_base() -> None:
     ("schedule", "preview"),
     [
         (WARM, 0.0),
-        (Replay([0.01] * 50 + [1.0] * 50), 0.25),  # a plateau, not a warm-up
+        (Replay([0.02] * 20 + [0.01] * 20 + [1.0] * 60), 0.25),  # on a stair that it goes down from
         (Replay([1.0 - 0.009 * t for t in range(100)][::1]), 0.25),  # falling
     ],
 )
@@ -351,6 +352,17 @@ def test_elsewhere_it_never_looks_ahead(schedule: Schedule, preview: float) -> N
     estimate = record.estimates["learning_rate"]
     assert estimate["offset"] == 0.0
     assert read_at_average(estimate)
+
+
+@pytest.mark.parametrize("window", [T, 1])
+def test_on_a_stair_of_a_warm_up_it_looks_ahead(window: int) -> None:
+    """As by a scheduler that is stepped once an epoch, which may have many windows; and in windows of one step."""
+    schedule = WARM if window == 1 else Replay([0.02] * 50 + [1.0] * 50)
+    _, records = run([lr_knob(schedule=schedule)], steps=3 * T, window=window)
+    assert len(records) == 3 * T // window
+    for record in records:
+        estimate, share = record.estimates["learning_rate"], schedule(record.start)
+        assert estimate["offset"] == pytest.approx(math.log(0.25 / share) if share < 0.25 else 0.0)
 
 
 def test_a_learned_shift_does_not_change_how_far_it_looks() -> None:

@@ -243,6 +243,25 @@ def test_what_a_controller_is_shown() -> None:
     assert not Shown.context.warming
 
 
+def stairs(step: int) -> float:
+    return 0.001 * (1 + step // 10)
+
+
+def test_a_schedule_warms_up_on_the_stairs_of_its_rise() -> None:
+    """A scheduler that is stepped once an epoch is level within it."""
+    course = [0.1] * 3 + [0.2] * 3 + [0.4] * 2 + [0.3] * 2 + [0.2] * 2
+    rising = [True] * 6 + [False] * 6
+    knob = bound(schedule=Replay(course))
+    shown = []
+    for step in range(1, len(course) + 1):
+        wish(knob, 0.0, step=step)
+        shown.append(Shown.context.warming)
+    assert shown == rising
+    assert [bound(schedule=Replay(course)).rises(step, step) for step in range(len(course))] == rising
+    assert bound(schedule=FromCallable(f"{__name__}:stairs", total_steps=100)).rises(2, 3)
+    assert not bound(schedule=FromCallable(f"{__name__}:stairs")).rises(2, 3), "nobody knows its course"
+
+
 def test_its_state_is_plain_and_restores_it() -> None:
     knob, again = bound(), bound()
     wish(knob, np.float64(0.25))  # a controller may well return NumPy's

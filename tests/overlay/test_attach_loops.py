@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -416,6 +417,32 @@ def test_a_scheduler_that_is_stepped_every_epoch_is_followed() -> None:
     assert search.finished
     knob = search.engine.knobs[0]
     assert knob.schedule(STEPS - 1) == pytest.approx(3e-3 * 0.5**3)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_warm_up_that_is_stepped_every_epoch_is_seen_within_an_epoch(known: bool) -> None:
+    """What comes is looked ahead at where it is known; where it is not, what was raised before is taken back."""
+    model = network()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.1 if epoch < 2 else 1.0)
+    knobs = [hdet.LearningRate(initial_shift=1.0), hdet.WeightDecay(controller=Hold())]
+    following: dict[str, Any] = {"scheduler": scheduler, "scheduler_every": 10} if known else {"schedule": None}
+    search = attached(model, optimizer, knobs=knobs, exclude=["dropout"], warmup_steps=0, **following)
+    for step in range(STEPS):
+        told(search, loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 9:
+            scheduler.step()
+    records = list(search.history)
+    seen = [record.estimates["learning_rate"]["offset"] for record in records[:4]]
+    assert seen == pytest.approx(4 * [math.log(2.5) if known else 0.0])
+    rules = [record.reasons.get("learning_rate", {}).get("rule") for record in records]
+    moves = [record.moves["learning_rate"] for record in records]
+    assert (rules[:4] == 4 * ["look_ahead"]) == known
+    assert (rules[4] == "await_schedule") != known
+    if not known:
+        assert moves[4] == pytest.approx(-min(1.0 + sum(moves[:4]), math.log(10.0)))
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -86,7 +86,9 @@ def test_a_little_worse_than_before_is_not_divergence() -> None:
 def test_a_neighbour_that_diverged_bounds_the_rate() -> None:
     trials = [Trial(0.1, (2.0, 2.1, 2.2)), Trial(0.4, (1.0, 1.1, 1.3)), Trial(1.6, None)]
     before = Trial(0.0, (5.0, 5.2, 5.1))
-    assert minimum(trials, before) == Minimum(0.4, pytest.approx(0.4), pytest.approx(0.4), "settled")
+    assert minimum(trials, before) == Minimum(0.4, pytest.approx(0.2), pytest.approx(0.8), "settled")
+    rising = [Trial(0.1, (2.0, 2.1, 2.2)), Trial(0.4, (1.0, 1.1, 1.3))]
+    assert minimum(rising, before) == Minimum(0.4, pytest.approx(0.2), None, "still rising")
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ class LeastSquares(Estimator):
             if k in curved:
                 at = comparison.knobs + curved.index(k)
                 curvature, curvature_stderr = float(fit.coefficients[at]), float(fit.stderr[at])
-            estimates.append(Estimate(slope, curvature, stderr, curvature_stderr, slopes=fit.slopes(k)))
+            estimates.append(
+                Estimate(slope, curvature, stderr, curvature_stderr, slopes=fit.slopes(k), freedom=fit.freedom)
+            )
         return estimates, state
 
     def _fit(self, levels: FloatArray, losses: FloatArray) -> tuple[Fit, list[int]]:

@@ -44,12 +44,14 @@ class Fit:
 
     Attributes:
         by_sub_batch: [P, J] coefficients of each sub-batch; J is 0 where their scatter is not the whole error.
+        freedom: of the standard errors, where the scatter of residuals is in them; None where it is not, or is unknown.
     """
 
     coefficients: FloatArray
     stderr: FloatArray
     identified: NDArray[np.bool_]
     by_sub_batch: FloatArray
+    freedom: int | None = None
 
     def slopes(self, k: int) -> tuple[float, ...]:
         """What `Estimate.slopes` is told of coefficient k."""
@@ -137,7 +139,8 @@ def regress(columns: FloatArray, losses: FloatArray, *, replica_noise: bool = Fa
     by_sub_batch = np.zeros((count, batches if batches > 1 and not replica_noise else 0))
     if by_sub_batch.size:
         by_sub_batch[moving] = each
-    return Fit(coefficients, stderr, identified, by_sub_batch)
+    of_residuals = freedom if freedom > 0 and not by_sub_batch.size else None
+    return Fit(coefficients, stderr, identified, by_sub_batch, of_residuals)
 
 
 def _by_decomposition(scaled: FloatArray, scale: FloatArray, contrasts: FloatArray) -> _Solution:

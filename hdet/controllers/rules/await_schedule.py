@@ -20,9 +20,13 @@ class AwaitScheduleState(Beginning):
 
     Attributes:
         rise: what the schedule has risen by since the window before, in coordinates.
+        peak: the highest that it has stood at, as far as that was known; 0 where it was not.
+        owed: by how much a schedule whose course nobody knew has come to stand higher, of which nothing is taken back.
     """
 
     rise: float = 0.0
+    peak: float = 0.0
+    owed: float = 0.0
 
 
 @register
@@ -34,6 +38,9 @@ class AwaitSchedule(OfSmallSteps, Rule):
     (`t > significance`), the base goes down by what the schedule has risen by since the window before, and no further
     than to the schedule as given. While an untrained model warms up, a rate whose steps are small goes on rising. Of a
     pretrained one it says nothing: there the first windows call for no more than later ones can bear.
+
+    Where nobody knew that the schedule would rise, as in a warm-up that is stepped once an epoch and only followed,
+    what was proved was proved of that rate. So all that it then rises by is taken back, whatever the weights call for.
 
     Args:
         significance: t at the last weights from which they are believed.
@@ -59,9 +66,19 @@ class AwaitSchedule(OfSmallSteps, Rule):
     def observe(self, state: AwaitScheduleState, estimate: Estimate, context: Context) -> AwaitScheduleState:
         now, last = context.schedule_next, state.last
         seen: AwaitScheduleState = super().observe(state, estimate, context)
-        return replace(seen, rise=math.log(now / last) if now > last > 0.0 else 0.0)
+        peak = context.peak if math.isfinite(context.peak) else state.peak
+        unforeseen = math.log(peak / state.peak) if peak > state.peak > 0.0 else 0.0
+        owed = min(state.owed + unforeseen, max(0.0, context.shift))
+        return replace(seen, rise=math.log(now / last) if now > last > 0.0 else 0.0, peak=peak, owed=owed)
+
+    def moved(
+        self, state: AwaitScheduleState, wish: float, move: float, estimate: Estimate, context: Context
+    ) -> AwaitScheduleState:
+        return replace(state, owed=max(0.0, state.owed + min(0.0, move)))
 
     def propose(self, state: AwaitScheduleState, estimate: Estimate, context: Context) -> float | None:
+        if state.owed > 0.0:
+            return -state.owed
         if state.fell or state.pretrained or not 0.0 < context.shift <= self.within or estimate.t <= self.significance:
             return None
         move = min(context.shift, state.rise)

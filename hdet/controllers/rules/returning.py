@@ -42,6 +42,7 @@ class Return(OfSmallSteps, Rule):
     nothing, the base lies low for no other reason than that it was entered so. There averaged weights hold it
     (`t > significance`), and last ones from `entered_significance` on. It goes on to where the first window proved the
     rate to be best (`Estimate.bottom`), which raises stop short of: later windows see no further than their own end.
+    That is counted from where the window read, ahead of the base (`Estimate.offset`); a raise counts from the base.
     Where that is above the schedule as given, it goes on to there after looking ahead has lowered the base, too.
 
     While an untrained model warms up, looking ahead lowers no rate below where its steps are small

@@ -67,7 +67,7 @@ class SummedSlopes(Rule):
             sums = accumulated(state.sums, [own / context.base for own in estimate.slopes], kept)
             total, variance = sum(own / len(sums) for own in sums), 0.0
         if not (math.isfinite(total) and math.isfinite(variance)):
-            return self.start()
+            return self.retreat(state, context)
         first, lowest = state.first, state.lowest
         if estimate.level is not None and math.isfinite(estimate.level):
             first, lowest = (first if first < math.inf else estimate.level), min(lowest, estimate.level)

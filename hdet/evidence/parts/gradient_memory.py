@@ -182,6 +182,7 @@ class Traces(Memory):
         within = self.explored % self.block_steps
         self.forget()
         self.explored = within  # blocks go on as they were
+        self.rejected = within > 0  # of this one a part is gone
 
     def open(self, aim: Callable[[], Tensor | None]) -> None:
         """Nothing to prepare."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
 from hdet.evidence.parts.sketch import Sketch
+from hdet.hparams.param_groups import parameters_of
 from hdet.replicas import tensors
 
 TOGETHER = 2**16
@@ -52,7 +53,7 @@ class GradientSketch:
         self._hosts = hosts
         moved = [_moved(model, optimizer) for model, optimizer in hosts]
         self.parameters = [[parameter for _, parameter in own] for own in moved]
-        self._every = [_every(optimizer) for _, optimizer in hosts]
+        self._every = [parameters_of(optimizer) for _, optimizer in hosts]
         self.flags = self._trained(0)
         groups = [group for group, _ in moved[0]]
         own = self.parameters[0]
@@ -75,7 +76,7 @@ class GradientSketch:
         cls, hosts: Sequence[tuple[nn.Module, Optimizer]], size: int, flags: Sequence[bool]
     ) -> GradientSketch:
         """That of another time, at which by these flags other parameters were trained; no parameter stays changed."""
-        every = [_every(optimizer) for _, optimizer in hosts]
+        every = [parameters_of(optimizer) for _, optimizer in hosts]
         before = [[parameter.requires_grad for parameter in own] for own in every]
         try:
             for own in every:
@@ -171,10 +172,6 @@ class GradientSketch:
 def _freeze(parameters: Sequence[nn.Parameter], flags: Sequence[bool]) -> None:
     for parameter, trained in zip(parameters, flags, strict=True):
         parameter.requires_grad_(trained)
-
-
-def _every(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _moved(model: nn.Module, optimizer: Optimizer) -> list[tuple[int, nn.Parameter]]:

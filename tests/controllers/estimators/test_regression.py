@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hdet.controllers.estimators import regression
+from hdet.contrib import Marginal
+from hdet.controllers.estimators import Comparison, LeastSquares, regression
 from hdet.controllers.estimators.regression import regress
 
 Array = NDArray[np.float64]
@@ -94,6 +95,29 @@ def test_the_t_of_a_placebo_is_a_t(batches: int, slopes: float, replicas: float,
     claimed = math.sqrt(freedom / (freedom - 2))
     assert t.std() == pytest.approx(claimed, rel=0.1)
     assert abs(t.mean()) < 0.12
+
+
+@pytest.mark.parametrize(("batches", "replica_noise"), [(1, False), (4, True)])
+def test_an_error_of_residuals_tells_its_degrees_of_freedom(batches: int, replica_noise: bool) -> None:
+    """So that a gate is passed as often by N = 4 replicas as by many: 5 %, where t alone passes it in 18 and 10 %."""
+    draw, gate = np.random.default_rng(0), 1.96
+    for n, estimator in ((4, LeastSquares(replica_noise=replica_noise)), (8, Marginal(replica_noise=replica_noise))):
+        x = np.resize([-0.5, 0.5], (n, 1))
+        passed = []
+        for _ in range(2000):
+            losses = draw.normal(0, 1, (n, 1)) + 0.01 * draw.normal(0, 1, (n, batches))
+            comparison = Comparison(levels=x, losses=losses, shifts=np.zeros(1), valid=np.ones(n))
+            (told,), _ = estimator.estimate(estimator.start(1), comparison)
+            assert told.freedom == n - 2
+            passed.append(abs(told.slope / told.normal_stderr) > gate)
+        assert np.mean(passed) == pytest.approx(0.05, abs=0.015)
+
+
+def test_of_sub_batches_the_slopes_tell_it() -> None:
+    x, losses = np.array([[-0.5], [0.5], [-0.5], [0.5]]), np.random.default_rng(0).normal(size=(4, 3))
+    comparison = Comparison(levels=x, losses=losses, shifts=np.zeros(1), valid=np.ones(4))
+    (told,), _ = LeastSquares().estimate(LeastSquares().start(1), comparison)
+    assert (len(told.slopes), told.freedom) == (3, None)
 
 
 def test_sub_batches_alone_would_trust_a_lucky_replica() -> None:

@@ -330,6 +330,20 @@ def test_a_state_is_a_copy(kind: type[Record], assert_same: Any) -> None:
     assert_same(state, kept)
 
 
+def test_a_block_of_which_a_part_was_let_go_is_left_out() -> None:
+    """As where a layer is thawed in it: the rest of it does not cancel the mean gradient."""
+    record = traces(2, knobs=1, block_steps=2, horizon=10**6)
+    for step in range(16):
+        if step == 7:
+            record.renew()
+        signs = np.full((2, 1), 1.0 if step % 2 == 0 else -1.0)  # alike, as are the gradients: a block comes to nothing
+        for replica in record.replicas.local:
+            record.add(replica, torch.ones(SIZE), signs, WIDTHS[:1])
+        record.end_step(step, signs, last=False)
+    assert record.traces is not None
+    assert float(record.traces.abs().max()) < 1e-3
+
+
 def test_traces_outlive_the_window() -> None:
     gradients = course(32)
     whole, first, second = traces(), traces(), traces()
