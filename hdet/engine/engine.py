@@ -26,7 +26,6 @@ from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
 from hdet.hparams.learned import Shifts
 from hdet.merging import Merge
-from hdet.record import ByKnob
 from hdet.replicas import Replica, Replicas
 from hdet.replicas.random_numbers import CommonNumbers
 from hdet.signals import Objective, Signal
@@ -179,9 +178,9 @@ class Engine:
         return [optimizer for _, optimizer in self.cycle.home.hosts]
 
     @property
-    def bases(self) -> ByKnob[float]:
+    def bases(self) -> dict[str, float]:
         """Each knob's base at the coming step: its schedule's value there, moved by what was learned."""
-        return ByKnob({knob.name: knob.base(self.step_count) for knob in self.knobs})
+        return {knob.name: knob.base(self.step_count) for knob in self.knobs}
 
     @property
     def learned(self) -> Shifts:

@@ -300,10 +300,10 @@ class BoundKnob:
         """Whether the schedule comes to lie higher from one step to another, or stands on a stair of a rise.
 
         A warm-up that is stepped once an epoch is level within it: so where both steps are level, of a schedule whose
-        course is known, the next other value decides.
+        course is known, the next other value decides. One that nothing moves, as a rate of 0, is no stair.
         """
         before, after = self.schedule(start), self.schedule(stop)
-        if before != after or self.schedule.total_steps is None or after >= self.peak:
+        if before != after or self.schedule.total_steps is None or after >= self.peak or not self._movable(after):
             return after > before
         value, first, last, rises = self._stair
         if value != after or not first <= stop < last:

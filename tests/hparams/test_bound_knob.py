@@ -259,6 +259,7 @@ def test_a_schedule_warms_up_on_the_stairs_of_its_rise() -> None:
     assert shown == rising
     assert [bound(schedule=Replay(course)).rises(step, step) for step in range(len(course))] == rising
     assert bound(schedule=FromCallable(f"{__name__}:stairs", total_steps=100)).rises(2, 3)
+    assert not bound(schedule=Replay([0.0, 0.0, 0.1])).rises(0, 1), "it sleeps"
     assert not bound(schedule=FromCallable(f"{__name__}:stairs")).rises(2, 3), "nobody knows its course"
 
 

@@ -80,13 +80,6 @@ def test_a_group_that_is_added_within_a_step_is_told_of_after_it() -> None:
     assert [len(group["params"]) for group in optimizer.param_groups] == [4, 1]
 
 
-def test_the_rate_in_the_middle_is_the_bases_learning_rate() -> None:
-    search = attach(*build())
-    rates = [base for name, base in search.engine.bases.items() if name.startswith("learning_rate[")]
-    assert len(rates) > 1
-    assert search.engine.bases["learning_rate"] == sorted(rates)[len(rates) // 2]
-
-
 def test_a_search_that_cannot_be_leaves_the_groups_whole() -> None:
     model, optimizer = build()
     with pytest.raises(ConfigError, match="exclude names 'nothing'"):
