@@ -42,6 +42,6 @@ class Marginal(Estimator):
                 fit = regress(levels[:, k : k + 1], losses, replica_noise=self.replica_noise)
                 slope, stderr = float(fit.coefficients[0]), float(fit.stderr[0])
                 usable = np.isfinite(slope) and not np.isnan(stderr)
-                told = Estimate(slope=slope, stderr=stderr, slopes=fit.slopes(0), freedom=fit.freedom)
+                told = Estimate(slope=slope, stderr=stderr, slopes=fit.slopes(0), freedom=fit.freedom(0))
                 estimates.append(told if usable else Estimate.nothing())
         return estimates, state

@@ -80,7 +80,7 @@ class BoundKnob:
         self._still.setflags(write=False)
         self.spread(self._still, 0.0)
         self._written: list[float | None] = [None] * len(self.bindings)
-        self._stair = (math.nan, 0, 0, False)  # the value on it, from where to where, and whether the next lies higher
+        self._fell = False  # whether its schedule has been seen to fall, of one whose course is known
         total = self.schedule.total_steps
         course = sampled(self.schedule)
         self.peak = self.schedule.nominal_peak()
@@ -297,21 +297,15 @@ class BoundKnob:
         return not any(self._movable(self.bend.of(self.schedule(step))) for step in range(start, stop)) and start < stop
 
     def rises(self, start: int, stop: int) -> bool:
-        """Whether the schedule comes to lie higher from one step to another, or stands on a stair of a rise.
+        """Whether the schedule comes to lie higher from one step to another, or stands on a stair of its warm-up.
 
-        A warm-up that is stepped once an epoch is level within it: so where both steps are level, of a schedule whose
-        course is known, the next other value decides. One that nothing moves, as a rate of 0, is no stair.
+        A warm-up that is stepped once an epoch is level within it: so a schedule whose course is known is on its way up
+        as long as it has never fallen and lies below its peak. One that nothing moves, as a rate of 0, is no stair.
         """
         before, after = self.schedule(start), self.schedule(stop)
-        if before != after or self.schedule.total_steps is None or after >= self.peak or not self._movable(after):
+        if before != after or self.schedule.total_steps is None or self._fell:
             return after > before
-        value, first, last, rises = self._stair
-        if value != after or not first <= stop < last:
-            ahead = range(stop + 1, self.schedule.total_steps)
-            last = next((step for step in ahead if self.schedule(step) != after), self.schedule.total_steps)
-            rises = self.schedule(last) > after
-            self._stair = (after, stop, last, rises)
-        return rises
+        return after < self.peak and self._movable(after)
 
     def _movable(self, value: float) -> bool:
         return any(self.spec.space.apply(value, shift) != value for shift in (0.1, -0.1))
@@ -320,7 +314,10 @@ class BoundKnob:
         step = run.step
         now, following = (self.bend.of(self.schedule(at)) for at in (max(step - 1, 0), step))
         if self.schedule.total_steps is None:
-            self.peak = max(self.peak, now, following)
+            self.peak = max(self.peak, now)  # what follows is a guess
+        elif not self._fell:
+            opened = self.bend.of(self.schedule(max(step - run.length, 0)))
+            self._fell = following < max(opened, now)
         base = self.base(max(step - 1, 0))
         return replace(
             run,
@@ -385,7 +382,7 @@ class BoundKnob:
     def state_dict(self) -> dict[str, Any]:
         """Shift, controller state and a base that was read, as plain numbers; levels follow from seed and window."""
         state, bend = to_plain(self.state), to_plain(self.bend)
-        plain = {"shift": self.shift, "bend": bend, "peak": self.peak, "controller": state}
+        plain = {"shift": self.shift, "bend": bend, "peak": self.peak, "fell": self._fell, "controller": state}
         return plain if self._counted == self.shift else {**plain, "counted": self._counted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -402,6 +399,7 @@ class BoundKnob:
             )
         self.shift = shift
         self.bend = from_plain(Bend(), state["bend"]) if "bend" in state else Bend()
+        self._fell = bool(state.get("fell", False))
         counted = state.get("counted")
         self._counted = shift if counted is None else float(counted)
         if self.schedule.total_steps is None:

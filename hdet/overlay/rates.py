@@ -124,7 +124,7 @@ class Rates:
     def forget_before(self, step: int) -> None:
         """A window has opened at a step."""
         for course in self.courses.values():
-            course.forget_before(step - 1)
+            course.forget_before(step - 2)  # the two before it tell what the step was expected to be
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -81,6 +82,8 @@ class ReplayLR(LRScheduler):
         rates: Patterns | None = None,
         total_steps: int | None = None,
     ) -> None:
+        if isinstance(history, (str, os.PathLike)):
+            raise ConfigError(f"history is a search's windows; give hdet.History({os.fspath(history)!r})")
         homeless = [knob.label for knob in knobs if model is None and knob.acts_on == "forward"]
         if homeless:
             raise ConfigError(f"{', '.join(homeless)}: such knobs live in the model; give model= too")

@@ -388,8 +388,8 @@ def _adapted(choices: Sequence[Choice], knobs: Sequence[Knob], exclude: Sequence
         if name in own:
             adapted.append(Choice(choice.subject, own.pop(name), "as you declared it"))
         elif {name, _kind(name)} & set(exclude):
-            driven = "; no schedule of hdet's drives it" if isinstance(choice.knob, LearningRate) else ""
-            adapted.append(Choice(choice.subject, None, f"excluded{driven}"))
+            as_written = "; it stays what you or your scheduler write" if isinstance(choice.knob, LearningRate) else ""
+            adapted.append(Choice(choice.subject, None, f"excluded{as_written}"))
         elif _kind(name) not in taken:
             adapted.append(choice)
     return [*adapted, *(Choice(name.replace("_", " "), knob, "as you declared it") for name, knob in own.items())]

@@ -20,6 +20,8 @@ def advised(verdict: Verdict) -> tuple[float | None, str]:
     (0.0045, 'learned; it was set to 0.001')
     >>> advised(Verdict("learning_rate", 1e-3, 4.5e-3, up, None, 1.0, 3.0, 5, 90, 100))
     (0.0045, 'learned; it was set to 0.001, and windows after the last move ask for less')
+    >>> advised(Verdict("learning_rate", 1e-3, 5e-4, up, None, 1.0, 0.2, 5, 90, 100))
+    (0.001, 'as it was set; it was entered further down, and went up from there')
     """
     if verdict.start is None or verdict.end is None:
         return None, "not recorded in this history"
@@ -27,6 +29,9 @@ def advised(verdict: Verdict) -> tuple[float | None, str]:
         return verdict.start, "as it was set; nothing moved it"
     if verdict.trust == "by the guard":
         return verdict.start, f"as it was set; {'; '.join(retreat.words for retreat in verdict.retreats)}"
+    if verdict.trust in TRUSTED and verdict.entered_beyond:
+        entered, went = ("down", "up") if verdict.end < verdict.start else ("up", "down")
+        return verdict.start, f"as it was set; it was entered further {entered}, and went {went} from there"
     if verdict.trust in TRUSTED:
         still = f", and windows after the last move ask for {verdict.wanted}" if verdict.wanted else ""
         return verdict.end, f"learned; it was set to {verdict.start:.4g}{still}"

@@ -89,7 +89,8 @@ def evidence(runs: Sequence[ReportedRun], knob: str) -> Chart:
     if beyond and shown > 0:
         chart["layout"]["yaxis"]["range"] = [-shown, shown]
         note = f"{beyond} of {len(ends)} points reach beyond; double-click shows all"
-        corner = {"xref": "paper", "yref": "paper", "x": 1, "y": 1, "xanchor": "right", "yanchor": "bottom"}
+        # On the left: plotly's buttons lie on the right.
+        corner = {"xref": "paper", "yref": "paper", "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom"}
         chart["layout"]["annotations"] = [{**corner, "text": note, "showarrow": False, "font": {"size": 11}}]
     return chart
 
@@ -124,7 +125,7 @@ def printable(text: object) -> str:
 
 def shown(text: str) -> str:
     """Text as plotly shows it letter by letter: it takes a little HTML for markup."""
-    return html.escape(printable(text))
+    return html.escape(printable(text), quote=False)
 
 
 def _course(made: series.DrawnCourse, label: str, colour: str) -> list[dict[str, Any]]:
@@ -196,11 +197,12 @@ def objection(held: series.Move) -> str:
 def _line(
     steps: Sequence[float | None], heights: Sequence[float | None], name: str, colour: str, **style: Any
 ) -> dict[str, Any]:
+    drawn = [None if value is None or not math.isfinite(value) else value for value in heights]
     return {
         "type": "scatter",
-        "mode": "lines",
+        "mode": "markers" if sum(value is not None for value in drawn) == 1 else "lines",
         "x": list(steps),
-        "y": [None if value is None or not math.isfinite(value) else value for value in heights],
+        "y": drawn,
         "name": name,
         "line": {"color": colour, "width": 1.8, **style},
         "hovertemplate": f"step %{{x}}: %{{y:.4g}}<extra>{name}</extra>",

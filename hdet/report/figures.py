@@ -35,7 +35,7 @@ MARKS = {
     AVERAGED: ("o", BLUE, "averaged weights"),
     LAST: ("s", ORANGE, "last weights"),
     AHEAD: ("D", RED, "looking ahead"),
-    ONLY: ("o", BLUE, "the window's evidence"),
+    ONLY: ("P", BLUE, "the window's evidence"),
 }
 
 
@@ -188,10 +188,12 @@ def _single(draw: Callable[[Any], None]) -> Figure:
 
 def _draw_losses(axis: Any, windows: Sequence[WindowRecord]) -> None:
     losses = [record.loss for record in windows]
-    axis.plot([record.stop for record in windows], losses, color=INK, linewidth=1.5, label="training loss")
+    alone = {"marker": "."} if len(windows) == 1 else {}  # a line of one point is none
+    axis.plot([record.stop for record in windows], losses, color=INK, linewidth=1.5, label="training loss", **alone)
     held_out = [(record.stop, level) for record in windows if math.isfinite(level := held_out_loss(record))]
     if held_out:
-        axis.plot(*zip(*held_out, strict=True), color=RED, linewidth=1.2, linestyle="--", label="held-out loss")
+        style = {"color": RED, "linewidth": 1.2, "linestyle": "--", "label": "held-out loss"}
+        axis.plot(*zip(*held_out, strict=True), **style, **alone)
     shown = np.array([*losses, *(level for _, level in held_out)])
     shown = shown[np.isfinite(shown)]
     if len(shown) and shown.min() > 0 and shown.max() > 4 * shown.min():

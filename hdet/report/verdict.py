@@ -138,6 +138,14 @@ class Verdict:
         return "clear" if self.support >= SUPPORTED else "partly clear"
 
     @property
+    def entered_beyond(self) -> bool:
+        """Whether it ended on the other side of what was set than its moves led to, since it was entered there."""
+        if self.start is None or self.end is None or self.retreats:
+            return False
+        led = (self.up.move if self.up else 0.0) - (self.down.move if self.down else 0.0)
+        return led * (self.end - self.start) < 0.0
+
+    @property
     def moved(self) -> str:
         """What moved it, and when."""
         said = [f"{name} in {course.words}" for name, course in (("up", self.up), ("down", self.down)) if course]

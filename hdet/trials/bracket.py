@@ -136,7 +136,7 @@ def minimum(trials: Sequence[Trial], before: Trial) -> Minimum:
     if ordered[0].losses is None:
         raise DivergedError(
             f"all {len(ordered)} trials diverged, at learning rates from {ordered[0].rate:.3g} to "
-            f"{ordered[-1].rate:.3g}; {_way_out(before)}"
+            f"{ordered[-1].rate:.3g}; begin at a lower one, or give more trials"
         )
     best = min(ordered, key=lambda trial: trial.loss)
     if not is_better(best, before):
@@ -164,12 +164,6 @@ def minimum(trials: Sequence[Trial], before: Trial) -> Minimum:
         return Minimum(rate, None, high, "still falling")
     clear = is_better(best, below) and is_better(best, above)
     return Minimum(rate, low, high, "settled" if clear else "flat")
-
-
-def _way_out(before: Trial) -> str:
-    if before.losses is None:
-        return "the held-out loss was not finite before training either: look at the model's weights and the probe"
-    return "begin at a lower one, or give more trials"
 
 
 def _jackknife(three: Sequence[Trial]) -> NDArray[np.float64]:

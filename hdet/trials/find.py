@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.engine.admission import counted, trained
+from hdet.engine.admission import counted, declared, trained
 from hdet.errors import ConfigError, DivergedError, StepError
 from hdet.hparams import LearningRate, Schedule
 from hdet.hparams.binding import given
@@ -80,7 +80,8 @@ def find(
         total_steps: the run's length in optimizer steps.
         steps: of all trials together; by default a tenth of `total_steps`.
         trials: how many, 3 or more.
-        schedule: of the run, of which the shape is kept; by default 30 % warm-up and a straight line to 0.
+        schedule: of the run, of which the shape is kept; by default 30 % warm-up and a straight line to 0. Of one
+            without an end the run's `total_steps` are taken.
         micro_batches: batches whose mean gradient makes a step.
         clip: the largest norm of the gradient; None leaves it as it is.
         seed: of the trials' random numbers.
@@ -91,7 +92,7 @@ def find(
     Raises:
         ConfigError: what was given cannot be; the message names it and the way out.
         StepError: `batches` has none.
-        DivergedError: every trial diverged, so that no rate can be told, or the loss is not finite to begin with.
+        DivergedError: every trial diverged, so that no rate can be told, or a loss is not finite to begin with.
 
     >>> import torch, hdet
     >>> _ = torch.manual_seed(0)
@@ -115,9 +116,12 @@ def find(
             f"{steps} steps in {trials} trials leave fewer than 2 a trial; raise steps (by default a tenth of "
             f"total_steps={total_steps})"
         )
+    declared("schedule", schedule, Schedule, type(None))
+    if clip is not None and not clip > 0.0:
+        raise ConfigError(f"clip is the largest norm of the gradient, above 0, got {clip}; None leaves it as it is")
     length = steps // trials
     start = given(optimizer, _first_group(optimizer), "lr")
-    shape = _shape(schedule, length)
+    shape = _shape(schedule, length, total_steps)
 
     def trial(rate: float) -> Trial:
         copied, other = twin(model, optimizer)
@@ -139,10 +143,22 @@ def find(
     with _left_alone(model):
         with seeded(accelerators(model), f"hdet.find:{seed}"), generators_kept(batches):
             before = Trial(0.0, _judged(probe, *twin(model, optimizer)))
+        if before.losses is None:
+            raise DivergedError(
+                "the held-out loss is not finite before any training, so no rate would help; look at the probe's "
+                "batches, the model's weights and the loss"
+            )
         done = [trial(start)]
         while len(done) < trials:
             done.append(trial(next_rate(done, before, RATE_FACTOR)))
-    return RateEstimate(start, length, total_steps, before, tuple(done), minimum(done, before))
+    if all(one.losses == before.losses for one in done):
+        raise ConfigError(
+            f"the held-out loss is the same to the last bit before and after every trial, at rates up to "
+            f"{max(one.rate for one in done):.3g}: the probe's loss(model, batch) must use the model that it is given, "
+            f"a copy that a trial trains; else the rates are too small to change a weight"
+        )
+    ratios = tuple(given(optimizer, index, "lr") / start for index in range(len(optimizer.param_groups)))
+    return RateEstimate(start, length, total_steps, before, tuple(done), minimum(done, before), ratios)
 
 
 def _require(model: nn.Module, optimizer: Optimizer, probe: Probe, batches: Batches) -> None:
@@ -194,14 +210,14 @@ def _first_group(optimizer: Optimizer) -> int:
     raise ConfigError("every parameter group has a learning rate of 0, which no factor moves; set one above 0")
 
 
-def _shape(schedule: Schedule | None, length: int) -> list[float]:
-    """The schedule of a trial, as a share of its peak."""
+def _shape(schedule: Schedule | None, length: int, total_steps: int) -> list[float]:
+    """The schedule of a trial, as a share of its peak; one without an end is taken over the run's steps."""
     if schedule is None:
         schedule = LinearDecay(peak=1.0, total_steps=length, warmup=WARMUP)
-    peak = schedule.nominal_peak()
+    total = schedule.total_steps or total_steps
+    peak = max(schedule(step) for step in range(total)) if schedule.total_steps is None else schedule.nominal_peak()
     if not peak > 0.0:
         raise ConfigError("the schedule is 0 at every step; give one with a peak above 0")
-    total = schedule.total_steps or length
     return [schedule(round(step * (total - 1) / max(1, length - 1))) / peak for step in range(length)]
 
 
@@ -232,6 +248,9 @@ def _step(
     """One optimizer step; returns the loss of its last batch."""
     for _ in range(micro_batches):
         told = loss(model, next(batches))
+        if not isinstance(told, Tensor) or told.numel() != 1:
+            got = f"a tensor of shape {tuple(told.shape)}" if isinstance(told, Tensor) else type(told).__name__
+            raise ConfigError(f"loss(model, batch) gives the batch's mean loss, a tensor of one number; got {got}")
         (told / micro_batches).backward()
     if all(parameter.grad is None for parameter in model.parameters()):
         raise ConfigError(

@@ -37,11 +37,12 @@ class RateEstimate:
     """A learning rate for a run, read off short trials of it.
 
     Attributes:
-        given: the learning rate that the optimizer held.
+        given: the learning rate that the optimizer held, of its first group with one.
         trial_steps: optimizer steps of each trial. total_steps: of the run that the rate is meant for.
         before: the held-out losses of the weights that all trials began with; its rate is 0.
         trials: in the order in which they were run.
         at_trial_length: the best rate for runs as short as a trial.
+        ratios: of each parameter group's rate to that of the first with one, which they keep.
 
     >>> from hdet.trials.bracket import Minimum, Trial
     >>> trials = tuple(Trial(rate, (loss, loss + 0.1)) for rate, loss in ((0.1, 1.5), (0.4, 1.0), (1.6, 1.4)))
@@ -56,6 +57,7 @@ class RateEstimate:
     before: Trial
     trials: tuple[Trial, ...]
     at_trial_length: Minimum
+    ratios: tuple[float, ...] = ()
 
     @property
     def learning_rate(self) -> float:
@@ -92,8 +94,18 @@ class RateEstimate:
     def to_yaml(self) -> str:
         """The lines to put into a config of `hdet run`; with a comment where the trials have not settled them."""
         why = f"trials of {self.trial_steps} steps" if self.verdict == "too short" else self.verdict
-        comment = f"  # not settled: {why}" if self.verdict not in ("settled", "flat") else ""
+        notes = [f"not settled: {why}"] if self.verdict not in ("settled", "flat") else []
+        notes += [self._others] if self._others else []
+        comment = f"  # {'; '.join(notes)}" if notes else ""
         return f"optimizer:\n  lr: {yaml_number(f'{self.learning_rate:.3g}')}{comment}"
+
+    @property
+    def _others(self) -> str:
+        """Which group's rate it is, where there are others."""
+        if len({f"{ratio:.3g}" for ratio in self.ratios}) < 2:
+            return ""
+        every = ", ".join(f"{self.learning_rate * ratio:.3g}" for ratio in self.ratios)
+        return f"of the first group with a rate; the groups in turn: {every}"
 
     def __str__(self) -> str:
         between = f"{_end(self.low)} and {_end(self.high)}"
@@ -102,6 +114,7 @@ class RateEstimate:
             f"{ADVICE[self.verdict]}",
             f"  {len(self.trials)} trials of {self.trial_steps} steps, for a run of {self.total_steps}; the best for "
             f"runs as short as that is {self.at_trial_length.rate:.3g}",
+            *([f"  {self._others}"] if self._others else []),
             f"  {'rate':>10}  held-out loss at the end ({self.before.loss:.4f} at the beginning)",
         ]
         for trial in sorted(self.trials, key=lambda one: one.rate):
@@ -121,9 +134,9 @@ class RateEstimate:
         axis = figure.add_subplot()
         finite = sorted((one.rate, one.loss) for one in self.trials if math.isfinite(one.loss))
         axis.plot(*zip(*finite, strict=True), "o-", color=BLUE, label=f"trials of {self.trial_steps} steps")
-        for one in self.trials:
-            if not math.isfinite(one.loss):
-                axis.axvline(one.rate, color=RED, linestyle=":", label="not finite")
+        lost = [one.rate for one in self.trials if not math.isfinite(one.loss)]
+        for number, rate in enumerate(lost):
+            axis.axvline(rate, color=GREY, linestyle=":", label="" if number else "not finite")
         axis.axhline(self.before.loss, color=GREY, linewidth=1, linestyle="--", label="before training")
         axis.axvline(self.learning_rate, color=RED, label=f"found: {self.learning_rate:.3g}")
         axis.axvspan(self.low or finite[0][0], self.high or finite[-1][0], color=RED, alpha=0.1)

@@ -343,7 +343,7 @@ def test_past_the_preview_two_lines_are_read_at_the_base() -> None:
     ("schedule", "preview"),
     [
         (WARM, 0.0),
-        (Replay([0.02] * 20 + [0.01] * 20 + [1.0] * 60), 0.25),  # on a stair that it goes down from
+        (Replay([0.02] * 50 + [0.01] * 50), 0.25),  # at its peak
         (Replay([1.0 - 0.009 * t for t in range(100)][::1]), 0.25),  # falling
     ],
 )

@@ -257,9 +257,22 @@ def test_a_schedule_warms_up_on_the_stairs_of_its_rise() -> None:
         wish(knob, 0.0, step=step)
         shown.append(Shown.context.warming)
     assert shown == rising
-    assert [bound(schedule=Replay(course)).rises(step, step) for step in range(len(course))] == rising
     assert bound(schedule=FromCallable(f"{__name__}:stairs", total_steps=100)).rises(2, 3)
     assert not bound(schedule=Replay([0.0, 0.0, 0.1])).rises(0, 1), "it sleeps"
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_trough_between_two_cycles_is_no_stair_of_a_warm_up(resumed: bool) -> None:
+    course = [0.2] * 4 + [0.1] * 4 + [0.4] * 4
+    knob = bound(schedule=Replay(course))
+    shown = []
+    for step in (2, 4, 6, 8, 10):
+        knob.judge(Estimate.nothing(), Context(step=step, length=2, total_steps=12))
+        shown.append(Shown.context.warming)
+        if resumed:
+            state, knob = knob.state_dict(), bound(schedule=Replay(course))
+            knob.load_state_dict(state)
+    assert shown == [True, False, False, True, False]
     assert not bound(schedule=FromCallable(f"{__name__}:stairs")).rises(2, 3), "nobody knows its course"
 
 
@@ -267,7 +280,7 @@ def test_its_state_is_plain_and_restores_it() -> None:
     knob, again = bound(), bound()
     wish(knob, np.float64(0.25))  # a controller may well return NumPy's
     state = knob.state_dict()
-    assert {type(value) for value in state.values()} == {float, dict}
+    assert {type(value) for value in state.values()} == {float, bool, dict}
     again.write(0, 0.1)
     again.load_state_dict(state)
     assert again.shift == 0.25
@@ -282,10 +295,10 @@ def test_the_peak_of_an_endless_schedule_is_the_largest_so_far() -> None:
     knob = bound(schedule=FromCallable("math:log1p"), bounds=(0.0, 10.0))
     assert knob.peak == 0.0
     wish(knob, 0.0, step=5)
-    assert knob.peak == math.log1p(5)
+    assert knob.peak == math.log1p(4), "what comes next may be a guess"
     again = bound(schedule=FromCallable("math:log1p"), bounds=(0.0, 10.0))
     again.load_state_dict(knob.state_dict())
-    assert again.peak == math.log1p(5)
+    assert again.peak == math.log1p(4)
 
 
 def test_a_bases_bounds_are_checked_over_the_whole_schedule() -> None:

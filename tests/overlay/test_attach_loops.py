@@ -419,6 +419,23 @@ def test_a_scheduler_that_is_stepped_every_epoch_is_followed() -> None:
     assert knob.schedule(STEPS - 1) == pytest.approx(3e-3 * 0.5**3)
 
 
+@pytest.mark.parametrize("jump", [13, 14, 15])
+def test_a_rate_written_in_a_windows_last_step_is_the_next_steps_too(jump: int) -> None:
+    """Held still, a rate that is only followed is what the loop wrote, in every step; windows have five."""
+    in_force: list[float] = []
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer, schedule=None, knobs=HELD, total_steps=None)
+    optimizer.register_step_pre_hook(lambda own, *_: in_force.append(float(own.param_groups[0]["lr"])))
+    for step in range(20):
+        if step == jump:
+            optimizer.param_groups[0]["lr"] *= 10
+        told(search, loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert in_force == pytest.approx([3e-3] * jump + [3e-2] * (20 - jump), rel=1e-12)
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_a_warm_up_that_is_stepped_every_epoch_is_seen_within_an_epoch(known: bool) -> None:
     """What comes is looked ahead at where it is known; where it is not, what was raised before is taken back."""

@@ -154,6 +154,11 @@ def test_a_model_is_asked_for_where_a_knob_lives_in_it() -> None:
         hdet.ReplayLR(optimizer_of(network()), records(), [hdet.Dropout()])
 
 
+def test_a_path_in_place_of_a_history_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"give hdet\.History\('runs/history\.jsonl'\)"):
+        hdet.ReplayLR(optimizer_of(network()), Path("runs/history.jsonl"))  # type: ignore[arg-type]
+
+
 def test_a_length_of_no_steps_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1; got 0"):
         hdet.schedules.Replay.of(records(), "rate", 0)

@@ -502,14 +502,14 @@ def test_what_is_left_out_is_there_and_not_declared_too() -> None:
         hdet.recommended(model, adamw(model), knobs=[hdet.Dropout()], exclude=["dropout"], **options)
 
 
-def test_a_rate_that_is_left_out_is_told_to_have_no_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rate_that_is_left_out_is_told_to_stay_what_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     model = network()
     optimizer = torch.optim.AdamW([{"params": layer.parameters(), "lr": 1e-2} for layer in (model[0], model[-1])])
     names = {"below": "0.*", "head": f"{len(model) - 1}.*"}
     left_out = ["learning_rate[head]", "dropout"]
     hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, rates=names, exclude=left_out)
     told = capsys.readouterr().out
-    assert "learning rate of group head: excluded; no schedule of hdet's drives it" in told
+    assert "learning rate of group head: excluded; it stays what you or your scheduler write" in told
     assert told.count("excluded") == 2
 
 

@@ -68,6 +68,13 @@ def test_training_and_held_out_loss_are_drawn_and_a_failed_replica_is_left_out()
     assert held_out == pytest.approx([3.5, 3.3, 3.1, 2.9, 2.7, 2.5])
 
 
+def test_the_losses_of_one_window_are_points() -> None:
+    """A line of one point would not be seen."""
+    axis = overview(history(windows=1)).axes[0]
+    assert [line.get_marker() for line in axis.lines] == [".", "."]
+    assert {line.get_marker() for line in overview(history()).axes[0].lines} == {"None"}
+
+
 def test_learned_value_and_schedule_are_told_apart() -> None:
     [axis] = course(history(), "knob_0").axes
     [stairs] = [patch for patch in axis.patches if hasattr(patch, "get_data")]

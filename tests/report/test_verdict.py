@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,16 @@ def test_a_move_that_the_guard_made_counts_neither_for_nor_against() -> None:
         "every replica had become non-finite (restored)"
     )
     assert advised(told)[0] == told.end
+
+
+def test_a_rate_that_was_entered_low_and_only_raised_is_not_advised_low() -> None:
+    """Its moves are clear, and they led up; it ends below what was set since it was entered there."""
+    entered = {"rate": {"start": 1.0, "opened": 0.25, "closed": 0.41}}
+    told = verdict(replace(record(0, -5.0, 0.5), learned=entered))
+    assert (told.trust, told.start, told.end) == ("clear", 1.0, 0.41)
+    assert advised(told) == (1.0, "as it was set; it was entered further down, and went up from there")
+    lowered = replace(record(0, 5.0, -0.5), learned={"rate": {"start": 1.0, "opened": 0.25, "closed": 0.15}})
+    assert advised(verdict(lowered))[0] == 0.15
 
 
 def test_where_the_guard_alone_moved_a_knob_its_value_is_not_recommended() -> None:

@@ -114,14 +114,12 @@ def test_trials_that_learned_nothing_say_so() -> None:
     assert minimum(trials, BEFORE) == Minimum(0.1, None, None, "no clear sign")
 
 
-@pytest.mark.parametrize(
-    ("before", "said"),
-    [((1.0, 1.1), "begin at a lower one, or give more trials"), (None, "look at the model's weights")],
-)
-def test_of_trials_that_all_diverged_there_is_no_minimum(before: tuple[float, ...] | None, said: str) -> None:
+def test_of_trials_that_all_diverged_there_is_no_minimum() -> None:
     trials = [Trial(rate, None) for rate in (4.0, 1.0, 0.25)]
-    with pytest.raises(DivergedError, match=rf"all 3 trials diverged, at learning rates from 0\.25 to 4; .*{said}"):
-        minimum(trials, Trial(0.0, before))
+    with pytest.raises(
+        DivergedError, match=r"all 3 trials diverged, at learning rates from 0\.25 to 4; begin at a lower"
+    ):
+        minimum(trials, Trial(0.0, (1.0, 1.1)))
 
 
 def test_a_finite_trial_is_better_than_one_that_diverged() -> None:

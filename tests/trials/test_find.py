@@ -180,6 +180,16 @@ def test_a_trial_is_the_run_compressed() -> None:
     assert trials[0] == Trial(0.01, tuple(PROBE.measure(model, 0).tolist()))
 
 
+def test_a_schedule_without_an_end_is_taken_over_the_run() -> None:
+    """A warm-up of 300 of 1000 steps is one of three in ten of a trial; its peak is what a trial's rate is of."""
+    endless = hdet.schedules.LinearWarmup(hdet.schedules.Constant(5.0), 300)
+    known = hdet.schedules.Replay([endless(step) for step in range(1000)])
+    assert (
+        found(0.01, schedule=endless, steps=30, trials=3).trials
+        == found(0.01, schedule=known, steps=30, trials=3).trials
+    )
+
+
 def test_too_large_rates_end_early_and_are_no_answer() -> None:
     model = nn.Linear(20, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e3)
@@ -234,6 +244,12 @@ def test_the_answer_in_words_yaml_and_a_picture() -> None:
         ({"batches": 3}, "batches is an iterable or a function"),
         ({"batches": lambda: iter(TRAIN)}, "as a function, takes a number"),
         ({"schedule": hdet.schedules.Constant(0.0)}, "the schedule is 0 at every step"),
+        ({"schedule": lambda step: 1e-3}, "schedule must be of type Schedule or None"),
+        ({"clip": 0}, "clip is the largest norm of the gradient, above 0, got 0"),
+        ({"clip": math.nan}, "clip is the largest norm of the gradient, above 0, got nan"),
+        ({"loss": lambda model, batch: model(batch[0])}, r"a tensor of one number; got a tensor of shape \(32, 10\)"),
+        ({"loss": lambda model, batch: 1.0}, "a tensor of one number; got float"),
+        ({"probe": hdet.Probe(lambda _, batch: batch[0].mean(), PROBE.batches)}, "the same to the last bit before and"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, object], said: str) -> None:
@@ -244,6 +260,12 @@ def test_what_cannot_be_is_refused(given: dict[str, object], said: str) -> None:
 def test_a_loss_that_is_not_finite_to_begin_with_is_no_matter_of_rates() -> None:
     with pytest.raises(DivergedError, match="the training loss is not finite in a trial's first step"):
         found(loss=lambda model, batch: loss(model, batch) * float("nan"))
+
+
+def test_a_probe_that_is_not_finite_is_told_before_anything_trains() -> None:
+    spoilt = [(PROBE.batches[0][0] * math.nan, PROBE.batches[0][1]), *PROBE.batches[1:]]
+    with pytest.raises(DivergedError, match="the held-out loss is not finite before any training"):
+        found(probe=hdet.Probe(loss, spoilt), loss=lambda model, batch: pytest.fail("a trial was made"))
 
 
 def test_a_loss_of_another_model_is_refused() -> None:
@@ -312,6 +334,15 @@ def test_a_group_at_rate_0_stays_there() -> None:
     optimizer.param_groups[1]["lr"] = 0.0
     with pytest.raises(ConfigError, match="learning rate of 0"):
         hdet.find(model, optimizer, loss=loss, batches=TRAIN, probe=PROBE, total_steps=500)
+
+
+def test_of_several_groups_it_is_said_whose_rate_it_is() -> None:
+    estimate = found(0.01)
+    assert estimate.ratios == (1.0, 0.5)
+    first, second = f"{estimate.learning_rate:.3g}", f"{estimate.learning_rate / 2:.3g}"
+    told = f"of the first group with a rate; the groups in turn: {first}, {second}"
+    assert told in str(estimate)
+    assert estimate.to_yaml().endswith(told)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class LeastSquares(Estimator):
                 at = comparison.knobs + curved.index(k)
                 curvature, curvature_stderr = float(fit.coefficients[at]), float(fit.stderr[at])
             estimates.append(
-                Estimate(slope, curvature, stderr, curvature_stderr, slopes=fit.slopes(k), freedom=fit.freedom)
+                Estimate(slope, curvature, stderr, curvature_stderr, slopes=fit.slopes(k), freedom=fit.freedom(k))
             )
         return estimates, state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,18 +45,23 @@ class Fit:
 
     Attributes:
         by_sub_batch: [P, J] coefficients of each sub-batch; J is 0 where their scatter is not the whole error.
-        freedom: of the standard errors, where the scatter of residuals is in them; None where it is not, or is unknown.
+        freedoms: [P] the degrees of freedom of the standard errors; inf or NaN where nobody knows.
     """
 
     coefficients: FloatArray
     stderr: FloatArray
     identified: NDArray[np.bool_]
     by_sub_batch: FloatArray
-    freedom: int | None = None
+    freedoms: FloatArray
 
     def slopes(self, k: int) -> tuple[float, ...]:
         """What `Estimate.slopes` is told of coefficient k."""
         return tuple(self.by_sub_batch[k].tolist())
+
+    def freedom(self, k: int) -> float | None:
+        """What `Estimate.freedom` is told of coefficient k: None where the slopes tell it, or nobody does."""
+        found = float(self.freedoms[k])
+        return found if math.isfinite(found) and not self.by_sub_batch.size else None
 
 
 def varies(columns: FloatArray) -> NDArray[np.bool_]:
@@ -88,7 +94,7 @@ def regress(columns: FloatArray, losses: FloatArray, *, replica_noise: bool = Fa
     - J > 1: `var_j(beta_j) / J`. Sub-batches are paired over replicas, so what they disagree about is the
       error of the comparison; residuals would not do, for replicas that share gradients lie on a line and
       leave none. With `replica_noise` the scatter of replicas about the fit is added, less the part of it
-      that the sub-batches account for.
+      that the sub-batches account for; the degrees of freedom of the sum are by Welch and Satterthwaite.
     - J = 1: `s^2 (X'X)^+` with `s^2` the residual variance on `n - 1 - rank` degrees of freedom; with
       none left the error is infinite.
 
@@ -96,7 +102,8 @@ def regress(columns: FloatArray, losses: FloatArray, *, replica_noise: bool = Fa
     """
     n, batches = losses.shape
     count = columns.shape[1]
-    nothing = Fit(np.zeros(count), np.full(count, np.inf), np.zeros(count, dtype=np.bool_), np.zeros((count, 0)))
+    unknown = np.full(count, np.inf)
+    nothing = Fit(np.zeros(count), unknown, np.zeros(count, dtype=np.bool_), np.zeros((count, 0)), unknown)
     if n < 2:
         return nothing
     centred, moving = _centred(columns)
@@ -116,9 +123,9 @@ def regress(columns: FloatArray, losses: FloatArray, *, replica_noise: bool = Fa
     solution = solution or _by_decomposition(scaled, scale, contrasts)
     each, residuals = solution.each, solution.residuals
     freedom = n - 1 - solution.rank
-    variance = np.zeros(int(moving.sum()))
+    of_batches, of_replicas = np.zeros(int(moving.sum())), np.zeros(int(moving.sum()))
     if batches > 1:
-        variance += each.var(axis=1, ddof=1) / batches
+        of_batches = each.var(axis=1, ddof=1) / batches
     if batches == 1 or replica_noise:
         common = residuals.mean(axis=1)
         excess = np.inf
@@ -127,7 +134,8 @@ def regress(columns: FloatArray, losses: FloatArray, *, replica_noise: bool = Fa
         if batches > 1 and freedom > 0:
             own = ((residuals - common[:, None]) ** 2).sum() / (freedom * (batches - 1))
             excess = max(excess - float(own) / batches, 0.0)
-        variance += excess * solution.variances
+        of_replicas = excess * solution.variances
+    variance = of_batches + of_replicas
 
     identified = np.zeros(count, dtype=np.bool_)
     identified[moving] = solution.identified
@@ -139,8 +147,12 @@ def regress(columns: FloatArray, losses: FloatArray, *, replica_noise: bool = Fa
     by_sub_batch = np.zeros((count, batches if batches > 1 and not replica_noise else 0))
     if by_sub_batch.size:
         by_sub_batch[moving] = each
-    of_residuals = freedom if freedom > 0 and not by_sub_batch.size else None
-    return Fit(coefficients, stderr, identified, by_sub_batch, of_residuals)
+    freedoms = np.full(count, np.inf)
+    with np.errstate(all="ignore"):
+        freedoms[moving] = 1.0 / (
+            (of_batches / variance) ** 2 / max(batches - 1, 1) + (of_replicas / variance) ** 2 / max(freedom, 1)
+        )
+    return Fit(coefficients, stderr, identified, by_sub_batch, freedoms)
 
 
 def _by_decomposition(scaled: FloatArray, scale: FloatArray, contrasts: FloatArray) -> _Solution:

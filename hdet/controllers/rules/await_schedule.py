@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pydantic import Field
 
 from hdet.controllers.beginning import Beginning, OfSmallSteps
-from hdet.controllers.controller import Context
+from hdet.controllers.controller import ROUNDING, Context
 from hdet.controllers.estimate import Estimate
 from hdet.controllers.part import Rule
 from hdet.spec import register
@@ -40,7 +40,8 @@ class AwaitSchedule(OfSmallSteps, Rule):
     pretrained one it says nothing: there the first windows call for no more than later ones can bear.
 
     Where nobody knew that the schedule would rise, as in a warm-up that is stepped once an epoch and only followed,
-    what was proved was proved of that rate. So all that it then rises by is taken back, whatever the weights call for.
+    what was proved was proved of that rate. So what it then rises by, above all it has stood at, is taken back in the
+    next window that is judged, whatever the weights call for.
 
     Args:
         significance: t at the last weights from which they are believed.
@@ -77,7 +78,7 @@ class AwaitSchedule(OfSmallSteps, Rule):
         return replace(state, owed=max(0.0, state.owed + min(0.0, move)))
 
     def propose(self, state: AwaitScheduleState, estimate: Estimate, context: Context) -> float | None:
-        if state.owed > 0.0:
+        if state.owed > ROUNDING:
             return -state.owed
         if state.fell or state.pretrained or not 0.0 < context.shift <= self.within or estimate.t <= self.significance:
             return None

@@ -97,20 +97,32 @@ def test_the_t_of_a_placebo_is_a_t(batches: int, slopes: float, replicas: float,
     assert abs(t.mean()) < 0.12
 
 
-@pytest.mark.parametrize(("batches", "replica_noise"), [(1, False), (4, True)])
-def test_an_error_of_residuals_tells_its_degrees_of_freedom(batches: int, replica_noise: bool) -> None:
-    """So that a gate is passed as often by N = 4 replicas as by many: 5 %, where t alone passes it in 18 and 10 %."""
+@pytest.mark.parametrize(
+    ("n", "batches", "replicas", "each", "passes"),
+    [
+        (4, 1, 1.0, 0.0, 0.05),  # residuals alone, N - K - 1 = 2 degrees of freedom: t alone passes in 18 %
+        (8, 4, 1.0, 0.01, 0.05),  # replicas that are merely lucky
+        (4, 8, 0.3, 1.0, 0.06),  # both
+        (8, 8, 0.0, 1.0, 0.05),  # sub-batches alone
+    ],
+)
+def test_an_error_tells_its_degrees_of_freedom(
+    n: int, batches: int, replicas: float, each: float, passes: float
+) -> None:
+    """So that a gate is passed about as often by few as by many."""
     draw, gate = np.random.default_rng(0), 1.96
-    for n, estimator in ((4, LeastSquares(replica_noise=replica_noise)), (8, Marginal(replica_noise=replica_noise))):
-        x = np.resize([-0.5, 0.5], (n, 1))
-        passed = []
+    noisy = batches > 1
+    for estimator in (LeastSquares(replica_noise=noisy), Marginal(replica_noise=noisy)):
+        passed, passed_by_t = [], []
         for _ in range(2000):
-            losses = draw.normal(0, 1, (n, 1)) + 0.01 * draw.normal(0, 1, (n, batches))
-            comparison = Comparison(levels=x, losses=losses, shifts=np.zeros(1), valid=np.ones(n))
+            losses = replicas * draw.normal(0, 1, (n, 1)) + each * draw.normal(0, 1, (n, batches))
+            levels = np.resize([-0.5, 0.5], (n, 1))
+            comparison = Comparison(levels=levels, losses=losses, shifts=np.zeros(1), valid=np.ones(n))
             (told,), _ = estimator.estimate(estimator.start(1), comparison)
-            assert told.freedom == n - 2
             passed.append(abs(told.slope / told.normal_stderr) > gate)
-        assert np.mean(passed) == pytest.approx(0.05, abs=0.015)
+            passed_by_t.append(abs(told.t) > gate)
+        assert np.mean(passed) == pytest.approx(passes, abs=0.025)
+        assert np.mean(passed_by_t) > np.mean(passed) + 0.03
 
 
 def test_of_sub_batches_the_slopes_tell_it() -> None:
