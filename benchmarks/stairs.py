@@ -6,8 +6,8 @@
 A perceptron learns what a smaller one says with noise, 20 epochs, by torchvision's reference schedule: five epochs from
 a hundredth of the peak (`LinearLR`), then a cosine. Held-out loss at the end without hdet; with it where the scheduler
 is stepped in each step, once an epoch (`scheduler_every=`), and where nobody tells hdet of it (`schedule=None`); in
-brackets the highest peak that a window left any matrix, over the one that was set. The loss is not told, so that no
-guard goes back.
+brackets the highest peak that a window left any matrix, over the one that was set (where hdet was not told, the highest
+rate so far takes the place of the peak). The loss is not told, so that no guard goes back.
 """
 
 from __future__ import annotations
