@@ -137,6 +137,9 @@ class RateEstimate:
         lost = [one.rate for one in self.trials if not math.isfinite(one.loss)]
         for number, rate in enumerate(lost):
             axis.axvline(rate, color=GREY, linestyle=":", label="" if number else "not finite")
+        heights = [self.before.loss, *(loss for _, loss in finite if loss <= self.before.loss)]
+        if any(loss > self.before.loss + abs(self.before.loss) for _, loss in finite) and max(heights) > min(heights):
+            axis.set_ylim(top=max(heights) + 0.5 * (max(heights) - min(heights)))  # one that diverged hides no other
         axis.axhline(self.before.loss, color=GREY, linewidth=1, linestyle="--", label="before training")
         axis.axvline(self.learning_rate, color=RED, label=f"found: {self.learning_rate:.3g}")
         axis.axvspan(self.low or finite[0][0], self.high or finite[-1][0], color=RED, alpha=0.1)

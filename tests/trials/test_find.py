@@ -4,6 +4,7 @@ import copy
 import math
 import random
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -229,6 +230,8 @@ def test_the_answer_in_words_yaml_and_a_picture() -> None:
     assert yaml.safe_load(told.to_yaml()) == {"optimizer": {"lr": 3e-6}}
     pytest.importorskip("matplotlib")
     assert told.plot().axes[0].get_xscale() == "log"
+    diverged = replace(told, trials=(*trials, Trial(1e2, (1e6, 1e6))))
+    assert diverged.plot().axes[0].get_ylim()[1] == pytest.approx(2.1 + 0.5 * (2.1 - 1.1))
 
 
 @pytest.mark.parametrize(
