@@ -514,7 +514,7 @@ def test_a_schedule_without_end_may_start_at_zero(problem: Any) -> None:
     for _ in range(6):
         engine.step([1.0, 1.0])
     assert engine.bases["learning_rate"] == pytest.approx(np.log1p(6) * np.exp(0.4))
-    assert engine.knobs[0].peak == pytest.approx(np.log1p(6))
+    assert engine.knobs[0].peak == pytest.approx(np.log1p(5)), "the highest so far; what comes next may be a guess"
 
 
 @hdet.spec.register
