@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -378,7 +378,7 @@ def _adapted(choices: Sequence[Choice], knobs: Sequence[Knob], exclude: Sequence
     own = {knob.label: knob for knob in knobs}
     for name in exclude:
         if name not in known | {_kind(one) for one in known}:
-            raise ConfigError(f"exclude names {name!r}, which the recipe does not explore; it has {_told(known)}")
+            raise ConfigError(f"exclude names {name!r}, which the recipe does not explore; it has {_by_kind(known)}")
         if name in own:
             raise ConfigError(f"{name!r} is both in knobs= and in exclude=; leave one of them out")
     taken = {_kind(name) for name in own if name not in known}
@@ -395,11 +395,11 @@ def _adapted(choices: Sequence[Choice], knobs: Sequence[Knob], exclude: Sequence
     return [*adapted, *(Choice(name.replace("_", " "), knob, "as you declared it") for name, knob in own.items())]
 
 
-def _told(names: Collection[str]) -> str:
+def _by_kind(names: Iterable[str]) -> str:
     """Names of knobs by kind; of several of a kind, which may be many, one as an example."""
-    kinds = {_kind(name): [one for one in sorted(names) if _kind(one) == _kind(name)] for name in sorted(names)}
+    kinds = [(kind, list(own)) for kind, own in groupby(sorted(names), key=_kind)]
     return ", ".join(
-        repr(kind) + ("" if own == [kind] else f" ({len(own)} by name, as {own[0]!r})") for kind, own in kinds.items()
+        repr(kind) + ("" if own == [kind] else f" ({len(own)} by name, as {own[0]!r})") for kind, own in kinds
     )
 
 

@@ -258,6 +258,7 @@ def test_a_schedule_warms_up_on_the_stairs_of_its_rise() -> None:
         shown.append(Shown.context.warming)
     assert shown == rising
     assert bound(schedule=FromCallable(f"{__name__}:stairs", total_steps=100)).rises(2, 3)
+    assert not bound(schedule=FromCallable(f"{__name__}:stairs")).rises(2, 3), "nobody knows its course"
     assert not bound(schedule=Replay([0.0, 0.0, 0.1])).rises(0, 1), "it sleeps"
 
 
@@ -273,7 +274,6 @@ def test_a_trough_between_two_cycles_is_no_stair_of_a_warm_up(resumed: bool) -> 
             state, knob = knob.state_dict(), bound(schedule=Replay(course))
             knob.load_state_dict(state)
     assert shown == [True, False, False, True, False]
-    assert not bound(schedule=FromCallable(f"{__name__}:stairs")).rises(2, 3), "nobody knows its course"
 
 
 def test_its_state_is_plain_and_restores_it() -> None:
