@@ -50,13 +50,15 @@ def values(runs: Sequence[ReportedRun], drawn: Heading) -> Chart:
         else:
             traces = [trace for knob in knobs for trace in _course(run.courses[knob], label, colour)]
         data.extend(_one_entry(traces, number, runs))
-    positive = [value for trace in data for value in trace["y"] if value is not None]
-    logarithmic = bool(positive) and min(positive) > 0 and max(positive) > 4 * min(positive)
+    drawn_values = [value for trace in data for value in trace["y"] if value is not None]
+    low, high = min(drawn_values, default=0.0), max(drawn_values, default=0.0)
     chart = _chart(data, drawn.name, runs)
     chart["layout"]["hovermode"] = "closest" if len(drawn.knobs) > 1 else "x unified"
-    if logarithmic:
-        low = math.log10(max(min(positive), max(positive) / 1e3)) - 0.1  # a schedule's way to 0 is no news
-        chart["layout"]["yaxis"].update(type="log", range=[low, math.log10(max(positive)) + 0.1])
+    if 0 < 4 * low < high:
+        bottom = math.log10(max(low, high / 1e3)) - 0.1  # a schedule's way to 0 is no news
+        chart["layout"]["yaxis"].update(type="log", range=[bottom, math.log10(high) + 0.1])
+    elif low == high != 0:
+        chart["layout"]["yaxis"]["range"] = sorted((0.0, 2 * low))  # plotly's own goes 1 either way
     return chart
 
 

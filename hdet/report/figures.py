@@ -61,7 +61,7 @@ def overview(history: Iterable[WindowRecord], *, title: str = "") -> Figure:
         _draw_evidence(right, windows, knob.first)
         if row == 1:
             left.set_title("value: learned (at its schedule's peak), and in force", fontsize=9, color=GREY)
-            right.set_title("evidence: t, drawn so that up asks for more", fontsize=9, color=GREY)
+            right.set_title("evidence", fontsize=9, color=GREY)
         for axis in (left, right):
             axis.tick_params(labelbottom=row == len(knobs))
         if row == len(knobs):
@@ -263,9 +263,7 @@ def _draw_evidence(axis: Any, windows: Sequence[WindowRecord], knob: str) -> Non
     axis.set_yticks([], minor=True)
     axis.axhline(0.0, color=GREY, linewidth=0.7)
     axis.axhspan(-CLEAR_T, CLEAR_T, color=GREY, alpha=0.12, linewidth=0)
-    axis.text(0.008, 0.97, "more", transform=axis.transAxes, va="top", fontsize=8, color=GREY)
-    axis.text(0.008, 0.03, "less", transform=axis.transAxes, va="bottom", fontsize=8, color=GREY)
-    axis.set_ylabel("t", fontsize=9)
+    axis.set_ylabel("t: up asks for more", fontsize=9)
     _dress(axis, windows)
 
 

@@ -141,8 +141,8 @@ def events(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
 
 
 def differences(runs: Sequence[ReportedRun]) -> list[str]:
-    """The fields in which the runs' declarations differ, as dotted paths."""
-    declared = [flat(run.declared, ".") for run in runs]
+    """The fields in which the runs' declarations differ, as dotted paths; a bare history declares nothing."""
+    declared = [flat(run.declared, ".") for run in runs if run.declared]
     fields = dict.fromkeys(field for one in declared for field in one)
     return [field for field in fields if len({repr(one.get(field)) for one in declared}) > 1]
 

@@ -69,6 +69,7 @@ def test_a_peak_of_the_schedules_own_is_where_it_begins(tmp_path: Path, capsys: 
     [
         (("--steps", 9), "9 steps in 5 trials leave fewer than 2 a trial"),
         (("--figure", "found.txt"), "figures are written as .pdf, .svg or .png"),
+        (("--figure", "/dev/null/found.png"), "/dev/null/found.png cannot be written"),
         (("--set", "step=3"), "no such field"),
         (("--trials", 2), "greater than or equal to 3"),
     ],
@@ -77,9 +78,10 @@ def test_what_cannot_be_is_said_in_one_line(
     arguments: tuple[object, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("find", declared(tmp_path), *arguments) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+    told = capsys.readouterr()
+    assert said in told.err
+    assert told.err.count("\n") == 1
+    assert told.out == "", "before the first trial"
 
 
 def test_where_every_trial_diverges_nothing_is_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,6 +154,20 @@ def test_several_runs_stand_side_by_side_and_their_differences_are_told() -> Non
     assert names == [f"{what} loss, {who}" for who in ("a run", "a run (2)") for what in ("training", "held-out")]
 
 
+def test_a_bare_history_beside_a_run_differs_in_no_field() -> None:
+    assert "Where the runs differ" not in Reader(page([run(), run("bare", declared={})])).words
+
+
+def test_a_value_that_never_changes_has_an_axis_of_its_own_size() -> None:
+    """plotly's own goes from 1 below it to 1 above, and a weight decay is then a line at 0."""
+    still = [
+        WindowRecord(0, 0, 10, {"weight_decay": 1e-2}, {}, [2.0], {}, {"weight_decay": 0.0}, merged=False),
+        WindowRecord(1, 10, 20, {"weight_decay": 1e-2}, {}, [1.5], {}, {"weight_decay": 0.0}, merged=False),
+    ]
+    layout = Reader(page(still)).data["chart-1"]["layout"]
+    assert layout["yaxis"]["range"] == [0.0, 0.02]
+
+
 def test_of_several_runs_each_has_one_entry_in_a_knobs_legend() -> None:
     reader = Reader(page([run(), run()]))
     for chart in (reader.data["chart-1"], reader.data["chart-2"]):
