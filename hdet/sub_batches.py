@@ -7,6 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+EIGHT = 7
+"""Degrees of freedom of eight sub-batches, with which the thresholds of the rules were chosen."""
+BEYOND = 1e10
+"""No threshold for t lies as high, and its square does not overflow."""
+
 
 def normal_equivalent(t: float, freedom: float) -> float:
     """The normal deviate as unlikely as a Student t on `freedom` degrees of freedom, to 1 % from 5 degrees on.
@@ -23,6 +28,21 @@ def normal_equivalent(t: float, freedom: float) -> float:
     # The square of a large t overflows; its logarithm does not.
     surprise = math.log1p(t * t / freedom) if abs(t) < 1e100 else 2.0 * math.log(abs(t)) - math.log(freedom)
     return math.copysign(math.sqrt(freedom * surprise) * (8 * freedom + 1) / (8 * freedom + 3), t)
+
+
+def as_of_eight(t: float, freedom: float) -> float:
+    """The Student t that would be as unlikely with eight sub-batches; from eight on, `t` itself.
+
+    By `normal_equivalent` and back. With two sub-batches |t| is above 2 in 30 % of windows that teach nothing, with
+    eight in 9 %.
+
+    >>> round(as_of_eight(4.303, freedom=2), 2)
+    2.32
+    """
+    if freedom >= EIGHT or not math.isfinite(t):
+        return t
+    z = normal_equivalent(min(abs(t), BEYOND), freedom) * (8 * EIGHT + 3) / (8 * EIGHT + 1)
+    return math.copysign(math.sqrt(EIGHT * math.expm1(z * z / EIGHT)), t)
 
 
 def accumulated(sums: Sequence[float], slopes: Sequence[float], kept: float) -> tuple[float, ...]:

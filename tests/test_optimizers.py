@@ -34,6 +34,21 @@ def with_adamw(model: nn.Module, scale: float) -> Optimizer:
     )
 
 
+class SignDescent(Optimizer):
+    """Whose steps leave no state."""
+
+    def __init__(self, parameters: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad.sign())
+
+
 Make = Callable[[nn.Module, float], Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "adamw_fused": lambda m, s: torch.optim.AdamW(m.parameters(), lr=1e-2 * s, weight_decay=0.1, fused=True),
@@ -42,6 +57,7 @@ OPTIMIZERS: dict[str, Make] = {
         m.parameters(), lr=3e-2 * s, momentum=0.9, nesterov=True, weight_decay=1e-3
     ),
     "adafactor": lambda m, s: torch.optim.Adafactor(m.parameters(), lr=2e-2 * s, weight_decay=0.1),
+    "of_signs": lambda m, s: SignDescent(m.parameters(), lr=3e-3 * s, weight_decay=0.1),
     "muon_with_adamw": with_adamw,
 }
 CASES = [pytest.param(name, make, id=name, marks=[muon] if "muon" in name else []) for name, make in OPTIMIZERS.items()]

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from hdet.controllers import Context, Estimate, Gated
-from hdet.controllers.rules import SlopeSum
-from hdet.sub_batches import accumulated, normal_equivalent, student
+from hdet.controllers.rules import Lower, Raise, SlopeSum
+from hdet.sub_batches import accumulated, as_of_eight, normal_equivalent, student
 
 J, WINDOWS, RUNS = 8, 12, 800
 
@@ -32,6 +32,46 @@ def test_the_normal_equivalent_keeps_order_and_never_overflows(one: float, two: 
     low, high = sorted((one, two))
     assert normal_equivalent(low, freedom) <= normal_equivalent(high, freedom)
     assert math.isfinite(one) == math.isfinite(normal_equivalent(one, freedom))
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 5])
+def test_as_of_eight_is_as_unlikely(freedom: int) -> None:
+    """Far out, of two or three sub-batches, it is a little too careful."""
+    for p, least in ((0.6, 0.99), (0.84, 0.99), (0.975, 0.92), (0.999, 0.83)):
+        t, eight = stats.t.ppf(p, freedom), stats.t.ppf(p, 7)
+        assert least * eight < as_of_eight(t, freedom) < 1.03 * eight
+        assert as_of_eight(-t, freedom) == -as_of_eight(t, freedom)
+
+
+@given(st.floats(allow_nan=False), st.floats(allow_nan=False), st.integers(1, 100))
+def test_as_of_eight_keeps_order_and_never_overflows(one: float, two: float, freedom: int) -> None:
+    low, high = sorted((one, two))
+    assert as_of_eight(low, freedom) <= as_of_eight(high, freedom)
+    assert math.isfinite(one) == math.isfinite(as_of_eight(one, freedom))
+    assert as_of_eight(one, 7) == as_of_eight(one, 63) == one, "what was chosen with eight stays as it was"
+
+
+@pytest.mark.parametrize("few", [2, 3, 4])
+def test_few_sub_batches_move_a_rate_by_chance_as_seldom_as_eight(few: int) -> None:
+    """By t as it is two sub-batches raise it in 15 % of windows, and lower it in 10 %."""
+    rng = np.random.default_rng(0)
+    seldom = {rule: _spoken(rule, 8, rng) for rule in ("raise", "lower")}
+    assert 0.03 < seldom["raise"] < 0.055
+    assert 0.005 < seldom["lower"] < 0.02
+    for rule, share in seldom.items():
+        assert _spoken(rule, few, rng) == pytest.approx(share, abs=0.012)
+
+
+def _spoken(rule: str, sub_batches: int, rng: np.random.Generator) -> float:
+    """The share of 4000 windows in which a rule moves a rate without effect."""
+    context, moved = Context(), 0
+    for slopes in rng.normal(size=(4000, sub_batches)):
+        told = Estimate.of_sub_batches(slopes)
+        if rule == "raise":
+            moved += (Raise().propose(Raise().start(), told, context) or 0.0) > 0.0
+        else:
+            moved += (Lower().propose(Lower().start(), Estimate(0.0, averaged=told), context) or 0.0) < 0.0
+    return moved / 4000
 
 
 # In any of the units a number is 0 or has all its digits.

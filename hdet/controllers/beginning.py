@@ -108,9 +108,9 @@ class OfRaises(OfBeginning):
 
     def limited(self, limit: float, state: Beginning, estimate: Estimate) -> float:
         """The largest move: `limit`, or of a pretrained model's raise as many times that as it is significant."""
-        if not state.pretrained or estimate.t >= 0.0:
+        if not state.pretrained or estimate.t_of_eight >= 0.0:
             return limit
-        return max(limit, min(self.furthest, limit * -estimate.t / self.significance))
+        return max(limit, min(self.furthest, limit * -estimate.t_of_eight / self.significance))
 
     def at_least(self, move: float, state: Beginning, estimate: Estimate, context: Context) -> float:
         """The raise, or the one that the beginning calls for if that is larger; anything else as it is."""

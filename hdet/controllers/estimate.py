@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdet.errors import ConfigError
-from hdet.sub_batches import normal_equivalent
+from hdet.sub_batches import as_of_eight, normal_equivalent
 
 MOST_EXCESS = 1.2
 """Of weights that nothing has trained: random matrices have about 1 at most, and training adds strong directions."""
@@ -106,6 +106,16 @@ class Estimate:
         if math.isnan(self.slope) or math.isnan(self.stderr) or self.slope == 0 or math.isinf(self.stderr):
             return 0.0
         return self.slope / self.stderr if self.stderr > 0 else math.copysign(math.inf, self.slope)
+
+    @property
+    def t_of_eight(self) -> float:
+        """`t`, or where few numbers tell its error, the t that would be as unlikely with eight sub-batches.
+
+        >>> round(Estimate.of_sub_batches(np.array([1.0, 3.0])).t_of_eight, 2)
+        1.12
+        """
+        freedom = len(self.slopes) - 1 if self.has_sub_batches else self.freedom
+        return self.t if freedom is None else as_of_eight(self.t, freedom)
 
     @property
     def normal_stderr(self) -> float:

@@ -52,7 +52,7 @@ class Newton(Controller):
         return NoState()
 
     def step(self, state: NoState, estimate: Estimate, context: Context) -> tuple[float, NoState]:
-        if not estimate.testable or abs(estimate.t) <= self.gate:
+        if not estimate.testable or abs(estimate.t_of_eight) <= self.gate:
             return 0.0, state
         limit = context.spread if self.limit is None else self.limit
         return settled(newton_move(estimate, limit), self.settle, context), state

@@ -133,7 +133,7 @@ class Watch:
         rows = scene.replicas.gather(torch.cat([then, now]).expand(len(scene.replicas.local), -1))
         table = rows[0].reshape(2, -1)
         was_finite, is_finite = np.isfinite(table).all(axis=1)
-        return along((0.0, 1.0), table).t if is_finite or not was_finite else math.inf
+        return along((0.0, 1.0), table).t_of_eight if is_finite or not was_finite else math.inf
 
     def forget(self) -> None:
         """The run is over: nothing is gone back to."""

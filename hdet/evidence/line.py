@@ -149,7 +149,9 @@ class LineCollector(Collector):
         at_last = read(last, range(len(knobs)), averaged=False)
         # Averaged weights never ask for less where the last do not. Looking ahead is a matter of the last alone.
         threshold = self.spec.read_average_above
-        doubted = [k for k, told in at_last.items() if (threshold is None or told.t > threshold) and not centres[k]]
+        doubted = [
+            k for k, told in at_last.items() if (threshold is None or told.t_of_eight > threshold) and not centres[k]
+        ]
         at_average = dict.fromkeys(range(len(knobs)), Estimate.nothing())
         if doubted:
             average = self.scene.averaged(harvest.valid, self.spec.stride)

@@ -208,7 +208,7 @@ def test_points_and_width_are_where_the_probe_is_read() -> None:
         ((1.0, 1.2), 3),  # t = -11: to be raised, and how far is a matter of curvature
         ((1.0, 0.2), 2),  # t = -1.5
         ((-1.0, -0.2), 2),
-        ((-1.0, -1.2), 5),  # t = 11 at both: the ends of either line, and the centre of the second
+        ((-1.0, -1.02), 5),  # t = 101 at both: the ends of either line, and the centre of the second
     ],
 )
 @pytest.mark.parametrize("n", [1, 4, 8])
@@ -258,7 +258,7 @@ def test_each_window_has_a_line_of_its_own() -> None:
     [
         ((-1.0, -1.2), 2.0, True),  # t = 11: less, by the last weights
         ((-1.0, -0.2), 2.0, False),  # t = 1.5
-        ((-1.0, -0.2), 1.0, True),
+        ((-1.0, -0.2), 0.5, True),  # which is 0.9 of eight sub-batches
         ((1.0, 1.2), 2.0, False),  # more
         ((1.0, 1.2), None, True),
     ],

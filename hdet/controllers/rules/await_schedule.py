@@ -80,7 +80,9 @@ class AwaitSchedule(OfSmallSteps, Rule):
     def propose(self, state: AwaitScheduleState, estimate: Estimate, context: Context) -> float | None:
         if state.owed > ROUNDING:
             return -state.owed
-        if state.fell or state.pretrained or not 0.0 < context.shift <= self.within or estimate.t <= self.significance:
+        if state.fell or state.pretrained or not 0.0 < context.shift <= self.within:
+            return None
+        if estimate.t_of_eight <= self.significance:
             return None
         move = min(context.shift, state.rise)
         if state.untrained and estimate.step_size and self.small > 0.0:

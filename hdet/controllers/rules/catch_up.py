@@ -68,7 +68,7 @@ class CatchUp(OfBeginning, Rule):
     def observe(self, state: CatchUpState, estimate: Estimate, context: Context) -> CatchUpState:
         seen: CatchUpState = super().observe(state, estimate, context)
         size = estimate.step_size
-        if not seen.untrained or not size or size >= self.tiny or not estimate.t > self.misleading:
+        if not seen.untrained or not size or size >= self.tiny or not estimate.t_of_eight > self.misleading:
             return seen
         return replace(seen, misled=True)
 

@@ -45,7 +45,7 @@ class CutBack(OfBeginning, Rule):
 
     def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float | None:
         size = estimate.step_size
-        if not state.untrained or not size or not 0.0 < self.huge < size or estimate.t < -self.significance:
+        if not state.untrained or not size or not 0.0 < self.huge < size or estimate.t_of_eight < -self.significance:
             return None
         move = math.log(self.cut_to / size)
         return move if move < 0.0 else None

@@ -39,10 +39,10 @@ class LookAhead(OfRaises, Rule):
     early_limit: float = Field(default=0.6, gt=0, le=10)
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
-        return not averaged and slope.offset > 0 and abs(slope.t) > self.significance
+        return not averaged and slope.offset > 0 and abs(slope.t_of_eight) > self.significance
 
     def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float:
-        if abs(estimate.t) <= self.significance:
+        if abs(estimate.t_of_eight) <= self.significance:
             return 0.0
         limit = self.limited(self.early_limit, state, estimate)
         move = self.at_least(newton_move(estimate, limit), state, estimate, context)

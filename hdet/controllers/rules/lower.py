@@ -47,7 +47,7 @@ class Lower(KnowsPretrained, Rule):
     limit: float = Field(default=0.5, gt=0, le=10)
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
-        return averaged and slope.t > min(self.lower_significance, self.pretrained_significance)
+        return averaged and slope.t_of_eight > min(self.lower_significance, self.pretrained_significance)
 
     def start(self) -> LowerState:
         return LowerState()
@@ -55,6 +55,6 @@ class Lower(KnowsPretrained, Rule):
     def propose(self, state: LowerState, estimate: Estimate, context: Context) -> float | None:
         averaged = estimate.averaged
         believed = self.pretrained_significance if state.pretrained else self.lower_significance
-        if averaged is None or not averaged.testable or averaged.t <= believed:
+        if averaged is None or not averaged.testable or averaged.t_of_eight <= believed:
             return None
         return min(0.0, newton_move(averaged, self.limit))

@@ -33,10 +33,10 @@ class Raise(OfRaises, Rule):
     limit: float = Field(default=0.5, gt=0, le=10)
 
     def wants_curvature(self, slope: Estimate, *, averaged: bool = False) -> bool:
-        return not averaged and slope.t < -self.significance
+        return not averaged and slope.t_of_eight < -self.significance
 
     def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float | None:
-        if estimate.t >= -self.significance:
+        if estimate.t_of_eight >= -self.significance:
             return None
         limit = self.limited(self.limit, state, estimate)
         return self.at_least(max(0.0, newton_move(estimate, limit)), state, estimate, context)

@@ -38,4 +38,4 @@ class Regain(OfSmallSteps, Rule):
 
     def propose(self, state: Beginning, estimate: Estimate, context: Context) -> float | None:
         room = self.room(state, estimate, context)
-        return None if room is None or room <= 0 or estimate.t < -self.significance else room
+        return None if room is None or room <= 0 or estimate.t_of_eight < -self.significance else room

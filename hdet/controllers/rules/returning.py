@@ -86,11 +86,11 @@ class Return(OfSmallSteps, Rule):
         as_entered = as_entered and self.entered_significance > self.significance
         step = min(self.return_step, (state.goal if as_entered else 0.0) - context.shift)
         room = self.room(state, estimate, context)
-        if room is not None and estimate.t >= 0.0:
+        if room is not None and estimate.t_of_eight >= 0.0:
             step = min(step, room)
-        averaged = estimate.averaged.t if estimate.averaged is not None and estimate.averaged.testable else 0.0
+        averaged = estimate.averaged.t_of_eight if estimate.averaged is not None and estimate.averaged.testable else 0.0
         believed = self.entered_significance if as_entered else self.significance
-        held = estimate.t > believed and averaged >= -self.significance
+        held = estimate.t_of_eight > believed and averaged >= -self.significance
         held = held or (as_entered and averaged > self.significance)
         over = state.huge and room is None
         return None if state.lowered or over or held or step <= 0.0 else step

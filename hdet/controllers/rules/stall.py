@@ -72,7 +72,7 @@ class Stall(Rule):
 
     def propose(self, state: StallState, estimate: Estimate, context: Context) -> float | None:
         averaged = estimate.averaged
-        if averaged is None or estimate.t <= self.significance or averaged.t < -self.significance:
+        if averaged is None or estimate.t_of_eight <= self.significance or averaged.t_of_eight < -self.significance:
             return None
         return -self.limit if self._is_stalled(state, context) else None
 

@@ -45,7 +45,8 @@ def preconditioner(
 
     Returns:
         A tensor like the parameter (of a sharded one this rank's part), a float, or `None` where the optimizer has no
-        state of it. An element that never had a gradient has 0, not lr / eps: nothing is known of its steps.
+        state of it, and keeps one of others. An element that never had a gradient has 0, not lr / eps: nothing is known
+        of its steps.
     """
     lr = without_waiting(group["lr"]) if rate is None else rate
     state = optimizer.state.get(parameter, {})
@@ -72,7 +73,7 @@ def _scale(
     if isinstance(optimizer, torch.optim.SGD):
         momentum = float(group["momentum"])
         return lr * (1.0 - float(group["dampening"]) if momentum else 1.0) / (1.0 - momentum)
-    if not state:
+    if not state and not keeps_nothing(optimizer):
         return None
     second = own("max_exp_avg_sq" if "max_exp_avg_sq" in state else "exp_avg_sq")
     # Some have another arithmetic for the same entry: Adafactor of Transformers, whose `eps` are two.
@@ -102,6 +103,15 @@ def _scale(
         "positive, and lose some of their power",
     )
     return lr
+
+
+def keeps_nothing(optimizer: Optimizer) -> bool:
+    """Whether its steps, once it has made some, have left no state at all: SGD's own, or of another's signs, say.
+
+    All of torch's but SGD keep some.
+    """
+    ours = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.SGD)
+    return not optimizer.state and not ours
 
 
 def _over(divisor: Tensor, lr: Tensor | float, felt: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from hdet.evidence.parts.preconditioner import preconditioner
+from hdet.evidence.parts.preconditioner import keeps_nothing, preconditioner
 from hdet.evidence.scene import Scene
 from hdet.replicas import gradients, tensors
 from hdet.replicas.chained_optimizer import chained
@@ -50,7 +50,9 @@ def aim(scene: Scene, window: int, rate: float | None = None) -> Aim | None:
         rate: in place of each group's learning rate in P.
     """
     model, optimizer = scene.replicas.hosts[0]
-    if not optimizer.state and not all(isinstance(each, SGD) for each in chained(optimizer)):
+    # Whether an optimizer keeps anything is known once it has stepped.
+    stateless = all(isinstance(each, SGD) or (window > 0 and keeps_nothing(each)) for each in chained(optimizer))
+    if not optimizer.state and not stateless:
         return None
     losses: list[Tensor] = []
 

@@ -131,6 +131,20 @@ def test_before_the_first_step_there_is_nothing_to_read_but_for_sgd() -> None:
     assert read(SGD([parameter], lr=0.1, momentum=0.9), parameter) == pytest.approx(1.0)
 
 
+class SignDescent(Optimizer):
+    """Of no state at all."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad.sign())
+
+
 class Homemade(Optimizer):
     """Keeps a state of its own, and gives no hint how it uses it."""
 
@@ -143,7 +157,7 @@ class Homemade(Optimizer):
                 self.state[parameter]["memory"] = parameter.grad
 
 
-@pytest.mark.parametrize("make", [Homemade, lambda p: torch.optim.Adadelta(p, lr=0.1)])
+@pytest.mark.parametrize("make", [Homemade, SignDescent, lambda p: torch.optim.Adadelta(p, lr=0.1)])
 def test_an_unknown_optimizer_is_taken_for_plain_descent_and_named_once(make: Make) -> None:
     optimizer, parameter, _ = trained(make, [GRADIENT])
     with pytest.warns(UserWarning, match=type(optimizer).__name__):
