@@ -68,7 +68,7 @@ class Simulated(Replicas):
     def mean_buffers(self, valid: Sequence[bool]) -> None:
         pass
 
-    def combine(self, weights: NDArray[np.float64]) -> list[Tensor]:
+    def combine(self, weights: NDArray[np.float64], which: Sequence[bool] | None = None) -> list[Tensor]:
         return []
 
 

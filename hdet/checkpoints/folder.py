@@ -57,8 +57,10 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str], keep: int = 2) -> None:
-        if keep < 1:
-            raise ConfigError(f"keep must be at least 1, got {keep}: the last checkpoint is what a resume needs")
+        if not isinstance(keep, int) or keep < 1:
+            raise ConfigError(
+                f"keep must be at least 1 and an integer, got {keep!r}: the last checkpoint is what a resume needs"
+            )
         self.path = Path(path)
         self.keep = keep
         self._saving: Saving | None = None

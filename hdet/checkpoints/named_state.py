@@ -40,28 +40,43 @@ def optimizer_by_name(
     held = state["state"]
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     stepped_by = {parameter: steps_by(optimizer, group) for parameter, group in group_of.items()}
-    samples: dict[Optimizer, tuple[Named, nn.Parameter]] = {}
+    samples: dict[_Kind, tuple[Named, nn.Parameter]] = {}
+    kinds = {each: (stepped_by[each], each.shape, each.dtype) for each in parameters}
     for index, parameter in zip(indices, parameters, strict=True):
-        if held.get(index):
-            samples.setdefault(stepped_by[parameter], (held[index], parameter))
-    for parameter in parameters:  # the point may be from before the first step
-        if optimizer.state.get(parameter):
-            samples.setdefault(stepped_by[parameter], (dict(optimizer.state[parameter]), parameter))
+        # The point may be from before the first step.
+        entries = held.get(index) or optimizer.state.get(parameter)
+        if entries:
+            samples.setdefault(kinds[parameter], (dict(entries), parameter))
     for parameter in parameters:
-        if parameter.requires_grad and stepped_by[parameter] not in samples:
-            made = made_state(stepped_by[parameter], group_of[parameter], torch.zeros_like(parameter))
-            if made is None and not optimizer.state:
-                made = _made(optimizer).get(parameter)
-            samples[stepped_by[parameter]] = (made or {}, parameter)
+        if not parameter.requires_grad or kinds[parameter] in samples:
+            continue
+        entries = made_state(stepped_by[parameter], group_of[parameter], torch.zeros_like(parameter))
+        if entries is not None:
+            samples[kinds[parameter]] = (entries, parameter)
+        elif not optimizer.state:
+            samples.update({kinds[each]: (own, each) for each, own in _made(optimizer).items()})
+        samples.setdefault(kinds[parameter], _nearest(samples, stepped_by[parameter], parameter))
     for name, index, parameter in zip(names, indices, parameters, strict=True):
         if held.get(index):
             found[name] = dict(held[index])
             continue
         stateless.append(name)
-        entries, owner = samples.get(stepped_by[parameter], ({}, parameter))
+        entries, owner = samples.get(kinds[parameter], ({}, parameter))
         if parameter.requires_grad and entries:
             found[name] = {key: _zeros(value, owner, parameter) for key, value in entries.items()}
     return found, stateless
+
+
+_Kind = tuple[Optimizer, torch.Size, torch.dtype]
+"""Parameters whose states have the same entries, of the same shapes."""
+
+
+def _nearest(
+    samples: Mapping[_Kind, tuple[Named, nn.Parameter]], optimizer: Optimizer, parameter: nn.Parameter
+) -> tuple[Named, nn.Parameter]:
+    """The state of another shape that tells most: of one without dimensions a step count has the parameter's shape."""
+    of_optimizer = [sample for kind, sample in samples.items() if kind[0] is optimizer]
+    return max(of_optimizer, key=lambda sample: sample[1].dim(), default=({}, parameter))
 
 
 def optimizer_state(

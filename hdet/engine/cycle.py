@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -331,7 +331,7 @@ class Cycle:
             self._sound = np.ones_like(closed.valid)
             if self.tail is not None and self.step_count == self._last_step:
                 ended = self._settle(self.tail, window.index)
-            if self.watch is not None:
+            if self.watch is not None and not _by_buffers(closed.faults):
                 moves = recovery.retreat(self.knobs, bases, self._context(window, None))
         noise = self.noise.read() if self.noise is not None else None
         self.noise_scale = noise or self.noise_scale
@@ -510,6 +510,11 @@ class Cycle:
                     "with the weights that the run began with the loss is not finite, before any update, so lower "
                     "values would not help. Look at the data, the model's weights and the loss"
                 )
+            if _by_buffers(record.faults):
+                held = (
+                    "buffers alone were not finite first, as where a batch that is not goes through BatchNorm while it "
+                    "trains, so lower values would not help. Test a batch before the forward pass"
+                )
             if not self.anchor.is_finite():
                 held = (
                     "the models were put back to the point they set out from, which is not finite itself. Start from "
@@ -570,6 +575,7 @@ class Cycle:
         self.finished = finished
         self._forget_values()
         if finished:
+            self.window = Window(window, self.step_count, self.step_count, self._last_step)
             self.end()
         else:
             self.open_window(window)
@@ -578,6 +584,11 @@ class Cycle:
 def _has(collector: Collector, hook: str) -> bool:
     """Whether a collector does something in a hook that may be left out."""
     return getattr(type(collector), hook) is not getattr(Collector, hook)
+
+
+def _by_buffers(faults: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether only buffers were not finite, which no step makes so: losses and weights were."""
+    return {fault["where"] for fault in faults if "where" in fault} == {"buffers"}
 
 
 def _sum(moves: dict[str, float], more: dict[str, float]) -> dict[str, float]:

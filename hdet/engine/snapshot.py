@@ -268,10 +268,13 @@ def _take_up(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> None:
     merge = state.get("merge") or {}
     if merge.get("state"):
         cycle.merger.load_state_dict(merge["state"])
-    if cycle.finished:
-        return
     for collector, own_state in zip(cycle.collectors, state["collectors"], strict=True):
         collector.load_state_dict(own_state, cycle.window if how.same_window else None)
+    if cycle.finished:
+        return
+    if not (how.same_window or how.own_starts):
+        for collector in cycle.collectors:
+            collector.opened_from_first()
     if not how.same_window:
         cycle.reapply()  # what outlives windows may decide who explores in this one
         return

@@ -100,6 +100,9 @@ class Collector:
         """What a resume in mid-window needs, as plain numbers and tensors."""
         return {}
 
+    def opened_from_first(self) -> None:
+        """After `load_state_dict`: a window was opened anew, and all replicas set out from the first one's weights."""
+
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
         """Restore `state_dict` in mid-window; with `None`, the window was opened anew: only what outlives windows."""
 

@@ -137,7 +137,7 @@ class DivergentCollector(Collector):
                 value = knob.displaced(step, offset if number == k else 0.0)
                 for host in range(len(self.scene.replicas.hosts)):
                     knob.write(host, value)
-        return partial(tensors.copy_, sources=self.scene.moving.of(self.scene.replicas.combine(weights)))
+        return partial(tensors.copy_, sources=self.scene.replicas.combine(weights, self.scene.moving.flags))
 
     def state_dict(self) -> dict[str, Any]:
         return {"estimator": to_plain(self.state)}

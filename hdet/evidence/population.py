@@ -139,6 +139,10 @@ class PopulationCollector(DivergentCollector):
             knob.name: [value for piece in reversed(pieces) for value in piece[k]] for k, knob in enumerate(self.knobs)
         }
 
+    def opened_from_first(self) -> None:
+        start, sources, offsets, shifts = self.opened.pop()
+        self.opened.append((start, sources[:1] * len(sources), offsets, shifts))
+
     def state_dict(self) -> dict[str, Any]:
         own = {"offsets": self.offsets.tolist(), "seen": self._seen, "stop": self._stop}
         return {**super().state_dict(), **own, "opened": [list(entry) for entry in self.opened]}

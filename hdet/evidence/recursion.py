@@ -125,7 +125,7 @@ class RecursionCollector(DirectionalCollector):
                     live = moving.values(host)
                     values = [torch.zeros_like(p) if d is None else d for p, d in zip(live, row, strict=True)]
                     stack.enter_context(tensors.substituted(live, values))
-                mean = moving.of(self.scene.replicas.combine(harvest.valid / harvest.valid.sum()))
+                mean = self.scene.replicas.combine(harvest.valid / harvest.valid.sum(), moving.flags)
             found = [None if d is None else m for m, d in zip(mean, rows[0], strict=True)]
 
         def of(part: Portion, centre: Sequence[Tensor]) -> list[Block]:

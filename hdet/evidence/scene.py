@@ -86,7 +86,7 @@ class Scene:
     def weights(self, valid: NDArray[np.bool_]) -> list[Tensor]:
         """A copy of the weights now; the mean over valid replicas where these have come apart (a collective then)."""
         if self.apart:
-            return self.moving.of(self.replicas.combine(valid / valid.sum()))
+            return self.replicas.combine(valid / valid.sum(), self.moving.flags)
         return tensors.clones(self.moving.values())
 
     def follow(self, stride: int | None) -> None:
@@ -107,7 +107,7 @@ class Scene:
             for host in range(len(self.replicas.hosts)):
                 means = self.averages.follow(host, stride).mean(before=before)
                 stack.enter_context(tensors.substituted(self.moving.values(host), means))
-            return self.moving.of(self.replicas.combine(valid / valid.sum()))
+            return self.replicas.combine(valid / valid.sum(), self.moving.flags)
 
     @property
     def probe(self) -> Probe:

@@ -21,6 +21,7 @@ from hdet.hparams.param_groups import parameters_of
 from hdet.merging.mean import Mean
 from hdet.merging.merge import Merge, Merger
 from hdet.replicas import alike, tensors
+from hdet.replicas.made_state import made_state
 from hdet.replicas.replicas import present
 from hdet.spec import register
 
@@ -72,6 +73,15 @@ class Outer(Merge):
     options: Options = (("momentum", 0.9), ("nesterov", True))
     merge: Merge = Mean("keep")
 
+    @field_validator("merge")
+    @classmethod
+    def _makes_alike(cls, merge: Merge) -> Merge:
+        if not merge.makes_alike:
+            raise ValueError(
+                f"the outer step goes from one merged model, and {merge.kind} leaves the replicas apart; give a mean"
+            )
+        return merge
+
     @field_validator("options")
     @classmethod
     def _no_decay(cls, options: Options) -> Options:
@@ -86,7 +96,24 @@ class Outer(Merge):
         return OuterMerger(self, scene)
 
     def outer_optimizer(self) -> Optimizer:
+        """One of no weights."""
         return self.made([nn.Parameter(torch.empty(0))])
+
+    def tried(self, device: torch.device) -> None:
+        """Step once, on a device.
+
+        Raises:
+            ConfigError: such an optimizer does not step by gradients alone, or not there.
+        """
+        one = nn.Parameter(torch.zeros(2, 2, device=device))
+        one.grad = torch.zeros_like(one)
+        try:
+            self.made([one]).step()
+        except (TypeError, RuntimeError, AssertionError) as error:
+            raise ConfigError(
+                f"Outer cannot step by {self.optimizer!r} ({error}); name an optimizer whose step takes dense "
+                f"gradients and no closure"
+            ) from error
 
     def made(self, parameters: list[nn.Parameter]) -> Optimizer:
         """The outer optimizer of some parameters.
@@ -125,6 +152,8 @@ class OuterMerger(Merger):
         super().__init__(scene)
         self.spec = spec
         self.inner = spec.merge.at_work(replace(scene, outer=()))
+        for parameter in scene.moving.parameters[0][:1]:
+            spec.tried(parameter.device)
         self._opened: list[Tensor] = []
         self._displaced: list[Tensor] = []
         self.state: dict[nn.Parameter, dict[str, Any]] = {}
@@ -246,11 +275,14 @@ class OuterMerger(Merger):
         optimizer, displacements = self._made()
         known = parameters_of(optimizer)
         for number, entries in saved["state"].items():
+            zeros = torch.zeros_like(known[number])
+            wanted = made_state(optimizer, optimizer.param_groups[0], zeros) or {}
             for key, value in entries.items():
-                if isinstance(value, Tensor) and value.dim() and value.shape != known[number].shape:
+                like = wanted.get(key, zeros)
+                if isinstance(value, Tensor) and value.dim() and value.shape != like.shape:
                     raise CheckpointError(
-                        f"the checkpoint's outer {key} is {list(value.shape)}, and the parameter is "
-                        f"{list(known[number].shape)}; build the model as it was"
+                        f"the checkpoint's outer {key} is {list(value.shape)}, and the model's would be "
+                        f"{list(like.shape)}; build the model as it was"
                     )
         self.inner.load_state_dict(state["inner"])
         optimizer.load_state_dict(copy.deepcopy(saved))

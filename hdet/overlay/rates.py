@@ -198,7 +198,7 @@ class Rates:
                 f"the optimizer's learning rates were {self._first} when hdet was attached and are {held} now, and "
                 f"hdet was told of no scheduler and brings a schedule of its own; give hdet.attach scheduler=, your "
                 f"torch scheduler or the function of the step that your loop writes by, or schedule=None to follow "
-                f"what comes, or leave the rates as they are"
+                f"what comes (as of ReduceLROnPlateau, which nobody can foretell), or leave the rates as they are"
             )
 
     def _value(self, index: int, entry: Entry) -> float:

@@ -32,7 +32,7 @@ ODD_STEPS = 5
 MOST_SKIPPED = 0.1
 """Share of a run's steps that a GradScaler may skip. One that drops more is left before its time."""
 WENT_BACK = {
-    "restored": "a loss or a weight was not finite",
+    "restored": "a loss, a weight or a buffer was not finite",
     "rewound": "training stood still and the held-out loss got worse",
     "restarted": "the first steps were far too large",
 }

@@ -282,9 +282,14 @@ def _fits(held: Any, value: Any) -> bool:
 
 
 def _beside(parameter: nn.Parameter, group: State, key: str, value: Any) -> Any:
-    """A copy where torch keeps such a state: beside its parameter, and a step count on the host unless it is fused."""
+    """A copy where torch keeps such a state."""
+    return _copied(value, home_of(parameter, group, key))
+
+
+def home_of(parameter: nn.Parameter, group: State, key: str) -> torch.device:
+    """Where torch keeps an entry of a state: beside its parameter, and a step count on the host unless it is fused."""
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-    return _copied(value, None if on_host else parameter.device)
+    return torch.device("cpu") if on_host else parameter.device
 
 
 def _copied(value: Any, device: torch.device | str | None) -> Any:

@@ -61,7 +61,8 @@ class Copies(InProcess):
             for part, own in weighting.runs(weights):
                 _mean([parameters[part] for parameters in moving], own)
         else:
-            _mean([tensors.parameters(model) for model, _ in self.hosts], shares)
+            every = [tensors.parameters(model) for model, _ in self.hosts]
+            self._merge(every, [tensors.is_inexact(own) for own in every[0]], shares)
         self._mean_buffers(shares)
         if failed:
             held = HeldOptimizer(source_optimizer)
@@ -84,22 +85,27 @@ class Copies(InProcess):
         self._mean_buffers(weighting.shares(valid, None))
 
     def _mean_buffers(self, shares: Sequence[float]) -> None:
-        source = next(model for (model, _), share in zip(self.hosts, shares, strict=True) if share)
         sound = [tensors.with_mean(model) for (model, _), share in zip(self.hosts, shares, strict=True) if share]
         averaged = [all(flags) for flags in zip(*sound, strict=True)]
-        _mean([list(compress(model.buffers(), averaged)) for model, _ in self.hosts], shares)
-        others = [not yes for yes in averaged]
-        for model, _ in self.hosts:
-            if model is not source:
-                tensors.copy_(list(compress(model.buffers(), others)), list(compress(source.buffers(), others)))
+        self._merge([list(model.buffers()) for model, _ in self.hosts], averaged, shares)
+
+    @staticmethod
+    def _merge(members: Sequence[Sequence[Tensor]], averaged: Sequence[bool], shares: Sequence[float]) -> None:
+        """Overwrite all members by the mean of those that have a share; what has no mean by the first of them."""
+        _mean([list(compress(own, averaged)) for own in members], shares)
+        others = [list(compress(own, [not yes for yes in averaged])) for own in members]
+        source = next(own for own, share in zip(others, shares, strict=True) if share)
+        for own in others:
+            if own is not source:
+                tensors.copy_(own, source)
 
     @torch.no_grad()
-    def combine(self, weights: NDArray[np.float64]) -> list[Tensor]:
+    def combine(self, weights: NDArray[np.float64], which: Sequence[bool] | None = None) -> list[Tensor]:
         total: list[Tensor] = []
         for (model, _), weight in zip(self.hosts, weights.tolist(), strict=True):
             if weight == 0.0:
                 continue
-            part = torch._foreach_mul([tensors.wide(t) for t in tensors.parameters(model)], weight)
+            part = torch._foreach_mul([tensors.wide(t) for t in tensors.parameters(model, which)], weight)
             total = list(torch._foreach_add(total, part)) if total else list(part)
         return total
 
@@ -138,8 +144,8 @@ class Seats(InProcess):
     def mean_buffers(self, valid: Sequence[bool]) -> None:
         """Nothing: seats share one model."""
 
-    def combine(self, weights: NDArray[np.float64]) -> list[Tensor]:
-        return tensors.parameters(self.hosts[0][0])
+    def combine(self, weights: NDArray[np.float64], which: Sequence[bool] | None = None) -> list[Tensor]:
+        return tensors.parameters(self.hosts[0][0], which)
 
 
 def replicate(model: nn.Module, optimizer: Optimizer, n: int) -> Copies:
@@ -205,9 +211,19 @@ def check_pair(model: nn.Module, optimizer: Optimizer, n: int) -> None:
 
 
 def twin(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-    """A deep copy of both; one memo keeps the copied optimizer on the copied parameters."""
+    """A deep copy of both; one memo keeps the copied optimizer on the copied parameters.
+
+    Raises:
+        ConfigError: the model holds what has no copy.
+    """
     memo: dict[int, Any] = {}
-    copied, other = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
+    try:
+        copied, other = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the model cannot be copied ({error}); what torch.nn.utils.weight_norm and spectral_norm compute is such, "
+            f"once the model was called: take those of torch.nn.utils.parametrizations"
+        ) from error
     # Torch copies an optimizer's groups and state only. Some keep more (Prodigy its `d0`); what is callable may be
     # a method wrapped by a scheduler, bound to the original.
     for name, value in vars(optimizer).items():

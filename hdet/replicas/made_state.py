@@ -23,7 +23,7 @@ def made_state(optimizer: Optimizer, group: Mapping[str, Any], zeros: Tensor) ->
         The state, empty where it has none; `None` where that cannot be known: another library's may need its ranks, or
         a closure.
     """
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):  # Adafactor's is "torch.optim" itself
         return None
     stand_in = nn.Parameter(zeros)
     stand_in.grad = torch.zeros_like(stand_in)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -75,10 +74,6 @@ class Moving:
             ]
             own = [tensors.local(p) if part is None else part for p, part in zip(own, held, strict=True)]
         return own
-
-    def of(self, every: Sequence[Tensor]) -> list[Tensor]:
-        """Those of tensors in the order of `hdet.replicas.tensors.parameters` that stand for such a parameter."""
-        return list(compress(every, self.flags))
 
 
 def _layout(of: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.Size, tuple[int, ...]]]:

@@ -17,7 +17,7 @@ from hdet.replicas.held_optimizer import kept_in_groups
 def average(sound: Sequence[Optimizer], every: Sequence[Optimizer], weights: Sequence[float] | None = None) -> None:
     """Give every optimizer the mean state of the sound ones, weighted where there are weights.
 
-    Floating tensors are averaged. Counters and all else are taken over from the first that holds them. A
+    Floating and complex tensors are averaged. Counters and all else are taken over from the first that holds them. A
     parameter without a gradient in some replica has no state there; it gets that of those where it has one.
 
     Numbers which an optimizer keeps as state in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are
@@ -91,4 +91,4 @@ def _take_over(states: Sequence[dict[str, Any]], key: str, value: Any) -> None:
 
 
 def _has_mean(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0 and value.numel() > 0
+    return isinstance(value, Tensor) and tensors.is_inexact(value) and value.dim() > 0 and value.numel() > 0

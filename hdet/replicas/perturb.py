@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
@@ -68,8 +69,8 @@ def perturb(
     >>> round(float((model.weight.detach() - before).norm() / before.norm()), 3)
     0.01
     """
-    if not noise >= 0.0:
-        raise ConfigError(f"noise must be 0 or more, relative to the weights' norm; got {noise!r}")
+    if not 0.0 <= noise < math.inf:
+        raise ConfigError(f"noise must be 0 or more and finite, relative to the weights' norm; got {noise!r}")
     if scale not in ("tensor", "global"):
         raise ConfigError(f"scale must be 'tensor' or 'global', got {scale!r}")
     if isinstance(target, Replicas):

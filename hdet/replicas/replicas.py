@@ -209,10 +209,12 @@ class Replicas(ABC):
         return gradient if scale is None else gradient / scale.to(gradient.device)
 
     @abstractmethod
-    def combine(self, weights: NDArray[np.float64]) -> list[Tensor]:
+    def combine(self, weights: NDArray[np.float64], which: Sequence[bool] | None = None) -> list[Tensor]:
         """sum_r weights[r] theta_r over all N replicas' parameters, in float32 at least.
 
-        Weight 0 leaves a replica out, NaN or not.
+        Args:
+            weights: [N]; 0 leaves a replica out, NaN or not.
+            which: of `tensors.parameters` take part, on every process; all by default.
         """
 
     @property

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hdet.errors import ConfigError
 from hdet.hparams.param_groups import ids_of
 from hdet.replicas.dense import has_arithmetic
 from hdet.replicas.walk import Walk, fully_sharded
-from hdet.replicas.written_buffers import buffers_kept, frozen_kept, rows_kept
+from hdet.replicas.written_buffers import attributes_kept, buffers_kept, frozen_kept, rows_kept
 
 SMALL = 2**13
 """Elements up to which tensors are joined: one alone costs an operator's call, which is more than its arithmetic."""
@@ -71,11 +72,21 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def parameters(model: nn.Module) -> list[Tensor]:
+def parameters(model: nn.Module, which: Sequence[bool] | None = None) -> list[Tensor]:
     """Every parameter once (tied ones too), frozen ones included, detached and sharing memory; of sharded ones
-    this rank's part."""
+    this rank's part.
+
+    Args:
+        which: of them to give; all by default.
+    """
     reshard(model)
-    return [local(parameter.detach()) for parameter in model.parameters() if parameter.numel()]
+    every = [parameter for parameter in model.parameters() if parameter.numel()]
+    return [local(own.detach()) for own in (every if which is None else compress(every, which))]
+
+
+def is_inexact(tensor: Tensor) -> bool:
+    """Whether it holds floating or complex numbers: integers, as of quantised weights, have no gradient and no mean."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def can_move(walk: Walk, optimizer: Optimizer) -> list[tuple[nn.Parameter, bool]]:
@@ -84,10 +95,7 @@ def can_move(walk: Walk, optimizer: Optimizer) -> list[tuple[nn.Parameter, bool]
     Integers, as of quantised weights, have no gradient whoever holds them.
     """
     held = ids_of(optimizer)
-    return [
-        (own, own.requires_grad or (id(own) in held and (own.is_floating_point() or own.is_complex())))
-        for own in walk.every()
-    ]
+    return [(own, own.requires_grad or (id(own) in held and is_inexact(own))) for own in walk.every()]
 
 
 def moving_parameters(model: nn.Module, optimizer: Optimizer, walk: Walk | None = None) -> list[nn.Parameter]:
@@ -374,6 +382,7 @@ def evaluating(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator
     try:
         model.eval()
         with (
+            attributes_kept(model),
             buffers_kept(model),
             evaluated_weights(model, optimizer),
             rows_kept(model),

@@ -1,8 +1,8 @@
-"""What a model's evaluation writes, undone: into buffers, frozen parameters, or rows that an embedding scales down."""
+"""What a model's evaluation writes, undone: buffers, attributes, frozen parameters, rows that embeddings scale down."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -58,6 +58,26 @@ def frozen_kept(model: nn.Module) -> Iterator[None]:
     ]
     with _undone(held):
         yield
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Tensors that modules keep as plain attributes and that the block replaces, alone or in a tuple, are put back.
+
+    As the state of a recurrent model that goes on from batch to batch. The model's numbers, texts and tensors are then
+    all what they were, since a flag or a length may go with such a tensor. Not seen are writes into one, or into a list
+    or dict.
+    """
+    held = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        if any(_replaced(vars(module), before) for module, before in held):
+            for module, before in held:
+                now = vars(module)
+                for name in [name for name in now if name not in before and _goes_back(now[name])]:
+                    del now[name]
+                now.update({name: own for name, own in before.items() if _goes_back(own)})
 
 
 @contextmanager
@@ -148,6 +168,19 @@ class _Held:
         if any(now.get(name) is self._buffers[name] and name not in self._values for name in self.written):
             return  # what was written is lost, and what goes with it stays with it
         vars(self.module).update({name: own for name, own in self._attributes.items() if isinstance(own, PLAIN)})
+
+
+def _replaced(now: Mapping[str, object], before: Mapping[str, object]) -> bool:
+    """Whether an attribute is another tensor than it was, or tuple of tensors."""
+    return any(_has_tensors(own) and before.get(name) is not own for name, own in now.items())
+
+
+def _has_tensors(own: object) -> bool:
+    return isinstance(own, Tensor) or (isinstance(own, tuple) and any(map(_has_tensors, own)))
+
+
+def _goes_back(own: object) -> bool:
+    return isinstance(own, PLAIN) or (isinstance(own, tuple) and all(map(_goes_back, own)))
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hdet.errors import ConfigError, StepError
 from hdet.replicas.tensors import cast_anew
+from hdet.signals.batches import drawn_batches, require_batches
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Objective:
     def __post_init__(self) -> None:
         if not callable(self.loss):
             raise ConfigError(f"loss must be callable as loss(model, batch), got {type(self.loss).__name__}")
+        require_batches(self.batches, "an objective's")
         if not callable(self.batches) and len(self.batches) < 2:
             raise ConfigError(
                 f"an objective needs at least 2 training batches, whose scatter is the standard error; got "
@@ -50,7 +52,7 @@ class Objective:
         Raises:
             StepError: there are fewer than 2.
         """
-        drawn = list(self.batches(window) if callable(self.batches) else self.batches)
+        drawn = drawn_batches(self.batches, window, f"hdet.objective:{window}")
         if len(drawn) < 2:
             raise StepError(
                 f"the objective has {len(drawn)} training batches in window {window} and needs at least 2 to know its "

@@ -18,6 +18,7 @@ from hdet.errors import ConfigError, StepError
 from hdet.replicas.generators import numbers_lent
 from hdet.replicas.random_numbers import accelerators_in_use
 from hdet.replicas.tensors import evaluating
+from hdet.signals.batches import drawn_batches, require_batches
 from hdet.user_warning import warn
 
 
@@ -61,16 +62,7 @@ class Probe:
     def __post_init__(self) -> None:
         if not callable(self.loss):
             raise ConfigError(f"loss must be callable as loss(model, batch), got {type(self.loss).__name__}")
-        if isinstance(self.batches, Iterator):
-            raise ConfigError(
-                f"a probe's batches are gone through in every window, and a {type(self.batches).__name__} only once; "
-                f"give a list of them, or a function from the window's number to them"
-            )
-        if not (callable(self.batches) or hasattr(self.batches, "__len__")) or isinstance(self.batches, str):
-            raise ConfigError(
-                f"batches is a list, a DataLoader or a function from the window's number to batches, got "
-                f"{type(self.batches).__name__}; what can only be iterated goes into a DataLoader"
-            )
+        require_batches(self.batches, "a probe's")
         if not callable(self.batches) and _are_none(self.batches):
             raise ConfigError("a probe needs batches; got none")
         if self.at not in ("last", "average"):
@@ -80,13 +72,7 @@ class Probe:
 
     def draw(self, window: int) -> list[Any]:
         """The batches of a window, the same in every call; a function may hold a generator of its own."""
-        if isinstance(self.batches, (list, tuple)):  # which draw nothing
-            drawn = list(self.batches)
-        else:
-            # A function with a generator of its own goes on with it, to have others in the next window.
-            held = () if callable(self.batches) else self.batches
-            with numbers_lent(f"hdet.probe:{window}", accelerators_in_use(), held):
-                drawn = list(self.batches(window) if callable(self.batches) else self.batches)
+        drawn = drawn_batches(self.batches, window, f"hdet.probe:{window}")
         if not self._sizes:
             self._sizes.extend(leading_sizes(drawn))
             self._notice_smaller()
@@ -160,7 +146,10 @@ def leading_sizes(batches: Sequence[Any]) -> list[int | None]:
 def checked(losses: Sequence[Tensor]) -> list[Tensor]:
     """The probe's losses, each as a 1-dim tensor; at least 2 numbers in all."""
     found = [flat(value) for value in losses]
-    if sum(value.numel() for value in found) < 2:
+    count = sum(value.numel() for value in found)
+    if not count:
+        raise StepError("the probe has no batch in this window; its function of the window's number has to give some")
+    if count < 2:
         raise StepError(
             "the probe has 1 sub-batch and needs at least 2 to know its standard error; split its batch, say in 8"
         )

@@ -18,7 +18,7 @@ import torch
 
 import hdet
 from hdet.checkpoints.manifest import content
-from hdet.errors import CheckpointError
+from hdet.errors import CheckpointError, ConfigError
 
 
 class Forged:
@@ -227,6 +227,43 @@ def test_the_end_of_a_run_that_was_ended_early_is_saved_beside_the_point_it_ende
     checkpoints.resume(goes_on)
     train(goes_on, 12)
     assert checkpoints.save(goes_on).name == "step_00000012"  # the end that was planned
+
+
+class Scaled(torch.nn.Module):
+    """Whose first parameter has no dimensions, as CLIP's `logit_scale`; the others have as many shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
+
+    def forward(self, inputs: Any) -> Any:
+        return self.scale * self.layers(inputs)
+
+
+@pytest.mark.parametrize("stepped", [4, 6])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor])
+def test_a_state_that_differs_from_shape_to_shape_is_resumed(
+    optimizer: Any, stepped: int, problem: Any, train: Any, tmp_path: Path, assert_same: Any
+) -> None:
+    def make() -> hdet.Engine:
+        torch.manual_seed(0)
+        model = Scaled()
+        replicas = hdet.replicate(model, optimizer(model.parameters(), lr=0.01), n=2)
+        return hdet.Engine(replicas, [hdet.LearningRate()], window=4, gradients="local", total_steps=12)
+
+    whole, first, second = make(), make(), make()
+    train(whole)
+    train(first, stepped)
+    hdet.checkpoints.CheckpointFolder(tmp_path).save(first)
+    assert hdet.checkpoints.CheckpointFolder(tmp_path).resume(second) == 4
+    train(second)
+    assert_same(second.replicas[0].model.state_dict(), whole.replicas[0].model.state_dict())
+
+
+def test_a_number_of_checkpoints_is_a_whole_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"keep must be at least 1 and an integer, got 1\.5"):
+        hdet.checkpoints.CheckpointFolder(tmp_path, keep=1.5)  # type: ignore[arg-type]
 
 
 def test_an_old_checkpoint_that_is_damaged_is_left_there_and_told(

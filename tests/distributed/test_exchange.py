@@ -34,6 +34,7 @@ from hdet.spaces import Log
 from hdet.spreads import TwoLevel
 
 Found = dict[str, Any]
+POLICIES = ("average", "keep")
 
 
 def members(rank: int) -> list[torch.Tensor]:
@@ -328,10 +329,11 @@ class Counting(torch.optim.AdamW):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.01, foreach=False)
-        self.param_groups[0]["d"] = 1.0
+        self.param_groups[0].update(d=1.0, k=0)
 
     def step(self, closure: Any = None) -> None:
         (group,) = self.param_groups
+        group["k"] += 5 - dist.get_rank()
         group["d"] += sum(float(p.grad.norm()) for p in group["params"] if p.grad is not None)
         super().step(closure)
 
@@ -352,7 +354,7 @@ def numbers_in_groups() -> Found:
             return found + self.lost(inputs) if index == 1 else found
 
     found: Found = {}
-    for policy in ("average", "keep"):
+    for policy in POLICIES:
         for copies in (1, 2):
             model = Branches()
             engine = hdet.Engine(
@@ -380,6 +382,7 @@ def numbers_in_groups() -> Found:
             found[policy, copies] = [
                 {
                     "d": optimizer.param_groups[0]["d"],
+                    "k": optimizer.param_groups[0]["k"],
                     "state": {
                         name: [optimizer.state[p][key].clone() for key in ("exp_avg", "step")]
                         for name, p in model.named_parameters()
@@ -664,6 +667,9 @@ def test_numbers_in_groups_are_averaged_over_the_sound_and_given_to_all(ranks: l
     sound = [d for index, d in enumerate(kept) if index != 1]
     assert len(set(sound)) == len(sound)
     assert kept[1] == kept[0]  # a failed replica's is the first sound one's
+    counts = {policy: [host["k"] for found in ranks for host in found["groups"][policy, copies]] for policy in POLICIES}
+    assert counts["average"] == [10] * len(kept), "integers are the first one's"
+    assert counts["keep"][1] == counts["keep"][0]
     for found in ranks:
         for host in found["groups"]["average", copies]:
             assert host["d"] == pytest.approx(sum(sound) / len(sound), rel=1e-12)

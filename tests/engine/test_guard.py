@@ -18,7 +18,7 @@ import hdet
 from hdet import Engine, Rewind
 from hdet.controllers import Calibrate, Controller, Gated, Hold, Newton
 from hdet.engine.guard import Guard
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, DivergedError
 from hdet.schedules import Cosine, Replay
 from hdet.spreads import TwoLevel
 
@@ -265,6 +265,26 @@ def test_where_all_replicas_became_non_finite_the_rate_retreats_too(guard: Guard
     worked = record.bases["learning_rate"]
     assert worked > before
     assert engine.bases["learning_rate"] == pytest.approx(worked / 3)
+
+
+def test_where_buffers_alone_were_not_finite_no_rate_is_to_blame() -> None:
+    """As where a batch that is not finite goes through BatchNorm, and the loop skips its step."""
+    engine = make(0.01, guard=Rewind())
+    engine.replicas[0].model.register_buffer("mean", torch.zeros(1))
+    train(engine, 16)
+
+    def poison(step: int, own: Tensor) -> Tensor:
+        engine.replicas[0].model.mean.fill_(math.nan)  # type: ignore[operator, union-attr]
+        return own
+
+    (record,) = train(engine, 24, report=poison)
+    assert [(fault["kind"], fault.get("where")) for fault in record.faults] == [
+        ("non_finite", "buffers"),
+        ("restored", None),
+    ]
+    assert record.moves["learning_rate"] == 0.0
+    with pytest.raises(DivergedError, match=r"buffers alone were not finite first.*lower values would not help"):
+        train(engine, 56, report=poison)
 
 
 # -- first steps that were far too large ----------------------------------------------------------

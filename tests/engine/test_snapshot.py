@@ -30,7 +30,7 @@ WINDOW = 10  # two windows and a half
 def build(
     problem: Any,
     n: int = 4,
-    path: Path | None = None,
+    path: Path | hdet.History | None = None,
     decay_spread: Spread = Symmetric(0.5),  # noqa: B008 (frozen)
     **options: Any,
 ) -> Engine:
@@ -231,6 +231,23 @@ def test_finishing_early_is_kept(problem: Any, train: Any) -> None:
     assert len({optimizer.param_groups[0]["lr"] for optimizer in again.optimizers}) == 1
     with pytest.raises(StepError, match="over after 13 steps"):
         train(again, TOTAL)
+
+
+def test_a_run_that_is_over_is_saved_as_it_was_loaded(
+    straight: Any, problem: Any, tmp_path: Path, assert_same: Any
+) -> None:
+    """And its history is left whole, however often that is done."""
+    _, states, path = straight
+    state, copied = states[-1], tmp_path / "history.jsonl"
+    copied.write_text(path.read_text())
+    for _ in range(2):
+        engine = build(problem, path=hdet.History(copied))
+        engine.load_state_dict(state)
+        again = through_a_file(engine.state_dict())
+        assert again["window"] == state["window"]
+        assert_same(again["collectors"], state["collectors"])
+        state = again
+    assert copied.read_text() == path.read_text()
 
 
 def test_restores_are_counted_across_a_resume(problem: Any, train: Any) -> None:

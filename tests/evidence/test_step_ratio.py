@@ -228,7 +228,7 @@ def test_a_group_that_has_been_compared_by_its_steps_keeps_its_place_once_it_is_
     model = Net()
 
     def freeze(_: nn.Module, step: int) -> None:
-        if step == WINDOW:
+        if step == WINDOW + 1:
             model.filters.weight.requires_grad_(False)
 
     records = train(1.0, 30.0, 1.0, model=model, watch=freeze, again=(0.5,), controller=Pooled(common=Hold()))
@@ -242,6 +242,21 @@ def test_what_is_frozen_from_the_start_keeps_its_rate() -> None:
     records = train(1.0, 0.01, 1.0, model=model, controller=Pooled(common=Hold()))
     assert [record.moves["1"] for record in records] == [0.0] * 8
     assert records[0].moves["0"] != 0.0
+
+
+def test_a_frozen_group_that_the_loop_moves_does_not_count_as_one_whose_rate_does() -> None:
+    """A teacher that follows by moving averages, held by the optimizer too."""
+    model = Net()
+    model.filters.weight.requires_grad_(False)
+
+    def follow(_: nn.Module, step: int) -> None:
+        with torch.no_grad():
+            model.filters.weight.mul_(1.05)
+
+    still = train(1.0, 0.01, 1.0, model=copy.deepcopy(model), controller=Pooled(common=Hold()))
+    moved = train(1.0, 0.01, 1.0, model=model, watch=follow, controller=Pooled(common=Hold()))
+    assert moved[0].moves["0"] == pytest.approx(still[0].moves["0"], rel=0.1)
+    assert [record.moves["1"] for record in moved] == [0.0] * 8
 
 
 @pytest.mark.parametrize("part", ["bias", "weight"])

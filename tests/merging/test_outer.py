@@ -181,9 +181,13 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     return dict(torch.load(file, weights_only=True))
 
 
+FACTORED = Outer(0.1, optimizer="Adafactor", options={})
+
+
+@pytest.mark.parametrize("merge", [Outer(), FACTORED], ids=["momentum", "factored"])
 @pytest.mark.parametrize("step", [0, 2, 4, 9, 12, 13])
-def test_a_run_that_is_taken_up_is_the_same_run(step: int, problem: Any, train: Any) -> None:
-    whole, first, second = (engine_of(problem, Outer()) for _ in range(3))
+def test_a_run_that_is_taken_up_is_the_same_run(step: int, merge: Outer, problem: Any, train: Any) -> None:
+    whole, first, second = (engine_of(problem, merge) for _ in range(3))
     train(whole)
     train(first, step)
     second.load_state_dict(through_a_file(first.state_dict()))
@@ -254,7 +258,11 @@ def test_a_run_that_went_back_begins_with_a_new_state(problem: Any, train: Any) 
 
 @pytest.mark.parametrize(
     ("fields", "told"),
-    [({"options": {"weight_decay": 0.1}}, "the outer optimizer steps displacements"), ({"lr": 0.0}, "lr")],
+    [
+        ({"options": {"weight_decay": 0.1}}, "the outer optimizer steps displacements"),
+        ({"lr": 0.0}, "lr"),
+        ({"merge": hdet.merges.Exploit()}, "the outer step goes from one merged model, and exploit leaves"),
+    ],
 )
 def test_fields_that_cannot_be(fields: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
@@ -266,6 +274,8 @@ def test_fields_that_cannot_be(fields: Any, told: str) -> None:
     [
         ({"optimizer": "Nadir"}, "cannot make the optimizer 'Nadir'"),
         ({"optimizer": "Adam", "options": {"momentum": 0.9}}, "cannot make the optimizer 'Adam'"),
+        ({"optimizer": "LBFGS", "options": {}}, "Outer cannot step by 'LBFGS'.*takes dense gradients and no closure"),
+        ({"optimizer": "SparseAdam", "options": {}}, "Outer cannot step by 'SparseAdam'"),
         ({"optimizer": "builtins:dict", "options": {}}, "cannot make|makes no torch optimizer"),
     ],
 )

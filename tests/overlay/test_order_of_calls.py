@@ -58,7 +58,7 @@ def test_where_the_first_window_fails_weights_loaded_after_attach_come_back() ->
     optimizer = adamw(model)
     search = attached(model, optimizer, micro_batches=1)
     model.load_state_dict(other_weights())
-    said = "at step 5 hdet put the model and the optimizer back to step 0: a loss or a weight was not finite"
+    said = "at step 5 hdet put the model and the optimizer back to step 0: a loss, a weight or a buffer was not finite"
     train(model, optimizer, search, 4)
     search.loss(loss_of(model, batch(4)) * math.nan).backward()
     with pytest.warns(UserWarning, match=said):

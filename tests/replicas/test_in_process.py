@@ -160,6 +160,39 @@ def test_combine_weighs_parameters_and_leaves_weight_0_out(problem: Any) -> None
     assert torch.equal(replicas.local[0].model[0].weight, weights[0])
 
 
+def test_a_model_that_has_no_copy_is_told_of() -> None:
+    model = nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(2, 2)))
+    model(torch.ones(1, 2))
+    with pytest.raises(ConfigError, match=r"the model cannot be copied .*torch\.nn\.utils\.parametrizations"):
+        hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
+
+
+def test_combine_of_some_parameters_reads_no_other(problem: Any) -> None:
+    replicas = copies(problem)
+    weights = set_apart(replicas)
+    every = replicas.combine(np.full(3, 1 / 3))
+    which = [number == 0 for number in range(len(every))]
+    (combined,) = replicas.combine(np.full(3, 1 / 3), which)
+    assert torch.equal(combined, every[0])
+    assert combined.shape == weights[0].shape
+
+
+def test_integers_among_the_parameters_are_taken_over_and_not_averaged(problem: Any) -> None:
+    """Of packed weights a mean in float32 would lose bits."""
+    packed = torch.tensor([2**24 + 1, 2**30 + 7, 2**31 - 1], dtype=torch.int32)
+    model = problem.model()
+    model.register_parameter("packed", nn.Parameter(packed.clone(), requires_grad=False))
+    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=3)
+    with torch.no_grad():
+        replicas.local[1].model.packed.add_(-5)
+    for valid, want in (([True] * 3, packed), ([False, True, True], packed - 5)):
+        with torch.no_grad():
+            replicas.local[0].model.packed.copy_(packed)
+            replicas.local[1].model.packed.copy_(packed - 5)
+        replicas.mean(valid, "keep")
+        assert all(torch.equal(replica.model.packed, want) for replica in replicas.local)
+
+
 def test_combine_of_half_precision_is_in_single(problem: Any) -> None:
     replicas = copies(problem)
     for replica in replicas.local:

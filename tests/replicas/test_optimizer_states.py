@@ -41,6 +41,18 @@ def test_tensors_are_averaged_over_the_sound_and_given_to_all() -> None:
         torch.testing.assert_close(entry(optimizer, 1, "exp_avg_sq"), torch.full((3,), 0.001 * 5))
 
 
+def test_complex_moments_are_averaged() -> None:
+    optimizers = []
+    for index in range(2):
+        parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        parameter.grad = torch.full((2,), (index + 1) * (1.0 + 2.0j))
+        optimizers.append(torch.optim.SGD([parameter], lr=0.1, momentum=0.9))
+        optimizers[-1].step()
+    optimizer_states.average(optimizers, optimizers)
+    for optimizer in optimizers:
+        assert entry(optimizer, 0, "momentum_buffer").tolist() == [1.5 + 3.0j] * 2
+
+
 def test_counters_are_taken_over_in_place() -> None:
     optimizers = stepped(2)
     optimizers[0].step()

@@ -215,6 +215,7 @@ def test_a_noise_of_zero_changes_no_bit() -> None:
     [
         ({"noise": -0.1}, "noise must be 0 or more"),
         ({"noise": float("nan")}, "noise must be 0 or more"),
+        ({"noise": float("inf")}, "noise must be 0 or more and finite"),
         ({"scale": "row"}, "scale must be"),
         ({"replica": 1}, "leave replica= out"),
         ({"checkpoint": {"large": torch.zeros(3)}}, "does not fit"),

@@ -199,3 +199,48 @@ def test_a_sparse_frozen_parameter_is_left_alone() -> None:
     model.mask = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
     with tensors.evaluating(model):
         model(torch.ones(1, 3))
+
+
+class Recurrent(nn.Module):
+    """Whose state goes on from batch to batch as a plain attribute, with what belongs to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(3, 4)
+        self.state: tuple[Tensor, Tensor] | None = None
+        self.steps = 0
+        self.past: list[Tensor] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        state = self.cell(inputs, self.state)
+        self.state = tuple(one.detach() for one in state)
+        self.steps += 1
+        if not self.training:
+            self.seen = inputs
+        self.past.append(inputs)
+        found: Tensor = state[0]
+        return found
+
+
+def test_a_state_that_is_a_plain_attribute_is_put_back() -> None:
+    model, inputs = Recurrent(), torch.ones(2, 3)
+    with tensors.evaluating(model):
+        model(inputs)
+    assert (model.state, model.steps, hasattr(model, "seen")) == (None, 0, False)
+    model(inputs)
+    kept = model.state
+    for _ in range(2):
+        with tensors.evaluating(model):
+            model(torch.zeros(2, 3))
+        assert model.state is kept
+        assert model.steps == 1
+    assert len(model.past) == 4, "what is in a list is not seen"
+
+
+def test_attributes_that_an_evaluation_does_not_touch_cost_no_change() -> None:
+    """Numbers alone stay what it made of them: they may be caches of what is in a list."""
+    model = nn.Linear(2, 2)
+    model.calls = 0  # type: ignore[assignment]
+    with tensors.evaluating(model):
+        model.calls += 1  # type: ignore[operator]
+    assert model.calls == 1

@@ -119,6 +119,11 @@ def test_a_loader_with_a_generator_of_its_own_gives_each_window_other_batches(pr
     assert not torch.equal(first, second)
 
 
+def test_a_function_that_gives_no_batch_is_told_of(problem: Any) -> None:
+    with pytest.raises(StepError, match="the probe has no batch in this window; its function"):
+        Probe(problem.loss, lambda window: []).measure(problem.model(), 0)
+
+
 def test_a_smaller_last_batch_is_said_once(problem: Any) -> None:
     sizes = {"last": (8, 8, 3), "graphs": (8, 5, 7), "larger": (8, 8, 9), "alike": (8, 8, 8)}
     batches = {name: [(torch.ones(n, 4), torch.ones(n, 1)) for n in own] for name, own in sizes.items()}

@@ -90,13 +90,13 @@ def compare(
     kinds = [_kind(knob) for knob in knobs]
     sizes, silent, hidden = [], [], set()
     for knob, kind, own in zip(knobs, kinds, moves, strict=True):
-        found = [far for far, moved in zip(gone, own, strict=True) if moved]
-        training = [far for far, *moved in zip(gone, own, trains, strict=True) if all(moved)]
+        # A frozen weight that moves all the same, as a teacher's that follows, moves by no rate.
+        found = [far for far, *moved in zip(gone, own, trains, strict=True) if all(moved)]
         shown = [far for far in found if far]
         peak = _up_to_the_peak(knob, harvest.window)
         sizes.append(math.exp(float(np.median(np.log(shown)))) * peak if shown else 0.0)
-        silent.append(bool(training) and not any(far is not None for far in found) and peak > 0.0)
-        if not shown and 0.0 in training:  # where rounding hides some steps, those that show are of the higher rates
+        silent.append(bool(found) and not any(far is not None for far in found) and peak > 0.0)
+        if not shown and 0.0 in found:  # where rounding hides some steps, those that show are of the higher rates
             hidden.add(kind)
     if not any(sizes):
         return unknown

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from hdet.replicas import optimizer_states
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
-from hdet.replicas.held_optimizer import kept_in_groups
+from hdet.replicas.held_optimizer import home_of, kept_in_groups
 from hdet.replicas.optimizer_states import mean_number
 from hdet.replicas.tensors import SMALL, joined, local, parameters
 from hdet.replicas.tensors import alike as like_tensors
@@ -35,10 +35,11 @@ Plain = dict[Entry, Any]
 def average(exchange: Exchange, optimizers: Sequence[Optimizer], weights: Sequence[float]) -> None:
     """Give every optimizer of every rank the weighted mean of all replicas' states; 0 leaves a replica out.
 
-    Floating tensors are averaged; counters, integers and Python's own numbers are taken over from the first that takes
-    part; lists of tensors and other objects stay each replica's own. Numbers which an optimizer keeps as state in its
-    parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are averaged too. A parameter without a gradient in
-    some replica has no state there and gets the mean of those that have one.
+    Floating and complex tensors are averaged; counters, integers and Python's own numbers are taken over from the first
+    that takes part; lists of tensors and other objects stay each replica's own. Numbers which an optimizer keeps as
+    state in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are averaged too, integers of these
+    (`k`) taken over. A parameter without a gradient in some replica has no state there and gets the mean of those that
+    have one.
 
     Args:
         optimizers: of this rank's replicas.
@@ -221,7 +222,9 @@ def _agree_on(
     for (index, key), values in zip(numbers[0], zip(*sound, strict=True), strict=True):
         apart = any(value != values[0] for value in values)
         for optimizer in optimizers:
-            optimizer.param_groups[index][key] = mean_number(values, taking) if apart else values[0]
+            own = numbers[0][index, key]
+            merged = mean_number(values, taking) if apart and isinstance(own, float) else values[0]
+            optimizer.param_groups[index][key] = type(own)(merged)
     # Ranks that hold other parts of the model hold other tensors; each compares with its own peers.
     codes = rows[torch.tensor(exchange.present), : len(codes)].contiguous().view(torch.int64)
     *same, same_values = (codes == codes[0]).all(dim=0).tolist()
@@ -240,10 +243,10 @@ def _union(
     return [(entry, every[entry], [entry in found for found in held]) for entry in sorted(every)]
 
 
-def _numbers(optimizer: Optimizer) -> dict[tuple[int, str], float]:
-    """What an optimizer keeps as state in its groups, as floating numbers, by group and key."""
+def _numbers(optimizer: Optimizer) -> dict[tuple[int, str], float | int]:
+    """What an optimizer keeps as state in its groups, as numbers, by group and key."""
     found = {(index, key): optimizer.param_groups[index][key] for index, key in kept_in_groups(optimizer)}
-    return {place: value for place, value in found.items() if isinstance(value, float)}
+    return {place: value for place, value in found.items() if type(value) in (int, float)}
 
 
 def _set_plain(optimizer: Optimizer, values: Plain) -> None:
@@ -252,7 +255,7 @@ def _set_plain(optimizer: Optimizer, values: Plain) -> None:
         optimizer.state.setdefault(parameter, {})[key] = copy.deepcopy(value)
 
 
-def _set_numbers(optimizer: Optimizer, numbers: dict[tuple[int, str], float]) -> None:
+def _set_numbers(optimizer: Optimizer, numbers: dict[tuple[int, str], float | int]) -> None:
     for (index, key), value in numbers.items():
         optimizer.param_groups[index][key] = value
 
@@ -287,7 +290,8 @@ def _slot(optimizer: Optimizer, entry: Entry, shape: tuple[int, ...], named: str
     state: dict[str, Any] = optimizer.state.setdefault(parameter, {})
     if state.get(key) is None:
         like = shape == tuple(local(parameter).shape)
-        state[key] = torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(shape, dtype=dtype, device="cpu")
+        home = home_of(parameter, optimizer.param_groups[index], key)
+        state[key] = torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(shape, dtype=dtype, device=home)
     return local(state[key])
 
 
@@ -309,7 +313,7 @@ def _drop(optimizer: Optimizer, entry: Entry) -> None:
 
 def _has_mean(shape: tuple[int, ...], named: str) -> bool:
     dtype: torch.dtype = getattr(torch, named)
-    return dtype.is_floating_point and len(shape) > 0
+    return (dtype.is_floating_point or dtype.is_complex) and len(shape) > 0
 
 
 def _first(weights: Sequence[float]) -> int:

@@ -417,23 +417,23 @@ class Ranks(Replicas):
         return bool(same[0]), bool(same[1])
 
     @torch.no_grad()
-    def combine(self, weights: NDArray[np.float64]) -> list[Tensor]:
+    def combine(self, weights: NDArray[np.float64], which: Sequence[bool] | None = None) -> list[Tensor]:
         own = weights[self.layout.place * self._each :][: len(self.hosts)].tolist()
         if not self.diverge:
-            return tensors.parameters(self.hosts[0][0])
+            return tensors.parameters(self.hosts[0][0], which)
         by_place = weights.reshape(self.layout.places, self._each)
         if self._each == 1:
-            sources = [tensors.wide(t) for t in tensors.parameters(self.hosts[0][0])]
+            sources = [tensors.wide(t) for t in tensors.parameters(self.hosts[0][0], which)]
             scales = by_place[:, 0].tolist()
         else:
             scales = [float((row != 0.0).any()) for row in by_place]
             sources = []
             for (model, _), weight in zip(self.hosts, own, strict=True):
                 if weight != 0.0:
-                    part = torch._foreach_mul([tensors.wide(t) for t in tensors.parameters(model)], weight)
+                    part = torch._foreach_mul([tensors.wide(t) for t in tensors.parameters(model, which)], weight)
                     sources = list(torch._foreach_add(sources, part)) if sources else list(part)
             if not sources:
-                sources = [torch.zeros_like(tensors.wide(t)) for t in tensors.parameters(self.hosts[0][0])]
+                sources = [torch.zeros_like(tensors.wide(t)) for t in tensors.parameters(self.hosts[0][0], which)]
         targets = [torch.empty_like(t) for t in sources]
         with translated("combining replicas"):
             self.exchange.reduce(sources, targets, scales, mean=False)

@@ -1,0 +1,34 @@
+"""Where a signal has its batches from: a list, a DataLoader, or a function of the window's number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from hdet.errors import ConfigError
+from hdet.replicas.generators import numbers_lent
+from hdet.replicas.random_numbers import accelerators_in_use
+
+
+def require_batches(batches: object, whose: str) -> None:
+    """Refuse what cannot be gone through in every window."""
+    if isinstance(batches, Iterator):
+        raise ConfigError(
+            f"{whose} batches are gone through in every window, and a {type(batches).__name__} only once; "
+            f"give a list of them, or a function from the window's number to them"
+        )
+    if not (callable(batches) or hasattr(batches, "__len__")) or isinstance(batches, str):
+        raise ConfigError(
+            f"batches is a list, a DataLoader or a function from the window's number to batches, got "
+            f"{type(batches).__name__}; what can only be iterated goes into a DataLoader"
+        )
+
+
+def drawn_batches(batches: Iterable[Any] | Callable[[int], Iterable[Any]], window: int, numbers: str) -> list[Any]:
+    """The batches of a window, by random numbers of their own, which `numbers` names; training's are left."""
+    if isinstance(batches, (list, tuple)):  # which draw nothing
+        return list(batches)
+    # A function with a generator of its own goes on with it, to have others in the next window.
+    held = () if callable(batches) else batches
+    with numbers_lent(numbers, accelerators_in_use(), held):
+        return list(batches(window) if callable(batches) else batches)
