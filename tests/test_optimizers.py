@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hdet
+from hdet.evidence.contrast import ContrastCollector
 from hdet.spreads import TwoLevel
 
 STEPS = 120
@@ -125,6 +127,29 @@ def test_the_recipe_runs_and_raises_a_rate_that_is_too_low(name: str, make: Make
     for knob in shifts:
         assert any(math.isfinite(one[knob]["stderr"]) and one[knob]["slope"] != 0.0 for one in estimates), knob
     assert engine.history.windows[-1].loss < engine.history.windows[0].loss
+
+
+class Own(torch.optim.AdamW):
+    """Somebody's own, which keeps a state."""
+
+
+def test_one_that_has_not_stepped_yet_is_not_taken_for_stateless() -> None:
+    """As where the first window was undone: nothing is read off it, and nothing said."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        run = Run(lambda model, _: Own(model.parameters(), lr=1e-2), 1.0)
+
+    def undone(model: nn.Module, step: int, index: int) -> Tensor:
+        return squared_error(model, draw(10 * step + index, 32)) * (math.nan if step < 10 else 1.0)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="hdet does not know how Own scales")
+        explicit_loop.train(run.engine, 10, loss=undone)
+        (record,) = run.engine.history
+        assert record.faults[-1]["kind"] == "restored"
+        assert not run.optimizer.state
+        (contrast,) = [one for one in run.engine.cycle.collectors if isinstance(one, ContrastCollector)]
+        assert not contrast.stateless
 
 
 @pytest.mark.filterwarnings("ignore:hdet does not know")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,8 @@ def find(
             figure.parent.mkdir(parents=True, exist_ok=True)
             if figure.is_dir():
                 raise IsADirectoryError("it is a folder")
+            if not os.access(figure if figure.exists() else figure.parent, os.W_OK):
+                raise PermissionError("it may not be written")
     declared = RunConfig.load(config, assignments or ())
     workload = declared.workload()
     model = workload.model()

@@ -38,10 +38,12 @@ def optimizer_by_name(
     indices = [index for group in state["param_groups"] for index in group["params"]]
     parameters = parameters_of(optimizer)
     held = state["state"]
-    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    stepped_by = {parameter: steps_by(optimizer, group) for parameter, group in group_of.items()}
-    samples: dict[_Kind, tuple[Named, nn.Parameter]] = {}
-    kinds = {each: (stepped_by[each], each.shape, each.dtype) for each in parameters}
+    group_of = {each: number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
+    stepped_by = {each: steps_by(optimizer, optimizer.param_groups[number]) for each, number in group_of.items()}
+    # Parameters of one kind have states with the same entries, of the same shapes.
+    kinds = {each: (number, each.shape, each.dtype) for each, number in group_of.items()}
+    samples: dict[tuple[int, torch.Size, torch.dtype], tuple[Named, nn.Parameter]] = {}
+    tried = False
     for index, parameter in zip(indices, parameters, strict=True):
         # The point may be from before the first step.
         entries = held.get(index) or optimizer.state.get(parameter)
@@ -50,12 +52,16 @@ def optimizer_by_name(
     for parameter in parameters:
         if not parameter.requires_grad or kinds[parameter] in samples:
             continue
-        entries = made_state(stepped_by[parameter], group_of[parameter], torch.zeros_like(parameter))
+        group = optimizer.param_groups[group_of[parameter]]
+        entries = made_state(stepped_by[parameter], group, torch.zeros_like(parameter))
         if entries is not None:
             samples[kinds[parameter]] = (entries, parameter)
-        elif not optimizer.state:
+        elif not optimizer.state and not tried:
+            tried = True
             samples.update({kinds[each]: (own, each) for each, own in _made(optimizer).items()})
-        samples.setdefault(kinds[parameter], _nearest(samples, stepped_by[parameter], parameter))
+        # Else the state of another shape, that tells most: of no dimensions a step count has the parameter's shape.
+        others = [one for one in samples.values() if stepped_by[one[1]] is stepped_by[parameter]]
+        samples.setdefault(kinds[parameter], max(others, key=lambda one: one[1].dim(), default=({}, parameter)))
     for name, index, parameter in zip(names, indices, parameters, strict=True):
         if held.get(index):
             found[name] = dict(held[index])
@@ -65,18 +71,6 @@ def optimizer_by_name(
         if parameter.requires_grad and entries:
             found[name] = {key: _zeros(value, owner, parameter) for key, value in entries.items()}
     return found, stateless
-
-
-_Kind = tuple[Optimizer, torch.Size, torch.dtype]
-"""Parameters whose states have the same entries, of the same shapes."""
-
-
-def _nearest(
-    samples: Mapping[_Kind, tuple[Named, nn.Parameter]], optimizer: Optimizer, parameter: nn.Parameter
-) -> tuple[Named, nn.Parameter]:
-    """The state of another shape that tells most: of one without dimensions a step count has the parameter's shape."""
-    of_optimizer = [sample for kind, sample in samples.items() if kind[0] is optimizer]
-    return max(of_optimizer, key=lambda sample: sample[1].dim(), default=({}, parameter))
 
 
 def optimizer_state(

@@ -331,7 +331,7 @@ class Cycle:
             self._sound = np.ones_like(closed.valid)
             if self.tail is not None and self.step_count == self._last_step:
                 ended = self._settle(self.tail, window.index)
-            if self.watch is not None and not _by_buffers(closed.faults):
+            if self.watch is not None and not (self.restores == 1 and _by_buffers(closed.faults)):
                 moves = recovery.retreat(self.knobs, bases, self._context(window, None))
         noise = self.noise.read() if self.noise is not None else None
         self.noise_scale = noise or self.noise_scale
@@ -513,7 +513,8 @@ class Cycle:
             if _by_buffers(record.faults):
                 held = (
                     "buffers alone were not finite first, as where a batch that is not goes through BatchNorm while it "
-                    "trains, so lower values would not help. Test a batch before the forward pass"
+                    "trains: test a batch before the forward pass. Where it is activations that overflow, start from "
+                    "lower values"
                 )
             if not self.anchor.is_finite():
                 held = (
@@ -587,7 +588,7 @@ def _has(collector: Collector, hook: str) -> bool:
 
 
 def _by_buffers(faults: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether only buffers were not finite, which no step makes so: losses and weights were."""
+    """Whether only buffers were not finite, which a batch makes so more often than a step: losses and weights were."""
     return {fault["where"] for fault in faults if "where" in fault} == {"buffers"}
 
 

@@ -16,7 +16,7 @@ from hdet.controllers import Estimate
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.gradient_memory import Dots, Record, Traces
 from hdet.evidence.parts.gradient_sketch import GradientSketch
-from hdet.evidence.parts.probe_gradient import aim
+from hdet.evidence.parts.probe_gradient import aim, leaves_no_state
 from hdet.evidence.parts.two_levels import Levels
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound_knob import BoundKnob
@@ -108,6 +108,7 @@ class ContrastCollector(Collector):
             else Dots(replicas, len(knobs), self.block_steps, spec.refresh)
         )
         self.training = math.nan  # mean training loss of the last window
+        self.stateless = False  # whether the optimizer is known to keep no state
         self.step = 0
         self.exploring = False
         self.deaf = False  # whether a warning of a pass without a gradient was given
@@ -212,6 +213,7 @@ class ContrastCollector(Collector):
         self._notice()
         self.scene.replicas.observe_no_more()
         self.training = float(harvest.losses[harvest.valid].mean())
+        self.stateless = self.stateless or leaves_no_state(self.scene)
         heard = [k for k, half in enumerate(self.half) if half > 0.0]
         estimates = self.record.close(heard, self.half, partial(self._aim, harvest.window))
         self._notice_in_vain(bool(heard) and not estimates)
@@ -264,7 +266,7 @@ class ContrastCollector(Collector):
 
     def _aim(self, window: Window) -> Tensor | None:
         """v at the weights as they are; `None` before the optimizer has a state to read P from."""
-        found = aim(self.scene, window.index, self.rate)
+        found = aim(self.scene, window.index, self.rate, stateless=self.stateless)
         return None if found is None else self.folding.folded_trained(found.step)
 
     def forget(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hdet.controllers import Controller, Estimate
 from hdet.errors import ConfigError
 from hdet.evidence.collector import Collector, Evidence
-from hdet.evidence.parts.probe_gradient import aim
+from hdet.evidence.parts.probe_gradient import aim, leaves_no_state
 from hdet.evidence.parts.two_levels import Levels
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.hparams.bound_knob import BoundKnob
@@ -113,7 +113,7 @@ class MixedDifferenceCollector(Collector):
 
     def _measured(self, heard: Sequence[int], harvest: Harvest) -> dict[int, Estimate]:
         """Slopes of one step by the knobs' numbers; none where there is no direction to look along."""
-        found = aim(self.scene, harvest.window.index)
+        found = aim(self.scene, harvest.window.index, stateless=leaves_no_state(self.scene))
         if found is None:
             return {}
         gradient = [found.gradient(number) for number in range(len(found.sums))]

@@ -99,17 +99,17 @@ class Outer(Merge):
         """One of no weights."""
         return self.made([nn.Parameter(torch.empty(0))])
 
-    def tried(self, device: torch.device) -> None:
-        """Step once, on a device.
+    def tried(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Step once a dense matrix of such.
 
         Raises:
             ConfigError: such an optimizer does not step by gradients alone, or not there.
         """
-        one = nn.Parameter(torch.zeros(2, 2, device=device))
+        one = nn.Parameter(torch.zeros(2, 2, device=device, dtype=dtype))
         one.grad = torch.zeros_like(one)
         try:
             self.made([one]).step()
-        except (TypeError, RuntimeError, AssertionError) as error:
+        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
             raise ConfigError(
                 f"Outer cannot step by {self.optimizer!r} ({error}); name an optimizer whose step takes dense "
                 f"gradients and no closure"
@@ -153,7 +153,7 @@ class OuterMerger(Merger):
         self.spec = spec
         self.inner = spec.merge.at_work(replace(scene, outer=()))
         for parameter in scene.moving.parameters[0][:1]:
-            spec.tried(parameter.device)
+            spec.tried(parameter.device, tensors.wide_type(parameter.dtype))
         self._opened: list[Tensor] = []
         self._displaced: list[Tensor] = []
         self.state: dict[nn.Parameter, dict[str, Any]] = {}

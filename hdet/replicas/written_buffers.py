@@ -62,19 +62,19 @@ def frozen_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Tensors that modules keep as plain attributes and that the block replaces, alone or in a tuple, are put back.
+    """Tensors that a module keeps as plain attributes and that the block replaces, alone or in a tuple, are put back.
 
-    As the state of a recurrent model that goes on from batch to batch. The model's numbers, texts and tensors are then
-    all what they were, since a flag or a length may go with such a tensor. Not seen are writes into one, or into a list
-    or dict.
+    As the state of a recurrent model that goes on from batch to batch. That module's numbers, texts and tensors are
+    then all what they were, since a flag or a length may go with such a tensor; one that is new is taken away. Not seen
+    are writes into one, or into a list or dict.
     """
     held = [(module, dict(vars(module))) for module in model.modules()]
     try:
         yield
     finally:
-        if any(_replaced(vars(module), before) for module, before in held):
-            for module, before in held:
-                now = vars(module)
+        for module, before in held:
+            now = vars(module)
+            if _differ(now, before) or _differ(before, now):
                 for name in [name for name in now if name not in before and _goes_back(now[name])]:
                     del now[name]
                 now.update({name: own for name, own in before.items() if _goes_back(own)})
@@ -170,9 +170,9 @@ class _Held:
         vars(self.module).update({name: own for name, own in self._attributes.items() if isinstance(own, PLAIN)})
 
 
-def _replaced(now: Mapping[str, object], before: Mapping[str, object]) -> bool:
-    """Whether an attribute is another tensor than it was, or tuple of tensors."""
-    return any(_has_tensors(own) and before.get(name) is not own for name, own in now.items())
+def _differ(some: Mapping[str, object], others: Mapping[str, object]) -> bool:
+    """Whether a tensor of some attributes, or tuple of tensors, is none of the others."""
+    return any(_has_tensors(own) and others.get(name) is not own for name, own in some.items())
 
 
 def _has_tensors(own: object) -> bool:

@@ -25,6 +25,7 @@ class Objective:
             dropout, label smoothing and auxiliary terms included.
         batches: J >= 2 training batches, or a function from the window's number to them. As many on every process;
             ranks may take their own, as they do in training, and the ranks of a tensor parallel model take the same.
+            What a function draws at random is the same on every process: one that is to differ goes by its rank.
             Eight do well; the scatter over them gives the standard errors.
 
     >>> import torch

@@ -329,7 +329,7 @@ class Counting(torch.optim.AdamW):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.01, foreach=False)
-        self.param_groups[0].update(d=1.0, k=0)
+        self.param_groups[0].update(d=np.float64(1.0), k=0)
 
     def step(self, closure: Any = None) -> None:
         (group,) = self.param_groups

@@ -234,7 +234,21 @@ def test_a_state_that_is_a_plain_attribute_is_put_back() -> None:
             model(torch.zeros(2, 3))
         assert model.state is kept
         assert model.steps == 1
-    assert len(model.past) == 4, "what is in a list is not seen"
+    with tensors.evaluating(model):
+        model(torch.zeros(2, 3))
+        model.state = None
+    assert model.state is kept, "also where the evaluation ends with none"
+    assert len(model.past) == 5, "what is in a list is not seen"
+
+
+def test_beside_a_replaced_tensor_other_modules_keep_what_an_evaluation_made_of_them() -> None:
+    cached = nn.Linear(3, 3)
+    cached.calls = 0  # type: ignore[assignment]
+    model = nn.Sequential(cached, Recurrent())
+    with tensors.evaluating(model):
+        model(torch.ones(2, 3))
+        cached.calls += 1  # type: ignore[operator]
+    assert cached.calls == 1
 
 
 def test_attributes_that_an_evaluation_does_not_touch_cost_no_change() -> None:

@@ -106,12 +106,9 @@ def _scale(
 
 
 def keeps_nothing(optimizer: Optimizer) -> bool:
-    """Whether its steps, once it has made some, have left no state at all: SGD's own, or of another's signs, say.
-
-    All of torch's but SGD keep some.
-    """
-    ours = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.SGD)
-    return not optimizer.state and not ours
+    """Whether it has no state, though it may have stepped: of torch's own SGD alone; of others that is not known."""
+    stateful = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.SGD)
+    return not optimizer.state and not stateful
 
 
 def _over(divisor: Tensor, lr: Tensor | float, felt: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from hdet.evidence.parts.preconditioner import keeps_nothing, preconditioner
 from hdet.evidence.scene import Scene
 from hdet.replicas import gradients, tensors
 from hdet.replicas.chained_optimizer import chained
+from hdet.replicas.replicas import present
 from hdet.signals.probe import checked, differentiable, flat
 
 
@@ -43,16 +44,31 @@ class Aim:
         return self.gradient(number, elements).mul_(self.scale(number, elements))
 
 
-def aim(scene: Scene, window: int, rate: float | None = None) -> Aim | None:
+def leaves_no_state(scene: Scene) -> bool:
+    """At a window's end, whether its steps moved weights and the optimizer has no state of them: it keeps none.
+
+    A collective, and waits for the device, where an optimizer that is not torch's has no state. Of SGD, whose P needs
+    none, it is not asked.
+    """
+    optimizer = scene.replicas.hosts[0][1]
+    parts = chained(optimizer)
+    if optimizer.state or all(isinstance(each, SGD) for each in parts) or not all(map(keeps_nothing, parts)):
+        return False
+    pairs = zip(scene.opening(), scene.moving.values(), strict=True)
+    moved = any(not torch.equal(opened.to(own.device), own) for opened, own in pairs)
+    told = scene.replicas.gather(torch.full((len(scene.replicas.local), 1), float(moved), dtype=torch.float64))
+    return bool((told[present(told)] > 0.0).any())
+
+
+def aim(scene: Scene, window: int, rate: float | None = None, *, stateless: bool = False) -> Aim | None:
     """One gradient of the probe, every knob at its base; `None` before the optimizer has a state to read P from.
 
     Args:
         rate: in place of each group's learning rate in P.
+        stateless: whether the optimizer is known to keep none (`leaves_no_state`).
     """
     model, optimizer = scene.replicas.hosts[0]
-    # Whether an optimizer keeps anything is known once it has stepped.
-    stateless = all(isinstance(each, SGD) or (window > 0 and keeps_nothing(each)) for each in chained(optimizer))
-    if not optimizer.state and not stateless:
+    if not (optimizer.state or stateless or all(isinstance(each, SGD) for each in chained(optimizer))):
         return None
     losses: list[Tensor] = []
 

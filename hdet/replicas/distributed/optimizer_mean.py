@@ -246,7 +246,11 @@ def _union(
 def _numbers(optimizer: Optimizer) -> dict[tuple[int, str], float | int]:
     """What an optimizer keeps as state in its groups, as numbers, by group and key."""
     found = {(index, key): optimizer.param_groups[index][key] for index, key in kept_in_groups(optimizer)}
-    return {place: value for place, value in found.items() if type(value) in (int, float)}
+    return {
+        place: value
+        for place, value in found.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
 
 
 def _set_plain(optimizer: Optimizer, values: Plain) -> None:
