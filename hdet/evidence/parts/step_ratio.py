@@ -73,6 +73,8 @@ def compare(
     since optimizers take one rate for all of a model by default. How far that kind as a whole is to move counts in the
     next comparison only: beside another optimizer's, first steps mislead.
 
+    What is frozen as the window ends does not count: if it moved, as a teacher that follows, no rate moved it.
+
     Args:
         moves: by rate, which of the weights (`Scene.moving`) it moves.
 

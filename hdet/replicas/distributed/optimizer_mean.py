@@ -220,10 +220,10 @@ def _agree_on(
     taking = [weight for weight in weights if weight]
     sound = rows[:, len(codes) :].reshape(len(weights), -1)[torch.tensor(weights) != 0].tolist()
     for (index, key), values in zip(numbers[0], zip(*sound, strict=True), strict=True):
+        own = numbers[0][index, key]
         apart = any(value != values[0] for value in values)
+        merged = mean_number(values, taking) if apart and isinstance(own, float) else values[0]
         for optimizer in optimizers:
-            own = numbers[0][index, key]
-            merged = mean_number(values, taking) if apart and isinstance(own, float) else values[0]
             optimizer.param_groups[index][key] = type(own)(merged)
     # Ranks that hold other parts of the model hold other tensors; each compares with its own peers.
     codes = rows[torch.tensor(exchange.present), : len(codes)].contiguous().view(torch.int64)
