@@ -24,6 +24,7 @@ from hdet.hparams.forward import ModuleKnob
 from hdet.hparams.knob import Knob
 from hdet.replicas import Replicas, tensors
 from hdet.replicas.random_numbers import accelerators, seeded
+from hdet.replicas.written_buffers import attributes_kept
 from hdet.spec import register
 
 ENDS = (1.0, -1.0)
@@ -172,8 +173,8 @@ class MixedDifferenceCollector(Collector):
     def _losses(self, heard: Sequence[int], step: Sequence[Tensor], harvest: Harvest) -> NDArray[np.float64]:
         """[heard, J, 2, 2] training losses at theta +- step (third axis) and at the levels u +- d (fourth).
 
-        Every batch and knob falls to one replica, which makes all four passes. All that the passes change, weights,
-        buffers, modes and random number generators, is put back.
+        Every batch and knob falls to one replica, which makes all four passes. All that a pass changes, weights,
+        buffers, states kept as plain attributes, modes and random number generators, is put back before the next.
         """
         scene, window, objective = self.scene, harvest.window, self.scene.objective
         assert objective is not None
@@ -197,7 +198,8 @@ class MixedDifferenceCollector(Collector):
                             for side, level in enumerate(ENDS):
                                 offset = float(self.levels.centre[k] + level * self.levels.half[k])
                                 self.levels.write(window.stop - 1, k, offset)
-                                with seeded(devices, f"{scene.seed}:{window.index}:{self.knobs[k].name}:{j}"):
+                                pair = f"{scene.seed}:{window.index}:{self.knobs[k].name}:{j}"
+                                with seeded(devices, pair), attributes_kept(model):
                                     table[row, number, end, side] = objective.evaluate(model, batches[j])
                                 self._put_back(buffers)
             finally:

@@ -100,6 +100,11 @@ class Anchor:
         before, self._norms = self._norms, norms if step == 0 or self._norms is None else {}
         return [] if self._norms else [number for number in own if (before or {}).get(number) != norms[number]]
 
+    def holds(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
+        """Which of some of the model's parameters are copied; of frozen ones these are what somebody writes."""
+        held = {id(self._order[number]) for number in self._parameters}
+        return [id(parameter) in held for parameter in parameters]
+
     def values(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """The anchored values of some of the model's parameters; those that nothing changes are the model's own.
 

@@ -104,6 +104,11 @@ def moving_parameters(model: nn.Module, optimizer: Optimizer, walk: Walk | None 
     return [parameter for parameter, moves in can_move(walk, optimizer) if moves and parameter.numel()]
 
 
+def frozen(model: nn.Module, optimizer: Optimizer, walk: Walk) -> list[nn.Parameter]:
+    """The others; `walk` is one of this model that is kept."""
+    return [parameter for parameter, moves in can_move(walk, optimizer) if not moves and parameter.numel()]
+
+
 def moving(model: nn.Module, optimizer: Optimizer, walk: Walk | None = None) -> list[Tensor]:
     """Of `parameters(model)` those that training can change; `walk` is one of this model that is kept."""
     return [local(parameter.detach()) for parameter in moving_parameters(model, optimizer, walk)]

@@ -237,8 +237,9 @@ def statistics() -> dict[str, torch.Tensor]:
 
 
 def frozen() -> Found:
-    """Frozen and tied parameters, and one that no replica uses."""
+    """Frozen and tied parameters, a teacher that the loop writes, and one that no replica uses."""
     torch.manual_seed(1)
+    rank = dist.get_rank()
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -248,22 +249,33 @@ def frozen() -> Found:
             self.second.weight = self.first.weight
             self.still = nn.Linear(6, 6).requires_grad_(False)
             self.idle = nn.Parameter(torch.ones(3))
+            self.teacher = nn.Linear(6, 6).requires_grad_(False)
+            self.packed = nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False)
             self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            self.counts += 1 + dist.get_rank()
+            self.counts += 1 + rank
             found: torch.Tensor = self.second(self.still(self.first(inputs)))
             return found
 
     model = Tied()
-    before = model.still.weight.clone()
+    before, start = model.still.weight.clone(), model.teacher.weight[0, 0].item()
     engine = hdet.Engine(
         hdet.distribute(model, optimizer_of(model)), knobs(), window=2, total_steps=4, gradients="local"
     )
     from training import train
 
-    train(engine, 4)
+    for step in range(1, 5):
+        train(engine, step)
+        if step < 4:
+            with torch.no_grad():
+                if rank == 2:  # what one rank writes counts on all
+                    model.teacher.weight.fill_(rank + 10.0 * step)
+                model.packed.fill_(rank + 10 * step)
+            model.teacher.bias.data = torch.full((6,), rank + 10.0 * step)
     return {
+        "start": start,
+        "taught": (model.teacher.weight[0, 0].item(), model.teacher.bias[0].item(), model.packed.tolist()),
         "still": torch.equal(model.still.weight, before),
         "tied": model.first.weight is model.second.weight,
         "idle": model.idle.detach().clone(),
@@ -509,6 +521,16 @@ def other_kinds() -> dict[str, list[torch.Tensor]]:
         found[f"{name} combined"] = replicas.combine(np.full(replicas.size, 1.0 / replicas.size))
         engine.step([torch.tensor(0.0)] * copies)
         found[f"{name} merged"] = list(tensors.parameters(model))
+    model = Kinds(0)
+    adam = torch.optim.Adam(model.parameters(), betas=(0.0, 0.0))
+    engine = hdet.Engine(hdet.distribute(model, adam), [], window=1, total_steps=1, gradients="local")
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(
+            parameter, (dist.get_rank() + 1) * (1.0 + 2.0j) if parameter.is_complex() else 1.0
+        )
+    adam.step()
+    engine.step([torch.tensor(0.0)])
+    found["moments"] = [adam.state[model.turns]["exp_avg"], adam.state[model.turns]["exp_avg_sq"]]
     return found
 
 
@@ -636,6 +658,11 @@ def test_ranks_that_train_one_model_share_their_batch_statistics(ranks: list[Fou
 def test_frozen_tied_integer_and_unused_tensors(ranks: list[Found]) -> None:
     for found in ranks:
         frozen = found["frozen"]
+        weight, bias, packed = frozen["taught"]
+        first = (3 * frozen["start"] + 12.0) / 4
+        assert weight == pytest.approx((3 * first + 32.0) / 4)
+        assert bias == 31.5
+        assert packed == [30, 30]  # the first replica's
         assert frozen["still"]
         assert frozen["tied"]
         assert frozen["counts"] == [4, 4]  # the first replica's
@@ -717,6 +744,13 @@ def test_complex_and_double_parameters_stay_what_they_are(ranks: list[Found], na
             rough = 1e-2 if f"{name} {done}" == "narrow merged" else 1e-6
             assert turns.item() == pytest.approx((size + 1) / 2 * (1.0 + 2.0j), rel=rough)
             assert fine.item() == pytest.approx(1.0 + (size - 1) / 2 * 1e-12, abs=1e-14)
+
+
+def test_complex_moments_are_averaged(ranks: list[Found]) -> None:
+    for found in ranks:
+        first, second = found["kinds"]["moments"]
+        assert first.item() == pytest.approx(2.5 * (1.0 + 2.0j))
+        assert second.item() == pytest.approx(7.5 * (1.0 + 4.0j))  # squares of the two parts, each on its own
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6).filter(any), st.integers(0, 2**31))

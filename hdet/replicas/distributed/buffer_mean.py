@@ -1,4 +1,4 @@
-"""The mean of buffers, such as batch statistics, that lie on different ranks."""
+"""The mean of what is not trained, such as batch statistics or a teacher, that lies on different ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import compress
 from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hdet.replicas import tensors
 from hdet.replicas.distributed.exchange import Exchange
@@ -33,16 +33,39 @@ def average(
     members = [[tensors.local(buffer) for buffer in model.buffers()] for model in models]
     if not members[0] or not any(shares):
         return
-    first, number = divmod([bool(share) for share in shares].index(True), len(members))
     averaged = [yes and not take_first for yes in _with_mean(exchange, models, shares)]
-    others = [not yes for yes in averaged]
     exchange.mean_([list(compress(own, averaged)) for own in members], shares)
-    if only_means:
-        return
-    exchange.broadcast(list(compress(members[number], others)), first)
+    if not only_means:
+        _take_over(exchange, [list(compress(own, [not yes for yes in averaged])) for own in members], shares)
+
+
+@torch.no_grad()
+def average_written(
+    exchange: Exchange, frozen: Sequence[Sequence[Tensor]], written: Sequence[bool], shares: Sequence[float]
+) -> None:
+    """Give all replicas one value of each frozen parameter that somebody writes, as of a teacher: the weighted mean.
+
+    Of integers, as quantised weights are, it is the first sound one's.
+
+    Args:
+        frozen: for each of this rank's replicas, alike on all ranks.
+        written: which of them this rank knows to be written; what one rank knows counts on all.
+    """
+    votes = torch.tensor(written, dtype=torch.float32).to(exchange.device)
+    exchange.reduce([votes], [votes], [1.0] * exchange.layout.places, mean=False)
+    seen = [vote > 0.0 for vote in votes.tolist()]
+    members = [list(compress(own, seen)) for own in frozen]
+    exchange.mean_([[own for own in every if tensors.is_inexact(own)] for every in members], shares)
+    _take_over(exchange, [[own for own in every if not tensors.is_inexact(own)] for every in members], shares)
+
+
+def _take_over(exchange: Exchange, members: Sequence[Sequence[Tensor]], shares: Sequence[float]) -> None:
+    """Give all replicas what the first that has a share holds."""
+    first, number = divmod([bool(share) for share in shares].index(True), len(members))
+    exchange.broadcast(members[number], first)
     for own in members:
         if own is not members[number]:
-            tensors.copy_(list(compress(own, others)), list(compress(members[number], others)))
+            tensors.copy_(own, members[number])
 
 
 def alike(exchange: Exchange, model: nn.Module) -> bool:

@@ -318,6 +318,7 @@ class Ranks(Replicas):
             for part, own in weighting.runs(weights) if weights is not None and each else [(slice(None), shares)]:
                 self._merge_parameters([parameters[part] for parameters in members], own, part)
         self._met = True
+        self._merge_frozen(shares)
         self._merge_buffers(shares)
         if optimizer_state == "average":
             if not states_alike:
@@ -341,6 +342,13 @@ class Ranks(Replicas):
                 tensors.copy_(own, torch._foreach_add(start, steps))
         else:
             self.exchange.mean_(members, shares)
+
+    def _merge_frozen(self, shares: Sequence[float]) -> None:
+        assert self._anchor is not None
+        frozen = [tensors.frozen(*host, walk) for host, walk in zip(self.hosts, self._walks, strict=True)]
+        if frozen[0]:
+            members = [[tensors.local(parameter.detach()) for parameter in own] for own in frozen]
+            buffer_mean.average_written(self.exchange, members, self._anchor.holds(frozen[0]), shares)
 
     def _anchored(self) -> list[Tensor]:
         """The anchor's values of the parameters that are merged."""
