@@ -8,6 +8,7 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import PrivateAttr
 from torch import Tensor
@@ -224,6 +225,7 @@ class Follower:
         counted(scheduler_every=self.steps_between)
         self.optimizer = optimizer
         self.steps_each = _steps_each(scheduler)
+        self._hands_over = False  # to another scheduler that it holds, which alone counts from then on
         self.first = self._count()
         """Where the scheduler stood when it was simulated."""
 
@@ -299,7 +301,7 @@ class Follower:
         # What only a function of the step needs is not copied: the owner of a method may be a whole trainer.
         memo: dict[int, Any] = {id(function): function for function in functions}
         scheduler = copied(self.scheduler, {**memo, id(self.optimizer): shadow, id(self._stepped): shadow})
-        rows = [read(shadow)]
+        rows, counts = [read(shadow)], [_counts(scheduler)]
         for _ in range(-(-total_steps // self.steps_between) * self.steps_each):
             try:
                 scheduler.step()
@@ -309,6 +311,10 @@ class Follower:
             if self.first and min(row) < 0.0:  # on a resume it is simulated beyond the end of the run
                 break
             rows.append(row)
+            counts.append(_counts(scheduler))
+        own, of_all = (np.diff(column) for column in zip(*counts, strict=True))
+        self._hands_over = bool((own != 1).any() and (of_all == 1).all())
+        self.first = self._count()
         self._refuse_counting(functions, first)
         return rows
 
@@ -326,10 +332,15 @@ class Follower:
                 )
 
     def _count(self) -> int:
-        scheduler: Any = self.scheduler
-        while isinstance(scheduler, ChainedScheduler):
-            scheduler = scheduler._schedulers[-1]
-        return int(scheduler.last_epoch)
+        return _counts(self.scheduler)[self._hands_over]
+
+
+def _counts(scheduler: Any) -> tuple[int, int]:
+    """How many steps a scheduler says that it has made; then with those of the schedulers that it holds."""
+    while isinstance(scheduler, ChainedScheduler):
+        scheduler = scheduler._schedulers[-1]
+    held = [own for own in vars(scheduler).values() if isinstance(own, LRScheduler)]
+    return int(scheduler.last_epoch), int(scheduler.last_epoch) + sum(int(own.last_epoch) for own in held)
 
 
 def _functions(scheduler: Any) -> list[Function]:

@@ -81,6 +81,37 @@ def test_a_function_that_keeps_a_count_is_refused_by_name(nested: bool) -> None:
         attached(make)
 
 
+class HandsOver(LambdaLR):
+    """Warms up, and leaves the rest to another scheduler, from which on it counts no steps of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, after: CosineAnnealingLR) -> None:
+        self.after: CosineAnnealingLR | None = None
+        super().__init__(optimizer, lambda step: min(1.0, (step + 1) / 3))
+        self.after = after
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.after is None or self.last_epoch < 2:
+            super().step()
+        else:
+            self.after.step()
+
+
+def test_a_scheduler_that_hands_over_to_another_is_followed() -> None:
+    def make(optimizer: torch.optim.Optimizer) -> HandsOver:
+        return HandsOver(optimizer, CosineAnnealingLR(optimizer, STEPS))
+
+    optimizer = adamw(network())
+    alone = make(optimizer)
+    rates = []
+    for _ in range(11):
+        rates.append(alone.after.get_last_lr()[0] if alone.last_epoch == 2 else alone.get_last_lr()[0])
+        optimizer.step()
+        alone.step()
+    schedule = attached(make).engine.knobs[0].schedule
+    assert [schedule(step) for step in (3, 4, 10)] == pytest.approx([rates[3], rates[4], rates[10]])
+    assert rates[4] < rates[3]
+
+
 def test_a_scheduler_that_cannot_be_copied_is_refused() -> None:
     counting = Counting()
     counting.lock = threading.Lock()  # type: ignore[attr-defined]
