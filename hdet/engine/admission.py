@@ -13,7 +13,7 @@ from hdet.errors import ConfigError, IdentifiabilityError
 from hdet.evidence.contrast import Contrast
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
-from hdet.hparams.param_groups import parameters_of
+from hdet.hparams.param_groups import trains_any
 from hdet.merging import Merge
 from hdet.replicas import Replicas
 from hdet.signals import Objective, Probe, Signal
@@ -53,7 +53,7 @@ def switched(**given: object) -> None:
 
 def trained(optimizer: Optimizer) -> None:
     """There is something that steps can change."""
-    if not any(parameter.requires_grad for parameter in parameters_of(optimizer)):
+    if not trains_any(optimizer):
         raise ConfigError(
             "no parameter that the optimizer holds requires a gradient, so nothing is trained; call "
             "model.requires_grad_(), or thaw a part, before"

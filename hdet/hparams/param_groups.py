@@ -11,6 +11,11 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def trains_any(optimizer: Optimizer) -> bool:
+    """Whether an optimizer holds a parameter that is not frozen."""
+    return any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"])
+
+
 def ids_of(optimizer: Optimizer) -> set[int]:
     """The identities of these parameters."""
     return {id(parameter) for parameter in parameters_of(optimizer)}

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet.errors import StepError
 from hdet.hparams.clipping import clipping_of
+from hdet.hparams.param_groups import trains_any
 
 Closure = Callable[[], Any]
 _WRAPPERS = getattr(getattr(Optimizer, "profile_hook_step", None), "__code__", None)
@@ -132,7 +133,7 @@ class Hooks:
         if _calls_itself(module):
             return
         passing = module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-        if passing and not self._within:
+        if passing and not self._within and trains_any(self._optimizer):
             self._in_pass, self._handled = get_ident(), sys.exc_info()[1]
             self._rider.before_forward()
         elif self._in_pass == get_ident():

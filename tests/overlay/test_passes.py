@@ -226,6 +226,22 @@ def look(model: nn.Module) -> None:
     torch.set_rng_state(state)
 
 
+def test_a_call_of_the_frozen_model_is_no_pass(assert_same: Any) -> None:
+    """As of a generator in its discriminator's turns, whose loss comes back through nothing of it."""
+    judge = nn.Linear(3, 1)
+    run = Attached(network)
+    for step in run.steps():
+        state = torch.get_rng_state()
+        run.model.requires_grad_(False)
+        for turn in range(2):
+            judge(run.model(batch(-1, turn)[0])).mean().backward()
+        run.model.requires_grad_(True)
+        torch.set_rng_state(state)
+        for part in range(PARTS):
+            run.backward(loss_of, batch(step, part))
+    run.require(written(network, loss_of), assert_same)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_the_passes_of_a_first_step_that_was_skipped_are_not_counted(set_to_none: bool) -> None:
     """As by a GradScaler, whose first scale is too large more often than not."""
