@@ -17,6 +17,8 @@ from hdet.user_warning import warn
 
 WINDOWS = 8
 REACH = 50
+LARGER = 1.5
+"""Times as many examples, from which it is worth saying."""
 PROOF = 2.0
 HOPELESS = 100.0
 OFF = math.log(2.0)
@@ -89,7 +91,7 @@ class ProbeSize:
             if len(recent) < WINDOWS:
                 continue
             t, factor, proven = growth(recent)
-            if t >= 1.0 or factor <= 1.0:
+            if t >= 1.0 or factor < LARGER:
                 continue
             self._told.add(name)
             found.append({"kind": "small_probe", "knob": name, "step": record.stop, "factor": round(factor, 1)})

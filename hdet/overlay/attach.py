@@ -36,6 +36,7 @@ from hdet.overlay.split_groups import (
 )
 from hdet.overlay.surroundings import home
 from hdet.overlay.told_schedule import Follower, Told, bare_optimizer
+from hdet.overlay.told_schedule import rates as held_rates
 from hdet.recipes.recommended import DEFAULT_GUARD, DEFAULT_TAIL, choose, describe, excluding, own_schedule
 from hdet.record import WindowRecord
 from hdet.replicas import Replicas, tensors
@@ -159,18 +160,22 @@ def attach(
     declared("replicas", replicas, Replicas, type(None))
     tensors.reshard(model)  # a look at the model, as a trainer has before it trains, leaves it gathered
     _end_earlier(model, optimizer)
+    follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
+    length = total_steps if follower is not None else None
+    # Of the user's own groups, before any is cut: a function may read these.
+    forecast = follower.forecast(length, optimizer.param_groups, held_rates) if follower and length else []
     exclude, apart = excluding(exclude), ""
     if rates == "auto":
         ours = replicas is None and LearningRate.kind not in exclude
         ours = ours and not any(isinstance(knob, LearningRate) for knob in knobs)
         foreseen = scheduler is not None or schedule is not None  # else steps of groups cannot be compared
-        if ours and foreseen and matrices_by_default(model, optimizer):
+        alike = all(len(set(row)) == 1 for row in forecast)
+        if ours and foreseen and alike and matrices_by_default(model, optimizer):
             apart, rates = "matrix", "matrices"
         elif ours and foreseen and len(kinds_of_optimizers(optimizer)) > 1:
             apart, rates = "kind of optimizer", "optimizers"
         else:
             rates = "together"
-    follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
     if warmup_steps is None and follower is not None and follower.under_way:
         warmup_steps = 0  # a training that is under way has had its warm-up
     with ExitStack() as undo:
@@ -183,14 +188,13 @@ def attach(
             split.put_in()
         else:
             undo.callback(_share_again, optimizer, _shared_rates(optimizer, rates, schedule))
-        found = Rates(optimizer, follower, driven=follower is None and schedule is not None, split=split)
-        length = total_steps if follower is not None else None
+        found = Rates(optimizer, follower, follower is None and schedule is not None, split, forecast)
 
         def course_of(groups: Groups) -> Schedule:
-            group = _leading(found, length, groups)
+            group = _leading(found, groups)
             if found.driven:
                 return schedule if isinstance(schedule, Schedule) else own_schedule(optimizer, total_steps, group)
-            return Told(found.course(RATE, length), group, length)
+            return Told(found.course(RATE), group, length)
 
         named = _groups(optimizer, rates, split)
         _refuse_in_place_of_all(knobs, named)
@@ -430,11 +434,9 @@ def _refuse_in_place_of_all(knobs: Sequence[Knob], named: Mapping[Groups, str]) 
             )
 
 
-def _leading(found: Rates, total_steps: int | None, groups: Groups) -> int:
+def _leading(found: Rates, groups: Groups) -> int:
     """The user's group that a factor of several is measured at: the first with a rate above 0 for most of the run."""
-    rows = [found.read(RATE)]
-    if found.follower is not None and total_steps is not None:
-        rows = found.course(RATE, total_steps).forecast
+    rows = found.course(RATE).forecast if found.follower is not None else [found.read(RATE)]
     chosen = range(len(rows[0])) if groups is None else (groups,) if isinstance(groups, int) else groups
     indices = [found.owner(index) for index in chosen if isinstance(index, int)]
     return max(indices, key=lambda index: sum(row[index] > 0.0 for row in rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.overlay.foretold import Foretold
 from hdet.overlay.split_groups import SplitGroups
-from hdet.overlay.told_schedule import Course, Follower, rates
+from hdet.overlay.told_schedule import Course, Follower, Row
 from hdet.user_warning import warn
 
 Entry = tuple[str, int | None]
@@ -25,6 +25,7 @@ class Rates:
 
     Args:
         follower: the scheduler, or the function of the step, where it is known.
+        forecast: the rates that it foretells, of each of the user's groups.
         driven: hdet's own schedule drives the learning rate, which the user is to leave as it is.
         split: cuts the groups for a step; what the user holds in them goes by whole groups.
     """
@@ -35,12 +36,14 @@ class Rates:
         follower: Follower | Foretold | None,
         driven: bool,
         split: SplitGroups | None = None,
+        forecast: Sequence[Row] = (),
     ) -> None:
         self.optimizer = optimizer
         self.split = split
         self.follower = follower
         self.driven = driven
         self.courses: dict[Entry, Course] = {}
+        self._forecast = forecast
         self._first = self.read(RATE)
         self._was_fresh = not optimizer.state
 
@@ -53,14 +56,13 @@ class Rates:
         """The place among them of a group that a knob goes by."""
         return index if self.split is None else self.split.owners[index]
 
-    def course(self, entry: Entry, total_steps: int | None = None) -> Course:
+    def course(self, entry: Entry) -> Course:
         """What all groups hold under an entry; the learning rate's is foreseen where the scheduler is known."""
         if entry not in self.courses:
-            forecast = []
+            forecast = self._forecast if entry == RATE else ()
             between = each = 1
             before = 0
-            if entry == RATE and self.follower is not None and total_steps is not None:
-                forecast = self.follower.forecast(total_steps, self.groups, rates)
+            if forecast and self.follower is not None:
                 between, each = self.follower.steps_between, self.follower.steps_each
                 before = self.follower.steps_before
             first = forecast[0] if forecast else self.read(entry)

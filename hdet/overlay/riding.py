@@ -161,7 +161,7 @@ class Riding:
         self._refuse_join()
         self._follow(settled=False)
         self.passes.begin()
-        if self.passes.dropped == STEPLESS:
+        if self.passes.dropped == STEPLESS and self.engine.step_count == 0:
             self.warn(
                 f"{STEPLESS} times on end the loop has dropped its gradients without a step of the "
                 f"{type(self.optimizer).__name__} that hdet.attach was given, so nothing is explored: if the loop "
@@ -356,11 +356,11 @@ class Riding:
             )
 
     def _notice_count(self, seats: int) -> None:
-        """Say it once where steps keep having another number of passes than they were expected to."""
+        """Say it once where steps keep having another number of passes than expected, if anything is lost by it."""
         passes = self.passes.begun
         odd = passes not in (0, seats, self.given)  # of what was told, a state that has others was told of
         self._odd_steps = self._odd_steps + 1 if odd else 0
-        if self._odd_steps == ODD_STEPS:
+        if self._odd_steps == ODD_STEPS and (self._explores_forward or self.losses.divided):
             self.warn(
                 f"the last {ODD_STEPS} optimizer steps had {passes} training passes each or so, and hdet expects "
                 f"{seats}; passes beyond that and steps with fewer teach nothing about dropout and the like: give "

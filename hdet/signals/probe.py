@@ -108,7 +108,15 @@ class Probe:
         batches = self.draw(window) if batches is None else batches
         versions = _versions(batches)
         with self.evaluated(model, window, optimizer):
-            losses = [self.loss(model, batch) for batch in batches]
+            try:
+                losses = [self.loss(model, batch) for batch in batches]
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+                raise StepError(
+                    "the probe's loss asks for gradients itself, as of a residual or of an inner loop, and is "
+                    "evaluated without: have it work them out inside `with torch.enable_grad():`"
+                ) from error
         if _versions(batches) != versions:
             self._notice_written()
         return torch.cat(checked(losses)).detach().double()

@@ -67,6 +67,17 @@ def test_each_matrix_has_a_rate_where_nobody_says(kind: type[torch.optim.Optimiz
     assert rates_of(base, kind(base.parameters(), lr=1e-3)) == ["learning_rate"], "most are frozen"
 
 
+def test_a_function_of_the_step_may_read_the_optimizers_groups() -> None:
+    """As where rates fall from layer to layer, by a factor that each group holds."""
+    model = of_matrices(3)
+    groups = [{"params": own.parameters(), "lr_scale": 0.5**place} for place, own in enumerate(model)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    rates = lambda step: [1e-3 * own["lr_scale"] for own in optimizer.param_groups]  # noqa: E731
+    search = attach(model, optimizer, rates="matrices", scheduler=rates)
+    assert search.shifts["learning_rate[2.weight]"].start == pytest.approx(2.5e-4)
+    search.detach()
+
+
 def test_one_rate_is_kept_where_more_are_not_known_to_be_good() -> None:
     model, many = of_matrices(2), of_matrices(301)
     one = ["learning_rate"]
@@ -82,6 +93,8 @@ def test_one_rate_is_kept_where_more_are_not_known_to_be_good() -> None:
     optimizer = torch.optim.SGD([{"params": own.parameters(), "lr": 1e-3} for own in model])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.01, lambda step: 1.0])
     assert rates_of(model, optimizer, scheduler=scheduler) == one
+    optimizer = torch.optim.SGD([{"params": own.parameters(), "lr": 1e-3} for own in model])
+    assert rates_of(model, optimizer, scheduler=lambda step: [1e-3, 5e-4]) == one
     named = nn.ParameterDict({name: nn.Parameter(torch.randn(4, 4)) for name in ("others", "first")})
     assert rates_of(named, torch.optim.SGD(named.parameters(), lr=1e-3)) == one
     optimizer = torch.optim.AdamW(model.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections import UserDict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -234,10 +235,13 @@ def test_passes_that_teach_nothing_are_told_once() -> None:
     assert len([one for one in told if "taught nothing" in str(one.message)]) == 1
 
 
-def test_steps_of_more_passes_than_expected_are_told_once() -> None:
+@pytest.mark.filterwarnings("ignore:most steps of a window taught nothing")
+@pytest.mark.parametrize("exclude", [[], ["dropout"]])
+def test_steps_of_more_passes_than_expected_are_told_once(exclude: list[str]) -> None:
+    """Where no knob of the forward pass is explored nothing is lost by it."""
     model = network()
     optimizer = adamw(model)
-    options: dict[str, Any] = {"total_steps": STEPS, "exclude": ["dropout"], "micro_batches": 1, "quiet": True}
+    options: dict[str, Any] = {"total_steps": STEPS, "exclude": exclude, "micro_batches": 1, "quiet": True}
     search = hdet.attach(model, optimizer, probe=probe(), **options)
 
     def train() -> None:
@@ -247,11 +251,17 @@ def test_steps_of_more_passes_than_expected_are_told_once() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
+    if exclude:
+        with warnings.catch_warnings(action="error"):
+            train()
+        return
     with pytest.warns(
         UserWarning, match=r"the last 5 optimizer steps had .* training passes each or so, and hdet expects 1"
     ) as told:
         train()
-    assert [(one.filename, str(one.message)[-15:]) for one in told] == [(__file__, "micro_batches=2")]
+    said = [(one.filename, str(one.message)[-15:]) for one in told]
+    assert said[0] == (__file__, "micro_batches=2")
+    assert not any("hdet expects" in str(one.message) for one in told[1:])
 
 
 @pytest.mark.filterwarnings("ignore:the first training loss is")  # an adversary's loss is not the probe's
@@ -289,6 +299,28 @@ def test_of_two_adversaries_the_one_that_is_looked_through_is_told() -> None:
     assert all(search.finished for search in searches)
     for record in (maker_window, judge_window):
         assert 0.0 < record.estimates["learning_rate[0.weight]"]["stderr"] < float("inf")
+
+
+def test_gradients_that_are_looked_at_between_steps_are_no_sign_of_another_optimizer() -> None:
+    """As those that estimate Fisher information, a hundred passes without a step."""
+    model = network()
+    optimizer = adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True)
+    for step in range(6):
+        search.loss(loss_of(model, batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with warnings.catch_warnings(action="error"):
+        for step in range(120):
+            loss_of(model, batch(step)).backward()
+            optimizer.zero_grad()
+
+
+def test_layers_that_have_no_shape_yet_are_named() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match="parameters that have no shape yet"):
+        hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS)
 
 
 def test_an_optimizer_that_the_loop_does_not_step_is_noticed() -> None:

@@ -19,6 +19,7 @@ from hdet.errors import ConfigError, StepError
 from hdet.overlay.foretold import Foretold
 from hdet.overlay.rates import RATE, Rates
 from hdet.overlay.told_schedule import Follower
+from hdet.overlay.told_schedule import rates as held_rates
 
 BASES = (3e-3, 1e-3)
 
@@ -215,8 +216,9 @@ def test_rates_on_a_device_are_taken_as_foretold() -> None:
     optimizer = adamw(network())
     scheduler = LambdaLR(optimizer, factor)
     for follower in (Foretold(rates, optimizer), Follower(scheduler, optimizer)):
-        found = Rates(optimizer, follower, driven=False)
-        course = found.course(RATE, STEPS)
+        forecast = follower.forecast(STEPS, optimizer.param_groups, held_rates)
+        found = Rates(optimizer, follower, driven=False, forecast=forecast)
+        course = found.course(RATE)
         held = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = torch.empty((), device="meta")

@@ -37,6 +37,26 @@ def test_it_measures_in_eval_mode_without_gradients_and_leaves_no_trace(problem:
     assert modes.count(False) == 1
 
 
+def test_a_loss_that_takes_gradients_of_its_own_says_so() -> None:
+    """As of a differential equation's residual: an evaluation runs without gradients."""
+
+    def residual(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        points = inputs.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(points).sum(), points, create_graph=True)
+        return (slope - 1.0).square().mean()
+
+    def enabled(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return residual(model, inputs)
+
+    model, points = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)), [torch.randn(4, 1) for _ in range(2)]
+    with pytest.raises(StepError, match="the probe's loss asks for gradients itself"):
+        Probe(residual, points).measure(model, 0)
+    losses = Probe(enabled, points).measure(model, 0)
+    assert losses.tolist() == pytest.approx([residual(model, own).item() for own in points])
+    assert not losses.requires_grad
+
+
 def test_what_the_loss_draws_outside_of_torch_is_paired_and_leaves_no_trace() -> None:
     def drawn(model: Any, batch: Any) -> torch.Tensor:
         return torch.tensor([random.random(), np.random.uniform(), torch.rand(()).item()])
