@@ -95,7 +95,7 @@ class ByGradient(Averager):
         squares = torch.zeros(max(layers) + 1, dtype=torch.float64, device=found[0].device)
         layer_of = dict(zip(map(id, self.scene.moving.parameters[replica.host]), layers, strict=True))
         for parameter, gradient in zip(tensors.trained(model), found, strict=True):
-            squares[layer_of[id(parameter)]] += gradient.double().square().sum() * tensors.pieces(parameter)
+            squares[layer_of[id(parameter)]] += gradient.abs().double().square().sum() * tensors.pieces(parameter)
         return squares
 
     def _losses(self, model: nn.Module, window: int) -> Any:

@@ -307,10 +307,12 @@ def _held(cell: KnobTensor | Attribute) -> float:
     entry = getattr(cell.module, cell.name)
     if isinstance(entry, (int, float)) and not isinstance(entry, bool):
         return float(entry)
-    if isinstance(entry, Tensor) and entry.numel() == 1:
+    if isinstance(entry, Tensor) and entry.numel() == 1 and entry.is_floating_point():
         return float(entry.detach())
-    found = f"a tensor of shape {tuple(entry.shape)}" if isinstance(entry, Tensor) else type(entry).__name__
-    raise ConfigError(f"a knob is one scalar, a float, 0-dim tensor or KnobTensor; {cell.name!r} holds {found}")
+    found = type(entry).__name__
+    if isinstance(entry, Tensor):
+        found = f"a tensor of shape {tuple(entry.shape)} and {entry.dtype}"
+    raise ConfigError(f"a knob is one scalar, a float, 0-dim float tensor or KnobTensor; {cell.name!r} holds {found}")
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,35 @@ def test_flat_places_and_failed_replicas() -> None:
     np.testing.assert_allclose(inverse(np.ones((3, 1)), nowhere, valid)[:, 0], [0.5, 0.5, 0])
 
 
+class Turn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.zeros((), dtype=torch.complex64))
+
+    def forward(self, target: torch.Tensor) -> torch.Tensor:
+        return (self.turn - 1j * target).abs().square()
+
+
+def test_the_norm_of_a_complex_gradient_counts_both_parts() -> None:
+    model = Turn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    objective = hdet.Objective(lambda model, target: model(target), [torch.tensor(1.0)] * 2)
+    replicas = hdet.replicate(model, optimizer, n=2)
+    engine = hdet.Engine(
+        replicas, [], merge=Grawa(momentum=0.0), window=1, total_steps=1, gradients="local", objective=objective
+    )
+    losses = []
+    for target, replica in zip((2.0, 6.0), engine.replicas, strict=True):
+        with replica:
+            losses.append(replica.model(torch.tensor(target)))
+            losses[-1].backward()
+    for own in engine.optimizers:
+        own.step()
+    engine.step(losses)
+    places, weights = np.array([0.2, 0.6]), 1 / np.array([0.8, 0.4])
+    assert model.turn.item() == pytest.approx(1j * (places * weights).sum() / weights.sum())
+
+
 def test_the_probe_will_do_and_neither_is_refused(problem: Any, train: Any, assert_alike: Any) -> None:
     engine = engine_of(problem, Grawa(), objective=None, signal=problem.probe())
     train(engine)

@@ -83,8 +83,10 @@ def test_paths_that_lead_nowhere(path: str, message: str) -> None:
 
 def test_what_is_no_scalar_is_refused_before_anything_is_written() -> None:
     model = Net()
+    model.register_buffer("whole", torch.tensor(3))
     replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
-    for path, what in (("head.training", "bool"), ("inner.weight", r"a tensor of shape \(1, 4\)")):
+    found = {"head.training": "bool", "inner.weight": r"a tensor of shape \(1, 4\)", "whole": "a tensor .* torch.int64"}
+    for path, what in found.items():
         for schedule in (None, 0.5):
             with pytest.raises(ConfigError, match=f"a knob is one scalar.*holds {what}"):
                 Engine(
