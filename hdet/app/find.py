@@ -13,6 +13,7 @@ import typer
 from hdet.app.run.config import RunConfig
 from hdet.errors import ConfigError
 from hdet.hparams import LearningRate, Schedule
+from hdet.hparams.schedule import Constant
 from hdet.replicas.parallel import world
 from hdet.replicas.perturb import perturb
 from hdet.report.figures import blank_figure
@@ -54,7 +55,7 @@ def find(
     model = workload.model()
     perturb(model, 0.0, replica=0, checkpoint=declared.start_path)
     schedule = _schedule(declared)
-    peak = declared.optimizer.lr if schedule is None else schedule.nominal_peak()
+    peak = schedule.nominal_peak()
     optimizer = declared.optimizer.replace(lr=peak).build(workload.groups(model))
     size = declared.replicas
     estimate = rate_from_trials(
@@ -88,7 +89,7 @@ def _writing(figure: Path) -> Iterator[None]:
         raise ConfigError(f"{figure} cannot be written: {error}; choose another --figure") from None
 
 
-def _schedule(declared: RunConfig) -> Schedule | None:
-    """Of the learning rate: of the first knob that has one of its own, else the run's."""
+def _schedule(declared: RunConfig) -> Schedule:
+    """Of the learning rate: of the first knob that has one of its own, else the run's, which holds it without one."""
     own = [knob.schedule for knob in declared.knobs or () if isinstance(knob, LearningRate) and knob.schedule]
-    return own[0] if own else declared.schedule
+    return own[0] if own else declared.schedule or Constant(declared.optimizer.lr)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,6 +14,7 @@ import hdet
 from hdet.app.run import RunConfig
 from hdet.document import dump, override, read
 
+trials: Any = import_module("hdet.trials.find")  # the name itself is the function's
 ALONE = {**DIGITS, "gradients": "shared", "steps": 300, "knobs": None}
 
 
@@ -54,6 +57,26 @@ def test_it_is_hdet_find_on_what_the_run_would_train(tmp_path: Path, capsys: pyt
         clip=0.5,
     )
     assert capsys.readouterr().out.startswith(f"{found}\n")
+
+
+def test_a_run_that_holds_its_rate_is_tried_with_a_held_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a rise and a fall of their own, trials would end well at rates that ruin it."""
+    shapes: list[list[float]] = []
+
+    def shape(*given: object) -> list[float]:
+        shapes.append(shape_of(*given))
+        return shapes[-1]
+
+    shape_of = trials._shape
+    monkeypatch.setattr(trials, "_shape", shape)
+    for changes in ({"schedule": None, "knobs": []}, {"schedule": None, "knobs": ["learning_rate"]}):
+        assert call("find", declared(tmp_path, **changes)) == 0
+        said = capsys.readouterr().out
+        assert said.startswith("learning rate 0.001 -> ")
+        assert "a peak of its own" not in said
+    assert shapes == [[1.0] * 6] * 2
 
 
 def test_a_peak_of_the_schedules_own_is_where_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
