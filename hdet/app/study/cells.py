@@ -93,7 +93,7 @@ def cells(study: Study, *, quick: bool = False, timer: Timer | None = None) -> l
                 found.append(Cell(levels, seed, command=command, files=_hashes(command, hashed)))
                 continue
             try:
-                config = _matched(_resolved(declared, values, extra, seed), declared, timer)
+                config = _matched(_given(declared, values, extra, seed), declared, timer)
             except ConfigError as error:
                 named = "  ".join(f"{name}={level}" for name, level in levels.items())
                 raise ConfigError(f"cell {named or 'base'}: {error}") from None
@@ -130,18 +130,19 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**{path: value for path, value in values.items() if path != VARIANT}, **bundle}
 
 
-def _resolved(study: Study, values: Mapping[str, Any], extra: Mapping[str, Any], seed: int) -> RunConfig:
+def _given(study: Study, values: Mapping[str, Any], extra: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """The run as it is declared, before anything is filled in."""
     assert isinstance(study.base, dict)
     fields = {**_flat(values), **extra, SEED: seed}
     # A field of another must come after it: optimizer before optimizer.lr.
     ordered = sorted(fields.items(), key=lambda item: item[0].count("."))
     # JSON is YAML, so a value passes through an assignment unharmed.
-    return RunConfig.from_dict(override(study.base, [f"{path}={json.dumps(value)}" for path, value in ordered]))
+    return override(study.base, [f"{path}={json.dumps(value)}" for path, value in ordered])
 
 
-def _matched(config: RunConfig, study: Study, timer: Timer | None) -> RunConfig:
-    """The run with as many steps as the budget allows it."""
-    budget = study.budget
+def _matched(given: Mapping[str, Any], study: Study, timer: Timer | None) -> RunConfig:
+    """The run with as many steps as the budget allows it, which is the length of all that has none of its own."""
+    config, budget = RunConfig.from_dict(given), study.budget
     if budget.total is None:
         return config
     if budget.hold == "steps":
@@ -154,10 +155,6 @@ def _matched(config: RunConfig, study: Study, timer: Timer | None) -> RunConfig:
         steps = int(budget.total / timer(config) + 1e-6)
     if steps < 1:
         raise ConfigError(f"the budget of {budget.total:g} {budget.hold} does not pay for a single step")
-    given = config.to_dict()
-    schedule = given["schedule"]
-    if schedule is not None and schedule.get("total_steps") == config.steps:
-        schedule["total_steps"] = steps
     return RunConfig.from_dict({**given, "steps": steps})
 
 

@@ -77,12 +77,31 @@ def test_budgets_hold_equal_what_they_say() -> None:
         Budget(hold="samples")
 
 
-def test_a_budget_stretches_the_schedule_that_followed_the_run() -> None:
-    base = {**BASE, "schedule": "one_cycle"}
-    (cell, *_) = cells(study(base=base, budget={"hold": "steps", "total": 50}))
-    assert cell.config is not None
-    assert cell.config.schedule is not None
-    assert cell.config.schedule.total_steps == 50
+@pytest.mark.parametrize("steps", [5, 50])
+@pytest.mark.parametrize(
+    "schedule",
+    ["one_cycle", {"kind": "linear_warmup", "steps": 3, "schedule": "cosine"}],
+    ids=["alone", "in another one"],
+)
+def test_a_budget_stretches_the_schedule_that_followed_the_run(schedule: Any, steps: int) -> None:
+    declared = study(base={**BASE, "schedule": schedule}, budget={"hold": "steps", "total": steps})
+    for cell in cells(declared):
+        assert cell.config is not None
+        assert cell.config.schedule is not None
+        assert cell.config.schedule.total_steps == steps
+
+
+def test_a_length_of_the_schedules_own_is_kept() -> None:
+    """Be it the run's as declared, or that of a schedule in it."""
+    for schedule in ({"kind": "cosine"}, {"kind": "linear_warmup", "steps": 3, "schedule": {"kind": "cosine"}}):
+        schedule.get("schedule", schedule)["total_steps"] = 12  # type: ignore[attr-defined, index]
+        base = {**BASE, "schedule": schedule}
+        (cell, *_) = cells(study(base=base, budget={"hold": "steps", "total": 5}))
+        assert cell.config is not None
+        assert cell.config.schedule is not None
+        assert cell.config.schedule.total_steps == 12
+        with pytest.raises(ConfigError, match=r"ends after 12 steps and the run has 50; .*leave it out of the run's"):
+            cells(study(base=base, budget={"hold": "steps", "total": 50}))
 
 
 def test_quick_takes_fewer_seeds_and_its_fields_have_the_last_word() -> None:
