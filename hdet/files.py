@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +15,22 @@ PART = ".part"
 
 
 def part_of(path: Path) -> Path:
-    """Where the content of `path` is written before it is whole."""
+    """Where the content of a folder is written before it is whole, by one run at a time."""
     return path.with_name(path.name + PART)
+
+
+def parts_of(path: Path) -> list[Path]:
+    """What those who write a file, or were killed at it, have of it."""
+    name = re.compile(rf"{re.escape(path.name)}(\.[0-9a-f]{{8}})?{re.escape(PART)}")
+    return [other for other in path.parent.iterdir() if name.fullmatch(other.name)]
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """Write the file that the block is given; it takes the place of `path` when the block ends.
 
-    The content reaches the disk before the name does, so a power cut leaves no empty file under the name.
+    The content reaches the disk before the name does, so a power cut leaves no empty file under the name. Each block
+    has a file of its own: of several that write at a time the last to end has the name.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "result.json"
@@ -30,12 +39,12 @@ def replaced(path: Path) -> Iterator[Path]:
     >>> path.read_text()
     '{}'
     """
-    part = part_of(path)
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
     try:
         yield part
         synchronise(part)
         renamed(part, path)
-    except OSError:
+    except BaseException:
         part.unlink(missing_ok=True)  # what is left of it fills the disk
         raise
 

@@ -365,10 +365,22 @@ def test_a_folder_has_one_process_at_a_time(killed: Path, tmp_path: Path) -> Non
 def test_a_kill_before_a_run_has_begun_leaves_a_folder_that_is_free(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    for name in ("config.yaml.part", ".run.lock", ".lock"):
+    for name in ("config.yaml.part", "config.yaml.0a1b2c3d.part", ".run.lock", ".lock"):
         (folder / name).write_text("half")
     Run(CONFIG, folder)()
     assert windows_of(folder) == windows_of(finished)
+
+
+def test_half_a_checkpoint_does_not_outlive_a_resume(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        Run(CONFIG, folder)(watcher=KilledAt(20))
+    half, others = folder / "checkpoint.pt.0a1b2c3d.part", folder / "checkpoint.pt.mine.part"
+    half.write_text("half")
+    others.write_text("mine")
+    Run(CONFIG, folder, resume=True)()
+    assert not half.exists()
+    assert others.read_text() == "mine"
 
 
 def test_force_replaces_a_runs_files_and_no_others(finished: Path, tmp_path: Path) -> None:

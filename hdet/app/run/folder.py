@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from hdet.app.run.config import RunConfig
 from hdet.document import dump, read
 from hdet.errors import CheckpointError, ConfigError, HdetError
-from hdet.files import damaged_part, part_of, replace, replaced
+from hdet.files import damaged_part, parts_of, replace, replaced
 
 LOCK = ".run.lock"
 STUDY_LOCK = ".lock"
@@ -67,8 +67,11 @@ class RunFolder:
 
     def _content(self) -> list[Path]:
         """What lies in the folder, but for what a kill leaves behind before a run has begun."""
-        left = {self._lock, self.path / STUDY_LOCK, *(part_of(path) for path in self._own)}
+        left = {self._lock, self.path / STUDY_LOCK, *self._cut_short()}
         return [path for path in self.path.iterdir() if path not in left]
+
+    def _cut_short(self) -> list[Path]:
+        return [part for path in self._own for part in parts_of(path)]
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -76,6 +79,8 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(self._lock, blocking=False):
+                for part in self._cut_short():  # checkpoints of one kill after another would fill the disk
+                    part.unlink(missing_ok=True)
                 yield
         except Timeout:
             raise ConfigError(
@@ -122,7 +127,6 @@ class RunFolder:
             with replaced(path) as part:
                 torch.save(state, part)
         except RuntimeError as error:  # how torch tells of a full disk
-            part_of(path).unlink(missing_ok=True)
             before = "the one before it is whole" if path.exists() else "there is none before it"
             raise CheckpointError(f"{path} could not be written ({error}); {before}") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -44,10 +45,10 @@ class StudyFolder:
         Returns the version of hdet that began it, whose cells may lie in it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "study.yaml").write_text(dump(study), encoding="utf-8")
+        self.write("study.yaml", dump(study))
         version = self.path / "version.txt"
         if not version.exists():
-            version.write_text(__version__ + "\n", encoding="utf-8")
+            self.write(version.name, __version__ + "\n")
         return version.read_text(encoding="utf-8").strip()
 
     def cell(self, cell: Cell) -> Path:
@@ -123,18 +124,19 @@ class StudyFolder:
 
     def write_cells(self, cells: Sequence[Cell], metrics: Sequence[str], problems: list[str]) -> None:
         """`cells.csv`: one line a finished cell, with its folder."""
-        with (self.path / "cells.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            factors = list(cells[0].levels) if cells else []
-            writer.writerow([*factors, "seed", "steps", "samples", "seconds", *metrics, "folder"])
-            for cell in cells:
-                if not self.done(cell):
-                    continue
-                result = tolerated(partial(self.result, cell), problems) or {}
-                values = [tolerated(partial(self.metric, cell, metric), problems) for metric in metrics]
-                seconds = tolerated(partial(self.seconds, cell), problems)
-                spent = (cell.seed, result.get("steps"), cell.samples, seconds)
-                writer.writerow([*cell.levels.values(), *spent, *values, f"cells/{cell.key}"])
+        out = io.StringIO()
+        writer = csv.writer(out)
+        factors = list(cells[0].levels) if cells else []
+        writer.writerow([*factors, "seed", "steps", "samples", "seconds", *metrics, "folder"])
+        for cell in cells:
+            if not self.done(cell):
+                continue
+            result = tolerated(partial(self.result, cell), problems) or {}
+            values = [tolerated(partial(self.metric, cell, metric), problems) for metric in metrics]
+            seconds = tolerated(partial(self.seconds, cell), problems)
+            spent = (cell.seed, result.get("steps"), cell.samples, seconds)
+            writer.writerow([*cell.levels.values(), *spent, *values, f"cells/{cell.key}"])
+        self.write("cells.csv", out.getvalue())
 
     def write(self, name: str, text: str) -> None:
         """A file beside the cells."""

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from hdet.app.study.statistics import Levels, Row
-from hdet.report.figures import blank_figure
+from hdet.files import replaced
+from hdet.report.figures import Figure, blank_figure
 
 COLUMNS = 2
 MOST_PANELS = 12
@@ -37,7 +38,7 @@ def draw_curves(curves: Mapping[Levels, Sequence[Sequence[tuple[int, float]]]], 
         axis.set_xlabel("step", fontsize=8)
         axis.set_ylabel("training loss", fontsize=8)
         axis.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    _save(figure, path)
 
 
 def draw_factor(rows: Sequence[Row], factor: str, path: Path, *, metric: str) -> None:
@@ -66,10 +67,10 @@ def draw_factor(rows: Sequence[Row], factor: str, path: Path, *, metric: str) ->
     axis.set_ylabel(metric, fontsize=8)
     if any(lines):
         axis.legend(fontsize=6)
-    figure.savefig(path, dpi=110)
+    _save(figure, path)
 
 
-def _figure(panels: int, title: str) -> tuple[Any, list[Any]]:
+def _figure(panels: int, title: str) -> tuple[Figure, list[Any]]:
     columns = min(COLUMNS, panels)
     lines = -(-panels // columns)
     figure = blank_figure(6.0 * columns, 0.4 + 3.6 * lines)
@@ -81,6 +82,11 @@ def _figure(panels: int, title: str) -> tuple[Any, list[Any]]:
         axis.set_visible(False)
     figure.suptitle(title, fontsize=10)
     return figure, axes[:panels]
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with replaced(path) as part:  # another shard may be at it
+        figure.savefig(part, format="png", dpi=110)
 
 
 def _band(seeds: Sequence[Sequence[tuple[int, float]]]) -> tuple[Any, Any, Any]:

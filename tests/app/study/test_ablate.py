@@ -18,6 +18,7 @@ import yaml
 from tiny_workload import Tiny
 from torch import Tensor
 
+from hdet import files
 from hdet.app.main import main
 from hdet.app.run.config import RunConfig
 from hdet.app.run.folder import RunFolder
@@ -402,6 +403,22 @@ def test_a_step_is_timed_without_the_first_calls_and_with_its_share_of_a_window_
     seconds_per_step(config, threads=threads + 1)
     assert calls[-1] == threads + 1
     assert torch.get_num_threads() == threads
+
+
+def test_what_several_shards_write_is_moved_into_place(
+    ablate: Ablate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = []
+
+    def renamed(part: Path, path: Path) -> None:
+        moved.append(path.name)
+        rename(part, path)
+
+    rename = files.renamed
+    monkeypatch.setattr(files, "renamed", renamed)
+    ablate(seeds=1)
+    left = {path.name for path in (tmp_path / "out").iterdir() if path.is_file()}
+    assert {"study.yaml", "cells.csv", "table_test_loss.txt", "curves.png"} < left <= set(moved)
 
 
 def test_what_samples_leave_out_is_said(ablate: Ablate, tmp_path: Path) -> None:
