@@ -27,8 +27,9 @@ def seconds_per_step(config: RunConfig, *, threads: int | None = None) -> float:
     """
     window = max(1, min(LONGEST_WINDOW, config.window.at(0), config.steps // TIMED_WINDOWS))
     steps = min(config.steps, TIMED_WINDOWS * window)
-    # From where it sets out makes no difference to its time, and a dry run may come before that is made.
-    short = RunConfig.from_dict({**config.to_dict(), "steps": steps, "window": window, "start": None})
+    # From where it sets out makes no difference to its time, and a dry run may come before that is made. Its length
+    # stays, for warm-ups and schedules that a shorter run would not hold: the pilot ends it.
+    short = RunConfig.from_dict({**config.to_dict(), "window": window, "start": None})
     before = torch.get_num_threads()
     torch.set_num_threads(before if threads is None else threads)
     try:

@@ -405,6 +405,15 @@ def test_a_step_is_timed_without_the_first_calls_and_with_its_share_of_a_window_
     assert torch.get_num_threads() == threads
 
 
+def test_a_run_with_a_long_warm_up_is_timed(recwarn: pytest.WarningsRecorder) -> None:
+    """Longer than the pilot, whose few steps are nobody's declaration."""
+    base = {**STUDY["base"], "steps": 500, "batch_size": 16, "signal": "probe"}
+    task = {"kind": "digits", "width": 8, "depth": 1}
+    recommended = {**base, "task": task, "knobs": "recommended", "window": "growing", "warmup_steps": 150}
+    assert 0.0 < seconds_per_step(RunConfig.from_dict(recommended)) < 1.0
+    assert not recwarn.list
+
+
 def test_what_several_shards_write_is_moved_into_place(
     ablate: Ablate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
