@@ -19,7 +19,7 @@ from hdet import __version__
 from hdet.app.run.launching import INTERRUPTED
 from hdet.app.study import pictures, pool, runner, starts, statistics, tables
 from hdet.app.study.cells import Cell, Timer, cells, shard
-from hdet.app.study.declaration import Study, label
+from hdet.app.study.declaration import Study, file_name, label
 from hdet.app.study.folder import StudyFolder, tolerated
 from hdet.app.study.statistics import Levels
 from hdet.app.study.timing import Timings, seconds_per_step
@@ -63,7 +63,7 @@ def ablate(
         raise typer.Exit(INTERRUPTED) from None
     problems = summarise(folder, shown, everything)
     for metric in shown.metrics:
-        text = folder.path / f"table_{metric}.txt"
+        text = folder.path / f"table_{file_name(metric)}.txt"
         if text.exists():
             _print(console, text.read_text(encoding="utf-8"))
     left = len(runner.pending(folder, everything))
@@ -94,16 +94,17 @@ def summarise(folder: StudyFolder, study: Study, everything: list[Cell]) -> list
         rows = statistics.rows(groups, baseline, study.level, tested=not study.contrasts, seconds=seconds)
         contrasts = statistics.contrasts(groups, study.pairs, study.level)
         table = tables.Table(metric, rows, contrasts, study.level, _spent(study, everything))
-        folder.write(f"table_{metric}.txt", tables.as_text(table))
-        folder.write(f"table_{metric}.csv", tables.as_csv(rows))
+        named = file_name(metric)
+        folder.write(f"table_{named}.txt", tables.as_text(table))
+        folder.write(f"table_{named}.csv", tables.as_csv(rows))
         if contrasts:
-            folder.write(f"contrasts_{metric}.csv", tables.as_csv(contrasts))
-        folder.write(f"table_{metric}.md", tables.as_markdown(table))
-        folder.write(f"table_{metric}.tex", tables.as_latex(table))
+            folder.write(f"contrasts_{named}.csv", tables.as_csv(contrasts))
+        folder.write(f"table_{named}.md", tables.as_markdown(table))
+        folder.write(f"table_{named}.tex", tables.as_latex(table))
         for factor, levels in study.factors.items():
             if len(levels) > 1:
-                name = factor.replace(".", "_")
-                pictures.draw_factor(rows, factor, folder.path / f"{metric}_by_{name}.png", metric=metric)
+                name = file_name(factor.replace(".", "_"))
+                pictures.draw_factor(rows, factor, folder.path / f"{named}_by_{name}.png", metric=metric)
     pictures.draw_curves(folder.curves(everything, problems), folder.path / "curves.png", title=study.name)
     return problems
 

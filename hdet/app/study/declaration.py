@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,9 @@ VARIANT = "variant"
 SEED = "seed"
 OUT = "out"
 PYTHON = "python"
+
+# To some file system, at least.
+NOT_IN_FILE_NAMES = re.compile(r'[\x00-\x1f<>:"/\\|?*]')
 
 
 class Budget(Spec):
@@ -145,6 +149,14 @@ class Study(Spec):
                 raise ValueError(f"grid: {factor} has a value twice, or two of one name; name them: {{a: ..., b: ...}}")
         if self.script is not None and (self.budget != Budget() or self.quick.budget is not None):
             raise ValueError("a script's budget is its own affair; hand it over as a factor")
+        by_file: dict[str, str] = {}
+        for metric in self.metrics:
+            other = by_file.setdefault(file_name(metric), metric)
+            if other != metric:
+                raise ValueError(
+                    f"metrics: {other!r} and {metric!r} would both be table_{file_name(metric)}; have the script call "
+                    f"one of them something else"
+                )
         factors = self.factors
         for factor, level in self.baseline.items():
             if factor not in factors:
@@ -230,6 +242,15 @@ def label(value: Any) -> str:
         rest = ", ".join(f"{key}={label(item)}" for key, item in value.items() if key != "kind")
         return f"{value['kind']}({rest})" if rest else str(value["kind"])
     return json.dumps(value)
+
+
+def file_name(name: str) -> str:
+    """What a metric or a factor is called in the names of files.
+
+    >>> file_name("val/loss")
+    'val_loss'
+    """
+    return NOT_IN_FILE_NAMES.sub("_", name)
 
 
 def _named(levels: Any) -> Any:

@@ -6,7 +6,8 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from hdet.app.study.cells import Cell
 from hdet.app.study.declaration import Study
 from hdet.app.study.statistics import Levels
 from hdet.document import dump
-from hdet.errors import HdetError
+from hdet.errors import ConfigError, HdetError
 from hdet.files import replace
 from hdet.history import History
 
@@ -33,6 +34,20 @@ def finished(folder: Path, *, script: bool) -> bool:
     return any((folder / name).exists() for name in ((FINISHED,) if script else (RESULT, DIVERGED)))
 
 
+@contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """Make a study's folder, for what the block writes into it.
+
+    Raises:
+        ConfigError: the folder cannot be made, or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be a study's folder: {error}; choose another --out") from None
+
+
 class StudyFolder:
     """`study.yaml`, `cells/KEY/` with an ordinary run folder each, `cells.csv`, tables and pictures."""
 
@@ -43,12 +58,15 @@ class StudyFolder:
         """Make the folder, or go on in it: finished cells that are still asked for are not run again.
 
         Returns the version of hdet that began it, whose cells may lie in it.
+
+        Raises:
+            ConfigError: it cannot be made, or written to.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.write("study.yaml", dump(study))
         version = self.path / "version.txt"
-        if not version.exists():
-            self.write(version.name, __version__ + "\n")
+        with written(self.path):
+            self.write("study.yaml", dump(study))
+            if not version.exists():
+                self.write(version.name, __version__ + "\n")
         return version.read_text(encoding="utf-8").strip()
 
     def cell(self, cell: Cell) -> Path:

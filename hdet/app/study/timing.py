@@ -11,6 +11,7 @@ import torch
 
 from hdet.app.planning.pilot import pilot
 from hdet.app.run.config import RunConfig
+from hdet.app.study.folder import written
 from hdet.errors import ConfigError, HdetError
 from hdet.files import replace
 
@@ -65,8 +66,8 @@ class Timings:
                 )
             self._known[text] = self._measure(config)
             if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                replace(self._path, json.dumps(self._known).encode())
+                with written(self._path.parent):
+                    replace(self._path, json.dumps(self._known).encode())
         return self._known[text]
 
 

@@ -561,6 +561,33 @@ def test_the_cost_of_scripts_is_what_finished_ones_took(scripted: Callable[..., 
     assert "3 to run: about 15.0 minutes with --jobs 2" in scripted(body, "--dry-run", "--jobs", "2")
 
 
+def test_a_metric_may_be_called_anything(scripted: Callable[..., str], tmp_path: Path) -> None:
+    """As loggers do; a file's name has no slash."""
+    body = "(out / 'result.json').write_text(json.dumps({'val/loss': rate}))"
+    fields = {"metrics": ["val/loss"], "contrasts": [[0.1, 0.2]]}
+    assert "0.1 - 0.2" in scripted(body, **fields)
+    for name in ("table_val_loss.txt", "table_val_loss.tex", "contrasts_val_loss.csv", "val_loss_by_rate.png"):
+        assert (tmp_path / "out" / name).stat().st_size > 50
+    assert "val/loss" in (tmp_path / "out" / "cells.csv").read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize("fields", [{}, SECONDS], ids=["steps", "seconds"])
+@pytest.mark.parametrize("parts", ["a file", "a file/below", "/proc/no/folder"])
+def test_a_folder_that_cannot_be_made_is_one_line(
+    fields: dict[str, Any], parts: str, ablate: Ablate, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a file").write_text("mine")
+    out = tmp_path / parts
+    with pytest.raises(SystemExit) as ended:
+        ablate("--out", str(out), **fields)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert f"{out} cannot be a study's folder: [Errno" in said
+    assert said.endswith("; choose another --out\n")
+    assert said.count("\n") == 1
+
+
 def test_contrasts_are_what_is_tested(ablate: Ablate, tmp_path: Path) -> None:
     printed = ablate(contrasts=[[0.05, 0.1]], metrics=["test_loss"])
     assert "0.05 - 0.1" in printed

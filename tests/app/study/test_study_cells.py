@@ -145,6 +145,7 @@ def test_a_shard_that_cannot_be(part: str) -> None:
         ({"grid": {"steps": [3, 4]}, "contrasts": [[3, 3]]}, "two levels of one factor"),
         ({"grid": {"steps": [3, 4], "batch_size": [3, 4]}, "contrasts": [[3, 4]]}, "of one only"),
         ({"grid": {"steps": [3, 4]}, "contrasts": [[3, 4], [4, 3]]}, "there twice"),
+        ({"metrics": ["a/b", "a_b"]}, "'a/b' and 'a_b' would both be table_a_b; have the script call one of them"),
         ({"name": "a b"}, "name"),
         ({"grids": {}}, "no such field"),
     ],
