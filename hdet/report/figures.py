@@ -75,7 +75,7 @@ def overview(history: Iterable[WindowRecord], *, title: str = "") -> Figure:
         frameon=False,
     )
     if title:
-        figure.suptitle(_plain(title), fontsize=11)
+        figure.suptitle(plain(title), fontsize=11)
     return figure
 
 
@@ -178,6 +178,13 @@ def blank_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def plain(text: str) -> str:
+    """Text that matplotlib takes as it is: no mathematics, no control characters."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text).replace(
+        "$", r"\$"
+    )
+
+
 def _single(draw: Callable[[Any], None]) -> Figure:
     figure = blank_figure(6.0, 3.2)
     axis = figure.add_subplot()
@@ -215,7 +222,7 @@ def _draw_values(axis: Any, windows: Sequence[WindowRecord], drawn: Heading) -> 
         axis.axhline(start, color=GREY, linewidth=0.7, linestyle=":")
     if courses and min(min(made.learned) for made in courses) > 0:
         axis.set_yscale("log")
-    axis.set_ylabel(_plain(drawn.name), fontsize=9)
+    axis.set_ylabel(plain(drawn.name), fontsize=9)
     _dress(axis, windows)
 
 
@@ -238,7 +245,7 @@ def _draw_course(axis: Any, windows: Sequence[WindowRecord], knob: str) -> None:
     if min(levels) > 0 and max(levels) > 4 * min(levels):
         axis.set_yscale("log")
         axis.set_ylim(bottom=max(min(levels), max(levels) / DECADES) / 1.3)  # a schedule's way to 0 is no news
-    axis.set_ylabel(_plain(knob), fontsize=9)
+    axis.set_ylabel(plain(knob), fontsize=9)
     _dress(axis, windows)
 
 
@@ -278,7 +285,7 @@ def _dress(axis: Any, windows: Sequence[WindowRecord], *, labelled: bool = False
         if steps:
             axis.vlines(steps, 0.0, 1.0, transform=whole, color=RED, linewidth=0.9, linestyle=style)
     for step, kinds in faulty[:MOST_LABELS] if labelled else ():
-        axis.text(step, 1.0, _plain(", ".join(kinds)), transform=whole, fontsize=7, rotation=90, va="top")
+        axis.text(step, 1.0, plain(", ".join(kinds)), transform=whole, fontsize=7, rotation=90, va="top")
 
 
 def _legend(windows: Sequence[WindowRecord], knobs: Sequence[str]) -> list[Any]:
@@ -305,10 +312,3 @@ def _evidence_legend(windows: Sequence[WindowRecord], knobs: Sequence[str]) -> l
         for source, (shape, color, label) in MARKS.items()
         if source in there
     ]
-
-
-def _plain(text: str) -> str:
-    """Text that matplotlib takes as it is: no mathematics, no control characters."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text).replace(
-        "$", r"\$"
-    )

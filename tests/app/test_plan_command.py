@@ -13,10 +13,11 @@ from small_run import DIGITS, call
 
 import hdet
 from hdet.app.planning.identifiable import by_noise, by_pilot
+from hdet.app.planning.picture import plan_figure
 from hdet.app.run import Run, RunConfig
 from hdet.app.run.loop import Training
 from hdet.document import dump
-from hdet.engine.preview import preview
+from hdet.engine.preview import PlannedKnob, Preview, preview
 from hdet.errors import ConfigError, StepError
 from hdet.record import WindowRecord
 
@@ -152,3 +153,8 @@ def test_needs_follow_from_noise() -> None:
     assert by_pilot("rate", windows(-0.5, 0.1), 10).words == "1 window of 10"
     assert by_pilot("rate", windows(0.0, 0.1), 10).words.startswith("cannot be identified: its slope is 0")
     assert "not measured" in by_pilot("rate", windows(0.1, math.nan), 10).words
+
+
+def test_a_knobs_name_begins_no_formula(tmp_path: Path) -> None:
+    knob = PlannedKnob(r"$x\foo$", "line", "hold", [0, 1], [1.0, 1.0], [0.9, 0.9], [1.1, 1.1])
+    plan_figure(Preview([(0, 2)], {knob.name: knob}), title=knob.name).savefig(tmp_path / "plan.png")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hdet.engine.preview import PlannedKnob, Preview
-from hdet.report.figures import BLUE, GREY, INK, SKY, Figure, blank_figure
+from hdet.report.figures import BLUE, GREY, INK, SKY, Figure, blank_figure, plain
 
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = 60
@@ -21,13 +21,14 @@ def plan_figure(seen: Preview, *, title: str = "") -> Figure:
         axis.plot(knob.steps, knob.bases, color=BLUE, linewidth=1.6, label="base, by its schedule")
         if len(stops) <= MOST_LINES:
             axis.vlines(stops, 0, 0.06, transform=axis.get_xaxis_transform(), color=INK, linewidth=0.8)
-        axis.set_title(f"{knob.name}: {knob.evidence} evidence, moved by {knob.controller}", fontsize=9, color=GREY)
+        told = plain(f"{knob.name}: {knob.evidence} evidence, moved by {knob.controller}")
+        axis.set_title(told, fontsize=9, color=GREY)
         axis.grid(alpha=0.25, linewidth=0.5)
         axis.tick_params(labelsize=8)
     axes[0].legend(fontsize=8, frameon=False)
     axes[-1].set_xlabel("step; ticks at the bottom are windows' ends")
     if title:
-        figure.suptitle(title.replace("$", r"\$"), fontsize=11)
+        figure.suptitle(plain(title), fontsize=11)
     return figure
 
 

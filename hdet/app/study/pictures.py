@@ -11,7 +11,7 @@ import numpy as np
 
 from hdet.app.study.statistics import Levels, Row
 from hdet.files import replaced
-from hdet.report.figures import Figure, blank_figure
+from hdet.report.figures import Figure, blank_figure, plain
 
 COLUMNS = 2
 MOST_PANELS = 12
@@ -32,9 +32,9 @@ def draw_curves(curves: Mapping[Levels, Sequence[Sequence[tuple[int, float]]]], 
     for axis, (levels, lines) in zip(axes, chosen, strict=False):
         for color, (name, seeds) in enumerate(lines.items()):
             steps, mean, error = _band(seeds)
-            axis.plot(steps, mean, color=f"C{color % 10}", linewidth=1.4, label=name)
+            axis.plot(steps, mean, color=f"C{color % 10}", linewidth=1.4, label=_in_legend(name))
             axis.fill_between(steps, mean - error, mean + error, color=f"C{color % 10}", alpha=0.2, linewidth=0)
-        axis.set_title(_named(levels), fontsize=9)
+        axis.set_title(plain(_named(levels)), fontsize=9)
         axis.set_xlabel("step", fontsize=8)
         axis.set_ylabel("training loss", fontsize=8)
         axis.legend(fontsize=7)
@@ -58,13 +58,13 @@ def draw_factor(rows: Sequence[Row], factor: str, path: Path, *, metric: str) ->
         places, means = [place[name] for name, _ in line], [row.mean for _, row in line]
         errors = [0.0 if math.isnan(row.stderr) else row.stderr for _, row in line]
         style = {"marker": "o", "markersize": 3, "linewidth": 1.2, "capsize": 2}
-        axis.errorbar(places, means, yerr=errors, label=_named(others) or None, **style)
+        axis.errorbar(places, means, yerr=errors, label=_in_legend(_named(others)) or None, **style)
     if numbers is None:
-        axis.set_xticks(range(len(names)), names, rotation=25, ha="right", fontsize=8)
+        axis.set_xticks(range(len(names)), [plain(name) for name in names], rotation=25, ha="right", fontsize=8)
     elif min(numbers) > 0 and max(numbers) > 10 * min(numbers):
         axis.set_xscale("log")
-    axis.set_xlabel(factor, fontsize=8)
-    axis.set_ylabel(metric, fontsize=8)
+    axis.set_xlabel(plain(factor), fontsize=8)
+    axis.set_ylabel(plain(metric), fontsize=8)
     if any(lines):
         axis.legend(fontsize=6)
     _save(figure, path)
@@ -80,7 +80,7 @@ def _figure(panels: int, title: str) -> tuple[Figure, list[Any]]:
         axis.tick_params(labelsize=7)
     for axis in axes[panels:]:
         axis.set_visible(False)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(plain(title), fontsize=10)
     return figure, axes[:panels]
 
 
@@ -101,6 +101,11 @@ def _band(seeds: Sequence[Sequence[tuple[int, float]]]) -> tuple[Any, Any, Any]:
 
 def _named(levels: Levels) -> str:
     return ", ".join(f"{factor}={level}" for factor, level in levels)
+
+
+def _in_legend(name: str) -> str:
+    """A name for a legend, of which matplotlib leaves out what begins with an underscore."""
+    return plain(f" {name}" if name.startswith("_") else name)
 
 
 def _numbers(names: Sequence[str]) -> list[float] | None:
