@@ -75,9 +75,10 @@ def renamed(part: Path, path: Path) -> None:
 
 def synchronise(path: Path) -> None:
     """Wait until the disk holds a file's content, or a folder's names."""
-    if path.is_dir() and os.name != "posix":
+    posix = os.name == "posix"
+    if path.is_dir() and not posix:
         return  # only POSIX opens folders
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY if posix else os.O_RDWR)  # Windows synchronises what may be written
     try:
         os.fsync(descriptor)
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,20 @@ def test_what_fails_leaves_the_old_file_alone(error: type[BaseException], tmp_pa
         fail()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_where_only_what_may_be_written_is_synchronised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows refuses all else, and opens no folder."""
+    synchronised = []
+
+    def fsync(descriptor: int) -> None:
+        assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+        synchronised.append(descriptor)
+
+    path = tmp_path / "table.txt"
+    with monkeypatch.context() as windows:
+        windows.setattr(os, "fsync", fsync)
+        windows.setattr(os, "name", "nt")
+        replace(path, b"whole")
+    assert path.read_bytes() == b"whole"
+    assert len(synchronised) == 1

@@ -349,3 +349,11 @@ def test_showing_the_loss_does_not_wait_for_the_device_at_every_step() -> None:
         display.step(step, [Counted()])  # type: ignore[list-item]
     display.end()
     assert Counted.reads <= 10
+
+
+def test_without_posix_modules_there_is_a_command() -> None:
+    gone = "import sys; sys.modules.update(fcntl=None, resource=None, termios=None, pwd=None, grp=None)"
+    code = f"{gone}; from hdet.app.main import main; main(['doctor'])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert hdet.__version__ in ended.stdout

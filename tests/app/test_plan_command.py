@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,11 @@ def test_needs_follow_from_noise() -> None:
 def test_a_knobs_name_begins_no_formula(tmp_path: Path) -> None:
     knob = PlannedKnob(r"$x\foo$", "line", "hold", [0, 1], [1.0, 1.0], [0.9, 0.9], [1.1, 1.1])
     plan_figure(Preview([(0, 2)], {knob.name: knob}), title=knob.name).savefig(tmp_path / "plan.png")
+
+
+def test_memory_that_the_system_does_not_tell_is_said_to_be_unknown(
+    declared: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert call("plan", declared, "--pilot", 1) == 0
+    assert "memory: not told by this system\n" in capsys.readouterr().out

@@ -142,11 +142,13 @@ def _draw(path: Path, seen: Preview, *, title: str) -> None:
 
 def _show_cost(measured: Pilot, steps: int, seen: Preview) -> None:
     whole, closing = measured.seconds(steps, len(seen.windows))
+    peak = measured.peak_bytes
+    memory = f"{_bytes(peak)} at most, of {measured.on}" if peak is not None else "not told by this system"
     print(
         f"time, by a pilot of {_windows(len(measured.windows))}: about {whole:.3g} s, {100 * closing / whole:.1f} % "
         f"of it at windows' ends ({1e3 * measured.step_seconds:.3g} ms a step, "
         f"{1e3 * measured.closing_seconds:.3g} ms an end)\n"
-        f"memory: {_bytes(measured.peak_bytes)} at most, of {measured.on}"
+        f"memory: {memory}"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import sys
 import tempfile
 import time
@@ -29,14 +28,15 @@ class Pilot:
         windows: their records.
         step_seconds: wall time of a step without windows' ends.
         closing_seconds: wall time of a window's end: probes, comparisons, the merge, the checkpoint.
-        peak_bytes: the most memory in use: of the device, or of this process where the device is the CPU.
+        peak_bytes: the most memory in use: of the device, or of this process where the device is the CPU;
+            None where the system does not tell.
         on: what these bytes lie on.
     """
 
     windows: list[WindowRecord]
     step_seconds: float
     closing_seconds: float
-    peak_bytes: int
+    peak_bytes: int | None
     on: str
 
     def seconds(self, steps: int, windows: int) -> tuple[float, float]:
@@ -53,13 +53,21 @@ def pilot(config: RunConfig, windows: int) -> Pilot:
     seen = _FirstWindows(windows)
     with tempfile.TemporaryDirectory(prefix="hdet-plan-") as folder, contextlib.suppress(_EnoughError):
         Run(config, Path(folder) / "pilot")(watcher=seen)
+    peak: int | None
     if device.type == "cuda":
         peak, on = torch.cuda.max_memory_allocated(device), str(device)
     else:
-        kilobytes = 1 if sys.platform == "darwin" else 1024
-        peak, on = kilobytes * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "this process"
+        peak, on = _most_of_this_process(), "this process"
     step, end = (median(seconds[1:] or seconds) for seconds in (seen.steps, seen.ends))
     return Pilot(seen.records, step, end, peak, on)
+
+
+def _most_of_this_process() -> int | None:
+    try:
+        import resource
+    except ModuleNotFoundError:  # no POSIX system
+        return None
+    return (1 if sys.platform == "darwin" else 1024) * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class _EnoughError(Exception):

@@ -52,6 +52,7 @@ def ablate(
         _show_cost(console, folder, mine, jobs, timings)
         _print(console, *_spent(shown, everything))
         return
+    runner.require_locks()
     began_by = folder.begin(shown)
     if began_by != __version__:
         _print(console, f"warning: {folder.path} was begun by hdet {began_by}, and this is {__version__}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from hdet.app.run.runner import Run
 from hdet.app.study.cells import Cell
 from hdet.app.study.folder import DIVERGED, FINISHED, RESULT, StudyFolder, finished, read_result
 from hdet.app.study.pool import children, several
-from hdet.errors import DivergedError, HdetError
+from hdet.errors import ConfigError, DivergedError, HdetError
 from hdet.files import replace
 
 ELSEWHERE = "running elsewhere, in another process"
@@ -37,13 +36,28 @@ def pending(folder: StudyFolder, cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in reversed(unique.values()) if not folder.done(cell)]
 
 
+def require_locks() -> None:
+    """Cells can be held on this system; a ConfigError says that they cannot."""
+    try:
+        import fcntl  # noqa: F401
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "studies lock their cells by flock, which only POSIX systems have (Linux, macOS, WSL); run this one there, "
+            "or each of its runs by hdet run"
+        ) from None
+
+
 def run(folder: StudyFolder, cells: Sequence[Cell], *, jobs: int = 1) -> Iterator[Outcome]:
     """Run what is pending, `jobs` cells at a time in processes of their own; yields each as it ends.
 
     A cell that diverges is finished: that is its result. Any other error ends only its own cell, which is
     tried again when the study is continued; the message comes with it. A cell that another process is at comes
     with `ELSEWHERE`.
+
+    Raises:
+        ConfigError: this is no POSIX system.
     """
+    require_locks()
     todo = pending(folder, cells)
     configs = [cell.config.to_dict() if cell.config is not None else None for cell in todo]
     work = [(config, cell.command, str(folder.cell(cell))) for config, cell in zip(configs, todo, strict=True)]
@@ -82,6 +96,8 @@ def turn(folder: Path) -> Iterator[int | None]:
     The lock is the system's own (flock): it goes with the last process that has the descriptor open, however that
     ends, and never has to be cleaned up. A child that was handed the descriptor goes on holding it.
     """
+    import fcntl
+
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:

@@ -588,6 +588,21 @@ def test_a_folder_that_cannot_be_made_is_one_line(
     assert said.count("\n") == 1
 
 
+def test_without_posix_locks_a_study_is_planned_and_not_run(
+    ablate: Ablate, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    assert "4 to run" in ablate("--dry-run")
+    with pytest.raises(SystemExit) as ended:
+        ablate()
+    assert ended.value.code == 2
+    assert "studies lock their cells by flock, which only POSIX systems have" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    declared = Study.from_dict(STUDY)
+    with pytest.raises(ConfigError, match=r"run this one there, or each of its runs by hdet run$"):
+        list(run(StudyFolder(tmp_path / "out"), cells(declared)))
+
+
 def test_contrasts_are_what_is_tested(ablate: Ablate, tmp_path: Path) -> None:
     printed = ablate(contrasts=[[0.05, 0.1]], metrics=["test_loss"])
     assert "0.05 - 0.1" in printed
