@@ -21,6 +21,7 @@ from hdet.app.text import one_line
 from hdet.errors import ConfigError
 from hdet.record import WindowRecord
 from hdet.report import ReportedRun, page, verdicts
+from hdet.report.telling import loss_digits
 
 LATEST_FAULTS = 3
 
@@ -117,7 +118,7 @@ def shown(run: ReportedRun) -> Group:
         told = "  ".join(f"{name} {value}" for name, value in fault.items())
         parts.append(Text(one_line(f"  window {record.window + 1}: {told}")))
     if run.held_out_loss is not None:
-        parts.append(Text(f"over: held-out loss {run.held_out_loss:.4f}"))
+        parts.append(Text(f"over: held-out loss {loss_digits(run.held_out_loss)}"))
     return Group(*parts)
 
 
@@ -132,8 +133,8 @@ def _losses(run: ReportedRun) -> Text:
     first, last = run.windows[0], run.windows[-1]
     lowest = min(run.windows, key=lambda record: record.loss if record.loss == record.loss else float("inf"))
     return Text(
-        f"training loss {last.loss:.4f}; {first.loss:.4f} in the first window, lowest {lowest.loss:.4f} in window "
-        f"{lowest.window + 1}"
+        f"training loss {loss_digits(last.loss)}; {loss_digits(first.loss)} in the first window, "
+        f"lowest {loss_digits(lowest.loss)} in window {lowest.window + 1}"
     )
 
 

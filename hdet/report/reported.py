@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from hdet.errors import ConfigError
 from hdet.record import WindowRecord, knobs_of
-from hdet.report.reading import number
 from hdet.report.series import DrawnCourse, course
 
 
@@ -21,7 +22,8 @@ class ReportedRun:
         windows: its history, in order.
         configuration: the declaration it was run with, as YAML text.
         declared: the same as plain mappings and lists, by which several runs are compared.
-        result: what it ended with: `test_loss`, and `plain` for the same run without hdet.
+        result: what it ended with: `test_loss`, `None` where it was not finite, and `plain` for the same run without
+            hdet.
     """
 
     name: str
@@ -32,14 +34,26 @@ class ReportedRun:
 
     @property
     def held_out_loss(self) -> float | None:
-        """Of the final model, where the result tells."""
-        return number(self.result.get("test_loss"))
+        """Of the final model, where the result tells; NaN where it was not finite."""
+        return self._test_loss(self.result)
 
     @property
     def plain_loss(self) -> float | None:
-        """Of the same run without hdet, where there is one."""
+        """Of the same run without hdet, where there is one; NaN where it was not finite."""
         plain = self.result.get("plain")
-        return number(plain.get("test_loss")) if isinstance(plain, dict) else None
+        return self._test_loss(plain) if isinstance(plain, dict) else None
+
+    def _test_loss(self, result: dict[str, Any]) -> float | None:
+        if "test_loss" not in result:
+            return None
+        given = result["test_loss"]
+        if given is None:
+            return math.nan
+        if isinstance(given, bool) or not isinstance(given, (int, float)):
+            raise ConfigError(
+                f"the result of {self.name} has test_loss {given!r}; give a number, or null for one that is not finite"
+            )
+        return float(given)
 
     @cached_property
     def knobs(self) -> list[str]:

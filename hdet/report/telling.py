@@ -55,7 +55,7 @@ def of_run(number: int, run: ReportedRun, together: Sequence[Heading]) -> dict[s
         "importances": [replace(one, knob=names[one.knob]) for one in importances(run.windows) if one.knob in names],
         "interactions": interactions(run.windows),
         "declared": {field: str(value) for field, value in flat(run.declared, ".").items()},
-        "held_out_loss": "" if run.held_out_loss is None else f"{run.held_out_loss:.4f}",
+        "held_out_loss": "" if run.held_out_loss is None else loss_digits(run.held_out_loss),
         "cost": _cost(run),
         "yaml": as_yaml(found),
         "python": as_python(found),
@@ -92,6 +92,11 @@ def _range(values: Sequence[float | None]) -> str:
 def digits(value: float | None) -> str:
     """A value in as many digits as a table shows."""
     return "not recorded" if value is None else f"{value:.4g}"
+
+
+def loss_digits(value: float | None) -> str:
+    """A loss in four decimals; null, in a result, is one that is not finite."""
+    return "not finite" if value is None or not math.isfinite(value) else f"{value:.4f}"
 
 
 def each(runs: Sequence[ReportedRun], together: Heading) -> list[tuple[str, Verdict]]:
@@ -151,13 +156,23 @@ def _earned(run: ReportedRun) -> tuple[str, str]:
     """The number that stands out, and what it means."""
     found, plain = run.held_out_loss, run.plain_loss
     if found is not None and plain is not None:
-        against = f"{abs(found - plain):.4f} {'lower' if found < plain else 'higher'} (one run each)"
-        return f"{found:.4f}", f"held-out loss; {plain:.4f} without hdet, {against}"
+        return loss_digits(
+            found
+        ), f"held-out loss; {loss_digits(plain)} without hdet{_apart(found, plain)} (one run each)"
     if found is not None:
-        return f"{found:.4f}", "held-out loss; no run without hdet lies beside it to tell what the search earned"
+        return loss_digits(found), "held-out loss; no run without hdet lies beside it to tell what the search earned"
     last = next((record.loss for record in reversed(run.windows) if math.isfinite(record.loss)), None)
-    number = "not finite" if last is None else f"{last:.4f}"
-    return number, "training loss of the last window; no result lies beside the history"
+    return loss_digits(last), "training loss of the last window; no result lies beside the history"
+
+
+def _apart(found: float, plain: float) -> str:
+    difference = found - plain
+    if not math.isfinite(difference):
+        return ""
+    amount = f"{abs(difference):.4f}"
+    if float(amount) == 0.0:
+        return ", the same to four decimals"
+    return f", {amount} {'lower' if difference < 0.0 else 'higher'}"
 
 
 def _cost(run: ReportedRun) -> str:

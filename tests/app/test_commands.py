@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import pty
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +63,21 @@ def test_a_run_under_way_is_shown(under_way: Path, capsys: pytest.CaptureFixture
     assert "over: " not in said
     last = hdet.History(under_way / "history.jsonl").windows[-1]
     assert f"{last.learned['learning_rate']['closed']:.4g}" in said
+
+
+def test_a_run_that_ended_in_no_finite_loss_is_over(
+    over: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(over, tmp_path / "diverged")
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, "test_loss": None}))
+    *whole, last = (folder / "history.jsonl").read_text().splitlines()
+    last = json.dumps({**json.loads(last), "losses": [None] * 4, "mean_loss": None})
+    (folder / "history.jsonl").write_text("\n".join([*whole, last]) + "\n")
+    assert call("watch", str(folder)) == 0
+    said = capsys.readouterr().out
+    assert "training loss not finite; " in said
+    assert "over: held-out loss not finite" in said
 
 
 def test_before_the_first_window_and_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

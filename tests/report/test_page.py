@@ -84,8 +84,33 @@ def test_without_a_result_it_says_what_is_not_known() -> None:
     assert "training loss of the last window; no result lies beside the history" in Reader(page(windows())).words
     alone = run(result={"test_loss": 1.25})
     assert "no run without hdet lies beside it" in Reader(page(alone)).words
-    failed = run(result={"test_loss": None, "plain": None})
-    assert "training loss of the last window" in Reader(page(failed)).words
+
+
+@pytest.mark.parametrize(
+    ("found", "plain", "told"),
+    [
+        (None, None, "not finite held-out loss; no run without hdet lies beside it"),
+        (None, {"test_loss": 1.5}, "not finite held-out loss; 1.5000 without hdet (one run each)"),
+        (1.25, {"test_loss": None}, "1.2500 held-out loss; not finite without hdet (one run each)"),
+        (None, {"test_loss": None}, "not finite held-out loss; not finite without hdet (one run each)"),
+        (
+            1.25,
+            {"test_loss": 1.25},
+            "1.2500 held-out loss; 1.2500 without hdet, the same to four decimals (one run each)",
+        ),
+    ],
+)
+def test_a_run_that_ended_in_no_finite_loss_is_told_as_one(
+    found: float | None, plain: dict[str, float | None] | None, told: str
+) -> None:
+    """`result.json` holds null for such a loss, and its training loss of some window says nothing of it."""
+    assert told in Reader(page(run(result={"test_loss": found, "plain": plain}))).words
+
+
+@pytest.mark.parametrize("result", [{"test_loss": "1.25"}, {"test_loss": 1.25, "plain": {"test_loss": True}}])
+def test_a_test_loss_that_is_no_number_is_refused(result: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"the result of a run has test_loss ('1.25'|True); give a number, or null"):
+        page(run(result=result))
 
 
 def test_it_is_whole_and_may_run_its_own_two_scripts_only() -> None:

@@ -17,6 +17,7 @@ from hdet.app.run.loop import Watcher
 from hdet.app.run.runner import Result
 from hdet.history import WindowRecord
 from hdet.report import Verdict
+from hdet.report.telling import loss_digits
 from hdet.report.verdict import NO_PROGRESS
 
 REFRESH_SECONDS = 0.5
@@ -112,9 +113,9 @@ def show_result(console: Console, result: Result, folder: RunFolder) -> None:
             console.print(f"{knob.knob} moved: {knob.moved}", soft_wrap=True, markup=False)
             console.print(f"{knob.knob} at the end: {knob.outlook}", soft_wrap=True, markup=False)
     table = Table("", "held-out loss", "seconds", title="held-out loss")
-    table.add_row("with hdet", _loss(result.test_loss), f"{result.seconds:.0f}")
+    table.add_row("with hdet", loss_digits(result.test_loss), f"{result.seconds:.0f}")
     if result.plain is not None:
-        table.add_row("without", _loss(result.plain["test_loss"]), f"{result.plain['seconds']:.0f}")
+        table.add_row("without", loss_digits(result.plain["test_loss"]), f"{result.plain['seconds']:.0f}")
     console.print(table)
     if result.ended:
         console.print(f"it {result.ended}", soft_wrap=True, markup=False)
@@ -133,7 +134,3 @@ def _learned(knob: Verdict) -> tuple[str, str]:
 
 def _mean(losses: Sequence[Tensor]) -> float:
     return sum(float(loss) for loss in losses) / len(losses)
-
-
-def _loss(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"

@@ -22,6 +22,7 @@ from hdet.app.run.loop import Training, Watcher
 from hdet.app.run.plain import train_plain
 from hdet.errors import ConfigError, HdetError, MissingExtraError
 from hdet.report import Verdict, overview, verdicts
+from hdet.report.telling import loss_digits
 
 NUMBERS = ("test_loss", "train_loss", "steps", "seconds", "faults")
 """What `result.json` holds of a run as numbers: a study's metrics are among these."""
@@ -108,7 +109,7 @@ class Run:
         result = self._finished
         if result is not None and self.over(compare=compare):
             raise ConfigError(
-                f"the run in {self.folder.path} is over (held-out loss {result.test_loss}); "
+                f"the run in {self.folder.path} is over (held-out loss {loss_digits(result.test_loss)}); "
                 f"start anew by --force, or choose another --out"
             )
         with ExitStack() as stack:
