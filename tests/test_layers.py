@@ -115,7 +115,7 @@ def test_the_control_plane_never_imports_torch(name: str) -> None:
 
 
 FLOORS = (
-    {"hdet.errors", "hdet.nested", "hdet.sub_batches", "hdet.user_warning"},
+    {"hdet.digits", "hdet.errors", "hdet.nested", "hdet.sub_batches", "hdet.user_warning"},
     {"hdet.spec", "hdet.record", "hdet.files"},
     {"hdet.report"},
     {"hdet.controllers", "hdet.nn", "hdet.history", "hdet.windows", "hdet.document"},

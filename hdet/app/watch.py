@@ -18,6 +18,7 @@ from rich.text import Text
 from hdet.app.report import reported_run
 from hdet.app.serving import PageServer
 from hdet.app.text import one_line
+from hdet.digits import four_digits
 from hdet.errors import ConfigError
 from hdet.record import WindowRecord
 from hdet.report import ReportedRun, page, verdicts
@@ -142,6 +143,6 @@ def _knobs(run: ReportedRun) -> Table:
     table = Table("knob", "set to", "learned", "now", "trust")
     for verdict in verdicts(run.windows):
         now = run.windows[-1].bases.get(verdict.knob)
-        numbers = ("-" if value is None else f"{value:.4g}" for value in (verdict.start, verdict.end, now))
+        numbers = ("-" if value is None else four_digits(value) for value in (verdict.start, verdict.end, now))
         table.add_row(*(Text(cell) for cell in (one_line(verdict.knob), *numbers, verdict.trust)))
     return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hdet.digits import four_digits
 from hdet.record import ByKnob
 
 
@@ -33,12 +34,12 @@ class Learned:
 
     def __str__(self) -> str:
         factor = "" if self.factor is None else f" (x {self.factor:.3g})"
-        return f"{self.start:.4g} -> {self.value:.4g}{factor}"
+        return f"{four_digits(self.start)} -> {four_digits(self.value)}{factor}"
 
     def __repr__(self) -> str:
         """Four digits: it is printed to be read, and the attributes hold the rest."""
         factor = "None" if self.factor is None else f"{self.factor:.4g}"
-        return f"Learned(start={self.start:.4g}, value={self.value:.4g}, factor={factor})"
+        return f"Learned(start={four_digits(self.start)}, value={four_digits(self.value)}, factor={factor})"
 
 
 class Shifts(ByKnob[Learned]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from hdet.digits import four_digits
 from hdet.report.verdict import NO_PROGRESS, Verdict
 
 TRUSTED = ("clear", "partly clear")
@@ -34,10 +35,10 @@ def advised(verdict: Verdict) -> tuple[float | None, str]:
         return verdict.start, f"as it was set; it was entered further {entered}, and went {went} from there"
     if verdict.trust in TRUSTED:
         still = f", and windows after the last move ask for {verdict.wanted}" if verdict.wanted else ""
-        return verdict.end, f"learned; it was set to {verdict.start:.4g}{still}"
+        return verdict.end, f"learned; it was set to {four_digits(verdict.start)}{still}"
     if verdict.trust == "no progress":
         return verdict.start, f"as it was set, which says nothing for it: {NO_PROGRESS}"
-    return verdict.start, f"as it was set; the move to {verdict.end:.4g} is {verdict.trust}"
+    return verdict.start, f"as it was set; the move to {four_digits(verdict.end)} is {verdict.trust}"
 
 
 def as_yaml(verdicts: list[Verdict]) -> str:
@@ -52,9 +53,9 @@ def as_python(verdicts: list[Verdict]) -> str:
 
 
 def _advised(verdicts: list[Verdict]) -> list[tuple[str, str, str]]:
-    """Knob, value in four digits, and why."""
+    """Knob, value in few digits, and why."""
     found = [(one.knob, *advised(one)) for one in verdicts]
-    return [(knob, yaml_number(f"{value:.4g}"), why) for knob, value, why in found if value is not None]
+    return [(knob, yaml_number(four_digits(value)), why) for knob, value, why in found if value is not None]
 
 
 def yaml_number(digits: str) -> str:

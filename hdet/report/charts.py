@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from hdet.digits import four_digits
 from hdet.record import TURNS
 from hdet.report import series
 from hdet.report.reading import AHEAD, AVERAGED, LAST, ONLY, held_out_loss
@@ -187,13 +188,17 @@ def reason(move: series.Move) -> str:
     several = f", the last of {move.count}" if move.count > 1 else ""
     rule = f"; rule {move.rule}" if move.rule else ""
     veto = f"; {move.veto} let through only a part" if move.veto else ""
-    return f"step {move.step}: {move.before:.4g} to {move.after:.4g}, by {evidence}{several}{rule}{veto}"
+    return (
+        f"step {move.step}: {four_digits(move.before)} to {four_digits(move.after)}, by {evidence}{several}{rule}{veto}"
+    )
 
 
 def objection(held: series.Move) -> str:
     """A move that was not made, in words."""
     several = f", the last of {held.count} times" if held.count > 1 else ""
-    return f"step {held.step}: stays at {held.after:.4g}; rule {held.rule} asked, {held.veto} forbade it{several}"
+    return (
+        f"step {held.step}: stays at {four_digits(held.after)}; rule {held.rule} asked, {held.veto} forbade it{several}"
+    )
 
 
 def _line(

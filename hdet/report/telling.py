@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hdet.digits import four_digits
 from hdet.nested import flat
 from hdet.report.advice import as_python, as_yaml
 from hdet.report.charts import colour_of, objection, reason
@@ -91,7 +92,7 @@ def _range(values: Sequence[float | None]) -> str:
 
 def digits(value: float | None) -> str:
     """A value in as many digits as a table shows."""
-    return "not recorded" if value is None else f"{value:.4g}"
+    return "not recorded" if value is None else four_digits(value)
 
 
 def loss_digits(value: float | None) -> str:

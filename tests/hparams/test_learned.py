@@ -25,6 +25,11 @@ def test_it_is_read_to_four_digits_and_kept_whole() -> None:
     assert learned.value == 0.0082153729
 
 
+def test_a_beta_is_never_read_as_1() -> None:
+    assert repr(Learned(start=0.999, value=0.99997)) == "Learned(start=0.999, value=0.99997, factor=1.001)"
+    assert str(Learned(start=0.95, value=0.9999961)) == "0.95 -> 0.9999961 (x 1.05)"
+
+
 def engine(initial_shift: float = 0.0, high: float = 10.0) -> hdet.Engine:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

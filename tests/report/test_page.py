@@ -19,8 +19,11 @@ from hdet.document import parse
 from hdet.errors import ConfigError, MissingExtraError
 from hdet.record import WindowRecord
 from hdet.report import ReportedRun, page
+from hdet.report.advice import as_python, as_yaml
 from hdet.report.charts import COLOURS
 from hdet.report.series import course, evidence
+from hdet.report.telling import digits
+from hdet.report.verdict import Moves, Verdict
 
 
 def still(name: str) -> ReportedRun:
@@ -169,6 +172,14 @@ def test_what_to_set_next_time_can_be_pasted() -> None:
     unescaped = [block.replace("&#34;", '"') for block in blocks]
     assert parse(unescaped[0], name="page") == {"learning_rate": 0.4953, "dropout": 0.1}
     assert ast.literal_eval(unescaped[1].partition("=")[2].strip()) == {"learning_rate": 0.4953, "dropout": 0.1}
+
+
+def test_a_beta_to_set_next_time_is_one_that_an_optimizer_takes() -> None:
+    up = Moves(3, 10, 30, 1.5, {"averaged weights": 6.0})
+    beta = Verdict("beta2", 0.999, 0.99997, up, None, 1.0, 0.2, 5, 90, 100)
+    assert as_yaml([beta]) == '"beta2": 0.99997  # learned; it was set to 0.999\n'
+    assert "0.99997," in as_python([beta])
+    assert digits(0.99997) == "0.99997"
 
 
 def test_several_runs_stand_side_by_side_and_their_differences_are_told() -> None:

@@ -17,6 +17,7 @@ from hdet.app.planning.pilot import Pilot, pilot
 from hdet.app.run.config import RunConfig
 from hdet.app.run.loop import Training
 from hdet.app.text import one_line
+from hdet.digits import four_digits
 from hdet.engine.engine import Engine
 from hdet.engine.preview import Preview, preview
 from hdet.errors import ConfigError
@@ -101,9 +102,11 @@ def _show(config: Path, seen: Preview, replicas: int) -> None:
         f"steps, {replicas} replica{'s' * (replicas > 1)}"
     )
     for knob in seen.knobs.values():
+        base = f"{four_digits(min(knob.bases))} to {four_digits(max(knob.bases))}"
+        compared = f"{four_digits(min(knob.low))} and {four_digits(max(knob.high))}"
         print(
-            f"\n{one_line(knob.name)}: base {min(knob.bases):.4g} to {max(knob.bases):.4g}, compared between "
-            f"{min(knob.low):.4g} and {max(knob.high):.4g}; {knob.evidence} evidence, moved by {knob.controller}"
+            f"\n{one_line(knob.name)}: base {base}, compared between {compared}; {knob.evidence} evidence, moved by "
+            f"{knob.controller}"
         )
         print(f"  {line(knob)}")
     print(f"  {ruler(seen)} windows\n")

@@ -15,6 +15,7 @@ from torch import Tensor
 from hdet.app.run.folder import RunFolder
 from hdet.app.run.loop import Watcher
 from hdet.app.run.runner import Result
+from hdet.digits import four_digits
 from hdet.history import WindowRecord
 from hdet.report import Verdict
 from hdet.report.telling import loss_digits
@@ -96,7 +97,8 @@ def listed(items: Mapping[str, object]) -> str:
     'learning_rate 0.001235  dropout 0.1'
     """
     return "  ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in items.items()
+        f"{name} {four_digits(value)}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in items.items()
     )
 
 
@@ -129,7 +131,7 @@ def _learned(knob: Verdict) -> tuple[str, str]:
     if knob.start is None or knob.end is None:
         return "not recorded", "not recorded"
     factor = "" if knob.factor is None else f" (x {knob.factor:.3g})"
-    return f"{knob.start:.4g}", f"{knob.end:.4g}{factor}"
+    return four_digits(knob.start), four_digits(knob.end) + factor
 
 
 def _mean(losses: Sequence[Tensor]) -> float:
