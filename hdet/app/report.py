@@ -65,6 +65,7 @@ def reported_run(path: Path) -> ReportedRun:
     windows = History(source).windows
     if not path.is_dir():
         return ReportedRun(path.stem if path.stem != "history" else path.resolve().parent.name, windows)
-    configuration = folder.config.read_text(encoding="utf-8") if folder.config.is_file() else ""
-    declared = read(folder.config) if configuration else {}
+    there = folder.config.is_file() and folder.config.stat().st_size > 0
+    declared = read(folder.config) if there else {}  # first: it tells of a text that cannot be read
+    configuration = folder.config.read_text(encoding="utf-8") if there else ""
     return ReportedRun(path.resolve().name, windows, configuration, declared, folder.load_result() or {})

@@ -85,6 +85,15 @@ def test_what_cannot_be_read_is_one_line(
     assert told.startswith("error: ")
 
 
+def test_a_declaration_that_is_no_text_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(tmp_path / "one")
+    (folder / "config.yaml").write_bytes("name: Käfer".encode("latin-1"))
+    assert run(folder) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: cannot read ")
+    assert "config.yaml: 'utf-8' codec" in told
+
+
 def test_where_there_is_no_run_or_no_place_for_the_page_it_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
