@@ -81,6 +81,8 @@ def export(
         print(text, end="")
         return
     try:
+        if out.is_dir():
+            raise IsADirectoryError("it is a folder")
         replace(out, text.encode())
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}; choose another --out") from None

@@ -179,6 +179,9 @@ def test_what_cannot_be_exported_is_named(over: Path, tmp_path: Path, capsys: py
         assert call("export", str(path), "--as", "lambda-lr") == 2
         assert said in capsys.readouterr().err
     assert call("export", str(path), "--as", "lambda-lr", "--knob", "weight_decay") == 2
+    for folder in (".", "/", tmp_path):
+        assert call("export", str(over), "--out", str(folder)) == 2
+        assert f"{folder} cannot be written: it is a folder; choose another --out" in capsys.readouterr().err
     (tmp_path / "history.jsonl").write_text("")
     assert call("export", str(tmp_path)) == 1
     assert "no window that has closed" in capsys.readouterr().err
