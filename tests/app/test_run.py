@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import resource
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import hdet
 from hdet.app.run import Run, RunConfig, RunFolder, Watcher
@@ -494,6 +496,22 @@ def test_compare_trains_again_without_hdet_now_or_later(finished: Path, tmp_path
     assert later.plain is not None
     assert later.plain["test_loss"] == result.plain["test_loss"]
     assert later.test_loss == result.test_loss
+
+
+def test_a_picture_that_cannot_be_written_costs_nothing_else(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Figure, part: Path, **options: object) -> None:
+        part.write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    folder = tmp_path / "run"
+    with pytest.warns(UserWarning, match=r"bases.png could not be written \(.*No space left.*\), and all else is"):
+        result = Run(CONFIG, folder)()
+    assert sorted(path.name for path in folder.iterdir()) == [name for name in FILES if name != "bases.png"]
+    assert json.loads((folder / "result.json").read_text())["test_loss"] == result.test_loss
+    assert same(model_of(folder), model_of(finished))
 
 
 def test_a_run_without_knobs_draws_nothing(tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ from hdet.app.run.launching import leads, led
 from hdet.app.run.loop import Training, Watcher
 from hdet.app.run.plain import train_plain
 from hdet.errors import ConfigError, HdetError, MissingExtraError
+from hdet.files import replaced
 from hdet.report import Verdict, overview, verdicts
 from hdet.report.telling import loss_digits
+from hdet.user_warning import warn
 
 NUMBERS = ("test_loss", "train_loss", "steps", "seconds", "faults")
 """What `result.json` holds of a run as numbers: a study's metrics are among these."""
@@ -153,11 +155,22 @@ class Run:
             ended=history[-1].ending,
             versions={"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
         )
+        led(lambda: self.folder.save_result(result.to_dict()))  # it marks the run as over
         if result.knobs and leads():
-            title = f"{self.config.task.kind}, {self.config.steps} steps"
-            overview(history, title=title).savefig(self.folder.picture, dpi=110)
-        led(lambda: self.folder.save_result(result.to_dict()))  # last: it marks the run as over
+            self._draw()
         return result
+
+    def _draw(self) -> None:
+        title = f"{self.config.task.kind}, {self.config.steps} steps"
+        figure = overview(self.training.engine.history.windows, title=title)
+        try:
+            with replaced(self.folder.picture) as part:
+                figure.savefig(part, format="png", dpi=110)
+        except OSError as error:
+            warn(
+                f"{self.folder.picture} could not be written ({error}), and all else is; make room, and draw it by "
+                f"hdet report {self.folder.path} --figures plots"
+            )
 
 
 def _finite(value: float) -> float | None:
