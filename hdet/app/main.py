@@ -7,6 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from typing import Any
 
 from hdet.app.text import one_line
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rest = [argument for argument in given if argument != DEBUG]
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a user's own tasks and knobs lie in the working directory
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as the error stream has it: no name ends a command
     try:
         with warnings.catch_warnings():
             if rest == given:

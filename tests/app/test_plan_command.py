@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,18 @@ def test_the_preview_is_what_the_run_then_does(tmp_path: Path) -> None:
         values = record.values["dropout"]
         assert at[record.stop - 1] == (min(values), record.bases["dropout"], max(values))
     assert len(set(dropout.low)) == 1 < len(set(seen.knobs["learning_rate"].bases))
+
+
+def test_a_terminal_without_blocks_or_letters_gets_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "b\N{LATIN SMALL LETTER E WITH CARON}h.yaml"
+    path.write_text(dump(RunConfig.from_dict(DIGITS)))
+    environment = {**os.environ, "PYTHONIOENCODING": "cp1252", "PYTHONPATH": str(Path(hdet.__file__).parents[1])}
+    command = [sys.executable, "-m", "hdet", "plan", str(path)]
+    planned = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=120)
+    said = planned.stdout.decode("cp1252")
+    assert (planned.returncode, planned.stderr) == (0, b"")
+    assert "b\\u011bh.yaml: 24 steps" in said
+    assert re.search(r"^  [_.:=+*#-]{24}$", said, re.MULTILINE)
 
 
 def vars_of(knob: Any) -> tuple[list[Any], ...]:

@@ -108,7 +108,7 @@ def _show(config: Path, seen: Preview, replicas: int) -> None:
             f"\n{one_line(knob.name)}: base {base}, compared between {compared}; {knob.evidence} evidence, moved by "
             f"{knob.controller}"
         )
-        print(f"  {line(knob)}")
+        print(f"  {line(knob, sys.stdout.encoding or 'utf-8')}")
     print(f"  {ruler(seen)} windows\n")
 
 

@@ -6,6 +6,8 @@ from hdet.engine.preview import PlannedKnob, Preview
 from hdet.report.figures import BLUE, GREY, INK, SKY, Figure, blank_figure, plain
 
 BARS = "▁▂▃▄▅▆▇█"
+PLAIN_BARS = "_.-:=+*#"
+"""Where a terminal has no blocks."""
 COLUMNS = 60
 MOST_LINES = 200
 
@@ -32,8 +34,8 @@ def plan_figure(seen: Preview, *, title: str = "") -> Figure:
     return figure
 
 
-def line(knob: PlannedKnob) -> str:
-    """A knob's schedule in one line of a terminal.
+def line(knob: PlannedKnob, encoding: str = "utf-8") -> str:
+    """A knob's schedule in one line of a terminal with this encoding.
 
     >>> line(PlannedKnob("rate", "line", "hold", [0, 1, 2], [0.0, 0.5, 1.0], [], []))[:3] == BARS[0] + BARS[4] + BARS[7]
     True
@@ -42,7 +44,12 @@ def line(knob: PlannedKnob) -> str:
     chosen = [knob.bases[column * (len(knob.bases) - 1) // max(1, columns - 1)] for column in range(columns)]
     highest, lowest = max(chosen), min(0.0, *chosen)
     span = highest - lowest
-    return "".join(BARS[round((value - lowest) / span * (len(BARS) - 1)) if span else 0] for value in chosen)
+    try:
+        BARS.encode(encoding)
+        bars = BARS
+    except UnicodeEncodeError:
+        bars = PLAIN_BARS
+    return "".join(bars[round((value - lowest) / span * (len(bars) - 1)) if span else 0] for value in chosen)
 
 
 def ruler(seen: Preview) -> str:
