@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -117,8 +118,8 @@ def find(
             f"total_steps={total_steps})"
         )
     declared("schedule", schedule, Schedule, type(None))
-    if clip is not None and not clip > 0.0:
-        raise ConfigError(f"clip is the largest norm of the gradient, above 0, got {clip}; None leaves it as it is")
+    if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and clip > 0.0):
+        raise ConfigError(f"clip is the largest norm of the gradient, above 0, got {clip!r}; None leaves it as it is")
     length = steps // trials
     start = given(optimizer, _first_group(optimizer), "lr")
     shape = _shape(schedule, length, total_steps)

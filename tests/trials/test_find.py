@@ -249,6 +249,8 @@ def test_the_answer_in_words_yaml_and_a_picture() -> None:
         ({"schedule": hdet.schedules.Constant(0.0)}, "the schedule is 0 at every step"),
         ({"schedule": lambda step: 1e-3}, "schedule must be of type Schedule or None"),
         ({"clip": 0}, "clip is the largest norm of the gradient, above 0, got 0"),
+        ({"clip": "1"}, "clip is the largest norm of the gradient, above 0, got '1'"),
+        ({"clip": True}, "clip is the largest norm of the gradient, above 0, got True"),
         ({"clip": math.nan}, "clip is the largest norm of the gradient, above 0, got nan"),
         ({"loss": lambda model, batch: model(batch[0])}, r"a tensor of one number; got a tensor of shape \(32, 10\)"),
         ({"loss": lambda model, batch: 1.0}, "a tensor of one number; got float"),
