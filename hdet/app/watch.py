@@ -39,8 +39,8 @@ def watch(
 ) -> None:
     """Show a run while it trains: progress, loss, what its knobs have learned, faults. It may run elsewhere.
 
-    Ends with the run; Ctrl-C ends the view alone. With --serve, browsers see the page of hdet report instead, until
-    Ctrl-C.
+    Ends with the run, under --compare with the one without hdet; Ctrl-C ends the view alone. With --serve, browsers see
+    the page of hdet report instead, until Ctrl-C.
 
     Example: hdet watch runs/quickstart --serve
     """
@@ -56,7 +56,7 @@ def watch(
         return
     with Live(shown(seen), console=console, auto_refresh=False, screen=False) as live:
         try:
-            while not seen.result:
+            while not seen.over:
                 time.sleep(every)
                 seen = _look(run)
                 live.update(shown(seen), refresh=True)
@@ -92,7 +92,7 @@ class _Drawn:
             if not seen.windows:
                 name = html.escape(one_line(seen.name))
                 return f"<!DOCTYPE html><title>{name}</title><p>{name}: no window has closed yet", True
-            self._page = page(seen), not seen.result
+            self._page = page(seen), not seen.over
             self._of = state
         return self._page
 
@@ -119,8 +119,15 @@ def shown(run: ReportedRun) -> Group:
         told = "  ".join(f"{name} {value}" for name, value in fault.items())
         parts.append(Text(one_line(f"  window {record.window + 1}: {told}")))
     if run.held_out_loss is not None:
-        parts.append(Text(f"over: held-out loss {loss_digits(run.held_out_loss)}"))
+        parts.append(Text(_ending(run, loss_digits(run.held_out_loss))))
     return Group(*parts)
+
+
+def _ending(run: ReportedRun, loss: str) -> str:
+    if run.comparing:
+        return f"trained: held-out loss {loss}; the same run without hdet is trained now"
+    plain = "" if run.plain_loss is None else f"; {loss_digits(run.plain_loss)} without hdet"
+    return f"over: held-out loss {loss}{plain}"
 
 
 def _headline(name: str, last: WindowRecord, steps: object) -> str:

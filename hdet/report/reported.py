@@ -43,6 +43,16 @@ class ReportedRun:
         plain = self.result.get("plain")
         return self._test_loss(plain) if isinstance(plain, dict) else None
 
+    @property
+    def comparing(self) -> bool:
+        """Whether it is trained, and the same run without hdet has not ended yet."""
+        return self.result.get("comparing") is True
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it is still to come."""
+        return bool(self.result) and not self.comparing
+
     def _test_loss(self, result: dict[str, Any]) -> float | None:
         if "test_loss" not in result:
             return None

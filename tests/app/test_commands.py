@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from small_run import DIGITS, call
 
 import hdet
@@ -78,6 +79,28 @@ def test_a_run_that_ended_in_no_finite_loss_is_over(
     said = capsys.readouterr().out
     assert "training loss not finite; " in said
     assert "over: held-out loss not finite" in said
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_to_be_compared_is_watched_until_the_other_has_ended(
+    over: Path, tmp_path: Path, terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(over, tmp_path / "compared")
+    result = {**json.loads((folder / "result.json").read_text()), "test_loss": 1.25}
+    (folder / "result.json").write_text(json.dumps({**result, "comparing": True}))
+    waited = []
+
+    def compared(seconds: float) -> None:
+        waited.append(seconds)
+        (folder / "result.json").write_text(json.dumps({**result, "comparing": False, "plain": {"test_loss": 1.5}}))
+
+    monkeypatch.setattr("time.sleep", compared)
+    monkeypatch.setattr(Console, "is_terminal", terminal)
+    assert call("watch", str(folder)) == 0
+    said = capsys.readouterr().out
+    assert "trained: held-out loss 1.2500; the same run without hdet is trained now" in said
+    assert waited == ([2.0] if terminal else [])
+    assert ("over: held-out loss 1.2500; 1.5000 without hdet" in said) == terminal
 
 
 def test_before_the_first_window_and_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

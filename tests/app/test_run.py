@@ -476,17 +476,20 @@ def test_plain_training_follows_the_schedule_that_hdet_would_warm_up() -> None:
 
 def test_compare_trains_again_without_hdet_now_or_later(finished: Path, tmp_path: Path) -> None:
     phases: list[str] = []
+    folder = tmp_path / "run"
 
     class Phases(Watcher):
         def begin(self, phase: str, first: int, steps: int) -> None:
             phases.append(phase)
+            if phase == "plain":
+                assert json.loads((folder / "result.json").read_text())["comparing"], "it is watched until that ends"
 
-    folder = tmp_path / "run"
     result = Run(CONFIG, folder)(compare=True, watcher=Phases())
     assert phases == ["hdet", "plain"]
     assert result.plain is not None
     kept = json.loads((folder / "result.json").read_text())
     assert kept["plain"]["test_loss"] == result.plain["test_loss"] != result.test_loss
+    assert not kept["comparing"]
     assert same(model_of(folder), model_of(finished)), "the comparison must not touch the run"
 
     kept["plain"] = None

@@ -6,7 +6,7 @@ import math
 import platform
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Result:
         knobs: what moved each knob, on what evidence, and what is still asked for.
         facts: what data the task loaded.
         plain: the same run without hdet, `test_loss` and `seconds`, where it was asked for.
+        comparing: whether that run has been asked for and has not ended yet.
         faults: how many faults the history holds.
         ended: which weights it ended with, in words; nothing for the last ones.
         versions: of Python and of the packages the numbers depend on.
@@ -53,6 +54,7 @@ class Result:
     knobs: list[Verdict]
     facts: dict[str, str]
     plain: dict[str, float | None] | None = None
+    comparing: bool = False
     faults: int = 0
     ended: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -124,13 +126,16 @@ class Run:
         if result is None:
             if not self._resume:
                 led(lambda: self.folder.begin(self.config))
-            result = self._train(watcher)
+            result = self._train(watcher, compare=compare)
+        elif compare:
+            marked = replace(result, comparing=True)
+            led(lambda: self.folder.save_result(marked.to_dict()))
         if compare and leads():
             began = time.perf_counter()
             model = train_plain(self.config, self.workload, watcher)
             seconds = time.perf_counter() - began
             plain = {"test_loss": _finite(self.workload.test_loss(model)), "seconds": seconds}
-            result = Result(**{**vars(result), "plain": plain})
+            result = replace(result, plain=plain, comparing=False)
             self.folder.save_result(result.to_dict())
         return result
 
@@ -138,7 +143,7 @@ class Run:
         """Whether the run that is to be resumed has nothing left to do."""
         return self._finished is not None and (not compare or self._finished.plain is not None)
 
-    def _train(self, watcher: Watcher) -> Result:
+    def _train(self, watcher: Watcher, *, compare: bool) -> Result:
         training, engine = self.training, self.training.engine
         training.run(self.folder, watcher)
         # Knob values such as an attention temperature are no part of a state dict, and the model needs them.
@@ -152,10 +157,11 @@ class Run:
             knobs=verdicts(history),
             facts=dict(self.workload.facts),
             faults=sum(len(record.faults) for record in history),
+            comparing=compare,
             ended=history[-1].ending,
             versions={"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
         )
-        led(lambda: self.folder.save_result(result.to_dict()))  # it marks the run as over
+        led(lambda: self.folder.save_result(result.to_dict()))  # it marks the run as trained
         if result.knobs and leads():
             self._draw()
         return result
