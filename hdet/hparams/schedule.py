@@ -413,7 +413,9 @@ class FromCallable(Schedule):
         """
         t = _held(t, self.total_steps)
         value = _resolve(self.path)(t)
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
+        if getattr(value, "ndim", None) == 0:  # NumPy's numbers, and arrays and tensors of one
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ConfigError(f"schedule {self.path!r} must return a finite number; it gave {value!r} at step {t}")
         return float(value)
 

@@ -181,6 +181,12 @@ def test_from_callable_asks_the_function_and_no_farther_than_the_end() -> None:
     assert FromCallable("math:sqrt")(100) == 10.0
 
 
+@pytest.mark.parametrize("path", ["numpy:float32", "numpy:int64", "numpy:asarray", "torch:tensor"])
+def test_from_callable_takes_numbers_of_numpy_and_torch(path: str) -> None:
+    assert FromCallable(path)(3) == 3.0
+    assert type(FromCallable(path)(3)) is float
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -189,6 +195,8 @@ def test_from_callable_asks_the_function_and_no_farther_than_the_end() -> None:
         ("math:pi", "cannot be called"),
         ("builtins:bin", "must return a finite number; it gave '0b11' at step 3"),
         ("builtins:print", "must return a finite number; it gave None"),
+        ("builtins:bool", "must return a finite number; it gave True"),
+        ("numpy:bool_", "must return a finite number; it gave True"),
     ],
 )
 def test_from_callable_names_what_is_wrong(path: str, message: str) -> None:
