@@ -73,6 +73,8 @@ def export(
     found = reported_run(run)
     if not found.windows:
         raise HdetError(f"{run} has no window that has closed yet, so there is nothing to export")
+    if not found.knobs:
+        raise HdetError(f"{run} has no knob whose course it could write, so there is nothing to export")
     if form is Form.yaml:
         text = as_yaml(found.windows)
     else:

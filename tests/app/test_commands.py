@@ -20,6 +20,7 @@ from small_run import DIGITS, call
 import hdet
 from hdet.app.run import Run, RunConfig, Watcher
 from hdet.document import parse
+from hdet.record import WindowRecord
 
 MOVED = RunConfig.from_dict(
     {**DIGITS, "knobs": ["learning_rate", {"kind": "dropout", "controller": {"kind": "gated", "gate": 0.0}}]}
@@ -205,6 +206,15 @@ def test_what_cannot_be_exported_is_named(over: Path, tmp_path: Path, capsys: py
     for folder in (".", "/", tmp_path):
         assert call("export", str(over), "--out", str(folder)) == 2
         assert f"{folder} cannot be written: it is a folder; choose another --out" in capsys.readouterr().err
+    (tmp_path / "bare").mkdir()
+    hdet.History(tmp_path / "bare" / "history.jsonl").append(
+        WindowRecord(0, 0, 10, {}, {}, [2.0], {}, {}, merged=False)
+    )
+    for form in ("yaml", "lambda-lr"):
+        assert call("export", str(tmp_path / "bare"), "--as", form) == 1
+        said = capsys.readouterr()
+        assert "has no knob whose course it could write" in said.err
+        assert said.out == ""
     (tmp_path / "history.jsonl").write_text("")
     assert call("export", str(tmp_path)) == 1
     assert "no window that has closed" in capsys.readouterr().err
