@@ -42,7 +42,7 @@ def page(runs: ReportedRun | Iterable[ReportedRun] | Iterable[WindowRecord], *, 
         title: of the page; by default the runs' names.
 
     Raises:
-        ConfigError: a run has no window.
+        ConfigError: a run has no window, or it is no run at all.
         MissingExtraError: plotly or Jinja is not installed (the extra `report`).
 
     >>> import hdet

@@ -77,11 +77,22 @@ class ReportedRun:
 
 
 def reported(runs: ReportedRun | Iterable[ReportedRun] | Iterable[WindowRecord]) -> list[ReportedRun]:
-    """One run, several, or the bare history of one, as a list of runs with names that differ."""
-    given = [runs] if isinstance(runs, ReportedRun) else list(runs)
+    """One run, several, or the bare history of one, as a list of runs with names that differ.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    given: list[object] = list(runs) if isinstance(runs, Iterable) and not isinstance(runs, str) else [runs]
+    windows = [one for one in given if isinstance(one, WindowRecord)]
+    if len(windows) == len(given):
+        return [ReportedRun("run", windows)]
     several = [one for one in given if isinstance(one, ReportedRun)]
-    if len(several) < len(given) or not given:
-        return [ReportedRun("run", [one for one in given if isinstance(one, WindowRecord)])]
+    if len(several) < len(given):
+        other = next(one for one in given if not isinstance(one, ReportedRun))
+        raise ConfigError(
+            f"a report is of one history or of ReportedRun objects, got {type(other).__name__}; read a file by "
+            f"hdet.History(path), and give each of several histories as ReportedRun(name, history.windows)"
+        )
     named: dict[str, ReportedRun] = {}
     for one in several:
         name, number = one.name, 2

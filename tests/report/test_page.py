@@ -10,6 +10,7 @@ import re
 import sys
 from html.parser import HTMLParser
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -284,6 +285,17 @@ def test_nothing_to_report_is_refused() -> None:
     for empty in ([], [ReportedRun("empty", [])], [run(), ReportedRun("empty", [])]):
         with pytest.raises(ConfigError, match=r"there is nothing to report of .*no window yet"):
             page(empty)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [("history.jsonl", "str"), (Path("history.jsonl"), "PosixPath"), (None, "NoneType"), ([windows()] * 2, "list")],
+)
+def test_what_is_no_history_is_named(given: Any, kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"a report is of one history or of ReportedRun objects, got {kind}; read"):
+        page(given)
+    with pytest.raises(ConfigError, match="got WindowRecord; read a file by"):
+        page([run(), *windows()])  # type: ignore[list-item]
 
 
 def test_a_run_that_explores_nothing_still_has_its_losses() -> None:
