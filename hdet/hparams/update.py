@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -94,7 +94,13 @@ class GroupKnob(Knob):
                     + (f" and names {sorted(names)}" if names else " and none is named")
                 )
             found += own
-        return found
+        return list(dict.fromkeys(found))
+
+    @model_validator(mode="after")
+    def _some_group(self) -> GroupKnob:
+        if self.groups == ():
+            raise ValueError("groups=() selects none; give a group's name or index, or None for every group")
+        return self
 
 
 def _unshare(optimizer: Optimizer, chosen: list[int], key: str) -> None:

@@ -51,7 +51,8 @@ def test_momentum_is_sgds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "indices"), [(None, (0, 1, 2)), (1, (1,)), ("b", (1,)), (("c", 0), (2, 0)), (("b",), (1,))]
+    ("groups", "indices"),
+    [(None, (0, 1, 2)), (1, (1,)), ("b", (1,)), (("c", 0), (2, 0)), (("b",), (1,)), ((1, 0, 1, "b"), (1, 0))],
 )
 def test_groups_by_name_or_index(groups: Any, indices: Any) -> None:
     optimizer = adamw({"name": "a"}, {"name": "b"}, {"name": "c"})
@@ -63,6 +64,11 @@ def test_groups_that_are_not_there(groups: Any) -> None:
     optimizer = adamw({"name": "a"}, {"name": "b"}, {"name": "c"})
     with pytest.raises(MatchError, match=r"no parameter group .*; there are indices 0..2 and names \['a', 'b', 'c'\]"):
         bind(hdet.LearningRate(groups=groups), optimizer)
+
+
+def test_no_group_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"groups=\(\) selects none; give a group's name or index, or None for every"):
+        hdet.LearningRate(groups=())
 
 
 def test_different_rates_keep_their_ratio() -> None:
