@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hdet.app.figure_file import require_figure, writing
 from hdet.app.run.config import RunConfig
 from hdet.errors import ConfigError
 from hdet.hparams import LearningRate, Schedule
 from hdet.hparams.schedule import Constant
 from hdet.replicas.parallel import world
 from hdet.replicas.perturb import perturb
-from hdet.report.figures import blank_figure
 from hdet.signals import Probe
 from hdet.trials import find as rate_from_trials
 
@@ -40,16 +37,8 @@ def find(
     """
     if world() > 1:
         raise ConfigError("hdet find tries rates in one process; start it without torchrun")
-    if figure is not None and figure.suffix not in (".pdf", ".svg", ".png"):
-        raise ConfigError(f"--figure {figure}: figures are written as .pdf, .svg or .png; give such a name")
-    if figure is not None:  # what keeps it from being written is told before the trials
-        blank_figure(1.0, 1.0)
-        with _writing(figure):
-            figure.parent.mkdir(parents=True, exist_ok=True)
-            if figure.is_dir():
-                raise IsADirectoryError("it is a folder")
-            if not os.access(figure if figure.exists() else figure.parent, os.W_OK):
-                raise PermissionError("it may not be written")
+    if figure is not None:
+        require_figure(figure)  # before the trials
     declared = RunConfig.load(config, assignments or ())
     workload = declared.workload()
     model = workload.model()
@@ -76,17 +65,9 @@ def find(
     if peak != declared.optimizer.lr:
         print(f"# {config} gives its schedule a peak of its own, {peak:g}: set that too")
     if figure is not None:
-        with _writing(figure):
+        with writing(figure):
             estimate.plot().savefig(figure, dpi=200)
         print(f"{figure} written")
-
-
-@contextmanager
-def _writing(figure: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{figure} cannot be written: {error}; choose another --figure") from None
 
 
 def _schedule(declared: RunConfig) -> Schedule:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hdet.app.figure_file import require_figure, writing
 from hdet.app.planning.identifiable import Need, by_noise, by_pilot
 from hdet.app.planning.picture import line, plan_figure, ruler
 from hdet.app.planning.pilot import Pilot, pilot
@@ -50,6 +51,8 @@ def plan(
 
     Example: hdet plan examples/quickstart.yaml --pilot 3 --figure plan.png
     """
+    if figure is not None:
+        require_figure(figure)
     declared = RunConfig.load(config, assignments or ())
     engine = Training(declared, declared.workload()).engine
     seen = preview(engine)
@@ -60,7 +63,8 @@ def plan(
         raise ConfigError(f"--pilot {windows}: the run has {_windows(len(seen.windows))}; give fewer")
     _show(config, seen, engine.home.size)
     if figure is not None:
-        _draw(figure, seen, title=config.stem)
+        with writing(figure):
+            plan_figure(seen, title=config.stem).savefig(figure, dpi=200)
         print(f"{figure} written")
     print(_held(declared, engine))
     needs = [by_noise(knob, stderr, effect, len(seen.windows)) for knob, stderr in told.items()]
@@ -132,15 +136,6 @@ def _held(declared: RunConfig, engine: Engine) -> str:
         merge=declared.merge,
     )
     return f"{found}\n"
-
-
-def _draw(path: Path, seen: Preview, *, title: str) -> None:
-    if path.suffix not in (".pdf", ".svg", ".png"):
-        raise ConfigError(f"--figure {path}: figures are written as .pdf, .svg or .png; give such a name")
-    try:
-        plan_figure(seen, title=title).savefig(path, dpi=200)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}; choose another --figure") from None
 
 
 def _show_cost(measured: Pilot, steps: int, seen: Preview) -> None:

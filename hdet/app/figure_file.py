@@ -1,0 +1,38 @@
+"""A figure's file, tried before there is anything to draw."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hdet.errors import ConfigError
+from hdet.report.figures import blank_figure
+
+
+def require_figure(path: Path) -> None:
+    """Make the file's folder, and tell what keeps a figure from being written.
+
+    Raises:
+        ConfigError: it has another ending than figures have, or the file cannot be written.
+        MissingExtraError: matplotlib is not installed.
+    """
+    if path.suffix not in (".pdf", ".svg", ".png"):
+        raise ConfigError(f"--figure {path}: figures are written as .pdf, .svg or .png; give such a name")
+    blank_figure(1.0, 1.0)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError("it may not be written")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What goes wrong with the file in the block is a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}; choose another --figure") from None
