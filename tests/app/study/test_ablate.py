@@ -453,6 +453,7 @@ def test_every_number_that_a_run_ends_with_is_a_metric(ablate: Ablate, tmp_path:
     ablate(seeds=1, grid={}, baseline={}, metrics=list(NUMBERS))
     (result,) = (tmp_path / "out" / "cells").glob("*/result.json")
     ended = json.loads(result.read_text())
+    assert ended.pop("comparing") is False
     assert set(NUMBERS) == {name for name, value in ended.items() if isinstance(value, int | float)}
 
 
