@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 
 import numpy as np
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hdet.engine.guard import Guard
@@ -14,7 +13,7 @@ from hdet.errors import ConfigError, IdentifiabilityError
 from hdet.evidence.contrast import Contrast
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.knob import Knob
-from hdet.hparams.param_groups import parameters_of, trains_any
+from hdet.hparams.param_groups import first_trained
 from hdet.merging import Merge
 from hdet.replicas import Replicas
 from hdet.signals import Objective, Probe, Signal
@@ -53,13 +52,8 @@ def switched(**given: object) -> None:
 
 
 def trained(optimizer: Optimizer) -> None:
-    """There is something that steps can change, and it has a shape."""
-    if any(map(is_lazy, parameters_of(optimizer))):
-        raise ConfigError(
-            "the optimizer holds parameters that have no shape yet, as of nn.LazyLinear; run a batch through the model "
-            "first"
-        )
-    if not trains_any(optimizer):
+    """There is something that steps can change."""
+    if first_trained(optimizer) is None:
         raise ConfigError(
             "no parameter that the optimizer holds requires a gradient, so nothing is trained; call "
             "model.requires_grad_(), or thaw a part, before"

@@ -11,9 +11,9 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def trains_any(optimizer: Optimizer) -> bool:
-    """Whether an optimizer holds a parameter that is not frozen."""
-    return any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"])
+def first_trained(optimizer: Optimizer) -> nn.Parameter | None:
+    """The first parameter of an optimizer that is not frozen."""
+    return next((own for group in optimizer.param_groups for own in group["params"] if own.requires_grad), None)
 
 
 def ids_of(optimizer: Optimizer) -> set[int]:

@@ -160,16 +160,18 @@ def attach(
     declared("replicas", replicas, Replicas, type(None))
     tensors.reshard(model)  # a look at the model, as a trainer has before it trains, leaves it gathered
     _end_earlier(model, optimizer)
+    exclude, apart = excluding(exclude), ""
     follower = _follower(optimizer, scheduler, scheduler_every, schedule, total_steps)
     length = total_steps if follower is not None else None
     # Of the user's own groups, before any is cut: a function may read these.
     forecast = follower.forecast(length, optimizer.param_groups, held_rates) if follower and length else []
-    exclude, apart = excluding(exclude), ""
     if rates == "auto":
         ours = replicas is None and LearningRate.kind not in exclude
         ours = ours and not any(isinstance(knob, LearningRate) for knob in knobs)
         foreseen = scheduler is not None or schedule is not None  # else steps of groups cannot be compared
-        alike = all(len(set(row)) == 1 for row in forecast)
+        # Of a run that is resumed the forecast goes on beyond its end.
+        own = forecast[: max(1, len(forecast) - (follower.first if follower else 0))]
+        alike = all(len(set(row)) == 1 for row in own)
         if ours and foreseen and alike and matrices_by_default(model, optimizer):
             apart, rates = "matrix", "matrices"
         elif ours and foreseen and len(kinds_of_optimizers(optimizer)) > 1:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet.errors import StepError
 from hdet.hparams.clipping import clipping_of
-from hdet.hparams.param_groups import trains_any
+from hdet.hparams.param_groups import first_trained
 
 Closure = Callable[[], Any]
 _WRAPPERS = getattr(getattr(Optimizer, "profile_hook_step", None), "__code__", None)
@@ -86,6 +86,7 @@ class Hooks:
         self._in_closure = False
         self._in_pass: int | None = None  # the thread that makes one: others may call the model at the same time
         self._within = False
+        self._trained: nn.Parameter | None = None
         self._handled: BaseException | None = None  # the exception that the loop was handling as the forward began
         self._handles = [
             # Before fully_shard's own, which gathers the parameters: what is copied here are the shards.
@@ -133,11 +134,17 @@ class Hooks:
         if _calls_itself(module):
             return
         passing = module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-        if passing and not self._within and trains_any(self._optimizer):
+        if passing and not self._within and self._trains():
             self._in_pass, self._handled = get_ident(), sys.exc_info()[1]
             self._rider.before_forward()
         elif self._in_pass == get_ident():
             self._in_pass = None
+
+    def _trains(self) -> bool:
+        """Whether any parameter is not frozen; the one found last is looked at first."""
+        if self._trained is None or not self._trained.requires_grad:
+            self._trained = first_trained(self._optimizer)
+        return self._trained is not None
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if self._idle or self._in_pass != get_ident() or _calls_itself(module):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from hdet.engine.engine import Engine
 from hdet.errors import StepError
 from hdet.history import WindowRecord
-from hdet.hparams.param_groups import parameters_of
+from hdet.hparams.param_groups import first_trained, parameters_of
 from hdet.overlay.hooks import scaler_of_step
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.passes import Passes
@@ -74,6 +74,7 @@ class Riding:
         self._odd_steps = 0  # on end, with another number of passes than was counted
         self._left_out = 0  # steps of this window of which nothing was learnt about the forward pass
         self._stepping = False  # update knobs are in force for an optimizer's step
+        self._stepped_at = -1  # how often a parameter had been written then
         self._busy = False  # the engine is at work, and passes are its own
         self.take_seats(1 if micro_batches is None else micro_batches)
 
@@ -161,7 +162,7 @@ class Riding:
         self._refuse_join()
         self._follow(settled=False)
         self.passes.begin()
-        if self.passes.dropped == STEPLESS and self.engine.step_count == 0:
+        if self.passes.dropped >= STEPLESS and self._writes() != self._stepped_at:  # else nothing is trained meanwhile
             self.warn(
                 f"{STEPLESS} times on end the loop has dropped its gradients without a step of the "
                 f"{type(self.optimizer).__name__} that hdet.attach was given, so nothing is explored: if the loop "
@@ -217,6 +218,7 @@ class Riding:
             self.lending.take_out_update()
             self.passes.begin_step()
             self.passes.dropped = 0
+            self._stepped_at = self._writes()
         self._tell(record)
 
     def before_saving(self) -> None:
@@ -332,6 +334,11 @@ class Riding:
         self.losses.judge(float(table[:, 0].mean()), float(table[0, 1]), max(1, self.passes.begun))
 
     # -- what is said, and refused ----------------------------------------------------------------
+
+    def _writes(self) -> int:
+        """How often torch has seen the first trained parameter written."""
+        first = first_trained(self.optimizer)
+        return 0 if first is None else first._version
 
     @property
     def _explores_forward(self) -> bool:

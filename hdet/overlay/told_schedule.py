@@ -13,7 +13,7 @@ import torch
 from pydantic import PrivateAttr
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from hdet.engine.admission import counted, whole
 from hdet.errors import ConfigError, StepError
@@ -339,14 +339,21 @@ def _counts(scheduler: Any) -> tuple[int, int]:
     """How many steps a scheduler says that it has made; then with those of the schedulers that it holds."""
     while isinstance(scheduler, ChainedScheduler):
         scheduler = scheduler._schedulers[-1]
-    held = [own for own in vars(scheduler).values() if isinstance(own, LRScheduler)]
-    return int(scheduler.last_epoch), int(scheduler.last_epoch) + sum(int(own.last_epoch) for own in held)
+    own = int(scheduler.last_epoch)
+    held = () if isinstance(scheduler, SequentialLR) else _parts(scheduler)  # it counts all steps itself
+    return own, own + sum(_counts(part)[1] for part in held)
+
+
+def _parts(scheduler: Any) -> list[LRScheduler]:
+    """The schedulers that one holds, by themselves or in lists."""
+    held = [own if isinstance(own, (list, tuple)) else [own] for own in vars(scheduler).values()]
+    return [part for own in held for part in own if isinstance(part, LRScheduler)]
 
 
 def _functions(scheduler: Any) -> list[Function]:
     """The plain functions and methods that a scheduler, or a part of it, asks for its values."""
     asked = list(getattr(scheduler, "lr_lambdas", ()))
-    for part in getattr(scheduler, "_schedulers", ()):
+    for part in _parts(scheduler):
         asked += _functions(part)
     return [function for function in asked if isinstance(function, (FunctionType, MethodType, partial))]
 

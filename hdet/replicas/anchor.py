@@ -84,7 +84,7 @@ class Anchor:
         moving, still = {}, {}
         for number, (parameter, moves) in enumerate(tensors.can_move(self._walk, self._optimizer)):
             if not moves and number not in self._parameters:
-                version = 0 if parameter.is_inference() else parameter._version
+                version = _version(parameter)
                 if self._versions.setdefault(number, version) == version:
                     still[number] = tensors.local(parameter)
                     continue
@@ -95,15 +95,25 @@ class Anchor:
         """Which of the frozen parameters were written through `.data`. Looked for once; waits for the device then."""
         if self._norms == {}:
             return []
-        own = {number: value for number, value in still.items() if has_arithmetic(value) and value.numel()}
-        norms = dict(zip(own, tensors.norms(list(own.values())), strict=True))
+        norms = _norms(still)
         before, self._norms = self._norms, norms if step == 0 or self._norms is None else {}
-        return [] if self._norms else [number for number in own if (before or {}).get(number) != norms[number]]
+        return [] if self._norms else [number for number in norms if (before or {}).get(number) != norms[number]]
 
-    def holds(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
-        """Which of some of the model's parameters are copied; of frozen ones these are what somebody writes."""
-        held = {id(self._order[number]) for number in self._parameters}
-        return [id(parameter) in held for parameter in parameters]
+    @torch.no_grad()
+    def written(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
+        """Which of some of the model's frozen parameters somebody has written, before this was taken or since."""
+        place = {id(own): number for number, own in enumerate(self._order)}
+        numbers = [place.get(id(parameter), -1) for parameter in parameters]
+        told, still = set(self._parameters), {}
+        for number, parameter in zip(numbers, parameters, strict=True):
+            version = _version(parameter)
+            if self._versions.get(number, version) != version:
+                told.add(number)
+            elif number not in told:
+                still[number] = tensors.local(parameter)
+        if self._norms:
+            told.update(n for n, norm in _norms(still).items() if self._norms.get(n, norm) != norm)
+        return [number in told for number in numbers]
 
     def values(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """The anchored values of some of the model's parameters; those that nothing changes are the model's own.
@@ -259,6 +269,17 @@ def copied_state(model: nn.Module, leave_out: Collection[str] = ()) -> dict[str,
     for name in leave_out:
         state.pop(name, None)
     return copy.deepcopy(state)
+
+
+def _version(parameter: nn.Parameter) -> int:
+    """How often it was written, as far as torch has seen it."""
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def _norms(of: Mapping[int, Tensor]) -> dict[int, float]:
+    """Of those that have any. Waits for the device."""
+    own = {number: value for number, value in of.items() if has_arithmetic(value) and value.numel()}
+    return dict(zip(own, tensors.norms(list(own.values())), strict=True))
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
+
+from hdet.errors import ConfigError
 
 
 class Walk:
@@ -50,6 +53,10 @@ class Walk:
         self._members = self._all()  # held, so that no identity is given to another object
         self._identities = [id(member) for member in self._members]
         self._every = list(self._model.parameters())
+        if any(map(is_lazy, self._every)):
+            raise ConfigError(
+                "the model has parameters without a shape yet, as of nn.LazyLinear; run a batch through it first"
+            )
         self._found = [parameter for parameter in self._every if parameter.numel()]
 
 

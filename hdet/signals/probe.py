@@ -109,13 +109,15 @@ class Probe:
         versions = _versions(batches)
         with self.evaluated(model, window, optimizer):
             try:
-                losses = [self.loss(model, batch) for batch in batches]
+                # Detached: a loss that takes gradients itself would keep the graphs of all batches.
+                losses = [_detached(self.loss(model, batch)) for batch in batches]
             except RuntimeError as error:
                 if "does not require grad" not in str(error):
                     raise
                 raise StepError(
-                    "the probe's loss asks for gradients itself, as of a residual or of an inner loop, and is "
-                    "evaluated without: have it work them out inside `with torch.enable_grad():`"
+                    f"the probe's loss asks for gradients itself, as of a residual or of an inner loop, and is "
+                    f"evaluated without: have it work them out inside `with torch.enable_grad():`, of what requires "
+                    f"them there ({error})"
                 ) from error
         if _versions(batches) != versions:
             self._notice_written()
@@ -129,6 +131,10 @@ class Probe:
                 "the model or the probe's loss writes into the probe's batches in place, so that the next evaluation "
                 "has other data: the points that are compared differ in them too; work on a clone of what a batch holds"
             )
+
+
+def _detached(loss: Any) -> Any:
+    return loss.detach() if isinstance(loss, Tensor) else loss
 
 
 def _versions(batches: Sequence[Any]) -> list[int]:

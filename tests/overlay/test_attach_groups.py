@@ -95,6 +95,14 @@ def test_one_rate_is_kept_where_more_are_not_known_to_be_good() -> None:
     assert rates_of(model, optimizer, scheduler=scheduler) == one
     optimizer = torch.optim.SGD([{"params": own.parameters(), "lr": 1e-3} for own in model])
     assert rates_of(model, optimizer, scheduler=lambda step: [1e-3, 5e-4]) == one
+    optimizer = torch.optim.SGD([{"params": own.parameters(), "lr": 1e-3} for own in model])
+    lambdas = [lambda step: 1.0, lambda step: 1.0 if step <= STEPS else 0.5]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambdas)
+    assert len(rates_of(model, optimizer, scheduler=scheduler)) == 3
+    for _ in range(10):
+        optimizer.step()
+        scheduler.step()
+    assert len(rates_of(model, optimizer, scheduler=scheduler)) == 3, "as it is resumed; beyond its end they differ"
     named = nn.ParameterDict({name: nn.Parameter(torch.randn(4, 4)) for name in ("others", "first")})
     assert rates_of(named, torch.optim.SGD(named.parameters(), lr=1e-3)) == one
     optimizer = torch.optim.AdamW(model.parameters())

@@ -314,12 +314,17 @@ def test_gradients_that_are_looked_at_between_steps_are_no_sign_of_another_optim
         for step in range(120):
             loss_of(model, batch(step)).backward()
             optimizer.zero_grad()
+    loss_of(model, batch(0)).backward()
+    adamw(model).step()
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="without a step of the AdamW that hdet.attach was given"):
+        model(batch(1)[0])
 
 
 def test_layers_that_have_no_shape_yet_are_named() -> None:
     model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ConfigError, match="parameters that have no shape yet"):
+    with pytest.raises(ConfigError, match="parameters without a shape yet"):
         hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS)
 
 

@@ -56,6 +56,13 @@ def test_a_loss_that_takes_gradients_of_its_own_says_so() -> None:
     assert losses.tolist() == pytest.approx([residual(model, own).item() for own in points])
     assert not losses.requires_grad
 
+    def wrong(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)[0].square().mean()
+
+    with pytest.raises(StepError, match=r"of what requires them there \(.*not to have been used in the graph|require"):
+        Probe(wrong, points).measure(model, 0)
+
 
 def test_what_the_loss_draws_outside_of_torch_is_paired_and_leaves_no_trace() -> None:
     def drawn(model: Any, batch: Any) -> torch.Tensor:

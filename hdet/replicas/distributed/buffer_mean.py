@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hdet.replicas import tensors
+from hdet.replicas.dense import has_arithmetic
 from hdet.replicas.distributed.exchange import Exchange
+from hdet.replicas.distributed.fingerprint import fingerprints
 
 
 @torch.no_grad()
@@ -45,18 +47,28 @@ def average_written(
 ) -> None:
     """Give all replicas one value of each frozen parameter that somebody writes, as of a teacher: the weighted mean.
 
-    Of integers, as quantised weights are, it is the first sound one's.
+    Of integers, as quantised weights are, and of other types without arithmetic it is the first sound one's. What is
+    alike everywhere keeps its bits: a mean of what is alike is not always the same.
 
     Args:
         frozen: for each of this rank's replicas, alike on all ranks.
         written: which of them this rank knows to be written; what one rank knows counts on all.
     """
-    votes = torch.tensor(written, dtype=torch.float32).to(exchange.device)
-    exchange.reduce([votes], [votes], [1.0] * exchange.layout.places, mean=False)
-    seen = [vote > 0.0 for vote in votes.tolist()]
-    members = [list(compress(own, seen)) for own in frozen]
-    exchange.mean_([[own for own in every if tensors.is_inexact(own)] for every in members], shares)
-    _take_over(exchange, [[own for own in every if not tensors.is_inexact(own)] for every in members], shares)
+    layout, device = exchange.layout, exchange.device
+    votes = torch.tensor(written, dtype=torch.float32).to(device)
+    exchange.reduce([votes], [votes], [1.0] * layout.places, mean=False)
+    seen = votes > 0.0
+    if not seen.any():
+        return
+    marks = torch.zeros(len(frozen), len(written), 2, dtype=torch.int64, device=device)
+    for row, own in zip(marks, frozen, strict=True):
+        row[seen] = fingerprints(list(compress(own, seen.tolist())), device)
+    rows = exchange.gather(marks.flatten())[layout.table[:, layout.part]].view(-1, *marks.shape[1:])
+    apart = (rows != rows[0]).any(dim=2).any(dim=0).tolist()
+    members = [list(compress(own, apart)) for own in frozen]
+    meet = [tensors.is_inexact(own) and has_arithmetic(own) for own in members[0]]
+    exchange.mean_([list(compress(own, meet)) for own in members], shares)
+    _take_over(exchange, [list(compress(own, [not yes for yes in meet])) for own in members], shares)
 
 
 def _take_over(exchange: Exchange, members: Sequence[Sequence[Tensor]], shares: Sequence[float]) -> None:

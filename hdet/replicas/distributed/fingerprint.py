@@ -23,12 +23,15 @@ def fingerprint(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     >>> fingerprint([torch.ones(2, dtype=torch.complex128)], a.device).shape
     torch.Size([2])
     """
-    sums = [_sums(t.contiguous().flatten().view(WORDS[t.element_size()])).to(device) for t in tensors if t.numel()]
-    if not sums:
-        return torch.zeros(2, dtype=torch.int64, device=device)
-    each = torch.stack(sums)  # [tensors, 2]
-    places = torch.arange(1, len(sums) + 1, dtype=torch.int64, device=device)
+    each = fingerprints([tensor for tensor in tensors if tensor.numel()], device)
+    places = torch.arange(1, len(each) + 1, dtype=torch.int64, device=device)
     return torch.stack([each[:, 0].sum(), (each.sum(dim=1) * places).sum()])
+
+
+def fingerprints(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """[len(tensors), 2] int64: of each tensor by itself."""
+    sums = [_sums(t.contiguous().flatten().view(WORDS[t.element_size()])).to(device) for t in tensors]
+    return torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.int64, device=device)
 
 
 def _sums(words: Tensor) -> Tensor:

@@ -348,7 +348,7 @@ class Ranks(Replicas):
         frozen = [tensors.frozen(*host, walk) for host, walk in zip(self.hosts, self._walks, strict=True)]
         if frozen[0]:
             members = [[tensors.local(parameter.detach()) for parameter in own] for own in frozen]
-            buffer_mean.average_written(self.exchange, members, self._anchor.holds(frozen[0]), shares)
+            buffer_mean.average_written(self.exchange, members, self._anchor.written(frozen[0]), shares)
 
     def _anchored(self) -> list[Tensor]:
         """The anchor's values of the parameters that are merged."""
