@@ -140,6 +140,11 @@ class Cycle:
         for collector in self.collectors:
             collector.enter(replica, self.step_count)
 
+    def loaded(self) -> None:
+        """A state was loaded, and with it the models' weights."""
+        for anchor in (self.anchor, *(self.watch.points if self.watch is not None else ())):
+            anchor.loaded()
+
     def take_first_point(self) -> None:
         """Before step 0: weights may have been loaded since the engine was made.
 

@@ -257,6 +257,7 @@ def _load_point(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> No
     if cycle.tail is not None:
         cycle.moving.open()  # what may be trained may have changed since the engine was made
         cycle.tail.load_state_dict(state.get("tail") or {"layers": [], "parts": []})
+    cycle.loaded()
     cycle.restores = state["restores"]
     cycle.step_count = state["converged"]["step"]
 
@@ -289,6 +290,7 @@ def _take_up(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> None:
         own_state = under_way["replicas"][str(replica.index)]
         cycle.hosts[replica.host][0].load_state_dict(own_state["model"])
         held_optimizer.load(replica.optimizer, own_state["optimizer"])
+    cycle.loaded()
     cycle.reapply()
 
 

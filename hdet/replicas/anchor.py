@@ -57,7 +57,9 @@ class Anchor:
             lent: an earlier point, whose optimizer state will do; memory for that is not taken.
         """
         self.step = step
-        live = self._moving(step)
+        if step == 0:
+            self.loaded()  # nobody has trained yet
+        live = self._moving()
         self._order = list(self._walk.every())
         self._homes = _homes(self._model)
         held: list[dict[Any, Tensor]] = [self._parameters, self._buffers]
@@ -65,6 +67,11 @@ class Anchor:
         self._state.take(None if lent is None else lent._state)
         if self._device is not None:
             host_memory.wait(list(live.values()))  # once, for all that was copied
+
+    def loaded(self) -> None:
+        """Weights were loaded into the model, which is no sign that somebody writes those that are frozen."""
+        self._versions.clear()
+        self._norms = None
 
     def release(self) -> None:
         """Hold nothing that training changes until `take` is called again: the run is over.
@@ -79,7 +86,7 @@ class Anchor:
         """Hold the optimizer's state itself, and no earlier anchor's; no step has been made since `take`."""
         self._state.keep()
 
-    def _moving(self, step: int) -> dict[int, Tensor]:
+    def _moving(self) -> dict[int, Tensor]:
         """The parameters that training can change, by their number in the model."""
         moving, still = {}, {}
         for number, (parameter, moves) in enumerate(tensors.can_move(self._walk, self._optimizer)):
@@ -89,14 +96,14 @@ class Anchor:
                     still[number] = tensors.local(parameter)
                     continue
             moving[number] = tensors.local(parameter)  # `detach` of thousands takes longer than the copies
-        return moving | {number: still[number] for number in self._written_unseen(still, step)}
+        return moving | {number: still[number] for number in self._written_unseen(still)}
 
-    def _written_unseen(self, still: Mapping[int, Tensor], step: int) -> list[int]:
+    def _written_unseen(self, still: Mapping[int, Tensor]) -> list[int]:
         """Which of the frozen parameters were written through `.data`. Looked for once; waits for the device then."""
         if self._norms == {}:
             return []
         norms = _norms(still)
-        before, self._norms = self._norms, norms if step == 0 or self._norms is None else {}
+        before, self._norms = self._norms, norms if self._norms is None else {}
         return [] if self._norms else [number for number in norms if (before or {}).get(number) != norms[number]]
 
     @torch.no_grad()

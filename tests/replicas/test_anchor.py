@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import hdet
 from hdet.errors import StepError
 from hdet.replicas.anchor import Anchor
 
@@ -127,6 +128,42 @@ def test_frozen_parameters_are_not_copied_unless_somebody_writes_them(problem: A
     assert torch.equal(model["teacher"].weight, before)
     (base, *_) = anchor.values([model["base"].weight])
     assert base.data_ptr() == model["base"].weight.data_ptr()
+
+
+def test_weights_that_a_checkpoint_brings_are_not_taken_for_written() -> None:
+    """Else a run that is resumed beside LoRA adapters holds its base twice."""
+
+    def made() -> tuple[nn.Module, hdet.Engine]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6).requires_grad_(False), nn.Linear(6, 1))
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        probe = hdet.Probe(lambda model, x: model(x).square().mean(1), [torch.randn(4, 4)] * 2)
+        home = hdet.micro_batches(model, optimizer, 1)
+        knobs = [hdet.LearningRate(evidence=hdet.evidence.Line())]
+        return model, hdet.Engine(home, knobs, window=3, total_steps=20, signal=probe, guard=hdet.Rewind())
+
+    def train(engine: hdet.Engine, steps: int) -> None:
+        for _ in range(steps):
+            (replica,) = engine.replicas
+            with replica:
+                loss = replica.model(torch.randn(4, 4)).square().mean()
+                loss.backward()
+            engine.optimizers[0].step()
+            engine.optimizers[0].zero_grad()
+            engine.step([loss])
+
+    model, engine = made()
+    model.load_state_dict(model.state_dict())  # after the engine was made
+    train(engine, 4)
+    state = engine.state_dict()
+    other, resumed = made()
+    resumed.load_state_dict(state)
+    train(resumed, 8)
+    for held, of in ((engine, model), (resumed, other)):
+        own = {parameter.data_ptr() for parameter in of[0].parameters()}
+        assert held.cycle.watch.points
+        for anchor in (held.cycle.anchor, *held.cycle.watch.points):
+            assert {value.data_ptr() for value in anchor.values(list(of[0].parameters()))} == own
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
