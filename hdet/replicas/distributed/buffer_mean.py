@@ -55,9 +55,8 @@ def average_written(
         written: which of them this rank knows to be written; what one rank knows counts on all.
     """
     layout, device = exchange.layout, exchange.device
-    votes = torch.tensor(written, dtype=torch.float32).to(device)
-    exchange.reduce([votes], [votes], [1.0] * layout.places, mean=False)
-    seen = votes > 0.0
+    # Of all ranks, and not of one part of a sharded model alone, for all have to come to the next collective.
+    seen = exchange.gather(torch.tensor(written, dtype=torch.int8).to(device)).bool().any(dim=0)
     if not seen.any():
         return
     marks = torch.zeros(len(frozen), len(written), 2, dtype=torch.int64, device=device)
