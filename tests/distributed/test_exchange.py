@@ -312,6 +312,30 @@ def taught() -> list[Found]:
     return found
 
 
+def taught_in_parts() -> list[float]:
+    """A number of a rank's part of the teacher after each merge; one of the four parts alone is written."""
+    from training import train
+
+    torch.manual_seed(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model = Taught()
+    del model.packed  # integers are not sharded
+    fully_shard(model, mesh=mesh["dp_shard"])
+    replicas = hdet.distribute(model, optimizer_of(model.student), mesh=mesh)
+    engine = hdet.Engine(replicas, [hdet.LearningRate()], window=2, total_steps=4, gradients="local")
+    part = model.teacher.weight.to_local()  # type: ignore[operator]
+    found = [part[0, 0].item()]
+    for step in range(1, 5):
+        train(engine, step, parts=(mesh.get_local_rank("dp_shard"),), each=2)
+        model.reshard()  # type: ignore[operator]
+        if step % 2 == 0:
+            found.append(part[0, 0].item())
+        elif dist.get_rank() == 3:
+            with torch.no_grad():
+                part.add_(1.0)
+    return found
+
+
 def failed() -> Found:
     """A rank whose loss is not a number takes no part, everybody knows, and it goes on from the merged model."""
     rank = dist.get_rank()
@@ -691,6 +715,13 @@ def test_frozen_tied_integer_and_unused_tensors(ranks: list[Found]) -> None:
         assert frozen["counts"] == [4, 4]  # the first replica's
         assert torch.equal(frozen["idle"], torch.ones(3))
         assert torch.equal(frozen["weights"], ranks[0]["frozen"]["weights"])
+
+
+def test_where_one_part_of_a_sharded_teacher_is_written_all_ranks_agree() -> None:
+    parts = launch(taught_in_parts, 4)
+    for rank, found in enumerate(parts):
+        moved = [0.0, 0.5, 1.0] if rank in (1, 3) else [0.0, 0.0, 0.0]
+        assert found == pytest.approx([found[0] + way for way in moved])
 
 
 def test_frozen_parameters_that_are_written_are_merged_and_others_keep_their_bits() -> None:
