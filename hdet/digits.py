@@ -16,3 +16,8 @@ def four_digits(value: float) -> str:
     if not 0.9 < value < 1.0:
         return f"{value:.4g}"
     return f"{value:.{2 - math.floor(math.log10(1.0 - value))}f}".rstrip("0")
+
+
+def loss_digits(value: float | None) -> str:
+    """A loss in four decimals; null, in a result, is one that is not finite."""
+    return "not finite" if value is None or not math.isfinite(value) else f"{value:.4f}"

@@ -18,11 +18,10 @@ from rich.text import Text
 from hdet.app.report import reported_run
 from hdet.app.serving import PageServer
 from hdet.app.text import one_line
-from hdet.digits import four_digits
+from hdet.digits import four_digits, loss_digits
 from hdet.errors import ConfigError
 from hdet.record import WindowRecord
 from hdet.report import ReportedRun, page, verdicts
-from hdet.report.telling import loss_digits
 
 LATEST_FAULTS = 3
 

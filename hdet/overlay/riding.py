@@ -74,7 +74,7 @@ class Riding:
         self._odd_steps = 0  # on end, with another number of passes than was counted
         self._left_out = 0  # steps of this window of which nothing was learnt about the forward pass
         self._stepping = False  # update knobs are in force for an optimizer's step
-        self._stepped_at = -1  # how often a parameter had been written then
+        self._writes_seen = -1  # as the optimizer last stepped
         self._busy = False  # the engine is at work, and passes are its own
         self.take_seats(1 if micro_batches is None else micro_batches)
 
@@ -162,7 +162,7 @@ class Riding:
         self._refuse_join()
         self._follow(settled=False)
         self.passes.begin()
-        if self.passes.dropped >= STEPLESS and self._writes() != self._stepped_at:  # else nothing is trained meanwhile
+        if self.passes.dropped >= STEPLESS and self._writes() != self._writes_seen:  # else nothing is trained meanwhile
             self.warn(
                 f"{STEPLESS} times on end the loop has dropped its gradients without a step of the "
                 f"{type(self.optimizer).__name__} that hdet.attach was given, so nothing is explored: if the loop "
@@ -218,7 +218,7 @@ class Riding:
             self.lending.take_out_update()
             self.passes.begin_step()
             self.passes.dropped = 0
-            self._stepped_at = self._writes()
+            self._writes_seen = self._writes()
         self._tell(record)
 
     def before_saving(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hdet.digits import four_digits
+from hdet.digits import four_digits, loss_digits
 from hdet.nested import flat
 from hdet.report.advice import as_python, as_yaml
 from hdet.report.charts import colour_of, objection, reason
@@ -95,11 +95,6 @@ def digits(value: float | None) -> str:
     return "not recorded" if value is None else four_digits(value)
 
 
-def loss_digits(value: float | None) -> str:
-    """A loss in four decimals; null, in a result, is one that is not finite."""
-    return "not finite" if value is None or not math.isfinite(value) else f"{value:.4f}"
-
-
 def each(runs: Sequence[ReportedRun], together: Heading) -> list[tuple[str, Verdict]]:
     """Of many knobs what each was set to and has learned: the run's name, and the verdict."""
     if len(together.knobs) == 1:
@@ -157,9 +152,8 @@ def _earned(run: ReportedRun) -> tuple[str, str]:
     """The number that stands out, and what it means."""
     found, plain = run.held_out_loss, run.plain_loss
     if found is not None and plain is not None:
-        return loss_digits(
-            found
-        ), f"held-out loss; {loss_digits(plain)} without hdet{_apart(found, plain)} (one run each)"
+        told = f"held-out loss; {loss_digits(plain)} without hdet{_apart(found, plain)} (one run each)"
+        return loss_digits(found), told
     if found is not None:
         return loss_digits(found), "held-out loss; no run without hdet lies beside it to tell what the search earned"
     last = next((record.loss for record in reversed(run.windows) if math.isfinite(record.loss)), None)

@@ -15,10 +15,9 @@ from torch import Tensor
 from hdet.app.run.folder import RunFolder
 from hdet.app.run.loop import Watcher
 from hdet.app.run.runner import Result
-from hdet.digits import four_digits
+from hdet.digits import four_digits, loss_digits
 from hdet.history import WindowRecord
 from hdet.report import Verdict
-from hdet.report.telling import loss_digits
 from hdet.report.verdict import NO_PROGRESS
 
 REFRESH_SECONDS = 0.5

@@ -20,10 +20,10 @@ from hdet.app.run.folder import RunFolder
 from hdet.app.run.launching import leads, led
 from hdet.app.run.loop import Training, Watcher
 from hdet.app.run.plain import train_plain
+from hdet.digits import loss_digits
 from hdet.errors import ConfigError, HdetError, MissingExtraError
 from hdet.files import replaced
 from hdet.report import Verdict, overview, verdicts
-from hdet.report.telling import loss_digits
 from hdet.user_warning import warn
 
 NUMBERS = ("test_loss", "train_loss", "steps", "seconds", "faults")

@@ -1,0 +1,99 @@
+"""Frozen parameters that somebody writes, as a teacher's, where replicas train apart on ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import launch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from training import optimizer_of, train
+
+import hdet
+
+Found = dict[str, Any]
+
+
+class Taught(nn.Module):
+    """A student, a teacher that the loop moves, and frozen weights that nobody means to move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher, self.base = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.packed = nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False)
+        self.teacher.requires_grad_(False)
+        self.base.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.student(self.base(inputs))
+        return found
+
+
+def taught() -> list[Found]:
+    """What a rank's frozen parameters are after each of two merges."""
+    torch.manual_seed(1)
+    rank, model = dist.get_rank(), Taught()
+    base, start = model.base.weight.clone(), model.teacher.weight[0, 0].item()
+    replicas = hdet.distribute(model, optimizer_of(model.student))
+    engine = hdet.Engine(replicas, [hdet.LearningRate()], window=2, total_steps=4, gradients="local")
+    found = []
+    for step in range(1, 5):
+        train(engine, step)
+        if step % 2 == 0:
+            held = model.teacher.weight[0, 0].item(), model.teacher.bias[0].item(), model.packed.tolist()
+            found.append({"held": held, "start": start, "base": torch.equal(model.base.weight, base)})
+            continue
+        with torch.no_grad():
+            model.base.weight.add_(0.0)  # it counts as written, and is alike everywhere
+            model.packed.fill_(rank + 10 * step)
+            if rank == 2:  # what one rank writes counts on all
+                model.teacher.weight.fill_(10.0 * step)
+        model.teacher.bias.data = torch.full((6,), rank + 10.0 * step)
+    return found
+
+
+def taught_in_parts() -> list[float]:
+    """A number of a rank's part of the teacher after each merge; one of the four parts alone is written."""
+    torch.manual_seed(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model = Taught()
+    del model.packed  # integers are not sharded
+    fully_shard(model, mesh=mesh["dp_shard"])
+    replicas = hdet.distribute(model, optimizer_of(model.student), mesh=mesh)
+    engine = hdet.Engine(replicas, [hdet.LearningRate()], window=2, total_steps=4, gradients="local")
+    part = model.teacher.weight.to_local()  # type: ignore[operator]
+    found = [part[0, 0].item()]
+    for step in range(1, 5):
+        train(engine, step, parts=(mesh.get_local_rank("dp_shard"),), each=2)
+        model.reshard()  # type: ignore[operator]
+        if step % 2 == 0:
+            found.append(part[0, 0].item())
+        elif dist.get_rank() == 3:
+            with torch.no_grad():
+                part.add_(1.0)
+    return found
+
+
+def test_where_one_part_of_a_sharded_teacher_is_written_all_ranks_agree() -> None:
+    parts = launch(taught_in_parts, 4)
+    for rank, found in enumerate(parts):
+        moved = [0.0, 0.5, 1.0] if rank in (1, 3) else [0.0, 0.0, 0.0]
+        assert found == pytest.approx([found[0] + way for way in moved])
+
+
+def test_frozen_parameters_that_are_written_are_merged_and_others_keep_their_bits() -> None:
+    """Of three ranks, whose mean of what is alike is not always the same bits."""
+    for first, second in launch(taught, 3):
+        weight, bias, packed = first["held"]
+        assert weight == pytest.approx((2 * first["start"] + 10.0) / 3)
+        assert bias == pytest.approx(11.0)
+        assert packed == [10, 10]  # the first replica's
+        assert second["held"][0] == pytest.approx((2 * weight + 30.0) / 3)
+        assert second["held"][1] == pytest.approx(31.0)
+        assert second["held"][2] == [30, 30]
+        assert first["base"]
+        assert second["base"]
