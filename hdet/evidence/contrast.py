@@ -280,12 +280,14 @@ class ContrastCollector(Collector):
             "record": self.record.state_dict(),
             "levels": levels,
             "training": training,
+            "stateless": self.stateless,
             "step": self.step,
             "trained": self.folding.flags,
         }
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
         self.training = math.nan if state["training"] is None else float(state["training"])
+        self.stateless = state.get("stateless", False)  # states of older versions lack it
         self.levels.load_state_dict(state["levels"])
         self.open(self.window)  # again: which knobs are explored depends on the training loss
         # The loop may freeze or thaw parameters only after it has loaded: what was kept is of those trained then.

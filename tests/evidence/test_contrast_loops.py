@@ -147,28 +147,45 @@ def small(step: int, own: Tensor) -> Tensor:
     return torch.tensor(1e6 if step < 10 else -1e6)
 
 
+class Plain(torch.optim.Optimizer):
+    """Somebody's own, whose steps leave no state."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
 def weakened(model: Any, step: int, index: int) -> Tensor:
     return (1.0 - model.late) * noisy(model, step, index)
 
 
+@pytest.mark.filterwarnings("ignore:hdet does not know how Plain")
+@pytest.mark.parametrize("optimizer", [adam, Plain])
 @pytest.mark.parametrize("horizon", [0, 30])
 @pytest.mark.parametrize(
     ("n", "copies", "window", "stop"),
     [(1, False, 10, 13), (4, True, 5, 7), (4, False, 5, 10), (4, True, 5, 25), (4, False, 5, 32)],
 )
-def test_a_resume_is_the_same_run_bit_for_bit(n: int, copies: bool, window: int, stop: int, horizon: int) -> None:
+def test_a_resume_is_the_same_run_bit_for_bit(
+    n: int, copies: bool, window: int, stop: int, horizon: int, optimizer: Any
+) -> None:
     """In mid-block, with blocks saved from the windows before; a regulariser on its bound explores from a third on."""
     evidence = Contrast(refresh=3, horizon=horizon)
-
-    def adam(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def fresh() -> Engine:
         rule = Gated(0.1, gate=0.0, memory=0.7)
         knobs = [knob(controller=rule, evidence=evidence), on_bound(evidence=evidence), regulariser(evidence)]
         return make(knobs, **options)
 
-    options: dict[str, Any] = {"n": n, "copies": copies, "window": window, "windows": 10, "optimizer": adam}
+    options: dict[str, Any] = {"n": n, "copies": copies, "window": window, "windows": 10, "optimizer": optimizer}
     whole = fresh()
     expected = train(whole, loss=weakened, report=small)
     assert any(record.estimates["a"]["t"] for record in expected)
