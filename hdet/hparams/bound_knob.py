@@ -272,6 +272,8 @@ class BoundKnob:
         """
         if not self.controller.shares and self._slept(run.step - run.length, run.step):
             estimate = replace(Estimate.nothing(), excess=estimate.excess, own_excess=estimate.own_excess)
+        if estimate.offset > 0.0 and not self.evidence.looks_ahead:
+            estimate = replace(estimate, offset=0.0)  # levels near a bound lie off their base, too
         judged = self.controller.judge(self.state, estimate, self._context(run))
         self.state, self.reasons = judged.state, judged.reasons
         move = self._move(float(judged.move))

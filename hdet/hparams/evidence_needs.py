@@ -14,7 +14,8 @@ class EvidenceNeeds(Spec, family="evidence"):
     Attributes:
         diverges: replicas are trained at different values and so come apart; they need a merge.
         sees: the kinds of knob whose effect it can tell apart under shared gradients.
-        looks_ahead: `Estimate.offset` above 0 means that it looked ahead of a warm-up, to where the rate will be.
+        looks_ahead: `Estimate.offset` above 0 means that it looked ahead of a warm-up, to where the rate will be. Of
+            other evidence controllers are told 0 in its place.
         averages: its estimates carry the same comparison at window-averaged weights (`Estimate.averaged`).
         shared: it takes replicas that share gradients and stay alike.
         spaces: the spaces in which its slopes are slopes; empty for all.

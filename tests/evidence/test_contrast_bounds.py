@@ -15,7 +15,8 @@ from contrast_parts import AIM, ONE_STEP, RATE, SCALE, SLOPE, WIDTH, knob, make,
 from torch import Tensor
 
 from hdet import Engine
-from hdet.controllers import Estimate
+from hdet.controllers import Estimate, Ruled
+from hdet.controllers.rules import SlopeSum
 from hdet.evidence import Contrast, Evidence, MixedDifference
 from hdet.evidence.scene import Harvest, Scene, Window
 from hdet.schedules import FromCallable
@@ -186,6 +187,14 @@ def test_on_its_bound_the_estimate_is_taken_between_the_levels() -> None:
     assert estimate["offset"] == pytest.approx(0.15)
     per_step = -RATE * float(AIM @ SLOPE) * -(math.sin(0.3) ** 2) / 0.3
     assert estimate["slope"] == pytest.approx(64 * per_step, rel=1e-4)
+
+
+def test_on_its_bound_rules_take_the_estimate_for_no_look_ahead() -> None:
+    """It lies off the base, as one that was taken ahead of a warm-up does, of which most rules say nothing."""
+    rules = Ruled(rules=(SlopeSum(window_steps=None),))
+    record, _ = train(make([knob(bounds=(SCALE, 100.0), controller=rules)], window=16, windows=2), loss=noisy)
+    assert record.estimates["a"]["offset"] > 0.0
+    assert record.reasons["a"] == {"rule": "slope_sum"}
 
 
 def test_near_a_bound_the_levels_lie_inside() -> None:

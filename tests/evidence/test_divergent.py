@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import hdet
 from hdet import Engine, Probe
 from hdet.contrib import Kalman, Marginal
-from hdet.controllers import Estimate
+from hdet.controllers import Estimate, Ruled
+from hdet.controllers.rules import SlopeSum
 from hdet.designs import Fixed, Hadamard, Permutation
 from hdet.estimators import Estimator, LeastSquares
 from hdet.evidence import Divergent
@@ -191,6 +192,24 @@ def test_a_forward_knobs_own_value_is_part_of_what_is_judged(tilt: Any) -> None:
     start = float(SLOPE @ torch.tensor([3.0, 1.0, -2.0]))
     want = 1.5 * (start - moved) - 1.5 * moved  # a dL/da + a c . dw/da a
     assert estimates["a"]["slope"] == pytest.approx(want, rel=1e-3)
+
+
+@pytest.mark.parametrize("spread", [OneSided(WIDTH), Symmetric(WIDTH)])
+def test_rules_take_levels_whose_mean_is_off_the_base_for_no_look_ahead(spread: Any) -> None:
+    """By rounding it is off in about half of the windows, and to either side."""
+    knob = hdet.LearningRate(spread=spread, controller=Ruled(rules=(SlopeSum(window_steps=None),)))
+    model = Vector()
+    engine = Engine(
+        hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=RATE), n=7),
+        [knob],
+        window=T,
+        total_steps=2 * T,
+        signal=Probe(slanted, [0.0, 0.5]),
+        evidence=Divergent(tilt=1.0),
+    )
+    (record,) = explicit_loop.train(engine, T, loss=lambda model, step, index: slanted(model, None))
+    assert record.estimates["learning_rate"]["offset"] > 0.0
+    assert record.reasons["learning_rate"] == {"rule": "slope_sum"}
 
 
 def test_tilting_leaves_no_trace() -> None:
