@@ -34,7 +34,8 @@ class Context:
         shift: the learned shift, in coordinates.
         authority: how far the shift may go either way.
         down: how far the base may go down to its lower bound, in coordinates.
-        spread: the largest absolute level of this window.
+        spread: how far from the base the window looked: the largest absolute level of replicas that diverge, else the
+            evidence's width.
         warming: whether the schedule is still rising.
         loss: mean training loss of the window that has closed, over replicas that stayed finite; None if unknown.
         point: the step of the point that the run has gone back to; None where it has not.

@@ -35,8 +35,8 @@ class Newton(Controller):
     estimate without a positive curvature is followed downhill by the whole limit.
 
     Args:
-        limit: largest move, in coordinates; None for the largest level of the window's spread, beyond which
-            the parabola has not been seen.
+        limit: largest move, in coordinates; None for how far from the base the window looked (`Context.spread`),
+            beyond which the parabola has not been seen.
         gate: |t| of the slope below which the base holds.
         settle: share of the run, at its end, over which moves fade to zero.
 

@@ -91,5 +91,5 @@ def _look(knob: BoundKnob, step: int, replicas: int, into: PlannedKnob) -> None:
 
 def _compared(knob: BoundKnob, step: int) -> list[float]:
     """The values that evidence without diverging replicas compares: as far from the base as it looks."""
-    width = float(getattr(knob.evidence, "width", knob.spec.spread.width))
+    width = knob.looked_at
     return [knob.displaced(step, offset) for offset in (-width, width)] if math.isfinite(width) else [knob.base(step)]

@@ -122,6 +122,11 @@ class BoundKnob:
         moved = self.spec.space.apply(self.peak, self.shift) if self.shift != 0.0 else self.peak
         return Learned(start=self.peak, value=min(max(moved, low), high))
 
+    @property
+    def looked_at(self) -> float:
+        """How far from the base evidence looks for which no replicas diverge, in coordinate units."""
+        return float(getattr(self.evidence, "width", self.spec.spread.width))
+
     def reach(self, base: float) -> float:
         """The factor in [0, 1] by which all levels shrink at a base, so that none leaves the bounds."""
         if not self._explored:
@@ -331,7 +336,7 @@ class BoundKnob:
             peak=math.inf if following > now and self.schedule.total_steps is None else self.peak,
             shift=self.shift,
             authority=self.spec.authority,
-            spread=max(abs(end) for end in self._widest),
+            spread=max(abs(end) for end in self._widest) if self.evidence.diverges else self.looked_at,
             warming=self.rises(max(step - 1, 0), step),
         )
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import hdet
 from hdet import Engine, Probe
 from hdet.contrib import Fade
-from hdet.controllers import Calibrate, Hold
+from hdet.controllers import Calibrate, Hold, Newton
 from hdet.errors import ConfigError
 from hdet.evidence import Line
 from hdet.evidence.parts.line_fit import along, bottom_in_value
@@ -144,6 +144,12 @@ def test_slope_and_curvature_of_a_quadratic() -> None:
     across, along = float(start @ update), float(update @ update)
     assert estimate["slope"] == pytest.approx(across + along, rel=2e-3)
     assert estimate["curvature"] == pytest.approx(across + 2 * along, abs=0.1)
+
+
+def test_newton_moves_as_far_as_the_line_reached() -> None:
+    """No replica diverges, so that there is no level to go by."""
+    _, (record, _) = run([hdet.LearningRate(evidence=Line(width=0.2), controller=Newton())], steps=2 * T)
+    assert record.moves["learning_rate"] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("width", [0.1, 0.3, 1.0])
