@@ -71,26 +71,27 @@ class Softmax(Estimator):
         moving = varies(levels)
         levels = levels - levels.mean(axis=0)
         share = 1.0
+        freedom = losses.shape[1] - 1 or None  # the spread of the losses themselves is no Student's
         if not self.smoothing:
             contrasts = losses - losses.min(axis=0)
             given = [(level, -contrasts.mean(axis=1), contrasts) for level in levels.T]
         else:
             state = self._smoothed(state, comparison)
             places = _places(comparison.levels)
+            told = np.where(comparison.valid[:, None], comparison.losses.reshape(len(places), -1), np.nan)
             # Windows that are independent and equally noisy, summed with weights (1 - b) b^age / weight.
             b, gone = self.smoothing, 1.0 - state.weight
             share = float(np.sqrt((1 - b) / (1 + b) * (1 + gone) / (1 - gone)))
             given = []
             for k in range(comparison.knobs):
                 order, own = np.argsort(places[:, k]), comparison.levels[:, k]
-                ordered = comparison.losses.reshape(len(order), -1)[order]
-                given.append((own[order] - own.mean(), state.advantages[k] / state.weight, ordered))
+                given.append((own[order] - own.mean(), state.advantages[k] / state.weight, told[order]))
         estimates = []
         for one, moves in zip(given, moving.tolist(), strict=True):
             slope, stderr = self._displaced(*one, share)
             usable = moves and bool(np.isfinite(slope))
             error = stderr if usable and np.isfinite(stderr) else np.inf
-            estimates.append(Estimate(slope=float(slope) if usable else 0.0, stderr=float(error)))
+            estimates.append(Estimate(slope=float(slope) if usable else 0.0, stderr=float(error), freedom=freedom))
         return estimates, state
 
     def _displaced(

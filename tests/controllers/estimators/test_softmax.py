@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdet.controllers import Estimate, NoState
+from hdet.controllers import Context, Estimate, Gated, NoState
 from hdet.controllers.estimators import Comparison, Softmax
 
 
@@ -107,6 +107,32 @@ def test_a_level_whose_replica_failed_keeps_what_was_known_of_it() -> None:
     m = np.array([-0.2, 0.25 * 0.0 / 0.75, 0.25 * 0.2 / 0.75])
     w = np.exp(m / 0.1) / np.exp(m / 0.1).sum()
     assert told[1].slope == pytest.approx(-float(w @ [-1.0, 0.0, 1.0]))
+
+
+def test_a_replica_that_is_not_valid_is_not_heard() -> None:
+    """Its loss may be finite all the same, as where the last update made its weights NaN."""
+    levels, losses = np.array([[-1.0], [0.0], [1.0]]), np.random.default_rng(3).normal(1.0, 0.1, (3, 8))
+    rule = Softmax(0.1, smoothing=0.5)
+
+    def told(first: float) -> Estimate:
+        valid, own = np.array([False, True, True]), np.vstack([np.full(8, first), losses[1:]])
+        own[0, 0] = -first
+        (estimate,), _ = rule.estimate(rule.start(knobs=1), Comparison(levels, own, np.zeros(1), valid))
+        return estimate
+
+    assert told(1e6) == told(math.nan)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.5])
+def test_few_sub_batches_pass_a_gate_by_chance_as_seldom_as_many(smoothing: float) -> None:
+    draw, gate = np.random.default_rng(11), Gated(gate=2.0)
+    passed = 0
+    for _ in range(1000):
+        comparison = Comparison(np.array([[-0.1], [0.1]]), draw.normal(1, 1e-3, (2, 3)), np.zeros(1), np.ones(2))
+        rule = Softmax(0.1, smoothing=smoothing)
+        (estimate,), _ = rule.estimate(rule.start(knobs=1), comparison)
+        passed += gate.step(gate.start(), estimate, Context())[0] != 0.0
+    assert passed / 1000 < 0.08  # 5 % are expected, and 18 % of Student's t on 2 degrees of freedom
 
 
 def test_the_smoothed_t_of_a_placebo_is_honest() -> None:
