@@ -276,6 +276,14 @@ def test_a_single_window_is_believed_from_three_standard_errors_on(t: float, ste
     assert levels.called.tolist() == [step]
 
 
+def test_one_that_is_told_by_few_sub_batches_has_to_be_as_unlikely_as_by_eight() -> None:
+    """t is 5.8, which two sub-batches give by chance in one window of nine."""
+    levels = make([regulariser()], window=10, windows=12).cycle.collectors[0].levels
+    harvest = Harvest(Window(0, 0, 10, 120), np.ones(4), np.ones(4, dtype=bool))
+    levels.told({0: Estimate.of_sub_batches(np.array([2.9, 4.1]))}, harvest)
+    assert levels.called.tolist() == [0.0]
+
+
 def test_a_knob_that_rests_hears_all_the_same_that_losses_are_on_two_scales() -> None:
     engine = make([regulariser(Contrast(bound_from=0.0))], window=10, windows=12, probe=constant)
     levels = engine.cycle.collectors[0].levels

@@ -22,7 +22,7 @@ from hdet.user_warning import warn
 MARGIN, FINE_TUNING_MARGIN = 0.02, 0.25
 """Shares of the training loss. Fine-tuning comes to a tenth and more, on data that hardly repeat too."""
 CERTAIN = 3.0
-"""|t| from which a single window is believed that calls for a bound."""
+"""|t| of eight sub-batches from which a single window is believed that calls for a bound."""
 FIRST_WINDOWS = 6
 """Of a run: later ones may be overfitted by as much as losses on two scales differ."""
 
@@ -142,7 +142,7 @@ class Levels:
         direct = self._direct([k for k in estimates if self.knobs[k].spec.acts_in_eval], harvest)
         steps = harvest.window.stop - harvest.window.start
         for k, estimate in estimates.items():
-            if abs(estimate.t) > CERTAIN:
+            if abs(estimate.t_of_eight) > CERTAIN:
                 self.called[k] = math.copysign(harvest.window.stop, estimate.t)
             if k in direct:
                 # Training batches and probe batches have no sub-batch in common.
