@@ -214,8 +214,8 @@ class Traces(Memory):
         if signs is not None:
             drawn = signs.any(axis=0)
             self.pending[drawn] += self.gain
-            self.blocks[self.group, drawn] += 1.0 / self.block_steps
             if (self.explored + 1) % self.block_steps == 0:
+                self.blocks[self.group, drawn] += 1.0
                 self._end_block()
             self.explored += 1
         self.gain *= math.exp(1.0 / self.horizon)

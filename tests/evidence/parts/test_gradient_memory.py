@@ -201,6 +201,17 @@ def test_eight_blocks_and_one_in_each_group_are_needed() -> None:
     assert all(known[4][7:])
 
 
+@pytest.mark.parametrize("block_steps", [5, 6, 7, 10])
+def test_so_it_is_whatever_a_block_is_long(block_steps: int) -> None:
+    """A sixth added six times is less than 1."""
+    steps = 8 * block_steps
+    record, gradients = traces(block_steps=block_steps, groups=8), course(steps)
+    feed(record, gradients, range(steps - 1))
+    assert judged(record) == {}
+    feed(record, gradients, range(steps - 1, steps))
+    assert judged(record).keys() == {0, 1}
+
+
 def test_memory_is_taken_when_a_knob_first_explores() -> None:
     """A buffer of the parameters' size a knob and group."""
     record = traces(groups=8)
