@@ -14,6 +14,9 @@ from hdet.user_warning import warn
 
 Group = dict[str, Any]
 
+MOST_MOMENTUM = 0.9999
+"""What more counts as: at 1 and beyond what a lasting gradient comes to has no end."""
+
 _warned: set[tuple[str, str]] = set()
 
 
@@ -71,7 +74,7 @@ def _scale(
         return held if elements is None else held.reshape(-1)[elements]
 
     if isinstance(optimizer, torch.optim.SGD):
-        momentum = float(group["momentum"])
+        momentum = _momentum(group)
         return lr * (1.0 - float(group["dampening"]) if momentum else 1.0) / (1.0 - momentum)
     if not state and not keeps_nothing(optimizer):
         return None
@@ -95,7 +98,7 @@ def _scale(
                 held = (held - mean.square()).clamp_min(0.0)
             if "lr_decay" in group:
                 lr = lr / (1.0 + (without_waiting(state["step"]) - 1.0) * float(group["lr_decay"]))
-            divisor = (held.sqrt() + float(group["eps"])).mul_(1.0 - float(group.get("momentum", 0.0)))
+            divisor = (held.sqrt() + float(group["eps"])).mul_(1.0 - _momentum(group))
             return _over(divisor, lr, felt=felt)
     _warn(
         optimizer,
@@ -103,6 +106,10 @@ def _scale(
         "positive, and lose some of their power",
     )
     return lr
+
+
+def _momentum(group: Group) -> float:
+    return min(float(group.get("momentum", 0.0)), MOST_MOMENTUM)
 
 
 def keeps_nothing(optimizer: Optimizer) -> bool:

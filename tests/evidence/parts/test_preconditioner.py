@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, NAdam, Optimizer
 
 import hdet.evidence.parts.preconditioner as room
-from hdet.evidence.parts.preconditioner import decoupled, preconditioner
+from hdet.evidence.parts.preconditioner import MOST_MOMENTUM, decoupled, preconditioner
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 GRADIENT = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -123,6 +123,14 @@ def test_momentum_and_dampening_by_hand() -> None:
     # Dampening without momentum is without effect, in torch too.
     optimizer, parameter, _ = trained(lambda p: SGD(p, lr=0.1, dampening=0.4), [GRADIENT])
     assert read(optimizer, parameter) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("momentum", [1.0, 1.5])
+@pytest.mark.parametrize("make", [SGD, torch.optim.RMSprop])
+def test_where_nothing_fades_p_is_large_and_keeps_its_sign(make: Any, momentum: float) -> None:
+    optimizer, parameter, _ = trained(lambda p: make(p, lr=0.1, momentum=momentum), [GRADIENT])
+    nearly, other, _ = trained(lambda p: make(p, lr=0.1, momentum=MOST_MOMENTUM), [GRADIENT])
+    assert torch.equal(torch.as_tensor(read(optimizer, parameter)), torch.as_tensor(read(nearly, other)))
 
 
 def test_before_the_first_step_there_is_nothing_to_read_but_for_sgd() -> None:
