@@ -10,6 +10,7 @@ import schedulefree
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from hdet.replicas import tensors, written_buffers
@@ -46,6 +47,7 @@ WRITES: dict[str, tuple[Callable[[Stateful, Tensor], object], Tensor | None]] = 
     "rebound": (rebind, torch.zeros(3)),
     "first made": (rebind, None),
     "resized": (grow, torch.zeros(0)),
+    "uncounted": (lambda model, mean: model.state.data.lerp_(mean, 0.1), torch.zeros(3)),
 }
 
 
@@ -76,6 +78,19 @@ def test_what_evaluation_writes_is_undone(name: str, compiled: bool) -> None:
         assert (states(model) != before, model.passes) == (True, passes + 1)
         if name == "by index":
             model.state.zero_()
+
+
+def test_what_quantization_aware_training_observes_is_undone() -> None:
+    """Torch counts no write of its fused observer, which observes in eval mode too."""
+    model = nn.Sequential(FusedMovingAvgObsFakeQuantize(MovingAverageMinMaxObserver, 0, 127, reduce_range=False))
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(4, 3))
+            before = states(model)
+            with tensors.evaluating(model):
+                model(10.0 * torch.randn(4, 3))
+                assert states(model) != before
+            assert states(model) == before
 
 
 def test_it_is_undone_after_an_error() -> None:
