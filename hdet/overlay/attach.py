@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -292,11 +293,11 @@ def _inner(optimizer: Any) -> Optimizer:
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    for each in chained(optimizer):
-        if isinstance(getattr(each, "base_optimizer", None), Optimizer):
+    for each, name in product(chained(optimizer), ("base_optimizer", "_base_optimizer")):
+        if isinstance(getattr(each, name, None), Optimizer):
             raise ConfigError(
-                f"{type(each).__name__} steps another optimizer, its base_optimizer, which is where learning rate and "
-                f"decay act: give that one to hdet.attach"
+                f"{type(each).__name__} steps another optimizer, its {name}, which is where learning rate and decay "
+                f"act: give that one to hdet.attach"
             )
     refuse_own_steps(optimizer)
     return optimizer

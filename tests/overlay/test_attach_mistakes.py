@@ -34,10 +34,20 @@ class Sharpness(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.1})
 
 
-def test_an_optimizer_that_steps_another_is_refused() -> None:
+class Looking(torch.optim.Optimizer):
+    """As timm's Lookahead is made: of the parameter groups of another, and without torch's own beginning."""
+
+    def __init__(self, parameters: Any) -> None:
+        self._base_optimizer = torch.optim.SGD(parameters, lr=0.1)
+        self.param_groups = self._base_optimizer.param_groups
+        self.state = self._base_optimizer.state
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Sharpness, "base_optimizer"), (Looking, "_base_optimizer")])
+def test_an_optimizer_that_steps_another_is_refused(kind: Any, name: str) -> None:
     model = network()
-    with pytest.raises(ConfigError, match="Sharpness steps another optimizer, its base_optimizer"):
-        hdet.attach(model, Sharpness(model.parameters()), probe=probe(), total_steps=STEPS, quiet=True)
+    with pytest.raises(ConfigError, match=f"{kind.__name__} steps another optimizer, its {name},"):
+        hdet.attach(model, kind(model.parameters()), probe=probe(), total_steps=STEPS, quiet=True)
 
 
 def cosine(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
