@@ -130,11 +130,12 @@ class Anchor:
         """
         place = {id(parameter): number for number, parameter in enumerate(self._order)}
         own = {id(parameter) for parameter in self._walk.every()}
-        if any(id(parameter) not in own for parameter in parameters):
+        gone = sum(id(parameter) not in own for parameter in parameters)
+        if gone:
             raise StepError(
-                "the optimizer trains parameters that are not the model's, as where a layer was replaced and its new "
-                "parameters were put into a group in place of the old; replace layers before the engine is made, or "
-                "hdet attached"
+                f"{gone} of the parameters that were trained as this window opened are the model's no more, as where a "
+                f"layer was replaced, or a parameter by one of another size; replace them before the engine is made, "
+                f"or hdet attached, or call search.detach() before it and hdet.attach after it"
             )
         held = [self._parameters.get(place.get(id(parameter), -1)) for parameter in parameters]
         pairs = zip(held, parameters, strict=True)

@@ -475,16 +475,22 @@ def test_a_metric_scheduler_and_a_foreign_one_are_refused(shared: bool) -> None:
         attached(model, optimizer, scheduler=scheduler)
 
 
-def test_a_layer_that_is_replaced_under_way_is_named() -> None:
+@pytest.mark.parametrize("replaced", ["layer", "parameter"])
+def test_what_is_replaced_under_way_is_named(replaced: str) -> None:
+    """Also where the optimizer trains the new parameters, as of points that are added to others."""
     model = network()
     optimizer = adamw(model)
     search = attached(model, optimizer)
     old = list(model.parameters())
-    model[0] = copy.deepcopy(model[0])
+    if replaced == "layer":
+        model[0] = copy.deepcopy(model[0])
+    else:
+        model[0].weight = nn.Parameter(model[0].weight.detach().clone())
     new = {id(one): other for one, other in zip(old, model.parameters(), strict=True)}
     for group in optimizer.param_groups:
         group["params"][:] = [new[id(parameter)] for parameter in group["params"]]
-    with pytest.raises(StepError, match="the optimizer trains parameters that are not the model's"):
+    gone = sum(one is not other for one, other in zip(old, model.parameters(), strict=True))
+    with pytest.raises(StepError, match=f"^{gone} of the parameters that were trained .* are the model's no more"):
         plain(model, optimizer, search)
 
 
