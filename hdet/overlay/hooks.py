@@ -160,8 +160,8 @@ class Hooks:
             return None
         # The optimizer itself is the first of the arguments.
         by_name = "closure" in keywords
-        closure: Closure | None = keywords["closure"] if by_name else arguments[1] if len(arguments) > 1 else None
-        if closure is None:
+        closure = keywords["closure"] if by_name else arguments[1] if len(arguments) > 1 else None
+        if not callable(closure):  # there is none, or the optimizer wants something else, as the loss
             self._rider.before_step()
             return None
         closure = self._closed(closure)

@@ -533,6 +533,26 @@ def test_a_closure_called_twice_is_an_error() -> None:
         optimizer.step(closure)
 
 
+class Handed(torch.optim.SGD):
+    """It is handed the loss where others take a closure, as rules for the size of a step are."""
+
+    def step(self, loss: Any) -> None:
+        assert isinstance(loss, Tensor)
+        super().step()
+
+
+def test_what_a_step_takes_in_place_of_a_closure_is_handed_on() -> None:
+    model = network()
+    optimizer = Handed(model.parameters(), lr=0.1)
+    search = attached(model, optimizer)
+    for step in range(STEPS):
+        loss = told(search, loss_of(model, batch(step)))
+        loss.backward()
+        optimizer.step(loss)
+        optimizer.zero_grad()
+    assert search.finished
+
+
 def test_a_dropout_that_something_else_writes_is_an_error() -> None:
     model = network()
     optimizer = adamw(model)
