@@ -1,6 +1,7 @@
 """Which schedule to give the recipe: its own straight line, cosines with warm-ups of several lengths, a plateau.
 
     python benchmarks/schedules.py --jobs 2
+    python benchmarks/schedules.py --jobs 2 --matrices            # a rate for each matrix as well
     python benchmarks/schedules.py --report --csv schedules.csv   # of the runs there are
 
 The recipe drives the learning rate along each, from a tenth of, at and ten times the best fixed rate. It lengthens a
@@ -24,6 +25,7 @@ from search_parts import runner
 from search_parts.cell import Cell
 from search_parts.contender import Contender
 from search_parts.contenders.recommended import Recommended
+from search_parts.contenders.recommended_matrices import RecommendedMatrices
 from search_parts.fixed import Fixed
 from search_parts.found import all_contenders, all_tasks
 from search_parts.outcome import FIXED
@@ -50,15 +52,26 @@ Row = tuple[str, str, str, int, float]
 class Along(Recommended):
     """The recipe along a schedule, in as many steps as along its own: probes hardly depend on it."""
 
+    own: Recommended = Recommended()
+
     def __init__(self, shape: str, warmup_steps: int | None = None) -> None:
         self.shape = shape
         self.warmup_steps = warmup_steps
 
     def affordable_steps(self, task: Task, setting: Setting) -> int:
-        return Recommended().affordable_steps(task, setting)
+        return self.own.affordable_steps(task, setting)
 
     def schedule(self, peak: float, steps: int) -> Schedule:
         return SHAPES[self.shape](peak, steps)
+
+
+class AlongMatrices(Along, RecommendedMatrices):
+    """The same with a rate for each matrix."""
+
+    own = RecommendedMatrices()
+
+
+KINDS: dict[str, type[Along]] = {"hdet": Along, "hdet_matrices": AlongMatrices}
 
 
 class Alone(Fixed):
@@ -75,14 +88,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=sorted(BEST), default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=2)
+    runner.add_recipes(parser)
     runner.add_options(parser, ROOT / "runs" / "schedules")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "the probe is too small")
     tasks = {name: all_tasks()[name] for name in given.tasks}
     contenders: dict[str, Contender] = {FIXED: all_contenders()[FIXED]}
     for shape in SHAPES:
-        contenders |= {f"hdet: {shape}": Along(shape), f"fixed: {shape}": Alone(shape)}
-    contenders |= {f"hdet as given: {shape}": Along(shape, warmup_steps=0) for shape in SHORT}
+        contenders[f"fixed: {shape}"] = Alone(shape)
+    for recipe in given.recipes:
+        contenders |= {f"{recipe}: {shape}": KINDS[recipe](shape) for shape in SHAPES}
+        contenders |= {f"{recipe} as given: {shape}": KINDS[recipe](shape, warmup_steps=0) for shape in SHORT}
     wanted = {
         (name, start.name, who, seed): Cell(name, who, start.setting(BEST[name]), task.steps, seed)
         for seed in range(given.seeds)
@@ -105,8 +121,9 @@ def main() -> int:
 def show(rows: Sequence[Row], tasks: Sequence[str]) -> None:
     """Mean regret by schedule and start, with a standard error over runs, and by task."""
     best = {(task, seed): loss for task, _, contender, seed, loss in rows if contender == FIXED}
-    print(" " * 40 + "start".rjust(9) + "all".rjust(20) + "".join(task.rjust(13) for task in tasks))
-    for who in [f"{kind}: {shape}" for kind in ("fixed", "hdet", "hdet as given") for shape in SHAPES]:
+    print(" " * 50 + "start".rjust(9) + "all".rjust(20) + "".join(task.rjust(13) for task in tasks))
+    kinds = ["fixed", *(f"{recipe}{given}" for recipe in KINDS for given in ("", " as given"))]
+    for who in [f"{kind}: {shape}" for kind in kinds for shape in SHAPES]:
         for start in SIZES:
             lost = [
                 (task, loss - best[task, seed])
@@ -118,7 +135,7 @@ def show(rows: Sequence[Row], tasks: Sequence[str]) -> None:
             every = [value for _, value in lost]
             error = np.std(every, ddof=1) / np.sqrt(len(every)) if len(every) > 1 else np.nan
             own = [[value for name, value in lost if name == task] for task in tasks]
-            line = who.ljust(40) + start.name.rjust(9) + f"{np.mean(every):+.4f} +- {error:.4f}".rjust(20)
+            line = who.ljust(50) + start.name.rjust(9) + f"{np.mean(every):+.4f} +- {error:.4f}".rjust(20)
             print(line + "".join((f"{np.mean(values):+.4f}" if values else "-").rjust(13) for values in own))
 
 

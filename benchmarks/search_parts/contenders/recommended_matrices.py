@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import hdet
+from hdet.hparams.binding import given
 from hdet.hparams.update import Groups
 from hdet.overlay.split_groups import SplitGroups, by_matrix
 from hdet.recipes.recommended import choose, own_schedule
@@ -29,9 +30,19 @@ class RecommendedMatrices(Recommended):
         split.put_in()
         names: dict[Groups, str] = {tuple(indices): name for name, indices in split.indices.items()}
         courses: dict[Groups, Schedule] = {
-            tuple(indices): own_schedule(optimizer, steps, indices[0]) for indices in split.indices.values()
+            tuple(indices): self.schedule(given(optimizer, indices[0], "lr"), steps)
+            or own_schedule(optimizer, steps, indices[0])
+            for indices in split.indices.values()
         }
-        choices = choose(model, optimizer, steps, rates=courses, rate_names=names, exclude=OTHER_KNOBS)
+        choices = choose(
+            model,
+            optimizer,
+            steps,
+            rates=courses,
+            rate_names=names,
+            exclude=OTHER_KNOBS,
+            warmup_steps=self.warmup_steps,
+        )
         return [choice.knob for choice in choices if choice.knob is not None]
 
 
