@@ -163,6 +163,15 @@ def test_a_second_window_has_to_agree_that_losses_are_on_two_scales(low: set[int
         assert explored_windows(resumed, losses) == [number - 2 for number in explored if number >= 2]
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_held_out_loss_that_is_not_finite_tells_nothing_of_scales(loss: float) -> None:
+    engine = make([regulariser(Contrast(bound_from=0.0))], window=10, windows=12, batches=(loss, 1.0), probe=constant)
+    levels = engine.cycle.collectors[0].levels
+    levels.place(Window(1, 10, 20, 120), 10, 0.5)
+    assert levels.half.tolist() == [0.0]
+    assert (levels.other_scale, levels.told_of_scale) == (None, (0, -1))
+
+
 def test_a_knob_that_acts_in_eval_mode_is_explored_on_its_bound_from_the_start() -> None:
     engine = make([on_bound()], window=5, windows=6, probe=constant)
     assert explored_windows(engine, lambda step: 1.5, of=lambda model: model.rate) == list(range(6))

@@ -91,6 +91,8 @@ class Levels:
         held_out = self.scene.replicas.gather(measured.expand(len(self.scene.replicas.local), -1))[0]
         level = float(held_out.mean())
         gap = level - training
+        if not math.isfinite(gap):
+            return True
         if self.other_scale is None:
             # Nothing is overfitted as early: gaps this large show another loss, or one that was divided.
             told, last = self.told_of_scale
