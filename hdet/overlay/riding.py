@@ -205,7 +205,12 @@ class Riding:
     def after_step(self) -> None:
         """The optimizer has stepped."""
         if not self._stepping:
-            return  # it was given a closure, and did not call it; or no step of training was made
+            if self.passes.begun:
+                self.warn(
+                    f"the {type(self.optimizer).__name__} did not call the closure that its step was given, so hdet "
+                    f"takes no part in this step: run forward and backward in the loop, and call step() without it"
+                )
+            return  # or no step of training was made
         self._stepping = False
         record = None
         try:

@@ -553,6 +553,26 @@ def test_what_a_step_takes_in_place_of_a_closure_is_handed_on() -> None:
     assert search.finished
 
 
+class Deaf(torch.optim.Optimizer):
+    """It leaves the closure that its step is given."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+
+
+def test_a_closure_that_is_not_called_is_told() -> None:
+    model = network()
+    optimizer = Deaf(model.parameters(), {"lr": 0.1})
+    search = attached(model, optimizer)
+    loss = told(search, loss_of(model, batch(0)))
+    loss.backward()
+    with pytest.warns(UserWarning, match="the Deaf did not call the closure"):
+        optimizer.step(lambda: loss)
+    assert search.engine.step_count == 0
+
+
 def test_a_dropout_that_something_else_writes_is_an_error() -> None:
     model = network()
     optimizer = adamw(model)
