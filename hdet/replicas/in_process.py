@@ -87,7 +87,10 @@ class Copies(InProcess):
     def _mean_buffers(self, shares: Sequence[float]) -> None:
         sound = [tensors.with_mean(model) for (model, _), share in zip(self.hosts, shares, strict=True) if share]
         averaged = [all(flags) for flags in zip(*sound, strict=True)]
-        self._merge([list(model.buffers()) for model, _ in self.hosts], averaged, shares)
+        members = [list(model.buffers()) for model, _ in self.hosts]
+        # A cache that grows with each replica's data is each one's own.
+        fits = [len({(one.shape, one.dtype) for one in each}) == 1 for each in zip(*members, strict=True)]
+        self._merge([list(compress(own, fits)) for own in members], list(compress(averaged, fits)), shares)
 
     @staticmethod
     def _merge(members: Sequence[Sequence[Tensor]], averaged: Sequence[bool], shares: Sequence[float]) -> None:

@@ -97,3 +97,22 @@ def test_frozen_parameters_that_are_written_are_merged_and_others_keep_their_bit
         assert second["held"][2] == [30, 30]
         assert first["base"]
         assert second["base"]
+
+
+def grown() -> tuple[list[float], float]:
+    """A rank's cache, as long as its data were, and its batch statistic after a merge."""
+    rank, model = dist.get_rank(), Taught()
+    model.register_buffer("mean", torch.zeros(1))
+    model.register_buffer("cache", torch.zeros(1), persistent=False)
+    replicas = hdet.distribute(model, optimizer_of(model.student))
+    engine = hdet.Engine(replicas, [hdet.LearningRate()], window=2, total_steps=2, gradients="local")
+    train(engine, 1)
+    model.mean.fill_(float(rank))  # type: ignore[operator]
+    model.cache = torch.full((1 + rank,), float(rank))
+    train(engine, 2)
+    return model.cache.tolist(), model.mean.item()  # type: ignore[operator]
+
+
+def test_a_cache_that_grows_with_each_ranks_data_stays_its_own() -> None:
+    """Collectives of other lengths on each rank end the processes."""
+    assert launch(grown, 2) == [([0.0], 0.5), ([1.0, 1.0], 0.5)]

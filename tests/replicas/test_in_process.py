@@ -281,3 +281,14 @@ def test_parameters_of_another_model_are_refused(problem: Any) -> None:
             make(model, torch.optim.SGD([*model.parameters(), *other[0].parameters()], lr=0.1), n=2)
         with pytest.raises(ConfigError, match="n must be at least 1, got -1"):
             make(model, torch.optim.SGD(model.parameters(), lr=0.1), n=-1)
+
+
+def test_a_cache_that_grows_with_a_replicas_data_stays_its_own(problem: Any) -> None:
+    replicas = copies(problem, 3, nn.BatchNorm1d(6))
+    for number, (model, _) in enumerate(replicas.hosts):
+        model.register_buffer("cache", torch.full((number,), float(number)), persistent=False)
+        model[2].running_mean.fill_(float(number))  # type: ignore[index]
+    replicas.mean([True, True, True], "keep")
+    for number, (model, _) in enumerate(replicas.hosts):
+        assert model.cache.tolist() == [float(number)] * number  # type: ignore[operator]
+        assert model[2].running_mean.tolist() == [1.0] * 6  # type: ignore[index]

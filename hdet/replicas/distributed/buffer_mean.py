@@ -26,6 +26,8 @@ def average(
 ) -> None:
     """Give every model of every rank the weighted mean of the buffers; those that have none are the first sound one's.
 
+    A buffer that has other shapes in other replicas, as a cache that grows with each rank's data, stays each one's own.
+
     Args:
         models: of this rank's replicas.
         shares: [places * len(models)] how much each counts, place by place; 0 leaves one out.
@@ -35,7 +37,9 @@ def average(
     members = [[tensors.local(buffer) for buffer in model.buffers()] for model in models]
     if not members[0] or not any(shares):
         return
-    averaged = [yes and not take_first for yes in _with_mean(exchange, models, shares)]
+    fits = _of_one_shape(exchange, members)
+    members = [list(compress(own, fits)) for own in members]
+    averaged = [yes and not take_first for yes in compress(_with_mean(exchange, models, shares), fits)]
     exchange.mean_([list(compress(own, averaged)) for own in members], shares)
     if not only_means:
         _take_over(exchange, [list(compress(own, [not yes for yes in averaged])) for own in members], shares)
@@ -85,6 +89,15 @@ def alike(exchange: Exchange, model: nn.Module) -> bool:
     digest = float(crc32(told.encode()))
     row = torch.tensor([digest], dtype=torch.float64, device=exchange.device)
     return bool((exchange.gather(row) == digest).all())
+
+
+def _of_one_shape(exchange: Exchange, members: Sequence[Sequence[Tensor]]) -> list[bool]:
+    """Which buffers have one shape and type in all replicas."""
+    codes = [[crc32(repr((tuple(b.shape), b.dtype)).encode()) for b in own] for own in members]
+    told = torch.tensor(codes, dtype=torch.int64).to(exchange.device)
+    layout = exchange.layout  # of a model in parts each is compared with its peers
+    rows = exchange.gather(told.flatten())[layout.table[:, layout.part]].view(-1, told.shape[1])
+    return [bool(same) for same in (rows == rows[0]).all(dim=0).tolist()]
 
 
 def _with_mean(exchange: Exchange, models: Sequence[nn.Module], shares: Sequence[float]) -> list[bool]:
