@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,15 +29,23 @@ def model_by_name(model: nn.Module, held: list[Tensor]) -> Named:
 
 
 def optimizer_by_name(
-    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], wanted: Collection[str] | None = None
 ) -> tuple[dict[str, Named], list[str]]:
-    """State by parameter name, complete: zeros stand in for parameters that have none yet, which are listed too."""
+    """State by parameter name, complete: zeros stand in for parameters that have none yet, which are listed too.
+
+    Args:
+        wanted: the parameters that it is of; by default those that have a state or are trained.
+    """
     found: dict[str, Named] = {}
     stateless: list[str] = []
     names = list(_names(model, optimizer))
     indices = [index for group in state["param_groups"] for index in group["params"]]
     parameters = parameters_of(optimizer)
     held = state["state"]
+    trained = {
+        each: each.requires_grad if wanted is None else name in wanted
+        for name, each in zip(names, parameters, strict=True)
+    }
     group_of = {each: number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
     stepped_by = {each: steps_by(optimizer, optimizer.param_groups[number]) for each, number in group_of.items()}
     # Parameters of one kind have states with the same entries, of the same shapes.
@@ -50,7 +58,7 @@ def optimizer_by_name(
         if entries:
             samples.setdefault(kinds[parameter], (dict(entries), parameter))
     for parameter in parameters:
-        if not parameter.requires_grad or kinds[parameter] in samples:
+        if not trained[parameter] or kinds[parameter] in samples:
             continue
         group = optimizer.param_groups[group_of[parameter]]
         entries = made_state(stepped_by[parameter], group, torch.zeros_like(parameter))
@@ -58,17 +66,17 @@ def optimizer_by_name(
             samples[kinds[parameter]] = (entries, parameter)
         elif not optimizer.state and not tried:
             tried = True
-            samples.update({kinds[each]: (own, each) for each, own in _made(optimizer).items()})
+            samples.update({kinds[each]: (own, each) for each, own in _made(optimizer, trained).items()})
         # Else the state of another shape, that tells most: of no dimensions a step count has the parameter's shape.
         others = [one for one in samples.values() if stepped_by[one[1]] is stepped_by[parameter]]
         samples.setdefault(kinds[parameter], max(others, key=lambda one: one[1].dim(), default=({}, parameter)))
     for name, index, parameter in zip(names, indices, parameters, strict=True):
-        if held.get(index):
+        if held.get(index) and (wanted is None or name in wanted):
             found[name] = dict(held[index])
             continue
         stateless.append(name)
         entries, owner = samples.get(kinds[parameter], ({}, parameter))
-        if parameter.requires_grad and entries:
+        if trained[parameter] and entries:
             found[name] = {key: _zeros(value, owner, parameter) for key, value in entries.items()}
     return found, stateless
 
@@ -99,9 +107,9 @@ def _names(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
             yield names[id(parameter)]
 
 
-def _made(optimizer: Optimizer) -> dict[nn.Parameter, Named]:
+def _made(optimizer: Optimizer, trained: Mapping[nn.Parameter, bool]) -> dict[nn.Parameter, Named]:
     """What an optimizer without a state makes of parameters, found by an update of nothing at learning rate zero."""
-    parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+    parameters = [parameter for parameter in parameters_of(optimizer) if trained[parameter]]
     gradients = [parameter.grad for parameter in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     before = tensors.clones([tensors.local(parameter.detach()) for parameter in parameters])

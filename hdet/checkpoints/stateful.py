@@ -54,6 +54,7 @@ class ControlPart(ReplicaControlPart):
     knobs: dict[str, Any]
     collectors: list[Any]
     sizes: list[int]
+    named: list[str] | None = None
     replicas: list[str]
     merge: MergeControlPart | None = None
 
@@ -109,7 +110,7 @@ class Stateful:
             differing = ["optimizer", *(["model"] if not models_alike else [])] if each and apart else []
             whole = len(starts) == len(engine.hosts) and not engine.finished
             remembered = _tensors(engine.cycle.merger.state_dict())
-            control = self._control(first, found.pop("stateless"), differing if whole else [])
+            control = self._control(first, found.pop("stateless"), list(found["optimizer"]), differing if whole else [])
             control["merge"] = self._merge(first) if each or not remembered else None
             found["control"] = led(everyone(engine), lambda: _packed(control))
             if each and remembered:
@@ -126,6 +127,10 @@ class Stateful:
     def template(self, control: Mapping[str, Any]) -> dict[str, Any]:
         """What a checkpoint of this control is loaded into: a copy, with this process's replicas if it has all."""
         found = self.state_dict()
+        if control.get("named") is not None:  # which parameters are trained may differ from when it was saved
+            host = self.engine.hosts[0]
+            named, _ = optimizer_by_name(*host, host[1].state_dict(), control["named"])
+            found["optimizer"] = _copied(named)
         if control.get("merge") and control["merge"]["tensors"]:
             model = _tensors(found["model"])
             found["merge"] = {
@@ -222,7 +227,7 @@ class Stateful:
         same = (marks == marks[0]).flatten(0, -2).all(dim=0)
         return bool(same[:2].all()), bool(same[2:].all())
 
-    def _control(self, first: Start, stateless: list[str], replicas: list[str]) -> dict[str, Any]:
+    def _control(self, first: Start, stateless: list[str], named: list[str], replicas: list[str]) -> dict[str, Any]:
         engine = self.engine
         return {
             "format": snapshot.FORMAT,
@@ -240,6 +245,7 @@ class Stateful:
             "sizes": [len(group["params"]) for group in first.state["param_groups"]],
             "groups": first.groups(),
             "stateless": stateless,
+            "named": named,
             "replicas": replicas,
         }
 

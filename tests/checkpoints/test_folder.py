@@ -293,3 +293,43 @@ def test_a_save_in_the_background_gets_its_name_without_anybody_waiting(
         assert time.monotonic() < end
         time.sleep(0.01)
     assert hdet.checkpoints.CheckpointFolder(tmp_path).resume(start()) == 4
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("at", [4, 8])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("merge", [hdet.merges.Mean(), hdet.merges.Mean("keep")])
+def test_a_layer_that_is_thawed_in_the_run_may_be_frozen_or_not_as_it_is_resumed(
+    merge: hdet.merges.Merge, frozen: bool, at: int, tmp_path: Path, assert_same: Any
+) -> None:
+    """The optimizer's state is that which was saved, whoever is trained when it is loaded."""
+
+    def begun(frozen: bool) -> hdet.Engine:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+        model[0].requires_grad_(not frozen)
+        replicas = hdet.replicate(model, torch.optim.AdamW(model.parameters(), lr=0.01), n=2)
+        return hdet.Engine(replicas, [], window=4, gradients="local", total_steps=12, merge=merge)
+
+    def train(engine: hdet.Engine, until: int) -> None:
+        while engine.step_count < until:
+            losses = []
+            for replica in engine.replicas:
+                replica.model[0].requires_grad_(engine.step_count >= 4)
+                drawn = torch.Generator().manual_seed(10 * engine.step_count + replica.index)
+                with replica:
+                    loss = replica.model(torch.randn(4, 4, generator=drawn)).square().mean()
+                    loss.backward()
+                losses.append(loss.detach())
+            for optimizer in engine.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            engine.step(losses)
+
+    whole, first, second = begun(True), begun(True), begun(frozen)
+    train(whole, 12)
+    train(first, at)
+    hdet.checkpoints.CheckpointFolder(tmp_path).save(first)
+    assert hdet.checkpoints.CheckpointFolder(tmp_path).resume(second) == at
+    train(second, 12)
+    assert_same(second.replicas[0].model.state_dict(), whole.replicas[0].model.state_dict())
