@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,13 +91,14 @@ class Stateful:
         """A copy of the point, so that loading into it changes no engine. All ranks of the run call it together."""
         return _copied(self.point())  # type: ignore[no-any-return]
 
-    def point(self, *, each: bool = False) -> dict[str, Any]:
+    def point(self, *, each: bool = False, wanted: Collection[str] | None = None) -> dict[str, Any]:
         """References to the point, valid until the next window closes. All ranks of the run call it together.
 
         Args:
             each: with `replicas`, by index the optimizer and where they differ the models of this process's
                 replicas, if those of the run are not alike. (Of several in one process they are known only while no
                 step of the window has been made.) And with `merge`, by path the tensors that the merge remembers.
+            wanted: the parameters whose optimizer state it has; by default those that have one or are trained.
         """
         engine = self.engine
         engine.home.settle()
@@ -106,7 +107,7 @@ class Stateful:
         with translated("comparing replicas before a checkpoint"):
             models_alike, optimizers_alike = self._alike(starts)
             apart = not (models_alike and optimizers_alike)
-            found = first.named()
+            found = first.named(wanted)
             differing = ["optimizer", *(["model"] if not models_alike else [])] if each and apart else []
             whole = len(starts) == len(engine.hosts) and not engine.finished
             remembered = _tensors(engine.cycle.merger.state_dict())
@@ -126,11 +127,8 @@ class Stateful:
 
     def template(self, control: Mapping[str, Any]) -> dict[str, Any]:
         """What a checkpoint of this control is loaded into: a copy, with this process's replicas if it has all."""
-        found = self.state_dict()
-        if control.get("named") is not None:  # which parameters are trained may differ from when it was saved
-            host = self.engine.hosts[0]
-            named, _ = optimizer_by_name(*host, host[1].state_dict(), control["named"])
-            found["optimizer"] = _copied(named)
+        # Other parameters may be trained than when it was saved.
+        found = dict(_copied(self.point(wanted=control.get("named"))))
         if control.get("merge") and control["merge"]["tensors"]:
             model = _tensors(found["model"])
             found["merge"] = {
@@ -293,15 +291,16 @@ class Start:
     state: Mapping[str, Any]
 
     def marks(self) -> Tensor:
-        """[4] fingerprints, of the held tensors and of the optimizer's."""
+        """[4] fingerprints, of the held tensors that are stored and of the optimizer's."""
         device = torch.device("cpu")
+        stored = [tensors.local(held) for held in _tensors(model_by_name(self.model, self.held)).values()]
         numbers = [i for group in self.state["param_groups"] for i in group["params"]]
         states = [tensors.local(t) for i in numbers for t in _tensors(self.state["state"].get(i, {})).values()]
-        return torch.cat([fingerprint(self.held, device), fingerprint(states, device)])
+        return torch.cat([fingerprint(stored, device), fingerprint(states, device)])
 
-    def named(self) -> dict[str, Any]:
+    def named(self, wanted: Collection[str] | None = None) -> dict[str, Any]:
         """Model and optimizer by names, and the names of the parameters that have no state yet."""
-        named, stateless = optimizer_by_name(self.model, self.optimizer, self.state)
+        named, stateless = optimizer_by_name(self.model, self.optimizer, self.state, wanted)
         return {"model": model_by_name(self.model, self.held), "optimizer": named, "stateless": stateless}
 
     def groups(self) -> list[dict[str, Any]]:

@@ -35,8 +35,8 @@ class Newton(Controller):
     estimate without a positive curvature is followed downhill by the whole limit.
 
     Args:
-        limit: largest move, in coordinates; None for how far from the base the window looked (`Context.spread`),
-            beyond which the parabola has not been seen.
+        limit: largest move, in coordinates; None for how far from the base the window looked (`Estimate.span`, else
+            `Context.spread`), beyond which the parabola has not been seen.
         gate: |t| of the slope below which the base holds.
         settle: share of the run, at its end, over which moves fade to zero.
 
@@ -54,5 +54,6 @@ class Newton(Controller):
     def step(self, state: NoState, estimate: Estimate, context: Context) -> tuple[float, NoState]:
         if not estimate.testable or abs(estimate.t_of_eight) <= self.gate:
             return 0.0, state
-        limit = context.spread if self.limit is None else self.limit
+        looked = context.spread if estimate.span is None else estimate.span
+        limit = looked if self.limit is None else self.limit
         return settled(newton_move(estimate, limit), self.settle, context), state

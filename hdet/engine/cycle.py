@@ -469,9 +469,7 @@ class Cycle:
         if self.watch is None:
             return None
         too_late = self.step_count == self._last_step  # to begin anew
-        # Levels near a bound lie off their base too; only some evidence looks ahead of it.
-        previews = {knob.name for knob in self.knobs if knob.evidence.looks_ahead}
-        told_ahead = {name for name, told in estimates.items() if name in previews and told.offset > 0}
+        told_ahead = {k.name for k in self.knobs if k.name in estimates and k.ahead(estimates[k.name]) > 0}
         # What one of several rates did alone is no matter of how large the first steps were.
         ahead = {} if too_late else {k.name: moves[k.name] - k.alone for k in self.knobs if k.name in told_ahead}
         went_back = recovery.guarded(self.plan, self.watch, harvest, bases, ahead, context)

@@ -266,6 +266,10 @@ class BoundKnob:
         self._valued = None
         self._replan()
 
+    def ahead(self, estimate: Estimate) -> float:
+        """How far ahead of the base evidence looked: levels near a bound lie off it too, and look at nothing ahead."""
+        return estimate.offset if self.evidence.looks_ahead else 0.0
+
     def judge(self, estimate: Estimate, run: Context) -> float:
         """Let the controller move the base. Returns the move made, after authority and bounds, in coordinate units.
 
@@ -277,8 +281,8 @@ class BoundKnob:
         """
         if not self.controller.shares and self._slept(run.step - run.length, run.step):
             estimate = replace(Estimate.nothing(), excess=estimate.excess, own_excess=estimate.own_excess)
-        if estimate.offset > 0.0 and not self.evidence.looks_ahead:
-            estimate = replace(estimate, offset=0.0)  # levels near a bound lie off their base, too
+        if estimate.offset != self.ahead(estimate):
+            estimate = replace(estimate, offset=0.0)
         judged = self.controller.judge(self.state, estimate, self._context(run))
         self.state, self.reasons = judged.state, judged.reasons
         move = self._move(float(judged.move))

@@ -29,16 +29,15 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Buffers that are written inside the block, or replaced, are after it the tensors that they were, of their values.
 
     The first block copies all but large ones; later blocks those that an earlier one has written, which most models
-    have none of. Where torch counts no writes, as of those through `.data` or of an operation that observes ranges for
-    quantization, all but large ones are copied again. Of a module whose buffers were written plain attributes are put
-    back, too. Not undone is the first write into a buffer that was not copied.
+    have none of, and always those of modules that observe ranges for quantization: torch counts no such write. Of a
+    module whose buffers were written plain attributes are put back, too. Not seen are writes through `.data`; not
+    undone the first into a buffer that was not copied.
     """
     held = [_Held(module) for module in model.modules() if module._buffers]
     with _undone(held):
         yield
-    uncounted = any(own.uncounted for own in held)  # then others may have been given the values that they had
     for own in held:
-        _seen.setdefault(own.module, set()).update(own.copied if uncounted else own.written)
+        _seen.setdefault(own.module, set()).update(own.written)
 
 
 @contextmanager
@@ -136,11 +135,11 @@ class _Held:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.written: list[str] = []
-        self.uncounted = False
         self._buffers = dict(module._buffers)
         self._attributes = dict(vars(module))
         self._writes = {name: _writes(buffer) for name, buffer in self._buffers.items()}
-        seen = _seen.get(module)
+        self._observes = any(kind.__module__.startswith("torch.ao.quantization") for kind in type(module).__mro__)
+        seen = None if self._observes else _seen.get(module)
         self._values = {
             name: _part(buffer).detach().clone()
             for name, buffer in self._buffers.items()
@@ -149,24 +148,14 @@ class _Held:
             and (name in seen if seen is not None else _part(buffer).nbytes <= LARGE)
         }
 
-    @property
-    def copied(self) -> list[str]:
-        """The buffers that are copied."""
-        return list(self._values)
-
     def put_back(self) -> None:
-        """What was written has its values again, and what was replaced its place; `written` says which.
-
-        `uncounted` says whether torch has counted no write of some.
-        """
+        """What was written has its values again, and what was replaced its place; `written` says which."""
         now = dict(self.module._buffers)
-        counted = [
+        self.written = [
             name
             for name, buffer in self._buffers.items()
-            if now.get(name) is not buffer or _writes(buffer) != self._writes[name]
+            if self._observes or now.get(name) is not buffer or _writes(buffer) != self._writes[name]
         ]
-        self.written = [name for name in self._buffers if name in counted or self._differs(name)]
-        self.uncounted = len(self.written) > len(counted)
         if not self.written:
             return
         for name in self.written:
@@ -181,11 +170,6 @@ class _Held:
         if any(now.get(name) is self._buffers[name] and name not in self._values for name in self.written):
             return  # what was written is lost, and what goes with it stays with it
         vars(self.module).update({name: own for name, own in self._attributes.items() if isinstance(own, PLAIN)})
-
-    def _differs(self, name: str) -> bool:
-        """Whether a buffer that was copied has other values."""
-        buffer, value = self._buffers[name], self._values.get(name)
-        return buffer is not None and type(value) is Tensor and not torch.equal(_part(buffer), value)
 
 
 def _differ(some: Mapping[str, object], others: Mapping[str, object]) -> bool:

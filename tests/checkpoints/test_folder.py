@@ -261,6 +261,16 @@ def test_a_state_that_differs_from_shape_to_shape_is_resumed(
     assert_same(second.replicas[0].model.state_dict(), whole.replicas[0].model.state_dict())
 
 
+def test_replicas_that_differ_in_what_is_not_stored_are_stored_once(start: Callable[[], hdet.Engine]) -> None:
+    engine = start()
+    for index, (model, _) in enumerate(engine.hosts):
+        model.register_buffer("cache", torch.ones(index + 1), persistent=False)
+    assert "replicas" not in hdet.checkpoints.Stateful(engine).point(each=True)
+    engine.hosts[1][0].register_buffer("stored", torch.ones(1))
+    engine.hosts[0][0].register_buffer("stored", torch.zeros(1))
+    assert "replicas" in hdet.checkpoints.Stateful(engine).point(each=True)
+
+
 def test_a_number_of_checkpoints_is_a_whole_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"keep must be at least 1 and an integer, got 1\.5"):
         hdet.checkpoints.CheckpointFolder(tmp_path, keep=1.5)  # type: ignore[arg-type]

@@ -39,6 +39,11 @@ def test_the_spread_is_the_default_limit() -> None:
     assert Newton(0.7).step(NoState(), estimate, Context(spread=0.3))[0] == 0.7
 
 
+def test_where_the_evidence_tells_how_far_it_looked_that_is_the_default_limit() -> None:
+    estimate = Estimate(slope=-9.0, curvature=1.0, stderr=0.1, span=0.1)
+    assert Newton().step(NoState(), estimate, Context(spread=0.3))[0] == 0.1
+
+
 def test_an_exact_parabola_is_solved_in_one_step() -> None:
     # L = 3 (u - 0.4)^2 / 2 at u = 0: slope -1.2, curvature 3.
     move, _ = Newton(0.5).step(NoState(), Estimate(-1.2, 3.0, stderr=0.0), Context())

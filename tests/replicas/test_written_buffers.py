@@ -47,7 +47,6 @@ WRITES: dict[str, tuple[Callable[[Stateful, Tensor], object], Tensor | None]] = 
     "rebound": (rebind, torch.zeros(3)),
     "first made": (rebind, None),
     "resized": (grow, torch.zeros(0)),
-    "uncounted": (lambda model, mean: model.state.data.lerp_(mean, 0.1), torch.zeros(3)),
 }
 
 

@@ -37,7 +37,7 @@ def preconditioner(
     | Adamax (`exp_inf`) | lr / exp_inf |
     | RMSprop (`square_avg`) | lr / (sqrt(v) + eps), / (1 - momentum); v less the mean's square if centered |
     | Adagrad (`sum`) | lr / (sqrt(sum) + eps), lr with its decay |
-    | SGD | lr (1 - dampening) / (1 - momentum): what a lasting gradient comes to |
+    | SGD | lr (1 - dampening) / (1 - momentum): what a lasting gradient comes to; momentum at most `MOST_MOMENTUM` |
     | any other | lr, with a warning that names the optimizer |
 
     Args:

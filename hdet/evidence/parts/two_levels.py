@@ -34,7 +34,7 @@ class Levels:
     of the run, and later where nothing says that it should leave: where the held-out loss does not exceed the training
     loss by two standard errors and 2 %, in fine-tuning (of a pretrained model) by two standard errors and a quarter.
     (Knobs that also act in eval mode are no regularisers, and never rest.) Where a window called for its bound
-    (`|t| > CERTAIN`), it rests until the run is twice as long.
+    (|t| of eight sub-batches above `CERTAIN`), it rests until the run is twice as long.
 
     Losses on two scales cannot be compared, and then such a base rests for good. The first windows that tell a training
     loss show it, by the rule of `hdet.controllers.vetoes.NeedsGap`. A base that comes to its bound after the run's
