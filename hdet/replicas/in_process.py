@@ -190,7 +190,8 @@ def micro_batches(model: nn.Module, optimizer: Optimizer, n: int) -> Seats:
 def transplant(source: tuple[nn.Module, Optimizer], target: tuple[nn.Module, Optimizer]) -> None:
     """Overwrite one model and its optimizer's state by another's; settings in parameter groups stay."""
     tensors.copy_(tensors.parameters(target[0]), tensors.parameters(source[0]))
-    tensors.copy_([tensors.local(b) for b in target[0].buffers()], [tensors.local(b) for b in source[0].buffers()])
+    buffers = [[tensors.local(buffer) for buffer in model.buffers()] for model in (target[0], source[0])]
+    tensors.copy_([tensors.resized(old, new.shape) for old, new in zip(*buffers, strict=True)], buffers[1])
     held = HeldOptimizer(source[1])
     held.take()
     held.put_back(target[1])

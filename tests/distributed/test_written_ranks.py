@@ -113,6 +113,25 @@ def grown() -> tuple[list[float], float]:
     return model.cache.tolist(), model.mean.item()  # type: ignore[operator]
 
 
+def exploited() -> list[float]:
+    """The cache of a member of a population, of which one takes the place of the other."""
+    rank, model = dist.get_rank(), Taught()
+    model.register_buffer("cache", torch.zeros(1), persistent=False)
+    replicas = hdet.distribute(model, optimizer_of(model.student))
+    knob, merge = hdet.LearningRate(evidence=hdet.evidence.Population()), hdet.merges.Exploit()
+    engine = hdet.Engine(replicas, [knob], window=2, total_steps=4, gradients="local", merge=merge)
+    train(engine, 1)
+    model.cache = torch.full((2 - rank,), float(rank))
+    train(engine, 2)
+    return model.cache.tolist()  # type: ignore[operator]
+
+
+def test_whoever_takes_a_members_place_has_its_cache() -> None:
+    one, other = launch(exploited, 2)
+    assert one == other
+    assert one in ([0.0, 0.0], [1.0])
+
+
 def test_a_cache_that_grows_with_each_ranks_data_stays_its_own() -> None:
     """Collectives of other lengths on each rank end the processes."""
     assert launch(grown, 2) == [([0.0], 0.5), ([1.0, 1.0], 0.5)]

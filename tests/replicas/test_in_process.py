@@ -15,6 +15,7 @@ from torch import nn
 import hdet
 from hdet.errors import ConfigError, StepError
 from hdet.replicas import Replicas
+from hdet.replicas.in_process import transplant
 
 
 def copies(problem: Any, n: int = 3, *middle: nn.Module) -> Replicas:
@@ -292,3 +293,11 @@ def test_a_cache_that_grows_with_a_replicas_data_stays_its_own(problem: Any) -> 
     for number, (model, _) in enumerate(replicas.hosts):
         assert model.cache.tolist() == [float(number)] * number  # type: ignore[operator]
         assert model[2].running_mean.tolist() == [1.0] * 6  # type: ignore[index]
+
+
+def test_whoever_takes_a_replicas_place_has_its_cache(problem: Any) -> None:
+    (first, *_), (second, *_) = hosts = copies(problem, 2).hosts
+    first.register_buffer("cache", torch.ones(3))
+    second.register_buffer("cache", torch.zeros(1))
+    transplant(*hosts)
+    assert second.cache.tolist() == [1.0, 1.0, 1.0]  # type: ignore[operator]

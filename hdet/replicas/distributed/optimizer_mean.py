@@ -19,7 +19,7 @@ from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.held_optimizer import home_of, kept_in_groups
 from hdet.replicas.optimizer_states import mean_number
-from hdet.replicas.tensors import SMALL, joined, local, parameters
+from hdet.replicas.tensors import SMALL, joined, local, parameters, resized
 from hdet.replicas.tensors import alike as like_tensors
 
 Entry = tuple[int, int, str]
@@ -139,8 +139,10 @@ def send(exchange: Exchange, host: tuple[nn.Module, Optimizer], place: int) -> N
     model, optimizer = host
     every = structure(optimizer)
     peer, group = exchange.layout.global_peers[place], exchange.layout.peers()
-    dist.send_object_list([(every, plain(optimizer), _numbers(optimizer))], peer, group=group, device=exchange.device)
-    for tensor in [*_of(model), *(_tensor(optimizer, entry) for entry in every)]:
+    shapes = [tuple(buffer.shape) for buffer in _buffers(model)]
+    told = (every, plain(optimizer), _numbers(optimizer), shapes)
+    dist.send_object_list([told], peer, group=group, device=exchange.device)
+    for tensor in [*parameters(model), *_buffers(model), *(_tensor(optimizer, entry) for entry in every)]:
         dist.send(tensor.to(exchange.device).contiguous(), peer, group=group)
 
 
@@ -151,9 +153,10 @@ def receive(exchange: Exchange, host: tuple[nn.Module, Optimizer], place: int) -
     peer, group = exchange.layout.global_peers[place], exchange.layout.peers()
     told: list[Any] = [None]
     dist.recv_object_list(told, peer, group=group, device=exchange.device)
-    every, others, numbers = told[0]
+    every, others, numbers, shapes = told[0]
     _keep_only(optimizer, every.keys() | others.keys())
-    for tensor in [*_of(model), *(_slot(optimizer, entry, *every[entry]) for entry in every)]:
+    buffers = [resized(buffer, shape) for buffer, shape in zip(_buffers(model), shapes, strict=True)]
+    for tensor in [*parameters(model), *buffers, *(_slot(optimizer, entry, *every[entry]) for entry in every)]:
         sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=exchange.device)
         dist.recv(sent, peer, group=group)
         tensor.copy_(sent)
@@ -161,8 +164,8 @@ def receive(exchange: Exchange, host: tuple[nn.Module, Optimizer], place: int) -
     _set_numbers(optimizer, numbers)
 
 
-def _of(model: nn.Module) -> list[Tensor]:
-    return [*parameters(model), *(local(buffer) for buffer in model.buffers())]
+def _buffers(model: nn.Module) -> list[Tensor]:
+    return [local(buffer) for buffer in model.buffers()]
 
 
 def mark(optimizer: Optimizer, device: torch.device) -> Tensor:
