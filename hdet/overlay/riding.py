@@ -204,13 +204,13 @@ class Riding:
 
     def after_step(self) -> None:
         """The optimizer has stepped."""
-        if not self._stepping:
+        if not self._stepping:  # a closure was not called, or no step of training was made
             if self.passes.begun:
                 self.warn(
                     f"the {type(self.optimizer).__name__} did not call the closure that its step was given, so hdet "
                     f"takes no part in this step: run forward and backward in the loop, and call step() without it"
                 )
-            return  # or no step of training was made
+            return
         self._stepping = False
         record = None
         try:

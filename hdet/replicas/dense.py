@@ -1,6 +1,8 @@
-"""What can be asked of a tensor: whether it is dense, has arithmetic, and can be written over."""
+"""What can be asked of a tensor: is it dense, has it arithmetic, can it be written over; and another shape for one."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,3 +29,8 @@ def can_be_written(tensor: Tensor) -> bool:
 
 def _apart(size: int, step: int) -> bool:
     return size <= 1 or step != 0
+
+
+def resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor itself, which from now on has this shape, and any values if it had another."""
+    return tensor if tensor.shape == torch.Size(shape) else tensor.resize_(shape)

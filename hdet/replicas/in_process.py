@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hdet.errors import ConfigError
 from hdet.hparams.param_groups import parameters_of
 from hdet.replicas import copies, optimizer_states, tensors, weighting
+from hdet.replicas.dense import resized
 from hdet.replicas.held_optimizer import HeldOptimizer
 from hdet.replicas.parallel import require_alone
 from hdet.replicas.replica import Replica
@@ -191,7 +192,7 @@ def transplant(source: tuple[nn.Module, Optimizer], target: tuple[nn.Module, Opt
     """Overwrite one model and its optimizer's state by another's; settings in parameter groups stay."""
     tensors.copy_(tensors.parameters(target[0]), tensors.parameters(source[0]))
     buffers = [[tensors.local(buffer) for buffer in model.buffers()] for model in (target[0], source[0])]
-    tensors.copy_([tensors.resized(old, new.shape) for old, new in zip(*buffers, strict=True)], buffers[1])
+    tensors.copy_([resized(old, new.shape) for old, new in zip(*buffers, strict=True)], buffers[1])
     held = HeldOptimizer(source[1])
     held.take()
     held.put_back(target[1])

@@ -32,11 +32,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """The tensor itself, which from now on has this shape, and any values if it had another."""
-    return tensor if tensor.shape == torch.Size(shape) else tensor.resize_(shape)
-
-
 def sharded_as(part: Tensor, live: Tensor) -> Tensor:
     """This rank's part of a tensor as one sharded like the live tensor; where that is not sharded, the part itself."""
     if not hasattr(live, "device_mesh"):

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from hdet.replicas.dense import can_be_written
+from hdet.replicas.dense import can_be_written, resized
 
 LARGE = 2**22
 """Bytes of a buffer that is copied for one evaluation only if another one has written it."""
@@ -163,10 +163,8 @@ class _Held:
             if now.get(name) is not buffer:
                 self.module._buffers[name] = buffer
             if name in self._values and buffer is not None:
-                part, value = _part(buffer), self._values[name]
-                if part.shape != value.shape:
-                    part.resize_(value.shape)
-                part.copy_(value)
+                value = self._values[name]
+                resized(_part(buffer), value.shape).copy_(value)
         if any(now.get(name) is self._buffers[name] and name not in self._values for name in self.written):
             return  # what was written is lost, and what goes with it stays with it
         vars(self.module).update({name: own for name, own in self._attributes.items() if isinstance(own, PLAIN)})

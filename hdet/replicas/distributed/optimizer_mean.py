@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from hdet.replicas import optimizer_states
+from hdet.replicas.dense import resized
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.held_optimizer import home_of, kept_in_groups
 from hdet.replicas.optimizer_states import mean_number
-from hdet.replicas.tensors import SMALL, joined, local, parameters, resized
+from hdet.replicas.tensors import SMALL, joined, local, parameters
 from hdet.replicas.tensors import alike as like_tensors
 
 Entry = tuple[int, int, str]
