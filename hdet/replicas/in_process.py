@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hdet.errors import ConfigError
 from hdet.hparams.param_groups import parameters_of
 from hdet.replicas import copies, optimizer_states, tensors, weighting
-from hdet.replicas.dense import resized
+from hdet.replicas.dense import can_be_written, resized
 from hdet.replicas.held_optimizer import HeldOptimizer
 from hdet.replicas.parallel import require_alone
 from hdet.replicas.replica import Replica
@@ -62,7 +62,7 @@ class Copies(InProcess):
             for part, own in weighting.runs(weights):
                 _mean([parameters[part] for parameters in moving], own)
         else:
-            every = [tensors.parameters(model) for model, _ in self.hosts]
+            every = _can_be_written([tensors.parameters(model) for model, _ in self.hosts])
             self._merge(every, [tensors.is_inexact(own) for own in every[0]], shares)
         self._mean_buffers(shares)
         if failed:
@@ -89,8 +89,11 @@ class Copies(InProcess):
         sound = [tensors.with_mean(model) for (model, _), share in zip(self.hosts, shares, strict=True) if share]
         averaged = [all(flags) for flags in zip(*sound, strict=True)]
         members = [list(model.buffers()) for model, _ in self.hosts]
-        # A cache that grows with each replica's data is each one's own.
-        fits = [len({(one.shape, one.dtype) for one in each}) == 1 for each in zip(*members, strict=True)]
+        # A cache that grows with each replica's data is each one's own, and so is what cannot be written over.
+        fits = [
+            len({(one.shape, one.dtype) for one in each}) == 1 and all(map(can_be_written, each))
+            for each in zip(*members, strict=True)
+        ]
         self._merge([list(compress(own, fits)) for own in members], list(compress(averaged, fits)), shares)
 
     @staticmethod
@@ -190,12 +193,19 @@ def micro_batches(model: nn.Module, optimizer: Optimizer, n: int) -> Seats:
 
 def transplant(source: tuple[nn.Module, Optimizer], target: tuple[nn.Module, Optimizer]) -> None:
     """Overwrite one model and its optimizer's state by another's; settings in parameter groups stay."""
-    tensors.copy_(tensors.parameters(target[0]), tensors.parameters(source[0]))
-    buffers = [[tensors.local(buffer) for buffer in model.buffers()] for model in (target[0], source[0])]
+    models = (target[0], source[0])
+    tensors.copy_(*_can_be_written([tensors.parameters(model) for model in models]))
+    buffers = _can_be_written([[tensors.local(buffer) for buffer in model.buffers()] for model in models])
     tensors.copy_([resized(old, new.shape) for old, new in zip(*buffers, strict=True)], buffers[1])
     held = HeldOptimizer(source[1])
     held.take()
     held.put_back(target[1])
+
+
+def _can_be_written(members: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Of each member's tensors those that can be written over in all: others, as sparse ones, nothing trains."""
+    both = [all(map(can_be_written, each)) for each in zip(*members, strict=True)]
+    return [list(compress(own, both)) for own in members]
 
 
 def _mean(members: Sequence[Sequence[Tensor]], shares: Sequence[float]) -> None:

@@ -154,10 +154,11 @@ def gradient(parameter: nn.Parameter) -> Tensor:
 def with_mean(model: nn.Module) -> list[bool]:
     """Which of `model.buffers()` can be averaged; of the others one replica's are taken over. Synchronises.
 
-    Counters and masks of booleans have no mean, nor has a buffer that holds an infinity, such as a causal mask.
+    Counters and masks of booleans have no mean, nor has a buffer that holds an infinity, such as a causal mask, nor one
+    without arithmetic.
     """
     buffers = list(model.buffers())
-    real = [number for number, buffer in enumerate(buffers) if buffer.is_floating_point() and buffer.numel()]
+    real = [n for n, b in enumerate(buffers) if b.is_floating_point() and has_arithmetic(b) and b.numel()]
     averaged = dict(zip(real, finite([buffers[number] for number in real]).tolist() if real else [], strict=True))
     return [averaged.get(number, False) for number in range(len(buffers))]
 

@@ -301,3 +301,34 @@ def test_whoever_takes_a_replicas_place_has_its_cache(problem: Any) -> None:
     second.register_buffer("cache", torch.zeros(1))
     transplant(*hosts)
     assert second.cache.tolist() == [1.0, 1.0, 1.0]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.eye(3).to_sparse(),
+        torch.full((1, 3), 0.3).expand(3, 3),
+        nn.Parameter(torch.full((1, 3), 0.3).expand(3, 3), requires_grad=False),
+        torch.ones(3).to(torch.float8_e4m3fn),
+        torch.ones(3, device="meta"),
+    ],
+    ids=["sparse", "expanded", "expanded and frozen", "float8", "meta"],
+)
+def test_what_has_no_mean_or_cannot_be_written_over_stays_each_replicas_own(odd: torch.Tensor, problem: Any) -> None:
+    """As the adjacency matrix of a graph network, which is often sparse."""
+    model = problem.model()
+    if isinstance(odd, nn.Parameter):
+        model.odd = odd
+    else:
+        model.register_buffer("odd", odd)
+    replicas = hdet.replicate(model, torch.optim.AdamW(model[0].parameters(), lr=0.1), n=2)
+    other = replicas.hosts[1][0]
+    with torch.no_grad():
+        other[0].weight.add_(1.0)  # type: ignore[operator, index]
+    expected = (model[0].weight + other[0].weight).detach() / 2  # type: ignore[index]
+    replicas.mean([True, True], "average")
+    assert torch.allclose(model[0].weight, expected)
+    with torch.no_grad():
+        other[0].weight.add_(1.0)  # type: ignore[operator, index]
+    replicas.copy([1, 1])
+    assert torch.equal(model[0].weight, other[0].weight)  # type: ignore[index]
