@@ -42,41 +42,41 @@ def optimizer_by_name(
     indices = [index for group in state["param_groups"] for index in group["params"]]
     parameters = parameters_of(optimizer)
     held = state["state"]
-    trained = {
-        each: each.requires_grad if wanted is None else name in wanted
-        for name, each in zip(names, parameters, strict=True)
+    asked = {
+        each: each.requires_grad or bool(held.get(index)) if wanted is None else name in wanted
+        for name, index, each in zip(names, indices, parameters, strict=True)
     }
     group_of = {each: number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
     stepped_by = {each: steps_by(optimizer, optimizer.param_groups[number]) for each, number in group_of.items()}
     # Parameters of one kind have states with the same entries, of the same shapes.
     kinds = {each: (number, each.shape, each.dtype) for each, number in group_of.items()}
     samples: dict[tuple[int, torch.Size, torch.dtype], tuple[Named, nn.Parameter]] = {}
-    tried = False
+    made: dict[nn.Parameter, Named] | None = None
     for index, parameter in zip(indices, parameters, strict=True):
         # The point may be from before the first step.
         entries = held.get(index) or optimizer.state.get(parameter)
         if entries:
             samples.setdefault(kinds[parameter], (dict(entries), parameter))
     for parameter in parameters:
-        if not trained[parameter] or kinds[parameter] in samples:
+        if not asked[parameter] or kinds[parameter] in samples:
             continue
         group = optimizer.param_groups[group_of[parameter]]
         entries = made_state(stepped_by[parameter], group, torch.zeros_like(parameter))
         if entries is not None:
             samples[kinds[parameter]] = (entries, parameter)
-        elif not optimizer.state and not tried:
-            tried = True
-            samples.update({kinds[each]: (own, each) for each, own in _made(optimizer, trained).items()})
+        elif not optimizer.state and made is None:
+            made = _made(optimizer, asked)
+            samples.update({kinds[each]: (own, each) for each, own in made.items()})
         # Else the state of another shape, that tells most: of no dimensions a step count has the parameter's shape.
         others = [one for one in samples.values() if stepped_by[one[1]] is stepped_by[parameter]]
         samples.setdefault(kinds[parameter], max(others, key=lambda one: one[1].dim(), default=({}, parameter)))
     for name, index, parameter in zip(names, indices, parameters, strict=True):
-        if held.get(index) and (wanted is None or name in wanted):
+        if held.get(index) and asked[parameter]:
             found[name] = dict(held[index])
             continue
         stateless.append(name)
         entries, owner = samples.get(kinds[parameter], ({}, parameter))
-        if trained[parameter] and entries:
+        if asked[parameter] and entries:
             found[name] = {key: _zeros(value, owner, parameter) for key, value in entries.items()}
     return found, stateless
 
@@ -107,9 +107,9 @@ def _names(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
             yield names[id(parameter)]
 
 
-def _made(optimizer: Optimizer, trained: Mapping[nn.Parameter, bool]) -> dict[nn.Parameter, Named]:
+def _made(optimizer: Optimizer, asked: Mapping[nn.Parameter, bool]) -> dict[nn.Parameter, Named]:
     """What an optimizer without a state makes of parameters, found by an update of nothing at learning rate zero."""
-    parameters = [parameter for parameter in parameters_of(optimizer) if trained[parameter]]
+    parameters = [parameter for parameter in parameters_of(optimizer) if asked[parameter]]
     gradients = [parameter.grad for parameter in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     before = tensors.clones([tensors.local(parameter.detach()) for parameter in parameters])
