@@ -24,6 +24,8 @@ from hdet.replicas import tensors
 from hdet.replicas.distributed import Ranks
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.distributed.lost_rank import translated
+from hdet.spec import some
+from hdet.user_warning import warn
 
 
 class ReplicaControlPart(Strict):
@@ -78,6 +80,9 @@ class Stateful:
     - `model`: parameters and buffers by name, as in the model's own state dict.
     - `optimizer`: by parameter name, its state's tensors.
     - `control`: bytes by `torch.save` of plain numbers: window, step, bases, controllers, parameter groups.
+
+    So parameters have to be trained at the load that were at the save. Else the state of some is left out, which is
+    warned of, or torch.distributed.checkpoint misses what was never saved. `CheckpointFolder` reads first whose it is.
 
     What a guard would go back to is not in it: after a load it looks for the best point anew, and has no first one. Nor
     are the means of a tail, which begins anew, nor tensors that a merge remembers: an outer optimizer has none before
@@ -157,6 +162,13 @@ class Stateful:
                 "this checkpoint is of a bare hdet.checkpoints.Stateful, which leaves out what a merge remembers: the "
                 "outer optimizer begins anew; save by hdet.checkpoints.CheckpointFolder to go on with its state",
                 stacklevel=2,
+            )
+        left_out = sorted({*(control.get("named") or ())} - {*control["stateless"], *state["optimizer"]})
+        if left_out:
+            warn(
+                f"the optimizer state of {some(left_out)} is in this checkpoint and was not asked for, since a bare "
+                f"hdet.checkpoints.Stateful asks for that of the parameters that are trained as it is loaded: thaw "
+                f"before it those that were trained at the save, or save by hdet.checkpoints.CheckpointFolder"
             )
         model, optimizer = self.engine.hosts[0]
         shared = {"model": state["model"], "optimizer": optimizer_state(model, optimizer, state["optimizer"], control)}

@@ -10,11 +10,13 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import hdet
 from hdet.checkpoints.manifest import content
@@ -305,6 +307,31 @@ def test_a_save_in_the_background_gets_its_name_without_anybody_waiting(
     assert hdet.checkpoints.CheckpointFolder(tmp_path).resume(start()) == 4
 
 
+def begun(frozen: bool, merge: hdet.merges.Merge) -> hdet.Engine:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    model[0].requires_grad_(not frozen)
+    replicas = hdet.replicate(model, torch.optim.AdamW(model.parameters(), lr=0.01), n=2)
+    return hdet.Engine(replicas, [], window=4, gradients="local", total_steps=12, merge=merge)
+
+
+def train_thawing(engine: hdet.Engine, until: int) -> None:
+    """The first layer is thawed at step 4."""
+    while engine.step_count < until:
+        losses = []
+        for replica in engine.replicas:
+            replica.model[0].requires_grad_(engine.step_count >= 4)
+            drawn = torch.Generator().manual_seed(10 * engine.step_count + replica.index)
+            with replica:
+                loss = replica.model(torch.randn(4, 4, generator=drawn)).square().mean()
+                loss.backward()
+            losses.append(loss.detach())
+        for optimizer in engine.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.step(losses)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("at", [4, 8])
 @pytest.mark.parametrize("frozen", [True, False])
@@ -314,32 +341,22 @@ def test_a_layer_that_is_thawed_in_the_run_may_be_frozen_or_not_as_it_is_resumed
 ) -> None:
     """The optimizer's state is that which was saved, whoever is trained when it is loaded."""
 
-    def begun(frozen: bool) -> hdet.Engine:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
-        model[0].requires_grad_(not frozen)
-        replicas = hdet.replicate(model, torch.optim.AdamW(model.parameters(), lr=0.01), n=2)
-        return hdet.Engine(replicas, [], window=4, gradients="local", total_steps=12, merge=merge)
-
-    def train(engine: hdet.Engine, until: int) -> None:
-        while engine.step_count < until:
-            losses = []
-            for replica in engine.replicas:
-                replica.model[0].requires_grad_(engine.step_count >= 4)
-                drawn = torch.Generator().manual_seed(10 * engine.step_count + replica.index)
-                with replica:
-                    loss = replica.model(torch.randn(4, 4, generator=drawn)).square().mean()
-                    loss.backward()
-                losses.append(loss.detach())
-            for optimizer in engine.optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            engine.step(losses)
-
-    whole, first, second = begun(True), begun(True), begun(frozen)
-    train(whole, 12)
-    train(first, at)
+    whole, first, second = begun(True, merge), begun(True, merge), begun(frozen, merge)
+    train_thawing(whole, 12)
+    train_thawing(first, at)
     hdet.checkpoints.CheckpointFolder(tmp_path).save(first)
     assert hdet.checkpoints.CheckpointFolder(tmp_path).resume(second) == at
-    train(second, 12)
+    train_thawing(second, 12)
     assert_same(second.replicas[0].model.state_dict(), whole.replicas[0].model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_bare_state_says_whose_optimizer_state_it_leaves_out(frozen: bool, tmp_path: Path) -> None:
+    saved, again = begun(True, hdet.merges.Mean()), begun(frozen, hdet.merges.Mean())
+    train_thawing(saved, 8)
+    dcp.save({"hdet": hdet.checkpoints.Stateful(saved)}, checkpoint_id=tmp_path)
+    match = r"state of '0\.bias', '0\.weight' is in this checkpoint and was not asked for"
+    with pytest.warns(UserWarning, match=match) if frozen else nullcontext():
+        dcp.load({"hdet": hdet.checkpoints.Stateful(again)}, checkpoint_id=tmp_path)
+    assert again.step_count == 8
