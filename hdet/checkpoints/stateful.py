@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ class ControlPart(ReplicaControlPart):
     named: list[str] | None = None
     replicas: list[str]
     merge: MergeControlPart | None = None
+    noise_scale: dict[str, float | None] | None = None
 
 
 class Stateful:
@@ -183,6 +184,7 @@ class Stateful:
             {
                 **{key: control[key] for key in ("format", "config", "size", "window", "finished", "restores")},
                 "met": control.get("met"),
+                "noise_scale": control.get("noise_scale"),
                 "knobs": control["knobs"],
                 "collectors": control["collectors"],
                 "watch": {"held": None, "first": None} if self.engine.cycle.watch is not None else None,
@@ -249,6 +251,7 @@ class Stateful:
             "finished": engine.finished,
             "restores": engine.cycle.restores,
             "step": step_of(engine),
+            "noise_scale": None if engine.noise_scale is None else asdict(engine.noise_scale),
             "knobs": {knob.name: knob.state_dict() for knob in engine.knobs},
             # Tensors in there belong to the window under way, which is run again.
             "collectors": [_without_tensors(collector.state_dict()) for collector in engine.cycle.collectors],

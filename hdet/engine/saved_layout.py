@@ -95,6 +95,7 @@ class StatePart(Strict):
     watch: dict[str, Any] | None
     tail: TailPart | None = None
     merge: MergePart | None = None
+    noise_scale: dict[str, float | None] | None = None
     knobs: dict[str, KnobPart]
     collectors: list[dict[str, Any]]
     open: OpenPart | None

@@ -10,6 +10,7 @@ Layout (format 3)::
     watch                      what the guard knows, the point it would go back to included
     tail                       means of the weights over parts of the run, as far as it has come
     merge                      its declaration, and what it remembers between windows
+    noise_scale                that of the last window that has one
     open                       the window under way: step, tally, evidence, and each replica's model and optimizer
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 
 from hdet.engine.cycle import Cycle
 from hdet.engine.declaration import plain
+from hdet.engine.noise_scale import NoiseScale
 from hdet.engine.saved_layout import require_fit
 from hdet.errors import CheckpointError, HdetError
 from hdet.hparams import LearningRate
@@ -69,6 +71,7 @@ def state_dict(cycle: Cycle, leave_out: Collection[str] = ()) -> dict[str, Any]:
         "knobs": {knob.name: knob.state_dict() for knob in cycle.knobs},
         "collectors": [collector.state_dict() for collector in cycle.collectors],
         "merge": {"declared": cycle.plan.merge.to_dict(), "state": cycle.merger.state_dict()},
+        "noise_scale": asdict(cycle.noise_scale) if cycle.noise_scale is not None else None,
         "open": None
         if fresh or cycle.finished
         else {
@@ -265,6 +268,8 @@ def _load_point(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> No
 def _take_up(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> None:
     """Open the window, and go on in it where it is the same."""
     cycle.resume(state["window"], state["finished"], _met(state))
+    told = state.get("noise_scale")  # states of older versions lack it
+    cycle.noise_scale = NoiseScale(**told) if told and cycle.noise is not None else None
     cycle.merger.forget()
     merge = state.get("merge") or {}
     if merge.get("state"):

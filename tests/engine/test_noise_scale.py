@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -211,6 +212,23 @@ def test_a_resume_in_mid_window_knows_the_steps_before() -> None:
     train(begun, until=80, generator=generator)
     resumed.load_state_dict(begun.state_dict())
     assert train(resumed, generator=generator).noise_scale == pytest.approx(record.noise_scale)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("until", [20, 25])
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_resumed_run_knows_the_scale_of_the_window_before(folder: bool, until: int, tmp_path: Path) -> None:
+    begun, resumed = engine_of(steps=20, windows=2), engine_of(steps=20, windows=2)
+    train(begun, until=until)
+    if folder:
+        hdet.checkpoints.CheckpointFolder(tmp_path).save(begun)
+        hdet.checkpoints.CheckpointFolder(tmp_path).resume(resumed)
+    else:
+        resumed.load_state_dict(begun.state_dict())
+    assert resumed.noise_scale == begun.noise_scale is not None
+    older = {key: value for key, value in begun.state_dict().items() if key != "noise_scale"}
+    resumed.load_state_dict(older)
+    assert resumed.noise_scale is None
 
 
 def test_sparse_gradients_are_read_by_what_they_hold() -> None:
