@@ -283,6 +283,8 @@ class ContrastCollector(Collector):
             "stateless": self.stateless,
             "step": self.step,
             "trained": self.folding.flags,
+            "renewed": self.renewed,
+            "in_vain": self.in_vain,
         }
 
     def load_state_dict(self, state: dict[str, Any], window: Window | None) -> None:
@@ -294,6 +296,7 @@ class ContrastCollector(Collector):
         trained = state.get("trained", self.folding.flags)  # states of older versions lack it
         if trained != self.folding.flags and len(trained) == len(self.folding.flags):
             self.folding = GradientSketch.as_trained(self.scene.replicas.hosts, self.spec.sketch, trained)
+        self.renewed, self.in_vain = state.get("renewed", False), state.get("in_vain", 0)
         sketch = self.folding.sketch
         self.record.load_state_dict(state["record"], sketch.device, sketch.size, window is not None)
         if window is not None:

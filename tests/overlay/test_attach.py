@@ -542,12 +542,29 @@ def test_a_dropout_that_is_replaced_is_said_once(swapped: bool) -> None:
     assert model[2].p == 0.5
 
 
-def test_layers_that_take_turns_faster_than_a_record_fills_are_said_once() -> None:
+def layers_in_turns() -> tuple[nn.Module, torch.optim.Optimizer, hdet.Search]:
     model = network()
     optimizer = adamw(model)
     search = hdet.attach(model, optimizer, probe=probe(), total_steps=10 * STEPS, window=5, quiet=True)
     model.register_forward_pre_hook(lambda *_: model[0].requires_grad_(search.engine.step_count // 4 % 2 == 0) and None)
+    return model, optimizer, search
+
+
+def test_layers_that_take_turns_faster_than_a_record_fills_are_said_once() -> None:
+    model, optimizer, search = layers_in_turns()
     with pytest.warns(UserWarning, match="frozen or thawed in 5 windows on end") as said:
         loop(model, optimizer, search=search, stop=2 * STEPS)
     assert len(said) == 1
     assert search.shifts["dropout"].factor == 1.0
+
+
+def test_a_resumed_run_says_so_when_the_whole_one_does() -> None:
+    for stop in (13, 15):
+        model, optimizer, search = layers_in_turns()
+        loop(model, optimizer, search=search, stop=stop)
+        state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), search.state_dict()))
+        model, optimizer, search = layers_in_turns()
+        for part, own in zip((model, optimizer, search), state, strict=True):
+            part.load_state_dict(own)
+        with pytest.warns(UserWarning, match="frozen or thawed in 5 windows on end"):
+            loop(model, optimizer, search=search, start=stop, stop=25)
