@@ -107,7 +107,8 @@ class WindowRecord:
         course: by knob, its base at each step of the window; one number alone where that did not change. Empty in a
             history written without it.
         reasons: by knob, which `rule` asked for the move and which `veto` held it back, for controllers that tell
-            (`hdet.controllers.Ruled`); a key is absent where there was none.
+            (`hdet.controllers.Ruled`); and after which turn of the run the `guard` moved it, a fault's kind. A key is
+            absent where there was none.
         replicas: N; 0 in a history written without it, whose losses are those of all.
         ranges: by knob, the lowest and the highest value of all replicas; empty where `values` has them all.
         best_schedule: by knob of a population, in its last window, the value at each step of the run in the line of

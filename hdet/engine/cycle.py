@@ -325,12 +325,13 @@ class Cycle:
             went_back = self._guard(harvest, bases, estimates, moves, context)
             if went_back is not None:
                 faults.append(went_back.fault)
+                reasons = _with_guard(reasons, went_back.moves, went_back.fault["kind"])
                 moves = _sum(moves, went_back.moves)
             elif self.tail is not None and self.tail.covers(window.start):
                 ended = self._follow_tail(self.tail, harvest)
         else:
             self.restores += 1
-            faults.append(recovery.restore(self.plan, self.anchor))
+            faults.append(fault := recovery.restore(self.plan, self.anchor))
             self._tell_of_copies(self.merger.restored())
             self._forget_weights()
             self._sound = np.ones_like(closed.valid)
@@ -338,6 +339,7 @@ class Cycle:
                 ended = self._settle(self.tail, window.index)
             if self.watch is not None and not (self.restores == 1 and _by_buffers(closed.faults)):
                 moves = recovery.retreat(self.knobs, bases, self._context(window, None))
+                reasons = _with_guard(reasons, moves, fault["kind"])
         noise = self.noise.read() if self.noise is not None else None
         self.noise_scale = noise or self.noise_scale
         now = time.perf_counter()
@@ -597,3 +599,8 @@ def _by_buffers(faults: Iterable[Mapping[str, Any]]) -> bool:
 
 def _sum(moves: dict[str, float], more: dict[str, float]) -> dict[str, float]:
     return {name: move + more[name] for name, move in moves.items()}
+
+
+def _with_guard(reasons: dict[str, dict[str, str]], moves: dict[str, float], turn: str) -> dict[str, dict[str, str]]:
+    """Reasons by knob, with the turn of the run by which the guard moved a base too."""
+    return reasons | {name: {**reasons.get(name, {}), "guard": turn} for name, move in moves.items() if move}

@@ -189,6 +189,8 @@ def test_it_goes_back_to_the_best_window_and_no_further() -> None:
     engine = make(TOO_LARGE, guard=Rewind())
     records = train(engine)
     stop, best = rewinds(records)[0]
+    (told,) = (record.reasons["learning_rate"] for record in records if record.stop == stop)
+    assert told["guard"] == "rewound"
     before = [record for record in records if record.stop <= stop]
     losses = [sum(loss for loss in record.losses if loss is not None) for record in before]
     assert before[losses.index(min(losses))].stop == best
@@ -261,7 +263,9 @@ def test_where_all_replicas_became_non_finite_the_rate_retreats_too(guard: Guard
     (knob,) = engine.knobs
     if guard is None:
         assert (record.moves["learning_rate"], knob.state) == (0.0, state)
+        assert record.reasons == {}
         return
+    assert record.reasons["learning_rate"] == {"guard": "restored"}
     worked = record.bases["learning_rate"]
     assert worked > before
     assert engine.bases["learning_rate"] == pytest.approx(worked / 3)
@@ -283,6 +287,7 @@ def test_where_buffers_alone_were_not_finite_no_rate_is_to_blame() -> None:
         ("restored", None),
     ]
     assert record.moves["learning_rate"] == 0.0
+    assert record.reasons == {}
     (record,) = train(engine, 32, report=poison)
     assert record.moves["learning_rate"] < -1.0, "twice on end it may be the rate: activations overflow too"
     with pytest.raises(
@@ -329,6 +334,7 @@ def test_where_looking_ahead_brought_the_rate_down_far_the_run_begins_anew(
     engine = looking_ahead(10.0, Rewind(overshoot=1.3), model=model, copies=copies, n=n)
     records = until_it_began_anew(engine)
     assert restarts(records) == [(engine.step_count, 0)]
+    assert records[-1].reasons["learning_rate"]["guard"] == "restarted"
     lowered = [record.moves["learning_rate"] for record in records]
     lowered[-1] += math.log(3.0)
     assert sum(lowered) < -math.log(1.3) < sum(lowered[:-1])
