@@ -18,6 +18,7 @@ import hdet
 from hdet.app.run import Run, RunConfig, RunFolder, Watcher
 from hdet.app.run.plain import train_plain
 from hdet.errors import CheckpointError, ConfigError, HdetError, MatchError
+from hdet.files import replace
 from hdet.history import WindowRecord
 
 DIGITS: dict[str, Any] = {
@@ -173,7 +174,7 @@ def test_checkpoints_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError("disk full")
 
     monkeypatch.setattr(torch, "save", torn)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(CheckpointError, match=r"could not be written \(disk full\); the one before it is whole"):
         folder.save_checkpoint({"n": 2})
     assert folder.load_checkpoint() == {"n": 1}
 
@@ -515,6 +516,29 @@ def test_a_picture_that_cannot_be_written_costs_nothing_else(
     assert sorted(path.name for path in folder.iterdir()) == [name for name in FILES if name != "bases.png"]
     assert json.loads((folder / "result.json").read_text())["test_loss"] == result.test_loss
     assert same(model_of(folder), model_of(finished))
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_a_result_that_cannot_be_written_is_told_and_written_later(
+    room: int, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full as the run ends, or as the one that it is compared with does."""
+    results = 0
+
+    def full(path: Path, content: bytes) -> None:
+        nonlocal results
+        results += path.name == "result.json"
+        if results > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(path, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hdet.app.run.folder.replace", full)
+        with pytest.raises(HdetError, match=r"result.json could not be written \(.*No space.*make room, and go on"):
+            Run(CONFIG, tmp_path / "run")(compare=True)
+    result = Run(CONFIG, tmp_path / "run", resume=True)(compare=True)
+    assert result.plain is not None
+    assert result.test_loss == json.loads((finished / "result.json").read_text())["test_loss"]
 
 
 def test_a_run_without_knobs_draws_nothing(tmp_path: Path) -> None:

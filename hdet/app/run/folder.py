@@ -108,7 +108,11 @@ class RunFolder:
 
     def save_result(self, result: dict[str, Any]) -> None:
         """Keep the numbers the run ended with."""
-        replace(self.result, (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
+        content = json.dumps(result, indent=2, allow_nan=False) + "\n"
+        try:
+            replace(self.result, content.encode())
+        except OSError as error:
+            raise HdetError(f"{self.result} could not be written ({error}); make room, and go on by --resume") from None
 
     def load_result(self) -> dict[str, Any] | None:
         """The numbers a finished run ended with."""
@@ -126,7 +130,7 @@ class RunFolder:
         try:
             with replaced(path) as part:
                 torch.save(state, part)
-        except RuntimeError as error:  # how torch tells of a full disk
+        except (RuntimeError, OSError) as error:  # torch tells of a full disk by the first
             before = "the one before it is whole" if path.exists() else "there is none before it"
             raise CheckpointError(f"{path} could not be written ({error}); {before}") from None
 
