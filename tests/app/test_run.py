@@ -518,6 +518,20 @@ def test_a_picture_that_cannot_be_written_costs_nothing_else(
     assert same(model_of(folder), model_of(finished))
 
 
+def test_a_comparison_that_is_interrupted_is_no_longer_watched(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    class Interrupted(Watcher):
+        def begin(self, phase: str, first: int, steps: int) -> None:
+            if phase == "plain":
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Run(CONFIG, folder)(compare=True, watcher=Interrupted())
+    assert json.loads((folder / "result.json").read_text())["comparing"] is False
+    assert Run(CONFIG, folder, resume=True)(compare=True).plain is not None
+
+
 @pytest.mark.parametrize("room", [0, 1])
 def test_a_result_that_cannot_be_written_is_told_and_written_later(
     room: int, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

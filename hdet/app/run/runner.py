@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,7 +41,7 @@ class Result:
         knobs: what moved each knob, on what evidence, and what is still asked for.
         facts: what data the task loaded.
         plain: the same run without hdet, `test_loss` and `seconds`, where it was asked for.
-        comparing: whether that run has been asked for and has not ended yet.
+        comparing: whether that run is under way, or about to be.
         faults: how many faults the history holds.
         ended: which weights it ended with, in words; nothing for the last ones.
         versions: of Python and of the packages the numbers depend on.
@@ -132,7 +132,12 @@ class Run:
             led(lambda: self.folder.save_result(marked.to_dict()))
         if compare and leads():
             began = time.perf_counter()
-            model = train_plain(self.config, self.workload, watcher)
+            try:
+                model = train_plain(self.config, self.workload, watcher)
+            except BaseException:
+                with suppress(HdetError):  # which would hide why
+                    self.folder.save_result(replace(result, comparing=False).to_dict())
+                raise
             seconds = time.perf_counter() - began
             plain = {"test_loss": _finite(self.workload.test_loss(model)), "seconds": seconds}
             result = replace(result, plain=plain, comparing=False)
