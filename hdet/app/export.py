@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from hdet.app.output import writing
 from hdet.app.report import reported_run
 from hdet.errors import ConfigError, HdetError
 from hdet.files import replace
@@ -82,12 +83,10 @@ def export(
     if out is None:
         print(text, end="")
         return
-    try:
+    with writing(out, "--out"):
         if out.is_dir():
             raise IsADirectoryError("it is a folder")
         replace(out, text.encode())
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error}; choose another --out") from None
     print(f"{out} written")
 
 

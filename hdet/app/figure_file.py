@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from hdet.app.output import writing
 from hdet.errors import ConfigError
 from hdet.report.figures import blank_figure
 
@@ -21,18 +20,9 @@ def require_figure(path: Path) -> None:
     if path.suffix not in (".pdf", ".svg", ".png"):
         raise ConfigError(f"--figure {path}: figures are written as .pdf, .svg or .png; give such a name")
     blank_figure(1.0, 1.0)
-    with writing(path):
+    with writing(path, "--figure"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise PermissionError("it may not be written")
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """What goes wrong with the file in the block is a ConfigError."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}; choose another --figure") from None

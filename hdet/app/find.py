@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from hdet.app.figure_file import require_figure, writing
+from hdet.app.figure_file import require_figure
+from hdet.app.output import writing
 from hdet.app.run.config import RunConfig
 from hdet.errors import ConfigError
 from hdet.hparams import LearningRate, Schedule
@@ -65,7 +66,7 @@ def find(
     if peak != declared.optimizer.lr:
         print(f"# {config} gives its schedule a peak of its own, {peak:g}: set that too")
     if figure is not None:
-        with writing(figure):
+        with writing(figure, "--figure"):
             estimate.plot().savefig(figure, dpi=200)
         print(f"{figure} written")
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hdet.app.output import writing
 from hdet.app.run.folder import RunFolder
 from hdet.document import read
 from hdet.errors import ConfigError
@@ -35,19 +36,15 @@ def report(
     if figures is not None:
         for run in given:
             folder = figures if len(given) == 1 else figures / run.name
-            try:
+            with writing(folder, "--figures"):
                 written = save_figures(run.windows, folder, title=title or run.name)
-            except OSError as error:
-                raise ConfigError(f"figures cannot be written to {folder}: {error}; choose another --figures") from None
             print(f"{len(written)} figures written to {folder}")
         return
     beside = runs[0] if runs[0].is_dir() else runs[0].parent
     target = out if out is not None else (beside if len(given) == 1 else Path()) / PAGE
     text = page(given, title=title)
-    try:
+    with writing(target, "--out"):
         target.write_bytes(text.encode("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the page cannot be written to {target}: {error}; choose another --out") from None
     print(f"{target} written; open it in a browser")
 
 

@@ -205,7 +205,7 @@ def test_what_cannot_be_exported_is_named(over: Path, tmp_path: Path, capsys: py
     assert call("export", str(path), "--as", "lambda-lr", "--knob", "weight_decay") == 2
     for folder in (".", "/", tmp_path):
         assert call("export", str(over), "--out", str(folder)) == 2
-        assert f"{folder} cannot be written: it is a folder; choose another --out" in capsys.readouterr().err
+        assert f"{folder} cannot be written to: it is a folder; choose another --out" in capsys.readouterr().err
     (tmp_path / "bare").mkdir()
     hdet.History(tmp_path / "bare" / "history.jsonl").append(
         WindowRecord(0, 0, 10, {}, {}, [2.0], {}, {}, merged=False)

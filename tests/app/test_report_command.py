@@ -100,7 +100,7 @@ def test_where_there_is_no_run_or_no_place_for_the_page_it_says_so(
     assert run(tmp_path) == 2
     assert "holds no run" in capsys.readouterr().err
     assert run(written(tmp_path / "one"), "--out", tmp_path / "no" / "page.html") == 2
-    assert "the page cannot be written to" in capsys.readouterr().err
+    assert f"{tmp_path / 'no' / 'page.html'} cannot be written to: " in capsys.readouterr().err
     (tmp_path / "taken").write_text("")
     assert run(tmp_path / "one", "--figures", tmp_path / "taken") == 2
     assert "choose another --figures" in capsys.readouterr().err

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hdet.app.figure_file import require_figure, writing
+from hdet.app.figure_file import require_figure
+from hdet.app.output import writing
 from hdet.app.planning.identifiable import Need, by_noise, by_pilot
 from hdet.app.planning.picture import line, plan_figure, ruler
 from hdet.app.planning.pilot import Pilot, pilot
@@ -63,7 +64,7 @@ def plan(
         raise ConfigError(f"--pilot {windows}: the run has {_windows(len(seen.windows))}; give fewer")
     _show(config, seen, engine.home.size)
     if figure is not None:
-        with writing(figure):
+        with writing(figure, "--figure"):
             plan_figure(seen, title=config.stem).savefig(figure, dpi=200)
         print(f"{figure} written")
     print(_held(declared, engine))
