@@ -329,7 +329,11 @@ class FunctionBinding:
         return frozenset({(id(self.model), self.name)})
 
     def read(self) -> float:
-        return float(self.get(self.model))
+        found = self.get(self.model)
+        try:
+            return float(found)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"its get= has to return one number, and gave {found!r:.60} ({error})") from error
 
     def write(self, value: float) -> None:
         self.set(self.model, value)

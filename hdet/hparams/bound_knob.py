@@ -57,7 +57,7 @@ class BoundKnob:
         self.evidence = spec.evidence
         self.name = spec.label
         self.bindings = list(bindings)
-        self.schedule = spec.schedule if spec.schedule is not None else Constant(_base(self.bindings[0], self.name))
+        self.schedule = spec.schedule if spec.schedule is not None else _base(self.bindings[0], self.name)
         self.shift = spec.initial_shift
         self.bend = Bend()
         self._counted = self.shift  # by the moves that were returned
@@ -427,9 +427,9 @@ def _between(run: Context) -> Context:
     return replace(run, windows_left=None, length=0, loss=None)
 
 
-def _base(binding: Binding, name: str) -> float:
+def _base(binding: Binding, name: str) -> Constant:
     """What a knob without a schedule starts from."""
     try:
-        return binding.base() if isinstance(binding, GroupBinding) else binding.read()
+        return Constant(binding.base() if isinstance(binding, GroupBinding) else binding.read())
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None

@@ -141,6 +141,23 @@ def test_one_way_and_one_way_only(fields: Any) -> None:
         Scalar("x", bounds=(0, 1), **fields)
 
 
+@pytest.mark.parametrize(
+    ("found", "match"),
+    [
+        (None, r"^x: its get= has to return one number, and gave None"),
+        ([1.0], r"^x: its get= has to return one number, and gave \[1.0\]"),
+        (torch.ones(2), "^x: its get= has to return one number"),
+        (float("nan"), "^x: .*finite number"),
+    ],
+)
+def test_a_base_that_is_no_number_is_told_with_its_knob(found: Any, match: str) -> None:
+    model = Net()
+    replicas = hdet.micro_batches(model, torch.optim.SGD(model.parameters(), lr=0.01), n=2)
+    knob = Scalar("x", get=lambda m: found, set=lambda m, v: None, bounds=(0.1, 1), effect="update")
+    with pytest.raises(ConfigError, match=match):
+        Engine(replicas, [knob], window=2, total_steps=4)
+
+
 def test_bounds_and_name_are_required() -> None:
     with pytest.raises(ConfigError, match="scalar: bounds"):
         Scalar("x", path="a")
