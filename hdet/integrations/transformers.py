@@ -293,8 +293,9 @@ def _judged(
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inputs = trainer._prepare_inputs(batch)
         # A subclass may gather metrics there, as TRL's do.
-        with values_kept(trainer, private=True), trainer.compute_loss_context_manager():
-            found = trainer.compute_loss(model, inputs)
+        with values_kept(trainer, private=True), _by_itself(trainer), trainer.compute_loss_context_manager():
+            items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if _divides(trainer) else None
+            found = trainer.compute_loss(model, inputs, num_items_in_batch=items)
         return found[0] if isinstance(found, tuple) else found
 
     return sample, loss
@@ -308,6 +309,22 @@ def _unsmoothed(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         trainer.label_smoother = smoother
+
+
+def _divides(trainer: Trainer) -> bool:
+    """Whether somebody's own loss may divide by a batch's items itself; a model's is their mean if told no number."""
+    return trainer.compute_loss_func is not None or type(trainer).compute_loss is not Trainer.compute_loss
+
+
+@contextmanager
+def _by_itself(trainer: Trainer) -> Iterator[None]:
+    """Items are counted in this process alone: all of them judge by the same ones, each when it comes to it."""
+    args, averaged = trainer.args, trainer.args.average_tokens_across_devices
+    args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = averaged
 
 
 def _calling() -> tuple[Trainer, str | None]:

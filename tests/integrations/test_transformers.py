@@ -6,6 +6,8 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -377,6 +379,47 @@ def test_metrics_of_a_trainer_of_the_users_own_are_those_without_it(tmp_path: Pa
         found.append([entry["batches"] for entry in made.state.log_history if "batches" in entry])
     assert found[0] == found[1]
     assert len(found[0]) >= 8
+
+
+def summed(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+    """For `compute_loss_func`, to which the Trainer's evaluation tells the number of a batch's items, too."""
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+class Dividing(Trainer):  # type: ignore[misc]
+    """The same, as a subclass has it."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, *, num_items_in_batch: Any
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = summed(outputs, inputs["labels"], num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("kind", [partial(Trainer, compute_loss_func=summed), Dividing])
+def test_a_loss_that_divides_by_the_items_of_a_batch_is_judged_by_theirs(
+    kind: Any, tmp_path: Path, assert_same: Any
+) -> None:
+    options: dict[str, Any] = {"kind": kind, "gradient_accumulation_steps": 2, "ragged": True}
+    plain = trainer(gpt2(), tmp_path, **options)
+    plain.train()
+    made = trainer(gpt2(), tmp_path, **options)
+    callback = search(made, knobs=HELD, tail=None, window=5)
+    made.train()
+    assert_same(states(made), states(plain))
+    assert callback.search is not None
+    assert callback.search.finished
+    for averaged, of in product((True, False), ("probe_of", "objective_of")):
+        made.args.average_tokens_across_devices = averaged
+        judged = getattr(hdet.integrations.transformers, of)(made, made.eval_dataset)
+        batch = judged.draw(0)[0]
+        made.model.eval()
+        with torch.no_grad():
+            expected = summed(made.model(**batch), batch["labels"], made._get_num_items_in_batch([batch], "cpu"))
+            assert judged.loss(made.model, dict(batch)).item() == pytest.approx(expected.item(), rel=1e-6)
+        assert made.args.average_tokens_across_devices is averaged
 
 
 def test_an_optimizer_of_transformers_own_that_hdet_does_not_know_trains(tmp_path: Path) -> None:
