@@ -25,6 +25,7 @@ from hdet.user_warning import warn
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
 except ImportError:
     raise MissingExtraError("lightning", "lightning") from None
 
@@ -208,14 +209,12 @@ class Search(Callback):
                 "how often each of several optimizers steps is known to training_step alone; give "
                 "hdet.lightning.Search(total_steps=...), in steps of the one that is searched"
             )
-        made: Any = trainer  # its callbacks are put on it from elsewhere
-        accumulating = [one for one in made.callbacks if isinstance(one, GradientAccumulationScheduler)]
-        if any(len(set(one.scheduling.values())) > 1 for one in accumulating):
+        if len(_accumulated(trainer)) > 1:
             raise ConfigError(
                 "GradientAccumulationScheduler changes how many batches a step takes, and the Trainer counts steps as "
                 "if it stayed as it is; give hdet.lightning.Search(total_steps=...), the steps of all epochs"
             )
-        steps = trainer.estimated_stepping_batches
+        steps = _estimated(trainer)
         normed = any(isinstance(module, _BatchNorm) for module in trainer.lightning_module.modules())
         if _averages(trainer) and normed and steps != trainer.max_steps:  # by epochs
             raise ConfigError(
@@ -246,6 +245,25 @@ class Search(Callback):
         vars(trainer.strategy).pop("training_step", None)
         if self.search is not None:
             self.search.detach()
+
+
+def _accumulated(trainer: Trainer) -> list[int]:
+    """Batches of a step, first of the coming epoch. A callback's the Trainer is told only as an epoch begins."""
+    made: Any = trainer  # its callbacks are put on it from elsewhere
+    said = [one for one in made.callbacks if isinstance(one, GradientAccumulationScheduler)]
+    if not said:
+        return [trainer.accumulate_grad_batches]
+    first: int = said[-1].get_accumulate_grad_batches(trainer.current_epoch)
+    return [first, *sorted(set(said[-1].scheduling.values()) - {first})]
+
+
+def _estimated(trainer: Trainer) -> float:
+    """The Trainer's own count of its steps, by the accumulation that it is told of as an epoch begins."""
+    before, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, _accumulated(trainer)[0]
+    try:
+        return trainer.estimated_stepping_batches
+    finally:
+        trainer.accumulate_grad_batches = before
 
 
 def _averages(trainer: Trainer) -> bool:
@@ -282,24 +300,34 @@ def _refuse(trainer: Trainer) -> None:
 
 def _found(trainer: Trainer, optimizer: Optimizer, *, follows: bool) -> dict[str, Any]:
     """What the Trainer says of accumulation, and of the schedule to follow, as options of `hdet.attach`."""
-    accumulated = trainer.accumulate_grad_batches
     configs = [config for config in trainer.lr_scheduler_configs if config.scheduler.optimizer is optimizer]
     automatic = trainer.lightning_module.automatic_optimization
-    options: dict[str, Any] = {"micro_batches": accumulated if automatic else 1}
+    options: dict[str, Any] = {"micro_batches": _accumulated(trainer)[0] if automatic else 1}
     if not follows or not configs:
         return options
     if not automatic:
         options["schedule"] = None  # when its scheduler steps is the module's own affair
-    elif len(configs) == 1 and isinstance(configs[0].scheduler, LRScheduler) and not configs[0].reduce_on_plateau:
-        (config,) = configs
-        if config.interval == "step":
-            every = math.lcm(config.frequency, accumulated) // accumulated
-        else:
-            every = math.ceil(trainer.num_training_batches / accumulated) * config.frequency
-        options.update(scheduler=config.scheduler, scheduler_every=every)
+        return options
+    every = _optimizer_steps(trainer, configs[0]) if len(configs) == 1 else None
+    if every is None:
+        options["schedule"] = None  # nobody knows where it goes, or where several do
     else:
-        options["schedule"] = None  # several, or one that waits for a metric: nobody knows where they go
+        options.update(scheduler=configs[0].scheduler, scheduler_every=every)
     return options
+
+
+def _optimizer_steps(trainer: Trainer, config: LRSchedulerConfig) -> int | None:
+    """Those between two of a scheduler's; None of one that waits for a metric, or where their number is not known."""
+    batches = trainer.num_training_batches
+    if config.reduce_on_plateau or not isinstance(config.scheduler, LRScheduler):
+        return None
+    if config.interval == "step":
+        every = {math.lcm(config.frequency, count) // count for count in _accumulated(trainer)}
+    elif math.isfinite(batches):
+        every = {math.ceil(batches / count) * config.frequency for count in _accumulated(trainer)}
+    else:
+        return None  # epochs of a stream
+    return every.pop() if len(every) == 1 else None
 
 
 def _searched(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> nn.Module:

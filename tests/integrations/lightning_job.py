@@ -136,5 +136,5 @@ def fit(
         }
     )
     torch.manual_seed(7)
-    trainer.fit(module, train or loader(), loader(32, seed=3), ckpt_path=resumed)
+    trainer.fit(module, loader() if train is None else train, loader(32, seed=3), ckpt_path=resumed)
     return kept.states

@@ -17,10 +17,10 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning_job import HELD, PER_EPOCH, Classifier, fit, loader, search
+from lightning_job import BATCH, EXAMPLES, HELD, PER_EPOCH, Classifier, data, fit, loader, search
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import hdet
 from hdet.errors import ConfigError
@@ -316,6 +316,44 @@ def test_where_accumulation_changes_the_length_has_to_be_told(tmp_path: Path) ->
     explored = search(total_steps=PER_EPOCH + PER_EPOCH // 2)
     fit(tmp_path, Classifier("none"), explored, GradientAccumulationScheduler({0: 1, 1: 2}))
     assert explored.search.finished
+
+
+def test_an_accumulation_that_its_callback_keeps_is_the_trainers(tmp_path: Path, assert_same: Any) -> None:
+    """The Trainer is told of it as the first epoch begins, after the search has."""
+    steps = 2 * PER_EPOCH // 4
+    for module, options in (("none", {}), ("epoch", {"knobs": HELD, "tail": None})):
+        explored = search(**options)
+        left = fit(tmp_path, Classifier(module), explored, GradientAccumulationScheduler({0: 4}))
+        assert explored.search.engine.step_count == steps
+        assert explored.search.finished
+    assert_same(left, fit(tmp_path, Classifier("epoch"), GradientAccumulationScheduler({0: 4})))
+
+
+def test_where_accumulation_changes_a_scheduler_by_epochs_is_followed(tmp_path: Path, assert_same: Any) -> None:
+    """Its epochs have another number of steps each, so that none is foretold; one by steps is."""
+    for schedule in ("epoch", "step"):
+        explored = search(knobs=HELD, tail=None, total_steps=PER_EPOCH + 5 * PER_EPOCH // 3)
+        runs = [
+            fit(tmp_path, Classifier(schedule), *callbacks, GradientAccumulationScheduler({0: 1, 1: 3}), epochs=6)
+            for callbacks in ((explored,), ())
+        ]
+        assert_same(*runs)
+        assert explored.search.finished
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(data(EXAMPLES, seed=1))
+
+
+def test_a_scheduler_by_epochs_of_a_stream_is_followed(tmp_path: Path, assert_same: Any) -> None:
+    """Nobody knows beforehand how many steps an epoch has."""
+    runs = []
+    for callbacks in ((), (search(knobs=HELD, tail=None),)):
+        stream: Any = DataLoader(Stream(), batch_size=BATCH)
+        runs.append(fit(tmp_path, Classifier("epoch"), *callbacks, train=stream, epochs=9, max_steps=2 * PER_EPOCH))
+    assert_same(*runs)
+    assert callbacks[0].search.finished
 
 
 class Normed(Classifier):
