@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from training import optimizer_of, train
 
 import hdet
+from hdet.errors import StepError
 
 Found = dict[str, Any]
 
@@ -113,6 +114,23 @@ def grown() -> tuple[list[float], float]:
     return model.cache.tolist(), model.mean.item()  # type: ignore[operator]
 
 
+def registered_on_one_rank(others: bool) -> str:
+    """What a merge says where a rank has a buffer that the other has not, beside others or as the only one."""
+    model = Taught()
+    if others:
+        model.register_buffer("mean", torch.zeros(1))
+    replicas = hdet.distribute(model, optimizer_of(model.student))
+    engine = hdet.Engine(replicas, [hdet.LearningRate()], window=2, total_steps=2, gradients="local")
+    train(engine, 1)
+    if dist.get_rank() == 1:
+        model.register_buffer("cache", torch.zeros(3))
+    try:
+        train(engine, 2)
+    except StepError as error:
+        return str(error)
+    return ""
+
+
 def exploited() -> list[float]:
     """The cache of a member of a population, of which one takes the place of the other."""
     rank, model = dist.get_rank(), Taught()
@@ -135,3 +153,9 @@ def test_whoever_takes_a_members_place_has_its_cache() -> None:
 def test_a_cache_that_grows_with_each_ranks_data_stays_its_own() -> None:
     """Collectives of other lengths on each rank end the processes."""
     assert launch(grown, 2) == [([0.0], 0.5), ([1.0, 1.0], 0.5)]
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_buffer_that_one_rank_alone_has_is_told_on_all(others: bool) -> None:
+    for said in launch(registered_on_one_rank, 2, others):
+        assert "the replicas do not hold the same buffers ('cache')" in said

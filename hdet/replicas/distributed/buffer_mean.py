@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
+from typing import Any
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from hdet.errors import StepError
 from hdet.replicas import tensors
 from hdet.replicas.dense import has_arithmetic
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprints
+from hdet.spec import some
 
 
 @torch.no_grad()
@@ -33,11 +37,16 @@ def average(
         shares: [places * len(models)] how much each counts, place by place; 0 leaves one out.
         take_first: whether all buffers are the first one's, as DistributedDataParallel has it.
         only_means: those that have no mean stay each model's own.
+
+    Raises:
+        StepError: on every rank, where a replica has a buffer that another has not.
     """
-    members = [[tensors.local(buffer) for buffer in model.buffers()] for model in models]
-    if not members[0] or not any(shares):
+    if not any(shares):
         return
-    fits = _of_one_shape(exchange, members)
+    members = [[tensors.local(buffer) for buffer in model.buffers()] for model in models]
+    fits = _of_one_shape(exchange, models, members)
+    if not any(fits):
+        return
     members = [list(compress(own, fits)) for own in members]
     averaged = [yes and not take_first for yes in compress(_with_mean(exchange, models, shares), fits)]
     exchange.mean_([list(compress(own, averaged)) for own in members], shares)
@@ -91,13 +100,38 @@ def alike(exchange: Exchange, model: nn.Module) -> bool:
     return bool((exchange.gather(row) == digest).all())
 
 
-def _of_one_shape(exchange: Exchange, members: Sequence[Sequence[Tensor]]) -> list[bool]:
-    """Which buffers have one shape and type in all replicas."""
-    codes = [[crc32(repr((tuple(b.shape), b.dtype)).encode()) for b in own] for own in members]
-    told = torch.tensor(codes, dtype=torch.int64).to(exchange.device)
+def _of_one_shape(exchange: Exchange, models: Sequence[nn.Module], members: Sequence[Sequence[Tensor]]) -> list[bool]:
+    """Which buffers have one shape and type in all replicas.
+
+    Raises:
+        StepError: on every rank, where a replica has a buffer that another has not.
+    """
     layout = exchange.layout  # of a model in parts each is compared with its peers
-    rows = exchange.gather(told.flatten())[layout.table[:, layout.part]].view(-1, told.shape[1])
+    names = [[name for name, _ in model.named_buffers()] for model in models]
+    codes = [[crc32(repr((tuple(b.shape), b.dtype)).encode()) for b in own] for own in members]
+    # Of one length, however many buffers a rank has: a collective of other lengths ends the processes.
+    digests = [crc32(repr(own).encode()) for told in (names, codes) for own in told]
+    table = exchange.gather(torch.tensor(digests, dtype=torch.int64)).cpu().view(-1, 2, len(models))
+    if bool((table[:, 0] != table[0, 0, 0]).any()):
+        raise _in_some(exchange, names)
+    if bool((table[:, 1][layout.table] == table[:, 1][layout.table[:1], :1]).all()):
+        return [True] * len(codes[0])
+    rows = exchange.gather(torch.tensor(codes, dtype=torch.int64).flatten())
+    rows = rows[layout.table[:, layout.part]].view(-1, len(codes[0]))
     return [bool(same) for same in (rows == rows[0]).all(dim=0).tolist()]
+
+
+def _in_some(exchange: Exchange, names: Sequence[Sequence[str]]) -> StepError:
+    """Replicas hold other buffers: those of one would take the places of another's."""
+    held: list[Any] = [None] * dist.get_world_size(exchange.layout.everyone())
+    dist.all_gather_object(held, [list(own) for own in names], group=exchange.layout.everyone())
+    each = [set(own) for told in held for own in told]
+    differing = sorted(set().union(*each) - each[0].intersection(*each))
+    which = some(differing) if differing else "the same in another order"
+    return StepError(
+        f"the replicas do not hold the same buffers ({which}), and these are merged one by one; register the same on "
+        f"every rank and in every copy, before training also what is registered when it is first used"
+    )
 
 
 def _with_mean(exchange: Exchange, models: Sequence[nn.Module], shares: Sequence[float]) -> list[bool]:
