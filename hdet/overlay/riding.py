@@ -23,6 +23,7 @@ from hdet.overlay.rates import Rates
 from hdet.overlay.reported_losses import ReportedLosses
 from hdet.replicas import tensors
 from hdet.replicas.distributed.ranks import Ranks
+from hdet.replicas.parallel import world
 from hdet.user_warning import warn
 
 Build = Callable[[int, Lending], Engine]
@@ -76,6 +77,7 @@ class Riding:
         self._stepping = False  # update knobs are in force for an optimizer's step
         self._writes_seen = -1  # as the optimizer last stepped
         self._busy = False  # the engine is at work, and passes are its own
+        self._alone = world() == 1
         self.take_seats(1 if micro_batches is None else micro_batches)
 
     def take_seats(self, micro_batches: int) -> None:
@@ -160,6 +162,7 @@ class Riding:
             return
         self._forget_failed_step()
         self._refuse_join()
+        self._refuse_late_ranks()
         self._follow(settled=False)
         self.passes.begin()
         if self.passes.dropped >= STEPLESS and self._writes() != self._writes_seen:  # else nothing is trained meanwhile
@@ -416,6 +419,14 @@ class Riding:
                 "DistributedDataParallel.join() lets ranks make different numbers of steps, and hdet's ranks meet at "
                 "each window's end, where one would wait for ever; give all ranks as many batches, as "
                 "DistributedSampler does, and leave join() out"
+            )
+
+    def _refuse_late_ranks(self) -> None:
+        if self._alone and world() > 1:
+            raise StepError(
+                f"the process group of {world()} ranks was made after hdet.attach, which found one process, so each "
+                f"rank would go by what it finds alone, and their weights come apart; call init_process_group, and "
+                f"wrap the model, before hdet.attach"
             )
 
     def _refuse_unseen(self) -> None:

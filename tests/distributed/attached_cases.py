@@ -569,6 +569,15 @@ def joined() -> str:
         return _refusal(StepError, lambda: search.loss(loss_of(model, batch(0, 0))))
 
 
+def group_made_late() -> str:
+    """What the first pass says where the search is older than the process group."""
+    with patch("hdet.replicas.parallel.dist.is_initialized", return_value=False):
+        model = network()
+        search = attach(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    wrapped = DistributedDataParallel(model)
+    return _refusal(StepError, lambda: search.loss(loss_of(wrapped, batch(0, 0))))
+
+
 def hooks_left() -> int:
     """Of the parameters, after searches that counted the micro-batches of a step and were detached."""
     model = ddp(network())

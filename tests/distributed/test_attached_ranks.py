@@ -202,6 +202,11 @@ def test_ranks_that_may_make_different_numbers_of_steps_are_refused() -> None:
     assert all(said in message for message in launch(attached.joined, 2))
 
 
+def test_ranks_that_come_after_the_search_are_refused() -> None:
+    for said in launch(attached.group_made_late, 2):
+        assert "the process group of 2 ranks was made after hdet.attach, which found one process" in said
+
+
 def test_detached_no_hook_is_left_on_a_parameter() -> None:
     assert launch(attached.hooks_left, 2) == [0, 0]
 
