@@ -299,6 +299,12 @@ def _inner(optimizer: Any) -> Optimizer:
                 f"{type(each).__name__} steps another optimizer, its {name}, which is where learning rate and decay "
                 f"act: give that one to hdet.attach"
             )
+    if any(kind.__name__ == "PostLocalSGDOptimizer" for each in chained(optimizer) for kind in type(each).__mro__):
+        raise ConfigError(
+            "PostLocalSGDOptimizer makes the ranks' weights their mean every few steps, and they come apart in "
+            "between, while hdet.attach takes a model whose ranks step alike; use the optimizer inside it, without its "
+            'hook, or a loop written for hdet.Engine(..., gradients="local"), which merges at each window\'s end'
+        )
     refuse_own_steps(optimizer)
     return optimizer
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from attach_parts import STEPS, adamw, batch, loss_of, network, probe
 from torch import Tensor, nn
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -48,6 +49,14 @@ def test_an_optimizer_that_steps_another_is_refused(kind: Any, name: str) -> Non
     model = network()
     with pytest.raises(ConfigError, match=f"{kind.__name__} steps another optimizer, its {name},"):
         hdet.attach(model, kind(model.parameters()), probe=probe(), total_steps=STEPS, quiet=True)
+
+
+def test_weights_that_are_averaged_now_and_then_need_a_loop_of_their_own() -> None:
+    model = network()
+    within = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = PostLocalSGDOptimizer(within, averager=None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="PostLocalSGDOptimizer makes the ranks' weights their mean every few steps"):
+        hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True)
 
 
 def cosine(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
