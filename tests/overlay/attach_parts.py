@@ -49,6 +49,11 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, **options)
 
 
+def attached(model: nn.Module, optimizer: Any, **options: Any) -> hdet.Search:
+    options.setdefault("total_steps", STEPS)
+    return hdet.attach(model, optimizer, probe=probe(), window=5, quiet=True, **options)
+
+
 def loop(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import schedulefree
 import torch
-from attach_parts import HELD, STEPS, adamw, batch, loss_of, network, probe
+from attach_parts import HELD, STEPS, adamw, attached, batch, loss_of, network, probe
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional as F
@@ -21,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hdet
 from hdet.controllers import Hold
-from hdet.errors import ConfigError, StepError
 
 Search = hdet.Search | None
 Train = Callable[[nn.Module, Any, Search], None]
@@ -222,13 +220,13 @@ def both(train: Train, build: Callable[[nn.Module], Any], **options: Any) -> tup
     """What the loop ends in without hdet and with it."""
     ends: list[Any] = []
     search: Search = None
-    for attached in (False, True):
+    for searched in (False, True):
         torch.manual_seed(7)
         model = network()
         optimizer = build(model)
         if hasattr(optimizer, "train"):
             optimizer.train()
-        if attached:
+        if searched:
             given: dict[str, Any] = {"probe": probe(), "schedule": None, "knobs": HELD, "window": 5, "tail": None}
             search = hdet.attach(model, optimizer, quiet=True, **{**given, **options})
         train(model, optimizer, search)
@@ -291,7 +289,7 @@ def test_any_optimizer_is_what_it_was_bit_for_bit(name: str, loop: str, assert_s
 def test_compiled_it_is_what_it_was_bit_for_bit(what: str, assert_same: Any) -> None:
     """The hooks break graphs and are never traced."""
     ends = []
-    for attached in (False, True):
+    for searched in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(7)
         model: Any = network()
@@ -300,7 +298,7 @@ def test_compiled_it_is_what_it_was_bit_for_bit(what: str, assert_same: Any) -> 
         if what == "in place":
             model.compile(backend="aot_eager")
         search = None
-        if attached:
+        if searched:
             search = hdet.attach(
                 called,
                 optimizer,
@@ -362,47 +360,6 @@ def test_tensor_rates_are_moved_in_place() -> None:
     assert len({round(value, 9) for value in inside}) > 10
 
 
-# -- mistakes, each named the first time ---------------------------------------------------------------
-
-
-def attached(model: nn.Module, optimizer: Any, **options: Any) -> hdet.Search:
-    options.setdefault("total_steps", STEPS)
-    return hdet.attach(model, optimizer, probe=probe(), window=5, quiet=True, **options)
-
-
-def test_a_model_that_is_not_the_one_attached_to_is_an_error() -> None:
-    model = network()
-    optimizer = adamw(model)
-    attached(nn.Sequential(model), optimizer)
-    with pytest.raises(StepError, match=r"call the Sequential that hdet\.attach was given, in train mode"):
-        plain(model, optimizer, None)
-
-
-def test_a_scheduler_nobody_spoke_of_is_an_error() -> None:
-    model = network()
-    optimizer = adamw(model)
-    search = attached(model, optimizer)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    told(search, loss_of(model, batch(0))).backward()
-    optimizer.step()
-    scheduler.step()
-    with pytest.raises(StepError, match=r"give hdet\.attach scheduler="):
-        model(batch(1)[0])
-    search.detach()
-    with pytest.raises(ConfigError, match="'initial_lr'"):
-        attached(model, optimizer)
-
-
-def test_a_rate_moved_beside_the_scheduler_is_an_error() -> None:
-    model = network()
-    optimizer = adamw(model)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    search = attached(model, optimizer, scheduler=scheduler)
-    optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(StepError, match=r"ExponentialLR would have put .* something else writes them too"):
-        told(search, loss_of(model, batch(0)))
-
-
 def test_a_scheduler_that_is_stepped_every_epoch_is_followed() -> None:
     model = network()
     optimizer = adamw(model)
@@ -462,77 +419,6 @@ def test_a_warm_up_that_is_stepped_every_epoch_is_seen_within_an_epoch(known: bo
         assert moves[4] == pytest.approx(-min(1.0 + sum(moves[:4]), math.log(10.0)))
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_metric_scheduler_and_a_foreign_one_are_refused(shared: bool) -> None:
-    model = network()
-    optimizer = adamw(model)
-    if shared:
-        scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(adamw(network()), 0.9)
-    else:
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    said = "the scheduler belongs to another optimizer" if shared else "ReduceLROnPlateau waits for a metric"
-    with pytest.raises(ConfigError, match=said):
-        attached(model, optimizer, scheduler=scheduler)
-
-
-@pytest.mark.parametrize("replaced", ["layer", "parameter"])
-def test_what_is_replaced_under_way_is_named(replaced: str) -> None:
-    """Also where the optimizer trains the new parameters, as of points that are added to others."""
-    model = network()
-    optimizer = adamw(model)
-    search = attached(model, optimizer)
-    old = list(model.parameters())
-    if replaced == "layer":
-        model[0] = copy.deepcopy(model[0])
-    else:
-        model[0].weight = nn.Parameter(model[0].weight.detach().clone())
-    new = {id(one): other for one, other in zip(old, model.parameters(), strict=True)}
-    for group in optimizer.param_groups:
-        group["params"][:] = [new[id(parameter)] for parameter in group["params"]]
-    gone = sum(one is not other for one, other in zip(old, model.parameters(), strict=True))
-    with pytest.raises(StepError, match=f"^{gone} of the parameters that were trained .* are the model's no more"):
-        plain(model, optimizer, search)
-
-
-def test_several_optimizers_and_line_searches_are_refused() -> None:
-    model = network()
-    with pytest.raises(ConfigError, match="one optimizer, got several"):
-        attached(model, [adamw(model)])
-    with pytest.raises(ConfigError, match="L-BFGS looks at the loss many times in one step"):
-        attached(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ConfigError, match="Rprop reads its learning rate in the first step alone"):
-        attached(model, torch.optim.Rprop(model.parameters()))
-    first = attached(model, adamw(model))
-    with pytest.raises(ConfigError, match=r"a search with another optimizer \(AdamW\) is attached to this model"):
-        attached(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    first.engine.finish()
-    second = attached(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert (first.attached, second.attached) == (False, True)
-    second.detach()
-
-
-class Twice(torch.optim.SGD):
-    """Looks at the loss twice a step."""
-
-    def step(self, closure: Any = None) -> Any:
-        closure()
-        return super().step(closure)
-
-
-def test_a_closure_called_twice_is_an_error() -> None:
-    model = network()
-    optimizer = Twice(model.parameters(), lr=0.1)
-    attached(model, optimizer)
-
-    def closure() -> Tensor:
-        loss = loss_of(model, batch(0))
-        loss.backward()
-        return loss
-
-    with pytest.raises(StepError, match="the optimizer called its closure twice"):
-        optimizer.step(closure)
-
-
 class Handed(torch.optim.SGD):
     """It is handed the loss where others take a closure, as rules for the size of a step are."""
 
@@ -551,97 +437,6 @@ def test_what_a_step_takes_in_place_of_a_closure_is_handed_on() -> None:
         optimizer.step(loss)
         optimizer.zero_grad()
     assert search.finished
-
-
-class Deaf(torch.optim.Optimizer):
-    """It leaves the closure that its step is given."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
-
-
-def test_a_closure_that_is_not_called_is_told() -> None:
-    model = network()
-    optimizer = Deaf(model.parameters(), {"lr": 0.1})
-    search = attached(model, optimizer)
-    loss = told(search, loss_of(model, batch(0)))
-    loss.backward()
-    with pytest.warns(UserWarning, match="the Deaf did not call the closure"):
-        optimizer.step(lambda: loss)
-    assert search.engine.step_count == 0
-
-
-def test_a_dropout_that_something_else_writes_is_an_error() -> None:
-    model = network()
-    optimizer = adamw(model)
-    search = attached(model, optimizer)
-    plain_step = loss_of(model, batch(0))
-    search.loss(plain_step).backward()
-    optimizer.step()
-    model[2].p = 0.5
-    with pytest.raises(StepError, match=r"something else writes what hdet explores.*exclude=\('dropout',\)"):
-        model(batch(1)[0])
-
-
-def test_no_loss_is_said_once_and_at_the_users_line() -> None:
-    model = network()
-    optimizer = adamw(model)
-    attached(model, optimizer)
-    with pytest.warns(UserWarning, match="hdet was told no training loss") as caught:
-        plain(model, optimizer, None)
-    assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_a_loss_on_another_scale_is_said() -> None:
-    model = network()
-    optimizer = adamw(model)
-    search = attached(model, optimizer)
-    search.loss(8 * loss_of(model, batch(0))).backward()
-    with pytest.warns(UserWarning, match="different scales"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("reported", ["mean", "divided"])
-def test_losses_divided_before_they_are_reported_are_found_out(reported: str) -> None:
-    model = network()
-    optimizer = adamw(model)
-    search = attached(model, optimizer, micro_batches=4)
-    losses = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(5):
-            for part in range(4):
-                loss = loss_of(model, batch(step, part))
-                losses.append(float(loss.detach()))
-                if reported == "mean":
-                    (search.loss(loss) / 4).backward()
-                else:
-                    search.loss(loss / 4).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    [record] = search.history
-    assert record.loss == pytest.approx(sum(losses) / len(losses))
-
-
-def test_gradients_divided_twice_are_said() -> None:
-    model = network()
-    optimizer = adamw(model)
-    search = attached(model, optimizer)
-    for part in range(4):
-        (search.loss(loss_of(model, batch(0, part)) / 4) / 4).backward()
-    with pytest.warns(UserWarning, match="are divided by 4 .*so that the gradient is"):
-        optimizer.step()
-
-
-def test_a_run_that_is_over_is_an_error_where_hdet_drives_the_rate() -> None:
-    model = network()
-    optimizer = adamw(model)
-    search = attached(model, optimizer, total_steps=STEPS)
-    plain(model, optimizer, search)
-    with pytest.raises(StepError, match=r"the run is over after .* and with it the schedule"):
-        plain(model, optimizer, search)
 
 
 def test_beside_a_scheduler_training_may_go_on_at_what_was_learned() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attach_parts import STEPS, adamw, batch, loss_of, network, probe
+from attach_parts import STEPS, adamw, attached, batch, loss_of, network, probe
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
@@ -18,10 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import hdet
 from hdet.errors import CheckpointError, ConfigError, StepError
 from hdet.replicas import gradients
-
-
-def attached(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> hdet.Search:
-    return hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=5, quiet=True, **options)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, search: hdet.Search, steps: int) -> None:

@@ -1,0 +1,210 @@
+"""What a loop does wrong under a search is named the first time that it does it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import attach_parts
+import pytest
+import torch
+from attach_parts import adamw, attached, batch, loop, loss_of, network
+from torch import Tensor, nn
+
+from hdet.errors import ConfigError, StepError
+
+
+def test_a_model_that_is_not_the_one_attached_to_is_an_error() -> None:
+    model = network()
+    optimizer = adamw(model)
+    attached(nn.Sequential(model), optimizer)
+    with pytest.raises(StepError, match=r"call the Sequential that hdet\.attach was given, in train mode"):
+        loop(model, optimizer)
+
+
+def test_a_scheduler_nobody_spoke_of_is_an_error() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    search.loss(loss_of(model, batch(0))).backward()
+    optimizer.step()
+    scheduler.step()
+    with pytest.raises(StepError, match=r"give hdet\.attach scheduler="):
+        model(batch(1)[0])
+    search.detach()
+    with pytest.raises(ConfigError, match="'initial_lr'"):
+        attached(model, optimizer)
+
+
+def test_a_rate_moved_beside_the_scheduler_is_an_error() -> None:
+    model = network()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    search = attached(model, optimizer, scheduler=scheduler)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(StepError, match=r"ExponentialLR would have put .* something else writes them too"):
+        search.loss(loss_of(model, batch(0)))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_metric_scheduler_and_a_foreign_one_are_refused(shared: bool) -> None:
+    model = network()
+    optimizer = adamw(model)
+    if shared:
+        scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(adamw(network()), 0.9)
+    else:
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    said = "the scheduler belongs to another optimizer" if shared else "ReduceLROnPlateau waits for a metric"
+    with pytest.raises(ConfigError, match=said):
+        attached(model, optimizer, scheduler=scheduler)
+
+
+@pytest.mark.parametrize("replaced", ["layer", "parameter"])
+def test_what_is_replaced_under_way_is_named(replaced: str) -> None:
+    """Also where the optimizer trains the new parameters, as of points that are added to others."""
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer)
+    old = list(model.parameters())
+    if replaced == "layer":
+        model[0] = copy.deepcopy(model[0])
+    else:
+        model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    new = {id(one): other for one, other in zip(old, model.parameters(), strict=True)}
+    for group in optimizer.param_groups:
+        group["params"][:] = [new[id(parameter)] for parameter in group["params"]]
+    gone = sum(one is not other for one, other in zip(old, model.parameters(), strict=True))
+    with pytest.raises(StepError, match=f"^{gone} of the parameters that were trained .* are the model's no more"):
+        loop(model, optimizer, search=search)
+
+
+def test_several_optimizers_and_line_searches_are_refused() -> None:
+    model = network()
+    with pytest.raises(ConfigError, match="one optimizer, got several"):
+        attached(model, [adamw(model)])
+    with pytest.raises(ConfigError, match="L-BFGS looks at the loss many times in one step"):
+        attached(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ConfigError, match="Rprop reads its learning rate in the first step alone"):
+        attached(model, torch.optim.Rprop(model.parameters()))
+    first = attached(model, adamw(model))
+    with pytest.raises(ConfigError, match=r"a search with another optimizer \(AdamW\) is attached to this model"):
+        attached(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    first.engine.finish()
+    second = attached(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert (first.attached, second.attached) == (False, True)
+    second.detach()
+
+
+class Twice(torch.optim.SGD):
+    """Looks at the loss twice a step."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+def test_a_closure_called_twice_is_an_error() -> None:
+    model = network()
+    optimizer = Twice(model.parameters(), lr=0.1)
+    attached(model, optimizer)
+
+    def closure() -> Tensor:
+        loss = loss_of(model, batch(0))
+        loss.backward()
+        return loss
+
+    with pytest.raises(StepError, match="the optimizer called its closure twice"):
+        optimizer.step(closure)
+
+
+class Deaf(torch.optim.Optimizer):
+    """It leaves the closure that its step is given."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+
+
+def test_a_closure_that_is_not_called_is_told() -> None:
+    model = network()
+    optimizer = Deaf(model.parameters(), {"lr": 0.1})
+    search = attached(model, optimizer)
+    loss = search.loss(loss_of(model, batch(0)))
+    loss.backward()
+    with pytest.warns(UserWarning, match="the Deaf did not call the closure"):
+        optimizer.step(lambda: loss)
+    assert search.engine.step_count == 0
+
+
+def test_a_dropout_that_something_else_writes_is_an_error() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer)
+    plain_step = loss_of(model, batch(0))
+    search.loss(plain_step).backward()
+    optimizer.step()
+    model[2].p = 0.5
+    with pytest.raises(StepError, match=r"something else writes what hdet explores.*exclude=\('dropout',\)"):
+        model(batch(1)[0])
+
+
+def test_no_loss_is_said_once_and_at_the_users_line() -> None:
+    model = network()
+    optimizer = adamw(model)
+    attached(model, optimizer)
+    with pytest.warns(UserWarning, match="hdet was told no training loss") as caught:
+        loop(model, optimizer)
+    assert [warning.filename for warning in caught] == [attach_parts.__file__]
+
+
+def test_a_loss_on_another_scale_is_said() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer)
+    search.loss(8 * loss_of(model, batch(0))).backward()
+    with pytest.warns(UserWarning, match="different scales"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("reported", ["mean", "divided"])
+def test_losses_divided_before_they_are_reported_are_found_out(reported: str) -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer, micro_batches=4)
+    losses = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(5):
+            for part in range(4):
+                loss = loss_of(model, batch(step, part))
+                losses.append(float(loss.detach()))
+                if reported == "mean":
+                    (search.loss(loss) / 4).backward()
+                else:
+                    search.loss(loss / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    [record] = search.history
+    assert record.loss == pytest.approx(sum(losses) / len(losses))
+
+
+def test_gradients_divided_twice_are_said() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer)
+    for part in range(4):
+        (search.loss(loss_of(model, batch(0, part)) / 4) / 4).backward()
+    with pytest.warns(UserWarning, match="are divided by 4 .*so that the gradient is"):
+        optimizer.step()
+
+
+def test_a_run_that_is_over_is_an_error_where_hdet_drives_the_rate() -> None:
+    model = network()
+    optimizer = adamw(model)
+    search = attached(model, optimizer)
+    loop(model, optimizer, search=search)
+    with pytest.raises(StepError, match=r"the run is over after .* and with it the schedule"):
+        loop(model, optimizer, search=search)
