@@ -9,12 +9,13 @@ from collections import UserDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attach_parts import STEPS, adamw, batch, loss_of, network, probe
+from attach_parts import STEPS, adamw, batch, loop, loss_of, network, probe
 from torch import Tensor, nn
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn import functional as F
@@ -380,6 +381,21 @@ def test_a_group_that_is_added_later_is_named(follows: str) -> None:
     optimizer.add_param_group({"params": list(model.parameters())[2:]})
     with pytest.raises(StepError, match="holds 2 parameter groups at step 1, and held 1 when hdet was attached"):
         loss_of(model, batch(1))
+
+
+@pytest.mark.parametrize("steps", [0, 3, 10])
+def test_an_engine_whose_groups_are_cut_is_saved_with_its_search(tmp_path: Path, steps: int) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=10, quiet=True)
+    loop(model, optimizer, search=search, stop=steps)
+    with pytest.raises(CheckpointError, match=r"rates= the engine is saved with its search, by search.state_dict\(\)"):
+        hdet.checkpoints.CheckpointFolder(tmp_path).save(search.engine)
+    with pytest.raises(CheckpointError, match="between steps the optimizer holds 1"):
+        search.engine.state_dict()
+    search.load_state_dict(search.state_dict())
+    loop(model, optimizer, search=search, start=steps)
+    assert search.finished
 
 
 @pytest.mark.parametrize("attached_first", [True, False])
