@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from hdet.nested import mapped
+from hdet.replicas.distributed.lost_rank import translated
 
 State = dict[str, Any]
 
@@ -37,7 +38,11 @@ class AllRanks:
         self._sharded = sharded
 
     def state_dict(self) -> State:
-        """Every rank's state, plain numbers and tensors. All ranks call it together."""
+        """Every rank's state, plain numbers and tensors. All ranks call it together.
+
+        Raises:
+            LostRankError: another rank is gone, or was silent for longer than the group's timeout.
+        """
         state = self._search.state_dict()
         if self._group is None:
             return state
@@ -45,7 +50,8 @@ class AllRanks:
         own = {"whole": state} if self._sharded else _own(state)
         # To processes that have other devices.
         sent = mapped(own, lambda value: value.cpu() if hasattr(value, "cpu") else value)
-        dist.all_gather_object(gathered, sent, group=self._group)
+        with translated("gathering a search's state"):
+            dist.all_gather_object(gathered, sent, group=self._group)
         return {**({} if self._sharded else state), "ranks": gathered}
 
     def load_state_dict(self, state: State) -> None:

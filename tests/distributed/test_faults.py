@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import attached_cases
 import cases
 import pytest
 import torch
@@ -226,6 +227,20 @@ def test_a_rank_killed_in_the_probe_of_a_sharded_model_ends_the_others_too() -> 
     found = survivors(in_probe_of_shards, 2)
     assert set(found) == {0}
     assert found[0].startswith("LostRankError: rank 0, ")
+
+
+def test_a_rank_killed_as_a_searchs_state_is_gathered_ends_the_others_too() -> None:
+    found = survivors(in_gathering, 2)
+    assert set(found) == {0}
+    assert found[0].startswith("LostRankError: rank 0, gathering a search's state: ")
+
+
+def in_gathering() -> None:
+    model, optimizer, search = attached_cases._attached()
+    attached_cases.loop(model, optimizer, search, 1, quiet=False, alike=False, steps=range(3))
+    if dist.get_rank() == VICTIM:
+        strike(signal.SIGKILL)
+    search.all_ranks.state_dict()
 
 
 def test_a_slow_rank_slows_the_run_and_changes_nothing(tmp_path: Path) -> None:
