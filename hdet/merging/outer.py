@@ -159,23 +159,27 @@ class OuterMerger(Merger):
         self.state: dict[nn.Parameter, dict[str, Any]] = {}
         self.settings = scene.outer[0] if scene.outer else spec.outer_optimizer()
 
-    def _made(self, *, on_trial: bool = False) -> tuple[Optimizer, list[nn.Parameter]]:
-        """The optimizer of the parameters that move now, with what is known of them; and its own parameters.
+    def _made(
+        self, moving: Sequence[nn.Parameter] | None = None, *, on_trial: bool = False
+    ) -> tuple[Optimizer, list[nn.Parameter]]:
+        """The optimizer of some parameters, with what is known of them; and its own parameters.
 
         Args:
+            moving: by default those that move now.
             on_trial: what is known is copied, since a step writes over it.
         """
-        displacements = [_displacement(parameter) for parameter in self.scene.moving.parameters[0]]
+        moving = self.scene.moving.parameters[0] if moving is None else moving
+        displacements = [_displacement(parameter) for parameter in moving]
         optimizer = self.spec.made(displacements)
         optimizer.param_groups[0].update(_settings(self.settings))
-        for parameter, displacement in zip(self.scene.moving.parameters[0], displacements, strict=True):
+        for parameter, displacement in zip(moving, displacements, strict=True):
             if parameter in self.state:
                 known = self.state[parameter]
                 optimizer.state[displacement] = copy.deepcopy(known) if on_trial else known
         return optimizer, displacements
 
-    def _keep(self, optimizer: Optimizer, displacements: list[nn.Parameter]) -> None:
-        pairs = zip(self.scene.moving.parameters[0], displacements, strict=True)
+    def _keep(self, optimizer: Optimizer, moving: Sequence[nn.Parameter], displacements: list[nn.Parameter]) -> None:
+        pairs = zip(moving, displacements, strict=True)
         self.state = {parameter: optimizer.state[own] for parameter, own in pairs if own in optimizer.state}
         self.settings.param_groups[0].update(_settings(optimizer))
 
@@ -227,7 +231,7 @@ class OuterMerger(Merger):
         """Let it step, and keep what it knows then; what that adds to the weights."""
         optimizer, displacements = self._made()
         change = self._change(optimizer, displacements)
-        self._keep(optimizer, displacements)
+        self._keep(optimizer, self.scene.moving.parameters[0], displacements)
         self._displaced = []
         return change
 
@@ -268,11 +272,14 @@ class OuterMerger(Merger):
             "inner": self.inner.state_dict(),
             "optimizer": copy.deepcopy(optimizer.state_dict()),
             "opened": tensors.clones(self._opened),
+            "moving": list(self.scene.moving.flags),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved, opened = state["optimizer"], state["opened"]
-        optimizer, displacements = self._made()
+        # Others may move now, and the loop may thaw parameters after it has loaded. States of older versions lack it.
+        moving = self.scene.moving.flagged(state.get("moving", self.scene.moving.flags))
+        optimizer, displacements = self._made(moving)
         known = parameters_of(optimizer)
         for number, entries in saved["state"].items():
             zeros = torch.zeros_like(known[number])
@@ -286,7 +293,7 @@ class OuterMerger(Merger):
                     )
         self.inner.load_state_dict(state["inner"])
         optimizer.load_state_dict(copy.deepcopy(saved))
-        self._keep(optimizer, displacements)
+        self._keep(optimizer, moving, displacements)
         # Of another number of replicas nothing is known but that they open alike.
         self._opened = list(opened) if len(opened) == len(self.scene.replicas.hosts) else []
 

@@ -52,6 +52,13 @@ class Moving:
             if list(map(id, were)) != list(map(id, are)) or _layout(self._values[host]) != _layout(self._here(host)):
                 self._values[host] = []
 
+    def flagged(self, flags: Sequence[bool]) -> list[nn.Parameter]:
+        """The first model's parameters that moved when the flags were these; those that move now, if it has no such."""
+        every = [parameter for parameter in self._walks[0].every() if parameter.numel()]
+        if len(every) != len(flags):
+            return self.parameters[0]
+        return [parameter for parameter, moved in zip(every, flags, strict=True) if moved]
+
     def values(self, host: int = 0) -> list[Tensor]:
         """Their values now, detached and sharing memory; of sharded ones this rank's part.
 

@@ -219,6 +219,54 @@ def test_a_checkpoint_holds_what_the_outer_optimizer_keeps_in_tuples(tmp_path: P
     assert same(held(whole), held(other))
 
 
+@pytest.mark.parametrize("frozen_at_load", [[], [1], [0, 1]], ids=["none", "another", "more"])
+def test_what_it_knows_goes_to_the_parameters_that_moved_at_the_save(frozen_at_load: list[int]) -> None:
+    """Layers of one shape, of which others are frozen as the state is loaded than were as it was saved."""
+    whole, other = partly_frozen([0]), partly_frozen(frozen_at_load)
+    momenta = of_layers(whole, 2 * WINDOW)
+    state = through_a_file(whole.state_dict())
+    other.load_state_dict(state)
+    assert momenta == of_layers(other, 0) == {"1.weight", "1.bias", "2.weight", "2.bias"}
+    for replica in other.replicas:
+        freeze(replica.model, [0])
+    assert of_layers(whole, TOTAL) == of_layers(other, TOTAL)
+    assert same(held(whole), held(other))
+    del state["merge"]["state"]["moving"]  # as older versions left it out
+    (older := partly_frozen([0])).load_state_dict(state)
+    of_layers(older, TOTAL)
+    assert same(held(whole), held(older))
+
+
+def partly_frozen(frozen: list[int]) -> hdet.Engine:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(3)])
+    freeze(model, frozen)
+    replicas = hdet.replicate(model, torch.optim.SGD(model[2].parameters(), lr=0.1), n=2)
+    return hdet.Engine(replicas, [], window=WINDOW, gradients="local", total_steps=TOTAL, merge=Outer())
+
+
+def freeze(model: torch.nn.Module, layers: list[int]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(int(name[0]) not in layers)
+
+
+def of_layers(engine: hdet.Engine, until: int) -> set[str]:
+    """Train, and name the parameters that the outer optimizer has a state of then."""
+    while engine.step_count < until:
+        losses = []
+        for replica in engine.replicas:
+            inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(2 * engine.step_count + replica.index))
+            with replica:
+                losses.append(replica.model(inputs).square().mean())
+                losses[-1].backward()
+        for optimizer in engine.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.step(losses)
+    known: Any = engine.cycle.merger.state  # type: ignore[attr-defined]
+    return {name for name, parameter in engine.hosts[0][0].named_parameters() if parameter in known}
+
+
 def test_another_merge_does_not_take_up_what_it_cannot_know(problem: Any, train: Any) -> None:
     engine = engine_of(problem, Outer())
     train(engine, 5)
