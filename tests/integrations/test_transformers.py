@@ -20,6 +20,7 @@ from transformers import Trainer
 import hdet
 from hdet.controllers import Hold
 from hdet.errors import CheckpointError, ConfigError
+from hdet.integrations import transformers as integration
 from hdet.spreads import TwoLevel
 
 HELD = [
@@ -130,7 +131,7 @@ def test_gradients_are_compared_as_they_were_before_clipping(tmp_path: Path) -> 
 def test_the_probe_is_the_trainers_collator_and_loss_on_held_out_data(tmp_path: Path) -> None:
     for smoothing in (0.0, 0.2):
         made = trainer(gpt2(), tmp_path, gradient_accumulation_steps=4, label_smoothing_factor=smoothing)
-        probe = hdet.integrations.transformers.probe_of(made, made.eval_dataset)
+        probe = integration.probe_of(made, made.eval_dataset)
         before = torch.get_rng_state()
         batches = probe.draw(0)
         assert torch.equal(torch.get_rng_state(), before)
@@ -311,15 +312,15 @@ def test_a_trainer_is_needed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is hdet\.attach"):
         callback.on_train_begin(made.args, made.state, made.control)
     with pytest.raises(ConfigError, match="the probe's data hold 1 examples"):
-        hdet.integrations.transformers.probe_of(made, Text("test", 1))
+        integration.probe_of(made, Text("test", 1))
     with pytest.raises(ConfigError, match="a search judges by held-out data"):
-        hdet.integrations.transformers.probe_of(made, None)
+        integration.probe_of(made, None)
 
 
 def test_sub_batches_may_be_as_large_as_a_training_batch(tmp_path: Path) -> None:
     """As a loss needs it that compares the examples of a batch."""
     made = trainer(gpt2(), tmp_path)
-    probe_of = hdet.integrations.transformers.probe_of
+    probe_of = integration.probe_of
     drawn = [
         [len(batch["input_ids"]) for batch in probe_of(made, made.eval_dataset, size).draw(0)] for size in (None, 8, 20)
     ]
@@ -339,13 +340,13 @@ def test_sub_batches_may_be_as_large_as_a_training_batch(tmp_path: Path) -> None
 def test_the_probe_may_be_named_as_the_evaluation_data_are(tmp_path: Path) -> None:
     held_out = Text("test", 16)
     made = trainer(gpt2(), tmp_path)
-    probe_of = hdet.integrations.transformers.probe_of
+    probe_of = integration.probe_of
     with pytest.raises(ConfigError, match=r"no data called 'code'; there are \[\]"):
         probe_of(made, "code")
     made.eval_dataset = {"prose": Text("train", 16), "code": held_out}
     with pytest.raises(ConfigError, match=r"no data called 'cod'; there are \['code', 'prose'\]"):
         probe_of(made, "cod")
-    for of in (probe_of, hdet.integrations.transformers.objective_of):
+    for of in (probe_of, integration.objective_of):
         named, given = ([one["input_ids"].tolist() for one in of(made, data).draw(3)] for data in ("code", held_out))
         assert named == given
 
@@ -413,7 +414,7 @@ def test_a_loss_that_divides_by_the_items_of_a_batch_is_judged_by_theirs(
     assert callback.search.finished
     for averaged, of in product((True, False), ("probe_of", "objective_of")):
         made.args.average_tokens_across_devices = averaged
-        judged = getattr(hdet.integrations.transformers, of)(made, made.eval_dataset)
+        judged = getattr(integration, of)(made, made.eval_dataset)
         batch = judged.draw(0)[0]
         made.model.eval()
         with torch.no_grad():
