@@ -438,7 +438,7 @@ class Cycle:
             or closed.apart
             or not self.met
             or not valid.all()
-            or any(buffer.is_floating_point() for buffer in self.hosts[0][0].buffers())
+            or any(map(tensors.is_inexact, self.hosts[0][0].buffers()))
         )
         if not self.home.diverge:
             self.home.mean_buffers(valid.tolist())

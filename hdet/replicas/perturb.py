@@ -43,7 +43,7 @@ def perturb(
     makes all replicas alike. The first window opens without a merge, so the noise lives until that window's
     end, when the replicas are averaged. (In the code released with the paper the constructor averages at
     once, which erases it.) Buffers, parameters without `requires_grad` and integers stay as they are; tied
-    parameters are moved once. Source: Cheng et al. 2026, arXiv 2604.24708.
+    parameters are moved once, complex ones in both of their parts. Source: Cheng et al. 2026, arXiv 2604.24708.
 
     Args:
         target: replicas, each moved by its own index's noise; or one model, with `replica=`. What wraps it
@@ -115,9 +115,9 @@ def _without_wrappers(state: Mapping[str, Tensor], model: nn.Module) -> Mapping[
 def _move(model: nn.Module, noise: float, scale: str, seed: int, replica: int) -> None:
     tensors.reshard(model)
     moved = [
-        (name, parameter)
+        (name, tensors.as_real(parameter))
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.is_floating_point() and parameter.numel()
+        if parameter.requires_grad and tensors.is_inexact(parameter) and parameter.numel()
     ]
     if noise == 0.0 or not moved:
         return

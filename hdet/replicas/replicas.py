@@ -171,7 +171,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def mean(self, valid: Sequence[bool], optimizer_state: str, weights: NDArray[np.float64] | None = None) -> None:
-        """Overwrite every replica by the mean of the valid ones, parameters and floating buffers.
+        """Overwrite every replica by the mean of the valid ones, parameters and buffers that have a mean.
 
         Args:
             valid: [N], which replicas take part; at least one.

@@ -158,8 +158,9 @@ def with_mean(model: nn.Module) -> list[bool]:
     without arithmetic.
     """
     buffers = list(model.buffers())
-    real = [n for n, b in enumerate(buffers) if b.is_floating_point() and has_arithmetic(b) and b.numel()]
-    averaged = dict(zip(real, finite([buffers[number] for number in real]).tolist() if real else [], strict=True))
+    held = [n for n, b in enumerate(buffers) if is_inexact(b) and has_arithmetic(b) and b.numel()]
+    sound = finite([as_real(buffers[number]) for number in held]).tolist() if held else []
+    averaged = dict(zip(held, sound, strict=True))
     return [averaged.get(number, False) for number in range(len(buffers))]
 
 

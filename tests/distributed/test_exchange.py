@@ -494,10 +494,12 @@ class Kinds(nn.Module):
         super().__init__()
         self.turns = nn.Parameter(torch.tensor([(first + 1) * (1.0 + 2.0j)]))
         self.fine = nn.Parameter(torch.tensor([1.0 + first * 1e-12], dtype=torch.float64))
+        self.phase: torch.Tensor
+        self.register_buffer("phase", self.turns.detach() * 1.0j)
 
 
 def other_kinds() -> dict[str, list[torch.Tensor]]:
-    """Complex and double parameters, combined and merged."""
+    """Complex and double parameters, combined and merged, and a complex buffer."""
     found = {}
     for name, copies, options in (("one", 1, {}), ("two", 2, {}), ("narrow", 1, {"precision": torch.bfloat16})):
         model = Kinds(0)
@@ -509,6 +511,7 @@ def other_kinds() -> dict[str, list[torch.Tensor]]:
         found[f"{name} combined"] = replicas.combine(np.full(replicas.size, 1.0 / replicas.size))
         engine.step([torch.tensor(0.0)] * copies)
         found[f"{name} merged"] = list(tensors.parameters(model))
+        found[f"{name} buffer"] = [model.phase]
     model = Kinds(0)
     adam = torch.optim.Adam(model.parameters(), betas=(0.0, 0.0))
     engine = hdet.Engine(hdet.distribute(model, adam), [], window=1, total_steps=1, gradients="local")
@@ -727,6 +730,9 @@ def test_complex_and_double_parameters_stay_what_they_are(ranks: list[Found], na
             rough = 1e-2 if f"{name} {done}" == "narrow merged" else 1e-6
             assert turns.item() == pytest.approx((size + 1) / 2 * (1.0 + 2.0j), rel=rough)
             assert fine.item() == pytest.approx(1.0 + (size - 1) / 2 * 1e-12, abs=1e-14)
+        rough = 1e-2 if name == "narrow" else 1e-6
+        (phase,) = found["kinds"][f"{name} buffer"]
+        assert phase.item() == pytest.approx((size + 1) / 2 * (1.0j - 2.0), rel=rough)
 
 
 def test_complex_moments_are_averaged(ranks: list[Found]) -> None:

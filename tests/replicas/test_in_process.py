@@ -241,6 +241,7 @@ def test_buffers_are_averaged_counters_and_masks_taken_over(problem: Any) -> Non
         norm.running_mean.fill_(float(replica.index))
         norm.num_batches_tracked.fill_(10 * replica.index)
         norm.register_buffer("mask", torch.tensor([-math.inf, float(replica.index)]))
+        norm.register_buffer("phases", torch.tensor([replica.index * (1.0 - 2.0j)]))
     replicas.mean_buffers([False, True, True])
     for _ in range(2):  # twice does no more than once
         for replica in replicas.local:
@@ -248,6 +249,7 @@ def test_buffers_are_averaged_counters_and_masks_taken_over(problem: Any) -> Non
             assert norm.running_mean.tolist() == [1.5] * 6
             assert norm.num_batches_tracked == 10
             assert norm.mask.tolist() == [-math.inf, 1.0]
+            assert norm.phases.tolist() == [1.5 - 3.0j]
         replicas.mean_buffers([False, True, True])
 
 

@@ -50,6 +50,16 @@ def test_each_tensor_is_moved_by_the_noise_relative_to_its_own_norm() -> None:
             assert moved == pytest.approx(0.02, rel=0.03)  # sd of a norm over 6400 numbers: 0.9 %
 
 
+def test_complex_parameters_are_moved_in_both_parts() -> None:
+    model = nn.Module()
+    model.turns = nn.Parameter(torch.full((80, 80), 3.0 + 1.0j))
+    before = model.turns.detach().clone()
+    hdet.perturb(model, noise=0.02, replica=0)
+    moved = model.turns.detach() - before
+    assert relative(model.turns, before) == pytest.approx(0.02, rel=0.03)
+    assert float(moved.real.norm()) == pytest.approx(float(moved.imag.norm()), rel=0.05)
+
+
 def test_global_scale_moves_every_element_alike() -> None:
     home, start = replicas(1), Net()
     hdet.perturb(home, noise=0.02, scale="global")

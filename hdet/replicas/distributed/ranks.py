@@ -297,7 +297,7 @@ class Ranks(Replicas):
         if not (self.left_to_loop and self.layout.places > 1):
             yield
             return
-        live = [tensors.local(buffer) for buffer in self.hosts[0][0].buffers() if buffer.is_floating_point()]
+        live = [tensors.local(buffer) for buffer in self.hosts[0][0].buffers() if tensors.is_inexact(buffer)]
         kept = tensors.clones(live)
         try:
             with translated("lending buffers"):
