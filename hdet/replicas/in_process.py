@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from hdet.errors import ConfigError
 from hdet.hparams.param_groups import parameters_of
 from hdet.replicas import copies, optimizer_states, tensors, weighting
-from hdet.replicas.dense import can_be_written, resized
+from hdet.replicas.dense import can_be_written, clones_of_others, resized
 from hdet.replicas.held_optimizer import HeldOptimizer
 from hdet.replicas.parallel import require_alone
 from hdet.replicas.replica import Replica
@@ -231,7 +230,7 @@ def twin(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
     Raises:
         ConfigError: the model holds what has no copy.
     """
-    memo: dict[int, Any] = {}
+    memo = clones_of_others(model.buffers())
     try:
         copied, other = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
     except RuntimeError as error:

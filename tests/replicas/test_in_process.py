@@ -168,6 +168,14 @@ def test_a_model_that_has_no_copy_is_told_of() -> None:
         hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
 
 
+@pytest.mark.filterwarnings("ignore:.*prototype.*")
+def test_a_nested_tensor_without_a_shape_is_told_of() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    with pytest.raises(ConfigError, match=r"holds a nested tensor of the layout torch\.strided, which has no shape"):
+        hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
+
+
 def test_combine_of_some_parameters_reads_no_other(problem: Any) -> None:
     replicas = copies(problem)
     weights = set_apart(replicas)
@@ -305,20 +313,22 @@ def test_whoever_takes_a_replicas_place_has_its_cache(problem: Any) -> None:
     assert second.cache.tolist() == [1.0, 1.0, 1.0]  # type: ignore[operator]
 
 
+@pytest.mark.filterwarnings("ignore:.*beta state.*")
 @pytest.mark.parametrize(
-    "odd",
+    "made",
     [
-        torch.eye(3).to_sparse(),
-        torch.full((1, 3), 0.3).expand(3, 3),
-        nn.Parameter(torch.full((1, 3), 0.3).expand(3, 3), requires_grad=False),
-        torch.ones(3).to(torch.float8_e4m3fn),
-        torch.ones(3, device="meta"),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.full((1, 3), 0.3).expand(3, 3),
+        lambda: nn.Parameter(torch.full((1, 3), 0.3).expand(3, 3), requires_grad=False),
+        lambda: torch.ones(3).to(torch.float8_e4m3fn),
+        lambda: torch.ones(3, device="meta"),
     ],
-    ids=["sparse", "expanded", "expanded and frozen", "float8", "meta"],
+    ids=["sparse", "compressed", "expanded", "expanded and frozen", "float8", "meta"],
 )
-def test_what_has_no_mean_or_cannot_be_written_over_stays_each_replicas_own(odd: torch.Tensor, problem: Any) -> None:
+def test_what_has_no_mean_or_cannot_be_written_over_stays_each_replicas_own(made: Any, problem: Any) -> None:
     """As the adjacency matrix of a graph network, which is often sparse."""
-    model = problem.model()
+    model, odd = problem.model(), made()
     if isinstance(odd, nn.Parameter):
         model.odd = odd
     else:
