@@ -88,9 +88,13 @@ class Stateful:
     What a guard would go back to is not in it: after a load it looks for the best point anew, and has no first one. Nor
     are the means of a tail, which begins anew, nor tensors that a merge remembers: an outer optimizer has none before
     its first step, so a new engine could be no template for them. `CheckpointFolder` stores the merge's too.
+
+    Raises:
+        CheckpointError: the engine is that of `hdet.attach`, which is saved with its search.
     """
 
     def __init__(self, engine: Engine) -> None:
+        snapshot.refuse_of_a_search(engine.cycle)
         self.engine = engine
 
     def state_dict(self) -> dict[str, Any]:

@@ -319,7 +319,12 @@ class Engine:
         return self.cycle.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resume needs, as plain numbers and tensors; see `hdet.engine.snapshot`."""
+        """Everything a resume needs, as plain numbers and tensors; see `hdet.engine.snapshot`.
+
+        Raises:
+            CheckpointError: the engine is that of `hdet.attach`, which is saved with its search.
+        """
+        snapshot.refuse_of_a_search(self.cycle)
         return snapshot.state_dict(self.cycle)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -119,6 +119,19 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any], going_back: Callable[[]
     refuse_unless_all(cycle, failure)
 
 
+def refuse_of_a_search(cycle: Cycle) -> None:
+    """A search keeps more beside its engine, and cuts the optimizer's groups for a step only.
+
+    Raises:
+        CheckpointError: the engine is a search's.
+    """
+    if cycle.home.left_to_loop:
+        raise CheckpointError(
+            "this is the engine of hdet.attach, from which alone the run could not go on as it was: save "
+            "search.state_dict(), or search.all_ranks.state_dict() on all ranks together"
+        )
+
+
 def refuse_unless_all(cycle: Cycle, problem: HdetError | None, kept: str = "engine") -> None:
     """Raise this process's problem, or say that another has one, and what is as it was. A collective."""
     if not all_agree(cycle, problem is None):

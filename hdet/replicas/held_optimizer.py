@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from hdet.errors import CheckpointError
 from hdet.hparams.param_groups import ids_of, parameters_of
 from hdet.nested import mapped
 from hdet.replicas import host_memory, schedule_free, tensors
@@ -194,17 +193,7 @@ class HeldOptimizer:
 
         Args:
             live: with the parameters' state that the optimizer itself has.
-
-        Raises:
-            CheckpointError: the optimizer holds other groups now, as between the steps of a search that cuts them.
         """
-        known, now = len(self._groups), len(self._optimizer.param_groups)
-        if known != now:
-            raise CheckpointError(
-                f"the engine knows {known} parameter groups, and between steps the optimizer holds {now}: under "
-                f"hdet.attach with rates= the engine is saved with its search, by search.state_dict(), or by "
-                f"search.all_ranks.state_dict() on all ranks together"
-            )
         with self._substituted(live):
             return self._optimizer.state_dict()
 
