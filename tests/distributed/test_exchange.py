@@ -249,6 +249,8 @@ def frozen() -> Found:
             self.still = nn.Linear(6, 6).requires_grad_(False)
             self.idle = nn.Parameter(torch.ones(3))
             self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+            self.adjacency: torch.Tensor
+            self.register_buffer("adjacency", torch.eye(6).to_sparse() * (1.0 + dist.get_rank()))
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             self.counts += 1 + dist.get_rank()
@@ -268,6 +270,7 @@ def frozen() -> Found:
         "tied": model.first.weight is model.second.weight,
         "idle": model.idle.detach().clone(),
         "counts": model.counts.tolist(),
+        "adjacency": model.adjacency.to_dense(),
         "weights": model.first.weight.detach().clone(),
     }
 
@@ -646,13 +649,14 @@ def test_ranks_that_train_one_model_share_their_batch_statistics(ranks: list[Fou
         assert torch.allclose(found["statistics"][name], torch.stack(own).mean(0), atol=1e-6)
 
 
-def test_frozen_tied_integer_and_unused_tensors(ranks: list[Found]) -> None:
-    for found in ranks:
+def test_frozen_tied_integer_sparse_and_unused_tensors(ranks: list[Found]) -> None:
+    for rank, found in enumerate(ranks):
         frozen = found["frozen"]
         assert frozen["still"]
         assert frozen["tied"]
         assert frozen["counts"] == [4, 4]  # the first replica's
         assert torch.equal(frozen["idle"], torch.ones(3))
+        assert torch.equal(frozen["adjacency"], torch.eye(6) * (1.0 + rank))  # each rank's own
         assert torch.equal(frozen["weights"], ranks[0]["frozen"]["weights"])
 
 

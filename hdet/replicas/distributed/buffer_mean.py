@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hdet.errors import StepError
 from hdet.replicas import tensors
-from hdet.replicas.dense import has_arithmetic
+from hdet.replicas.dense import can_be_written, has_arithmetic
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprints
 from hdet.spec import some
@@ -30,7 +30,8 @@ def average(
 ) -> None:
     """Give every model of every rank the weighted mean of the buffers; those that have none are the first sound one's.
 
-    A buffer that has other shapes in other replicas, as a cache that grows with each rank's data, stays each one's own.
+    A buffer that has other shapes in other replicas, as a cache that grows with each rank's data, stays each one's own,
+    and so does one that cannot be written over, as a sparse one.
 
     Args:
         models: of this rank's replicas.
@@ -44,7 +45,8 @@ def average(
     if not any(shares):
         return
     members = [[tensors.local(buffer) for buffer in model.buffers()] for model in models]
-    fits = _of_one_shape(exchange, models, members)
+    kinds = _of_one_kind(exchange, models, members)
+    fits = [same and can_be_written(own) for same, own in zip(kinds, members[0], strict=True)]
     if not any(fits):
         return
     members = [list(compress(own, fits)) for own in members]
@@ -100,15 +102,15 @@ def alike(exchange: Exchange, model: nn.Module) -> bool:
     return bool((exchange.gather(row) == digest).all())
 
 
-def _of_one_shape(exchange: Exchange, models: Sequence[nn.Module], members: Sequence[Sequence[Tensor]]) -> list[bool]:
-    """Which buffers have one shape and type in all replicas.
+def _of_one_kind(exchange: Exchange, models: Sequence[nn.Module], members: Sequence[Sequence[Tensor]]) -> list[bool]:
+    """Which buffers have one shape and type in all replicas, and can be written over in all or in none.
 
     Raises:
         StepError: on every rank, where a replica has a buffer that another has not.
     """
     layout = exchange.layout  # of a model in parts each is compared with its peers
     names = [[name for name, _ in model.named_buffers()] for model in models]
-    codes = [[crc32(repr((tuple(b.shape), b.dtype)).encode()) for b in own] for own in members]
+    codes = [[crc32(repr((tuple(b.shape), b.dtype, can_be_written(b))).encode()) for b in own] for own in members]
     # Of one length, however many buffers a rank has: a collective of other lengths ends the processes.
     digests = [crc32(repr(own).encode()) for told in (names, codes) for own in told]
     table = exchange.gather(torch.tensor(digests, dtype=torch.int64)).cpu().view(-1, 2, len(models))

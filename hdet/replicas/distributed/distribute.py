@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from hdet.errors import ConfigError
 from hdet.replicas import tensors
 from hdet.replicas.chained_optimizer import chained
+from hdet.replicas.dense import can_be_written
 from hdet.replicas.distributed import refusals
 from hdet.replicas.distributed.agreement import agree
 from hdet.replicas.distributed.exchange import Exchange
@@ -118,7 +119,8 @@ def distribute(
     with translated("sending the first replica's weights"):
         agree(exchange, _described(bare, optimizer, micro_batches or copies, f"{exact} {precision} {overlap}"))
         if send:
-            exchange.broadcast([tensors.local(t.detach()) for t in (*bare.parameters(), *bare.buffers())], 0)
+            held = [tensors.local(tensor.detach()) for tensor in (*bare.parameters(), *bare.buffers())]
+            exchange.broadcast(list(filter(can_be_written, held)), 0)
     hosts = [(bare, optimizer), *(twin(bare, optimizer) for _ in range(copies - 1))]
     trained = [model, *(copied for copied, _ in hosts[1:])]
     return Ranks(hosts, trained, exchange, micro_batches or 0, reduces, precision, _travelling(overlap, layout))

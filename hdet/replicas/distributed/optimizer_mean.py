@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from hdet.replicas import optimizer_states
-from hdet.replicas.dense import resized
+from hdet.replicas.dense import can_be_written, resized
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.held_optimizer import home_of, kept_in_groups
@@ -166,7 +166,8 @@ def receive(exchange: Exchange, host: tuple[nn.Module, Optimizer], place: int) -
 
 
 def _buffers(model: nn.Module) -> list[Tensor]:
-    return [local(buffer) for buffer in model.buffers()]
+    """Those that can be written over; others, as sparse ones, nothing trains."""
+    return list(filter(can_be_written, map(local, model.buffers())))
 
 
 def mark(optimizer: Optimizer, device: torch.device) -> Tensor:
