@@ -101,7 +101,8 @@ class AwaitSchedule(OfSmallSteps, Rule):
         return replace(self.start(), first=state.first, lowest=state.lowest)
 
     def restart(self, state: AwaitScheduleState, context: Context) -> AwaitScheduleState:
-        return replace(super().restart(state, context), lowest=math.inf, plateau=0.0)
+        anew: AwaitScheduleState = super().restart(state, context)
+        return replace(anew, lowest=math.inf, plateau=0.0)
 
     def propose(self, state: AwaitScheduleState, estimate: Estimate, context: Context) -> float | None:
         if state.owed > ROUNDING:
