@@ -88,10 +88,15 @@ def test_where_nobody_knows_of_a_plateau_there_is_none(loss: float | None) -> No
     assert asked(context=replace(ABOVE, shift=2.5), state=after((loss, 1.0, 1.0), (loss, 2.0, 0.5))) is None
 
 
-def test_after_a_new_start_the_plateau_is_another_one_and_after_a_rewind_it_is_over() -> None:
+def test_what_was_raised_on_a_plateau_stays_where_the_schedule_rises_no_more() -> None:
+    state = replace(after(*PLATEAU), rise=0.0)
+    assert asked(context=replace(ABOVE, shift=2.5), state=state) is None
+
+
+def test_a_new_start_has_a_plateau_of_its_own_and_a_rewind_leaves_nothing_that_was_raised_there() -> None:
     state, rule = after(*PLATEAU, OVER), AwaitSchedule()
     anew = rule.restart(state, ABOVE)
-    assert (anew.first, anew.lowest, anew.plateau) == (1.8, math.inf, 0.0)
+    assert (anew.first, anew.lowest, anew.plateau) == (math.inf, math.inf, 0.0), "the first windows may have exploded"
     back = rule.retreat(state, ABOVE)
     assert (back.first, back.lowest, back.plateau) == (1.8, 1.4, 0.0)
 

@@ -22,7 +22,7 @@ class AwaitScheduleState(Beginning):
         rise: what the schedule has risen by since the window before, in coordinates.
         peak: the highest that it has stood at, as far as that was known; 0 where it was not.
         owed: by how much a schedule whose course nobody knew has come to stand higher, of which nothing is taken back.
-        first: the mean training loss of the first window; infinite where nobody knows it.
+        first: the mean training loss of the first window that was judged; infinite where nobody knows it.
         lowest: the lowest of a window.
         plateau: the shift after the last window on the plateau that training begins with.
     """
@@ -46,7 +46,9 @@ class AwaitSchedule(OfSmallSteps, Rule):
     pretrained one it says nothing: there the first windows call for no more than later ones can bear.
 
     On a plateau that training begins with, any rate is called too low, for as long as it lasts. So what the base was
-    raised to there is no proof at any distance above the schedule, and goes down by `back` at least.
+    raised to there is no proof at any distance above the schedule, and it goes down by `back` in every window in which
+    the schedule has risen by less. The loss is compared with its own size: one that never comes near 0, or is negative,
+    hides a plateau or lengthens it.
 
     Where nobody knew that the schedule would rise, as in a warm-up that is stepped once an epoch and only followed,
     what was proved was proved of that rate. So what it then rises by, above all it has stood at, is taken back in the
@@ -58,7 +60,7 @@ class AwaitSchedule(OfSmallSteps, Rule):
             set is a guess as good as that, and one that was passed by more was wrong.
         fallen: share of the first window's training loss by which a later one's is lower once the plateau is over; 0
             knows of no plateau.
-        back: least move of a base that was raised on the plateau, in coordinates.
+        back: move of a base that was raised on the plateau, in coordinates, if the schedule has risen by less.
 
     >>> rule, less = AwaitSchedule(), Estimate(slope=0.3, stderr=0.1)
     >>> state = rule.observe(rule.start(), less, Context(schedule_next=0.4))
@@ -102,14 +104,14 @@ class AwaitSchedule(OfSmallSteps, Rule):
 
     def restart(self, state: AwaitScheduleState, context: Context) -> AwaitScheduleState:
         anew: AwaitScheduleState = super().restart(state, context)
-        return replace(anew, lowest=math.inf, plateau=0.0)
+        return replace(anew, first=math.inf, lowest=math.inf, plateau=0.0)
 
     def propose(self, state: AwaitScheduleState, estimate: Estimate, context: Context) -> float | None:
         if state.owed > ROUNDING:
             return -state.owed
-        raised_there = context.shift <= state.plateau + ROUNDING
-        if state.fell or state.pretrained or context.shift <= 0.0 or estimate.t_of_eight <= self.significance:
+        if state.fell or state.pretrained or state.rise <= 0.0 or estimate.t_of_eight <= self.significance:
             return None
+        raised_there = context.shift <= state.plateau + ROUNDING
         if context.shift > self.within and not raised_there:
             return None
         move = min(context.shift, max(state.rise, self.back) if raised_there else state.rise)
