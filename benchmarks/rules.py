@@ -54,14 +54,12 @@ PARTS = [f"{knob}: {part.kind}" for knob, table in TABLES.items() for part in ta
 AND = " and "
 FALL, LIMIT, MISLED = "learning_rate: fall", "learning_rate: return's limit", "learning_rate: catch_up's misled_to"
 TINIEST, LARGEST = "learning_rate: catch_up's tiny", "learning_rate: large_steps from twice the weights on"
-PLATEAU = "learning_rate: await_schedule's plateau"
 PROOF, ENTERED = "learning_rate: lower's proof in fine-tuning", "learning_rate: return as entered in fine-tuning"
 NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
     LIMIT: ("return", {"small": 0.0}),
     MISLED: ("catch_up", {"misled_to": 0.0}),
     TINIEST: ("catch_up", {"tiny": 0.03}),
     LARGEST: ("large_steps", {"large": 4.0}),
-    PLATEAU: ("await_schedule", {"fallen": 0.0}),
     PROOF: ("lower", {"pretrained_significance": 3.0}),
     ENTERED: ("return", {"entered_significance": 2.0}),
 }
@@ -76,7 +74,6 @@ SAID_BY = {
     MISLED: "learning_rate: catch_up",
     TINIEST: "learning_rate: catch_up",
     LARGEST: "learning_rate: large_steps",
-    PLATEAU: "learning_rate: await_schedule",
     ENTERED: "learning_rate: return",
 }
 """Without these numbers a rule asks for less, so where it was silent, they had no say."""

@@ -59,48 +59,6 @@ def test_small_steps_of_an_untrained_model_go_on_rising(size: float, move: float
     assert without == pytest.approx(-RISE), "no steps are small"
 
 
-def after(*windows: tuple[float | None, float, float]) -> AwaitScheduleState:
-    """The state after windows of these losses, at whose ends the base was moved from a shift by so much."""
-    rule, less = AwaitSchedule(), LESS
-    state = rule.start()
-    for loss, shift, move in windows:
-        context = replace(ABOVE, shift=shift, loss=loss)
-        state = rule.moved(rule.observe(state, less, context), move, move, less, context)
-    return replace(state, rise=0.1)
-
-
-PLATEAU = ((1.8, 1.0, 1.0), (1.5, 2.0, 0.5))
-OVER = (1.4, 2.5, 0.5)
-
-
-@pytest.mark.parametrize(("shift", "move"), [(2.5, -0.25), (1.3, -0.25), (0.1, -0.1), (0.0, None), (3.0, None)])
-@pytest.mark.parametrize("windows", [PLATEAU, (*PLATEAU, OVER), (*PLATEAU, OVER, (1.8, 3.0, 0.0))])
-def test_what_was_raised_on_the_first_plateau_is_taken_back(
-    windows: tuple[tuple[float, float, float], ...], shift: float, move: float | None
-) -> None:
-    """At most to the schedule as given; what was raised further once it was over stays, and no later one counts."""
-    assert asked(context=replace(ABOVE, shift=shift), state=after(*windows)) == (move and pytest.approx(move))
-
-
-@pytest.mark.parametrize("loss", [None, 0.0, -1.0])
-def test_where_nobody_knows_of_a_plateau_there_is_none(loss: float | None) -> None:
-    """No loss is known, or it has no zero from which a share of it could be counted."""
-    assert asked(context=replace(ABOVE, shift=2.5), state=after((loss, 1.0, 1.0), (loss, 2.0, 0.5))) is None
-
-
-def test_what_was_raised_on_a_plateau_stays_where_the_schedule_rises_no_more() -> None:
-    state = replace(after(*PLATEAU), rise=0.0)
-    assert asked(context=replace(ABOVE, shift=2.5), state=state) is None
-
-
-def test_a_new_start_has_a_plateau_of_its_own_and_a_rewind_leaves_nothing_that_was_raised_there() -> None:
-    state, rule = after(*PLATEAU, OVER), AwaitSchedule()
-    anew = rule.restart(state, ABOVE)
-    assert (anew.first, anew.lowest, anew.plateau) == (math.inf, math.inf, 0.0), "the first windows may have exploded"
-    back = rule.retreat(state, ABOVE)
-    assert (back.first, back.lowest, back.plateau) == (1.8, 1.4, 0.0)
-
-
 def course(schedule: list[float], shift: float) -> tuple[list[float], list[str]]:
     """The bases at which windows begin, and the rules that spoke, where the last weights always call for less."""
     calibrate, bases, rules = Calibrate(), [], []
