@@ -90,7 +90,7 @@ class ManagedExchange(Exchange):
             rows[~torch.tensor(self.present, device=rows.device)] = torch.nan
         return rows
 
-    def gather_objects(self, own: Any) -> list[Any]:
+    def gather_objects(self, own: Any, *, of_all: bool = False) -> list[Any]:
         if not self.meeting:
             return [own] * self.layout.places
         held = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hdet.errors import ConfigError
-from hdet.replicas.distributed import optimizer_mean
+from hdet.errors import ConfigError, StepError
+from hdet.replicas.distributed import buffer_mean, optimizer_mean
 
-pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="pip install 'hdet[torchft]'")
 THERE = (0, 2)  # of three groups
 Found = dict[str, Any]
+
+
+class Unused:
+    """What is made of torchft's, and here sends nothing."""
+
+    def __init__(self, *given: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(autouse=True)
+def torchft(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Names to import where torchft is not installed: it sends nothing here."""
+    if find_spec("torchft") is not None:
+        yield
+        return
+    groups = SimpleNamespace(ManagedProcessGroup=Unused)
+    monkeypatch.setitem(sys.modules, "torchft", SimpleNamespace(Manager=Unused, ProcessGroupGloo=Unused))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torchft.process_group", groups)  # type: ignore[arg-type]
+    yield
+    sys.modules.pop("hdet.integrations.managed_exchange", None)
 
 
 class Summing:
@@ -77,14 +98,57 @@ def meet(group: int, held: dict[int, Tensor], found: dict[int, Found]) -> None:
     }
 
 
-def test_the_groups_that_are_there_tell_each_other_everything() -> None:
+def each(target: Callable[[int, dict[int, Tensor], dict[int, Found]], None]) -> dict[int, Found]:
+    """What it finds in a thread for each group that is there."""
     held: dict[int, Tensor] = {}
     found: dict[int, Found] = {}
-    threads = [threading.Thread(target=meet, args=(group, held, found)) for group in THERE]
+    threads = [threading.Thread(target=target, args=(group, held, found)) for group in THERE]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    return found
+
+
+def merge(group: int, held: dict[int, Tensor], found: dict[int, Found]) -> None:
+    """Models without buffers, with batch statistics, with a cache of other lengths beside them, with other buffers."""
+    from hdet.integrations.managed_exchange import ManagedExchange
+
+    exchange = ManagedExchange(Summing(group, held), group, 3, torch.device("cpu"))
+    exchange.meeting = True
+    plain, normed, cached = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    cached.register_buffer("cache", torch.ones(1 + group))
+    for model in (plain, normed, cached):
+        for name, mean in model.named_buffers():
+            if name == "running_mean":
+                mean.fill_(group)
+        buffer_mean.average(exchange, [model], [1.0, 0.0, 1.0], take_first=False)
+    frozen = torch.full((100,), 0.1), torch.full((2,), 1.0 + group)
+    buffer_mean.average_written(exchange, [frozen], [True, True], [1.0, 0.0, 2.0])
+    plain.register_buffer("ours" if group else "theirs", torch.ones(1))
+    with pytest.raises(StepError, match="do not hold the same buffers") as told:
+        buffer_mean.average(exchange, [plain], [1.0, 0.0, 1.0], take_first=False)
+    found[group] = {
+        "normed": normed.running_mean,
+        "cached": [cached.running_mean, cached.cache],
+        "frozen": frozen,
+        "told": str(told.value),
+    }
+
+
+def test_the_groups_that_are_there_merge_their_buffers() -> None:
+    found = each(merge)
+    for group in THERE:
+        own = found[group]
+        assert own["normed"].tolist() == [1.0, 1.0]
+        assert [one.tolist() for one in own["cached"]] == [[1.0, 1.0], [1.0] * (1 + group)]
+        assert torch.equal(own["frozen"][0], torch.full((100,), 0.1))  # alike in both: to the bit
+        assert own["frozen"][1].tolist() == pytest.approx([7 / 3] * 2)
+        assert "('ours', 'theirs')" in own["told"]
+
+
+def test_the_groups_that_are_there_tell_each_other_everything() -> None:
+    found = each(meet)
     for group in THERE:
         own = found[group]
         assert own["present"] == [True, False, True]

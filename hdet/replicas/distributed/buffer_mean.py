@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hdet.errors import StepError
@@ -77,7 +75,7 @@ def average_written(
     marks = torch.zeros(len(frozen), len(written), 2, dtype=torch.int64, device=device)
     for row, own in zip(marks, frozen, strict=True):
         row[seen] = fingerprints(list(compress(own, seen.tolist())), device)
-    rows = exchange.gather(marks.flatten())[layout.table[:, layout.part]].view(-1, *marks.shape[1:])
+    rows = exchange.gather(marks.flatten())[layout.table[exchange.present, layout.part]].view(-1, *marks.shape[1:])
     apart = (rows != rows[0]).any(dim=2).any(dim=0).tolist()
     members = [list(compress(own, apart)) for own in frozen]
     meet = [tensors.is_inexact(own) and has_arithmetic(own) for own in members[0]]
@@ -114,20 +112,20 @@ def _of_one_kind(exchange: Exchange, models: Sequence[nn.Module], members: Seque
     # Of one length, however many buffers a rank has: a collective of other lengths ends the processes.
     digests = [crc32(repr(own).encode()) for told in (names, codes) for own in told]
     table = exchange.gather(torch.tensor(digests, dtype=torch.int64)).cpu().view(-1, 2, len(models))
-    if bool((table[:, 0] != table[0, 0, 0]).any()):
+    told = table[layout.table[exchange.present]]  # [places, parts, 2, models]; what is gone has told nothing
+    if bool((told[:, :, 0] != told[0, 0, 0, 0]).any()):
         raise _in_some(exchange, names)
-    if bool((table[:, 1][layout.table] == table[:, 1][layout.table[:1], :1]).all()):
+    if bool((told[:, :, 1] == told[:1, :, 1, :1]).all()):
         return [True] * len(codes[0])
     rows = exchange.gather(torch.tensor(codes, dtype=torch.int64).flatten())
-    rows = rows[layout.table[:, layout.part]].view(-1, len(codes[0]))
+    rows = rows[layout.table[exchange.present, layout.part]].view(-1, len(codes[0]))
     return [bool(same) for same in (rows == rows[0]).all(dim=0).tolist()]
 
 
 def _in_some(exchange: Exchange, names: Sequence[Sequence[str]]) -> StepError:
     """Replicas hold other buffers: those of one would take the places of another's."""
-    held: list[Any] = [None] * dist.get_world_size(exchange.layout.everyone())
-    dist.all_gather_object(held, [list(own) for own in names], group=exchange.layout.everyone())
-    each = [set(own) for told in held for own in told]
+    held = exchange.gather_objects([list(own) for own in names], of_all=True)
+    each = [set(own) for told in held for own in told or []]
     differing = sorted(set().union(*each) - each[0].intersection(*each))
     which = some(differing) if differing else "the same in another order"
     return StepError(

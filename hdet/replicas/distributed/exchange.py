@@ -132,10 +132,11 @@ class Exchange:
         _gather_single(rows, row, group=self.layout.everyone())
         return rows.view(ranks, row.numel())
 
-    def gather_objects(self, own: Any) -> list[Any]:
-        """An object of each peer, by place; None for a place that is vacant."""
-        held: list[Any] = [None] * self.layout.places
-        dist.all_gather_object(held, own, group=self.layout.peers())
+    def gather_objects(self, own: Any, *, of_all: bool = False) -> list[Any]:
+        """An object of each peer, by place, or of all ranks of the layout; None for a place that is vacant."""
+        group = self.layout.everyone() if of_all else self.layout.peers()
+        held: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(held, own, group=group)
         return held
 
     def broadcast_object(self, own: Any, place: int) -> Any:
