@@ -223,9 +223,10 @@ class Remembering(nn.Module):
         torch.manual_seed(0)
         self.head = nn.Linear(WIDTH, 4)
         self.register_buffer("seen", torch.full((4,), float(dist.get_rank())))
+        self.register_buffer("scale", torch.full((1,), 0.1).expand(4))  # it cannot be written over
 
     def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.head(inputs) + 0.1 * self.seen
+        logits: Tensor = self.head(inputs) + self.scale * self.seen
         if self.training:
             self.seen = 0.9 * self.seen + inputs.mean(dim=0)[:4]
         return logits

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from hdet.errors import ConfigError, StepError
 from hdet.replicas import copies, tensors, weighting
 from hdet.replicas.anchor import Anchor
+from hdet.replicas.dense import can_be_written
 from hdet.replicas.distributed import buffer_mean, fully_sharded, optimizer_mean, refusals
 from hdet.replicas.distributed.agreement import agree
 from hdet.replicas.distributed.exchange import Exchange
@@ -297,7 +298,8 @@ class Ranks(Replicas):
         if not (self.left_to_loop and self.layout.places > 1):
             yield
             return
-        live = [tensors.local(buffer) for buffer in self.hosts[0][0].buffers() if tensors.is_inexact(buffer)]
+        buffers = (tensors.local(buffer) for buffer in self.hosts[0][0].buffers())
+        live = [buffer for buffer in buffers if tensors.is_inexact(buffer) and can_be_written(buffer)]
         kept = tensors.clones(live)
         try:
             with translated("lending buffers"):
