@@ -135,6 +135,12 @@ def refused() -> dict[str, str]:
     def pair(model: nn.Module, **options: Any) -> Any:
         return hdet.distribute(model, optimizer_of(model), **options)
 
+    def odd(frozen: torch.Tensor | None, buffer: torch.Tensor | None = None) -> Any:
+        model = network()
+        model.odd = nn.Parameter(frozen, requires_grad=False) if frozen is not None else None
+        model.register_buffer("other", buffer)
+        return pair(model)
+
     def local_hsdp() -> Any:
         with patch.object(fully_sharded, "COMMON", "torch.somewhere_else"):
             return engine(pair(sharded(mesh), mesh=mesh), gradients="local")
@@ -146,6 +152,9 @@ def refused() -> dict[str, str]:
         "seed": lambda: engine(plain(), seed=rank % 2),
         "knobs": lambda: engine(plain(), knobs=[hdet.LearningRate(spread=TwoLevel(0.1 + 0.1 * (rank == 3)))]),
         "shapes": wide,
+        "expanded": lambda: odd(torch.full((1, 4), 1.0 + rank).expand(4, 4)),
+        "expanded on one": lambda: odd(torch.ones(1, 4).expand(4, 4) if rank == 1 else torch.ones(4, 4)),
+        "a buffer on one": lambda: odd(None, torch.ones(1, 4).expand(4, 4) if rank == 0 else torch.ones(4, 4)),
         "group": lambda: pair(DistributedDataParallel(network()), group=half),
         "both": lambda: plain(group=half, mesh=mesh),
         "no dimension": lambda: plain(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))),
@@ -591,6 +600,9 @@ def test_gathering_keeps_a_nan_where_it_is(ranks: list[Found]) -> None:
         ("no dimension", "none is called one of"),
         ("copies", "copies= needs a plain model"),
         ("hook", "a communication hook is registered"),
+        ("expanded", "the parameter odd cannot be made the first rank's: it is sparse"),
+        ("expanded on one", "the ranks disagree on parameters"),
+        ("a buffer on one", "the ranks disagree on buffers"),
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(ranks: list[Found], name: str, words: str) -> None:

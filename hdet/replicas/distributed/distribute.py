@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -71,7 +71,8 @@ def distribute(
 
     Raises:
         ConfigError: no process group, a partitioned optimizer (ZeRO), ranks that share one replica where each is to
-            be one, a wrapper that averages over other ranks, copies of a wrapped model, a pipeline of stages.
+            be one, a wrapper that averages over other ranks, copies of a wrapped model, a pipeline of stages, a
+            parameter that cannot be sent.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
@@ -118,9 +119,10 @@ def distribute(
     tensors.reshard(bare)
     with translated("sending the first replica's weights"):
         agree(exchange, _described(bare, optimizer, micro_batches or copies, f"{exact} {precision} {overlap}"))
-        if send:
-            held = [tensors.local(tensor.detach()) for tensor in (*bare.parameters(), *bare.buffers())]
-            exchange.broadcast(list(filter(can_be_written, held)), 0)
+        if send and layout.places > 1:
+            refusals.never_sent(bare)
+            buffers = filter(can_be_written, map(tensors.local, bare.buffers()))
+            exchange.broadcast([*(tensors.local(own.detach()) for own in bare.parameters()), *buffers], 0)
     hosts = [(bare, optimizer), *(twin(bare, optimizer) for _ in range(copies - 1))]
     trained = [model, *(copied for copied, _ in hosts[1:])]
     return Ranks(hosts, trained, exchange, micro_batches or 0, reduces, precision, _travelling(overlap, layout))
@@ -138,8 +140,8 @@ def _travelling(overlap: int, layout: Layout) -> tuple[int, Group] | None:
 def _described(model: nn.Module, optimizer: Optimizer, each: int, options: str) -> dict[str, str]:
     """What must be alike before a single tensor is sent: unequal shapes would hang, or mix up the weights."""
     return {
-        "parameters": repr([(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]),
-        "buffers": repr([(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]),
+        "parameters": repr([(n, tuple(p.shape), _kind(p), p.requires_grad) for n, p in model.named_parameters()]),
+        "buffers": repr([(name, tuple(b.shape), _kind(b)) for name, b in model.named_buffers()]),
         "optimizer": " and ".join(
             f"{type(part).__name__} of {[len(group['params']) for group in part.param_groups]}"
             for part in chained(optimizer)
@@ -147,3 +149,9 @@ def _described(model: nn.Module, optimizer: Optimizer, each: int, options: str) 
         "replicas per rank": str(each),
         "exact, precision and overlap": options,
     }
+
+
+def _kind(tensor: Tensor) -> str:
+    """Its type, and whether it is sent."""
+    own = tensors.local(tensor.detach())
+    return str(own.dtype) if can_be_written(own) else f"{own.dtype}, {own.layout} that cannot be written over"

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 
 from hdet.errors import ConfigError
 from hdet.replicas.chained_optimizer import chained
+from hdet.replicas.dense import can_be_written
 from hdet.replicas.distributed import fully_sharded
 from hdet.replicas.distributed.layout import Layout
 from hdet.replicas.parallel import unwrapped
+from hdet.replicas.tensors import local
 
 PARTITIONED = {
     "ZeroRedundancyOptimizer",
@@ -140,6 +142,17 @@ def other_group(model: DistributedDataParallel, layout: Layout) -> None:
             f"DistributedDataParallel averages gradients over the ranks {list(ranks)}, and the replicas lie on "
             f"{list(layout.global_peers)}; give both the same process group"
         )
+
+
+def never_sent(model: nn.Module) -> None:
+    """A parameter that cannot be written over would be another on each rank."""
+    for name, parameter in model.named_parameters():
+        if not can_be_written(local(parameter.detach())):
+            raise ConfigError(
+                f"the parameter {name} cannot be made the first rank's: it is sparse, expanded or on the device meta, "
+                f"where values cannot be written over; make it dense, by .contiguous() or .to_dense(), or a buffer, "
+                f"which stays each rank's own"
+            )
 
 
 def sharded(model: nn.Module) -> bool:
