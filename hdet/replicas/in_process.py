@@ -20,6 +20,7 @@ from hdet.replicas.held_optimizer import HeldOptimizer
 from hdet.replicas.parallel import require_alone
 from hdet.replicas.replica import Replica
 from hdet.replicas.replicas import Replicas
+from hdet.replicas.shared_buffers import require_same
 from hdet.replicas.shared_parameters import SharedParameters
 
 
@@ -85,6 +86,7 @@ class Copies(InProcess):
         self._mean_buffers(weighting.shares(valid, None))
 
     def _mean_buffers(self, shares: Sequence[float]) -> None:
+        require_same([model for model, _ in self.hosts])
         sound = [tensors.with_mean(model) for (model, _), share in zip(self.hosts, shares, strict=True) if share]
         averaged = [all(flags) for flags in zip(*sound, strict=True)]
         members = [list(model.buffers()) for model, _ in self.hosts]
@@ -193,6 +195,7 @@ def micro_batches(model: nn.Module, optimizer: Optimizer, n: int) -> Seats:
 def transplant(source: tuple[nn.Module, Optimizer], target: tuple[nn.Module, Optimizer]) -> None:
     """Overwrite one model and its optimizer's state by another's; settings in parameter groups stay."""
     models = (target[0], source[0])
+    require_same(models)
     tensors.copy_(*_can_be_written([tensors.parameters(model) for model in models]))
     buffers = _can_be_written([[tensors.local(buffer) for buffer in model.buffers()] for model in models])
     tensors.copy_([resized(old, new.shape) for old, new in zip(*buffers, strict=True)], buffers[1])

@@ -305,6 +305,14 @@ def test_a_cache_that_grows_with_a_replicas_data_stays_its_own(problem: Any) -> 
         assert model[2].running_mean.tolist() == [1.0] * 6  # type: ignore[index]
 
 
+@pytest.mark.parametrize("act", [lambda own: own.mean([True] * 3, "keep"), lambda own: own.copy([2, 1, 2])])
+def test_a_buffer_that_one_copy_alone_has_is_named(act: Any, problem: Any) -> None:
+    replicas = copies(problem, 3, nn.BatchNorm1d(6))
+    replicas.hosts[2][0].register_buffer("cache", torch.ones(1))
+    with pytest.raises(StepError, match=r"do not hold the same buffers \('cache'\)"):
+        act(replicas)
+
+
 def test_whoever_takes_a_replicas_place_has_its_cache(problem: Any) -> None:
     (first, *_), (second, *_) = hosts = copies(problem, 2).hosts
     first.register_buffer("cache", torch.ones(3))

@@ -9,12 +9,11 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from hdet.errors import StepError
 from hdet.replicas import tensors
 from hdet.replicas.dense import can_be_written, has_arithmetic
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprints
-from hdet.spec import some
+from hdet.replicas.shared_buffers import in_some, names_of
 
 
 @torch.no_grad()
@@ -107,31 +106,19 @@ def _of_one_kind(exchange: Exchange, models: Sequence[nn.Module], members: Seque
         StepError: on every rank, where a replica has a buffer that another has not.
     """
     layout = exchange.layout  # of a model in parts each is compared with its peers
-    names = [[name for name, _ in model.named_buffers()] for model in models]
+    names = names_of(models)
     codes = [[crc32(repr((tuple(b.shape), b.dtype, can_be_written(b))).encode()) for b in own] for own in members]
     # Of one length, however many buffers a rank has: a collective of other lengths ends the processes.
     digests = [crc32(repr(own).encode()) for told in (names, codes) for own in told]
     table = exchange.gather(torch.tensor(digests, dtype=torch.int64)).cpu().view(-1, 2, len(models))
     told = table[layout.table[exchange.present]]  # [places, parts, 2, models]; what is gone has told nothing
     if bool((told[:, :, 0] != told[0, 0, 0, 0]).any()):
-        raise _in_some(exchange, names)
+        raise in_some([own for held in exchange.gather_objects(names, of_all=True) for own in held or []])
     if bool((told[:, :, 1] == told[:1, :, 1, :1]).all()):
         return [True] * len(codes[0])
     rows = exchange.gather(torch.tensor(codes, dtype=torch.int64).flatten())
     rows = rows[layout.table[exchange.present, layout.part]].view(-1, len(codes[0]))
     return [bool(same) for same in (rows == rows[0]).all(dim=0).tolist()]
-
-
-def _in_some(exchange: Exchange, names: Sequence[Sequence[str]]) -> StepError:
-    """Replicas hold other buffers: those of one would take the places of another's."""
-    held = exchange.gather_objects([list(own) for own in names], of_all=True)
-    each = [set(own) for told in held for own in told or []]
-    differing = sorted(set().union(*each) - each[0].intersection(*each))
-    which = some(differing) if differing else "the same in another order"
-    return StepError(
-        f"the replicas do not hold the same buffers ({which}), and these are merged one by one; register the same on "
-        f"every rank and in every copy, before training also what is registered when it is first used"
-    )
 
 
 def _with_mean(exchange: Exchange, models: Sequence[nn.Module], shares: Sequence[float]) -> list[bool]:
