@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from launch import launch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from training import optimizer_of, train
+from training import batch_normed, network, optimizer_of, train
 
 import hdet
 from hdet.errors import StepError
+from hdet.replicas.distributed import buffer_mean
 
 Found = dict[str, Any]
 
@@ -131,6 +133,19 @@ def registered_on_one_rank(others: bool) -> str:
     return ""
 
 
+def asked_for_buffers() -> list[int]:
+    """How often merges ask for buffers, of a model that has none and of one that has batch statistics."""
+    counts = []
+    for made in (network, batch_normed):
+        model = made()
+        replicas = hdet.distribute(model, optimizer_of(model))
+        engine = hdet.Engine(replicas, [hdet.LearningRate()], window=2, total_steps=4, gradients="local")
+        with patch.object(buffer_mean, "average", wraps=buffer_mean.average) as average:
+            train(engine, 4)
+        counts.append(average.call_count)
+    return counts
+
+
 def exploited() -> list[float]:
     """The cache of a member of a population, of which one takes the place of the other."""
     rank, model = dist.get_rank(), Taught()
@@ -153,6 +168,10 @@ def test_whoever_takes_a_members_place_has_its_cache() -> None:
 def test_a_cache_that_grows_with_each_ranks_data_stays_its_own() -> None:
     """Collectives of other lengths on each rank end the processes."""
     assert launch(grown, 2) == [([0.0], 0.5), ([1.0, 1.0], 0.5)]
+
+
+def test_merges_of_a_model_without_buffers_ask_for_none() -> None:
+    assert launch(asked_for_buffers, 2) == [[0, 2]] * 2
 
 
 @pytest.mark.parametrize("others", [False, True])

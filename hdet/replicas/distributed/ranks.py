@@ -84,6 +84,7 @@ class Ranks(Replicas):
         self._within: Exchange | None = None  # over those of this replica, made for the first copy
         if fully_sharded.over(self.hosts[0][0], self.layout.parts):
             self._pooled = Exchange(of_group(self.layout.everyone()), exchange.device, exchange.exact)
+        self._buffers = True  # whether any rank had some, when all last gathered numbers
         self._shares = True
         self._apart = True
         self._own: OwnGradient | None = None
@@ -176,9 +177,13 @@ class Ranks(Replicas):
             agree(self.exchange, terms.declaration)
 
     def gather(self, rows: Tensor) -> NDArray[np.float64]:
+        # Whether a rank has buffers goes along, so that merges of models without ask for none.
+        buffers = any(next(model.buffers(), None) is not None for model, _ in self.hosts)
+        row = rows.detach().double().flatten()
         with translated("gathering losses at a window's end"):
-            table = self.exchange.gather(rows.detach().double().flatten()).cpu().numpy()
-        table = table.reshape(len(table), self._each, -1)[self.layout.table]
+            table = self.exchange.gather(torch.cat([row, row.new_full((1,), float(buffers))])).cpu().numpy()
+        self._buffers = bool((table[:, -1] == 1.0).any())  # of a group that is gone it is NaN
+        table = table[:, :-1].reshape(len(table), self._each, -1)[self.layout.table]
         # [places, parts, each, M]. A replica's number is the mean over the ranks that hold it: NaN if any is.
         merged = table[:, 0] if self.layout.parts == 1 else table.mean(axis=1)
         return np.ascontiguousarray(merged.reshape(self.size, -1), dtype=np.float64)
@@ -398,6 +403,8 @@ class Ranks(Replicas):
 
     @torch.no_grad()
     def _merge_buffers(self, shares: Sequence[float], only_means: bool = False) -> None:
+        if not self._buffers:
+            return
         if self._seats:  # a model all of whose micro-batches are sound
             shares = [min(shares[i : i + self._seats]) for i in range(0, self.size, self._seats)]
         exchange = self.exchange
