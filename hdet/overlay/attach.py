@@ -247,7 +247,8 @@ def attach(
                 bind=lending.bind,
             )
 
-        search = Search(model, optimizer, build, found, micro_batches if replicas is None else len(replicas.local))
+        seats = micro_batches if replicas is None else len(replicas.local)
+        search = Search(model, optimizer, build, found, seats, given_place=replicas is not None)
         if split is not None:
             split.take_out()
         search.undo_when_detached(undo.pop_all().close)

@@ -45,6 +45,9 @@ STEPLESS = 100
 class Riding:
     """Drives an engine by a loop's forward passes and optimizer steps.
 
+    Args:
+        given_place: somebody said where the replicas live, and so what other processes have to do with them.
+
     Attributes:
         engine: the one that is driven. Where micro-batches are counted, another one from the first step on.
         counting: the first step's passes will tell how many micro-batches make a step.
@@ -59,7 +62,14 @@ class Riding:
     engine: Engine
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, build: Build, rates: Rates, micro_batches: int | None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        build: Build,
+        rates: Rates,
+        micro_batches: int | None,
+        *,
+        given_place: bool,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -77,7 +87,7 @@ class Riding:
         self._stepping = False  # update knobs are in force for an optimizer's step
         self._writes_seen = -1  # as the optimizer last stepped
         self._busy = False  # the engine is at work, and passes are its own
-        self._alone = world() == 1
+        self._found_alone = world() == 1 and not given_place
         self.take_seats(1 if micro_batches is None else micro_batches)
 
     def take_seats(self, micro_batches: int) -> None:
@@ -422,11 +432,12 @@ class Riding:
             )
 
     def _refuse_late_ranks(self) -> None:
-        if self._alone and world() > 1:
+        if self._found_alone and world() > 1:
             raise StepError(
                 f"the process group of {world()} ranks was made after hdet.attach, which found one process, so each "
                 f"rank would go by what it finds alone, and their weights come apart; call init_process_group, and "
-                f"wrap the model, before hdet.attach"
+                f"wrap the model, before hdet.attach; or, where each rank trains a model of its own, say so by "
+                f"replicas=hdet.micro_batches(model, optimizer, 1)"
             )
 
     def _refuse_unseen(self) -> None:

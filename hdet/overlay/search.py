@@ -40,12 +40,19 @@ class Search(AbstractContextManager["Search"]):
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, build: Build, rates: Rates, micro_batches: int | None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        build: Build,
+        rates: Rates,
+        micro_batches: int | None,
+        *,
+        given_place: bool,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._undo: list[Callable[[], object]] = []
-        self._riding = Riding(model, optimizer, build, rates, micro_batches)
+        self._riding = Riding(model, optimizer, build, rates, micro_batches, given_place=given_place)
         self._riding.held_by = self
         self._hooks: Hooks | None = Hooks(self._riding, model, optimizer)
 

@@ -579,6 +579,19 @@ def group_made_late() -> str:
     return _refusal(StepError, lambda: search.loss(loss_of(wrapped, batch(0, 0))))
 
 
+def group_made_late_beside_replicas_that_were_given() -> int:
+    """Steps that a worker on its own has made, which joined others after its first."""
+    with patch("hdet.replicas.parallel.dist.is_initialized", return_value=False):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        search = attach(model, optimizer, replicas=hdet.micro_batches(model, optimizer, 1))
+        search.loss(loss_of(model, batch(0, 0))).backward()
+        optimizer.step()
+    search.loss(loss_of(model, batch(1, 0))).backward()
+    optimizer.step()
+    return search.engine.step_count
+
+
 def hooks_left() -> int:
     """Of the parameters, after searches that counted the micro-batches of a step and were detached."""
     model = ddp(network())

@@ -207,6 +207,10 @@ def test_ranks_that_come_after_the_search_are_refused() -> None:
         assert "the process group of 2 ranks was made after hdet.attach, which found one process" in said
 
 
+def test_ranks_that_come_after_a_search_whose_replicas_were_given_are_none_of_its() -> None:
+    assert launch(attached.group_made_late_beside_replicas_that_were_given, 2) == [2, 2]
+
+
 def test_detached_no_hook_is_left_on_a_parameter() -> None:
     assert launch(attached.hooks_left, 2) == [0, 0]
 
