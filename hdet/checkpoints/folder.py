@@ -20,6 +20,7 @@ from hdet.checkpoints.leader import led
 from hdet.checkpoints.manifest import NAME as MANIFEST
 from hdet.checkpoints.manifest import Manifest, publish
 from hdet.checkpoints.stateful import Stateful, everyone, step_of, unpacked
+from hdet.engine import snapshot
 from hdet.engine.engine import Engine
 from hdet.errors import CheckpointError, ConfigError
 from hdet.files import PART, part_of, renamed
@@ -71,10 +72,12 @@ class CheckpointFolder:
 
         Raises:
             CheckpointError: on every rank, if any rank could not write, or if the folder holds a newer point, from
-                which this engine has not gone on. The folder's other checkpoints are whole.
+                which this engine has not gone on. The folder's other checkpoints are whole. Or the engine is that of
+                `hdet.attach`, which is saved with its search.
         """
         import torch.distributed.checkpoint as dcp
 
+        snapshot.refuse_of_a_search(engine.cycle)
         self.wait()
         target = self.path / _name(engine)
         part = part_of(target)
@@ -131,10 +134,12 @@ class CheckpointFolder:
         Where there is none the run begins, and the engine's history with it.
 
         Raises:
-            CheckpointError: it is another engine's, is not as it was saved, or cannot be read. The engine is as it was.
+            CheckpointError: it is another engine's, is not as it was saved, or cannot be read; or this engine is that
+                of `hdet.attach`. It is as it was.
         """
         import torch.distributed.checkpoint as dcp
 
+        snapshot.refuse_of_a_search(engine.cycle, loads=True)
         group = everyone(engine)
         with translated("loading a checkpoint"):
             newest = led(group, self._newest)  # one rank looks: the others' view of the folder may lag

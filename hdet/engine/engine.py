@@ -331,8 +331,9 @@ class Engine:
         """Restore a state. With another N, the converged model, bases and controllers carry over.
 
         Raises:
-            CheckpointError: the state is another engine's.
+            CheckpointError: the state is another engine's, or this engine is that of `hdet.attach`.
         """
+        snapshot.refuse_of_a_search(self.cycle, loads=True)
         snapshot.load_state_dict(self.cycle, state)
 
     # -- what a pass brings -----------------------------------------------------------------------

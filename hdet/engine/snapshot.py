@@ -119,17 +119,26 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any], going_back: Callable[[]
     refuse_unless_all(cycle, failure)
 
 
-def refuse_of_a_search(cycle: Cycle) -> None:
+def refuse_of_a_search(cycle: Cycle, *, loads: bool = False) -> None:
     """A search keeps more beside its engine, and cuts the optimizer's groups for a step only.
+
+    Args:
+        loads: a state is to be loaded, and not saved.
 
     Raises:
         CheckpointError: the engine is a search's.
     """
-    if cycle.home.left_to_loop:
+    if not cycle.home.left_to_loop:
+        return
+    if loads:
         raise CheckpointError(
-            "this is the engine of hdet.attach, from which alone the run could not go on as it was: save "
-            "search.state_dict(), or search.all_ranks.state_dict() on all ranks together"
+            "the engine of hdet.attach takes no state by itself, since the search keeps more beside it: load what "
+            "search.state_dict() returned by search.load_state_dict(), or that of search.all_ranks by its own"
         )
+    raise CheckpointError(
+        "this is the engine of hdet.attach, from which alone the run could not go on as it was: save and load "
+        "search.state_dict(), or search.all_ranks.state_dict() on all ranks together"
+    )
 
 
 def refuse_unless_all(cycle: Cycle, problem: HdetError | None, kept: str = "engine") -> None:

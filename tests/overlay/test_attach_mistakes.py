@@ -390,11 +390,17 @@ def test_an_engine_is_saved_with_its_search(tmp_path: Path, rates: str, steps: i
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, window=10, rates=rates, quiet=True)
     loop(model, optimizer, search=search, stop=steps)
+    folder = hdet.checkpoints.CheckpointFolder(tmp_path)
     alone = "this is the engine of hdet.attach, from which alone the run could not go on"
-    with pytest.raises(CheckpointError, match=alone):
-        hdet.checkpoints.CheckpointFolder(tmp_path).save(search.engine)
-    with pytest.raises(CheckpointError, match=alone):
-        search.engine.state_dict()
+    for refused in (folder.save, hdet.checkpoints.Stateful, hdet.Engine.state_dict):
+        with pytest.raises(CheckpointError, match=alone):
+            refused(search.engine)
+    assert search.engine.cycle.run is None
+    windows = list(search.history)
+    for load in (folder.resume, lambda engine: engine.load_state_dict({})):
+        with pytest.raises(CheckpointError, match=r"the engine of hdet\.attach takes no state by itself"):
+            load(search.engine)
+    assert list(search.history) == windows
     search.load_state_dict(search.state_dict())
     loop(model, optimizer, search=search, start=steps)
     assert search.finished
