@@ -186,11 +186,11 @@ def reason(move: series.Move) -> str:
     """A move in words."""
     evidence = move.source + (f" (t = {move.t:+.1f})" if move.t is not None else "")
     several = f", the last of {move.count}" if move.count > 1 else ""
-    rule = f"; rule {move.rule}" if move.rule else ""
+    guard = f" ({move.guard})" if move.guard else ""
+    rule = f"{', and by' if move.guard else ';'} rule {move.rule}" if move.rule else ""
     veto = f"; {move.veto} let through only a part" if move.veto else ""
-    return (
-        f"step {move.step}: {four_digits(move.before)} to {four_digits(move.after)}, by {evidence}{several}{rule}{veto}"
-    )
+    course = f"{four_digits(move.before)} to {four_digits(move.after)}"
+    return f"step {move.step}: {course}, by {evidence}{guard}{several}{rule}{veto}"
 
 
 def objection(held: series.Move) -> str:

@@ -58,6 +58,7 @@ class Move:
         count: moves that it stands for.
         rule: of the controller that asked for it, where the controller tells.
         veto: that let less of it through, where one did.
+        guard: after which turn of the run the guard moved it, by itself or besides the rule.
     """
 
     step: int
@@ -69,6 +70,7 @@ class Move:
     count: int = 1
     rule: str = ""
     veto: str = ""
+    guard: str = ""
 
     @property
     def clear(self) -> bool:
@@ -179,8 +181,8 @@ def _held_back(group: Sequence[WindowRecord], knob: str) -> list[Move]:
 
 
 def _told(record: WindowRecord, knob: str) -> dict[str, str]:
-    """The rule and the veto that a window's controller told of."""
-    return {name: kind for name, kind in record.reasons.get(knob, {}).items() if name in ("rule", "veto")}
+    """The rule and the veto that a window's controller told of, and the guard's turn."""
+    return {name: kind for name, kind in record.reasons.get(knob, {}).items() if name in ("rule", "veto", "guard")}
 
 
 def _mean(values: Sequence[float]) -> float:

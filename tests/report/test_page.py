@@ -141,15 +141,21 @@ def test_every_knob_has_its_values_its_evidence_and_its_moves() -> None:
     assert "step 10: 0.1 to 0.14918, by last weights (t = -10.0)" in reader.words.replace("0.1492", "0.14918")
 
 
-def test_the_rule_that_spoke_and_the_veto_that_held_it_back_are_told_and_drawn() -> None:
+def test_the_rule_that_spoke_the_veto_that_held_it_back_and_the_guard_are_told_and_drawn() -> None:
     told = windows()
     told[0].reasons["learning_rate"] = {"rule": "raise"}
     told[1].reasons["learning_rate"] = {"rule": "raise", "veto": "small_steps"}
+    told[2].reasons["learning_rate"] = {"rule": "raise", "veto": "small_steps", "guard": "rewound"}
+    told[3].reasons["learning_rate"] = {"guard": "restarted"}
+    for record in told[2:4]:
+        record.faults.append({"kind": record.reasons["learning_rate"]["guard"], "step": 10})
     for record in told[6:8]:
         record.reasons["learning_rate"] = {"rule": "lower", "veto": HOSTILE}
     reader = Reader(page(told))
     assert "by last weights (t = -10.0); rule raise step 20" in reader.words
     assert "(t = -10.0); rule raise; small_steps let through only a part" in reader.words
+    assert "by the guard (rewound), and by rule raise; small_steps let through only a part step 40" in reader.words
+    assert "by the guard (restarted) step" in reader.words
     assert "step 70: stays at 0.4953; rule lower asked, </script>" in reader.words
     held = [trace for trace in reader.data["chart-1"]["data"] if trace["name"] == "held back by a veto"]
     assert [trace["x"] for trace in held] == [[70, 80]]
