@@ -313,7 +313,8 @@ def _unsmoothed(trainer: Trainer) -> Iterator[None]:
 
 def _divides(trainer: Trainer) -> bool:
     """Whether somebody's own loss may divide by a batch's items itself; a model's is their mean if told no number."""
-    return trainer.compute_loss_func is not None or type(trainer).compute_loss is not Trainer.compute_loss
+    method = getattr(trainer.compute_loss, "__func__", None)  # what is set on the instance need not be one
+    return trainer.compute_loss_func is not None or method is not Trainer.compute_loss
 
 
 @contextmanager

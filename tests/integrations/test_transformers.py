@@ -399,7 +399,14 @@ class Dividing(Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
 
-@pytest.mark.parametrize("kind", [partial(Trainer, compute_loss_func=summed), Dividing])
+def patched(**given: Any) -> Trainer:
+    """The same, as a loss that is set on the Trainer itself has it."""
+    made = Trainer(**given)
+    made.compute_loss = partial(Dividing.compute_loss, made)
+    return made
+
+
+@pytest.mark.parametrize("kind", [partial(Trainer, compute_loss_func=summed), Dividing, patched])
 def test_a_loss_that_divides_by_the_items_of_a_batch_is_judged_by_theirs(
     kind: Any, tmp_path: Path, assert_same: Any
 ) -> None:
