@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hdet.controllers import Estimate
+from hdet.errors import CheckpointError
 from hdet.evidence.collector import Collector, Evidence
 from hdet.evidence.parts.gradient_memory import Dots, Record, Traces
 from hdet.evidence.parts.gradient_sketch import GradientSketch
@@ -296,7 +297,13 @@ class ContrastCollector(Collector):
         trained = state.get("trained", self.folding.flags)  # states of older versions lack it
         if trained != self.folding.flags and len(trained) == len(self.folding.flags):
             self.folding = GradientSketch.as_trained(self.scene.replicas.hosts, self.spec.sketch, trained)
-        self.renewed, self.in_vain = state.get("renewed", False), state.get("in_vain", 0)
+        renewed, in_vain = state.get("renewed", False), state.get("in_vain", 0)  # here, too
+        if not isinstance(renewed, bool) or not isinstance(in_vain, int):
+            raise CheckpointError(
+                f"the checkpoint's number of windows of which Contrast learned nothing is {in_vain!r:.60}, and whether "
+                f"other layers are trained since this one opened {renewed!r:.60}; resume from another one"
+            )
+        self.renewed, self.in_vain = renewed, in_vain
         sketch = self.folding.sketch
         self.record.load_state_dict(state["record"], sketch.device, sketch.size, window is not None)
         if window is not None:

@@ -277,8 +277,7 @@ class OuterMerger(Merger):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved, opened = state["optimizer"], state["opened"]
-        # Others may move now, and the loop may thaw parameters after it has loaded. States of older versions lack it.
-        moving = self.scene.moving.flagged(state.get("moving", self.scene.moving.flags))
+        moving = self._moved(state)
         optimizer, displacements = self._made(moving)
         known = parameters_of(optimizer)
         for number, entries in saved["state"].items():
@@ -296,6 +295,24 @@ class OuterMerger(Merger):
         self._keep(optimizer, moving, displacements)
         # Of another number of replicas nothing is known but that they open alike.
         self._opened = list(opened) if len(opened) == len(self.scene.replicas.hosts) else []
+
+    def _moved(self, state: dict[str, Any]) -> list[nn.Parameter]:
+        """The parameters that moved at the save, of which the outer optimizer's state is.
+
+        Raises:
+            CheckpointError: the state does not tell which.
+        """
+        # Others may move now, and the loop may thaw parameters after it has loaded. States of older versions lack it.
+        own = self.scene.moving.flags
+        flags = state.get("moving", own)
+        known = sum(len(group["params"]) for group in state["optimizer"]["param_groups"])
+        fits = isinstance(flags, list) and len(flags) == len(own) and all(isinstance(flag, bool) for flag in flags)
+        if not fits or sum(flags) != known:
+            raise CheckpointError(
+                f"the checkpoint's outer optimizer is of {known} parameters, and which of {len(own)} those are "
+                f"cannot be told from {flags!r:.60}; build the model as it was, or resume from another one"
+            )
+        return self.scene.moving.flagged(flags)
 
 
 def _between(opening: Sequence[Tensor], merged: Sequence[Tensor]) -> list[Tensor]:

@@ -53,10 +53,8 @@ class Moving:
                 self._values[host] = []
 
     def flagged(self, flags: Sequence[bool]) -> list[nn.Parameter]:
-        """The first model's parameters that moved when the flags were these; those that move now, if it has no such."""
+        """The first model's parameters that moved when the flags were these."""
         every = [parameter for parameter in self._walks[0].every() if parameter.numel()]
-        if len(every) != len(flags):
-            return self.parameters[0]
         return [parameter for parameter, moved in zip(every, flags, strict=True) if moved]
 
     def values(self, host: int = 0) -> list[Tensor]:

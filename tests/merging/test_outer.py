@@ -237,6 +237,16 @@ def test_what_it_knows_goes_to_the_parameters_that_moved_at_the_save(frozen_at_l
     assert same(held(whole), held(older))
 
 
+@pytest.mark.parametrize("moving", [None, 3, [], [True, True], ["no"] * 6, [True] * 6])
+def test_a_state_that_does_not_tell_what_it_is_of_is_refused(moving: Any) -> None:
+    engine = partly_frozen([0])
+    of_layers(engine, 2 * WINDOW)
+    state = through_a_file(engine.state_dict())
+    state["merge"]["state"]["moving"] = moving
+    with pytest.raises(CheckpointError, match="outer optimizer is of 4 parameters, and which of 6 those are cannot"):
+        partly_frozen([0]).load_state_dict(state)
+
+
 def partly_frozen(frozen: list[int]) -> hdet.Engine:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(3)])

@@ -191,6 +191,17 @@ def test_a_damaged_state_is_refused_and_the_search_goes_on_as_it_was(place: tupl
     assert all(map(torch.equal, *ends))
 
 
+@pytest.mark.parametrize(("key", "value"), [("renewed", "no"), ("in_vain", None)])
+def test_a_count_of_what_contrast_missed_that_is_none_is_refused(key: str, value: Any) -> None:
+    model = network()
+    search = hdet.attach(model, adamw(model), probe=probe(), total_steps=STEPS, quiet=True)
+    state = copy.deepcopy(search.state_dict())
+    assert key in state["engine"]["collectors"][2]
+    state["engine"]["collectors"][2][key] = value
+    with pytest.raises(CheckpointError, match="number of windows of which Contrast learned nothing"):
+        search.load_state_dict(state)
+
+
 def test_a_models_state_is_no_searchs() -> None:
     model = network()
     search = hdet.attach(model, adamw(model), probe=probe(), total_steps=STEPS, quiet=True)
