@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdet.errors import ConfigError
 
@@ -36,13 +36,18 @@ def clones_of_others(tensors: Iterable[Any]) -> dict[int, Any]:
     Raises:
         ConfigError: one is nested in the old layout, and has no shape.
     """
-    others = [own for own in tensors if isinstance(own, Tensor) and not is_dense(own)]
+    others = [own for own in tensors if isinstance(own, Tensor) and own.is_leaf and not is_dense(own)]
     if any(own.is_nested and own.layout is torch.strided for own in others):
         raise ConfigError(
             "the model holds a nested tensor of the layout torch.strided, which has no shape and cannot be copied; "
             "make it with layout=torch.jagged, or register it with persistent=False and use no copies"
         )
-    return {id(own): own.detach().clone() for own in others}
+    return {id(own): _clone(own) for own in others}
+
+
+def _clone(own: Tensor) -> Tensor:
+    copied = own.detach().clone().requires_grad_(own.requires_grad)
+    return type(own)(copied, own.requires_grad) if isinstance(own, nn.Parameter) else copied
 
 
 def _apart(size: int, step: int) -> bool:

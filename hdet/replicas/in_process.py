@@ -233,7 +233,8 @@ def twin(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
     Raises:
         ConfigError: the model holds what has no copy.
     """
-    memo = clones_of_others(model.buffers())
+    plain = (value for module in model.modules() for value in vars(module).values())
+    memo = clones_of_others([*model.parameters(), *model.buffers(), *plain])
     try:
         copied, other = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
     except RuntimeError as error:

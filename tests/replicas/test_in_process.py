@@ -168,6 +168,19 @@ def test_a_model_that_has_no_copy_is_told_of() -> None:
         hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
 
 
+@pytest.mark.filterwarnings("ignore:.*beta state.*")
+def test_a_compressed_tensor_that_is_a_plain_attribute_is_copied() -> None:
+    """And one that is a buffer too, or of two modules, is one in the copy."""
+    model = nn.Sequential(nn.Linear(3, 1), nn.Identity())
+    model.register_buffer("held", torch.eye(3).to_sparse_csr())
+    model[1].held, model[1].plain = model.held, torch.eye(3).to_sparse_csc()
+    replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), n=2)
+    other: Any = replicas.hosts[1][0]
+    assert other[1].held is other.held
+    assert other[1].plain is not model[1].plain
+    assert torch.equal(other[1].plain.to_dense(), torch.eye(3))
+
+
 @pytest.mark.filterwarnings("ignore:.*prototype.*")
 def test_a_nested_tensor_without_a_shape_is_told_of() -> None:
     model = nn.Linear(2, 2)
@@ -327,12 +340,13 @@ def test_whoever_takes_a_replicas_place_has_its_cache(problem: Any) -> None:
     [
         lambda: torch.eye(3).to_sparse(),
         lambda: torch.eye(3).to_sparse_csr(),
+        lambda: nn.Parameter(torch.eye(3).to_sparse_csr(), requires_grad=False),
         lambda: torch.full((1, 3), 0.3).expand(3, 3),
         lambda: nn.Parameter(torch.full((1, 3), 0.3).expand(3, 3), requires_grad=False),
         lambda: torch.ones(3).to(torch.float8_e4m3fn),
         lambda: torch.ones(3, device="meta"),
     ],
-    ids=["sparse", "compressed", "expanded", "expanded and frozen", "float8", "meta"],
+    ids=["sparse", "compressed", "compressed and frozen", "expanded", "expanded and frozen", "float8", "meta"],
 )
 def test_what_has_no_mean_or_cannot_be_written_over_stays_each_replicas_own(made: Any, problem: Any) -> None:
     """As the adjacency matrix of a graph network, which is often sparse."""
