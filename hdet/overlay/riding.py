@@ -437,7 +437,7 @@ class Riding:
                 f"the process group of {world()} ranks was made after hdet.attach, which found one process, so each "
                 f"rank would go by what it finds alone, and their weights come apart; call init_process_group, and "
                 f"wrap the model, before hdet.attach; or, where each rank trains a model of its own, say so by "
-                f"replicas=hdet.micro_batches(model, optimizer, 1)"
+                f"replicas=hdet.micro_batches(model, optimizer, n), of n passes a step"
             )
 
     def _refuse_unseen(self) -> None:

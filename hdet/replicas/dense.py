@@ -31,23 +31,23 @@ def can_be_written(tensor: Tensor) -> bool:
 
 
 def clones_of_others(tensors: Iterable[Any]) -> dict[int, Any]:
-    """A memo for `copy.deepcopy`, which cannot copy tensors that are compressed, as sparse ones by rows are.
+    """A memo for `copy.deepcopy`, which cannot copy tensors that are compressed, nor parameters that are sparse.
 
     Raises:
         ConfigError: one is nested in the old layout, and has no shape.
     """
-    others = [own for own in tensors if isinstance(own, Tensor) and own.is_leaf and not is_dense(own)]
-    if any(own.is_nested and own.layout is torch.strided for own in others):
+    leaves = [own for own in tensors if isinstance(own, Tensor) and own.is_leaf]
+    if any(own.is_nested and own.layout is torch.strided for own in leaves):
         raise ConfigError(
             "the model holds a nested tensor of the layout torch.strided, which has no shape and cannot be copied; "
             "make it with layout=torch.jagged, or register it with persistent=False and use no copies"
         )
-    return {id(own): _clone(own) for own in others}
+    return {id(own): _clone(own) for own in leaves if own.layout not in (torch.strided, torch.jagged)}
 
 
 def _clone(own: Tensor) -> Tensor:
     copied = own.detach().clone().requires_grad_(own.requires_grad)
-    return type(own)(copied, own.requires_grad) if isinstance(own, nn.Parameter) else copied
+    return nn.Parameter(copied, own.requires_grad) if isinstance(own, nn.Parameter) else copied
 
 
 def _apart(size: int, step: int) -> bool:

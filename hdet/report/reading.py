@@ -79,9 +79,17 @@ def looks_ahead(record: WindowRecord, knob: str) -> bool:
     return offset is not None and offset > 0 and learned is not None and base is not None and base < learned
 
 
+def turn_that_moved(record: WindowRecord, knob: str) -> str | None:
+    """At which turn of the run the guard moved the knob; of all that moved, in a record that does not tell of any."""
+    told = {name: reasons["guard"] for name, reasons in record.reasons.items() if "guard" in reasons}
+    if told:
+        return told.get(knob)
+    return next((fault["kind"] for fault in record.faults if fault.get("kind") in TURNS), None)
+
+
 def decided(record: WindowRecord, knob: str) -> tuple[str, float | None]:
     """What a window's move rests on: the source, and its t where this window has one that calls for the move."""
-    if any(fault.get("kind") in TURNS for fault in record.faults):
+    if turn_that_moved(record, knob) is not None:
         return GUARD, None
     move = record.moves.get(knob, 0.0)
     if record.reasons.get(knob, {}).get("rule") == BALANCE:

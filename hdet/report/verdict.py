@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hdet.record import TURNS, WindowRecord, knobs_of
-from hdet.report.reading import CLEAR_T, STEPS, made_progress, proof, readings, surprise
+from hdet.record import WindowRecord, knobs_of
+from hdet.report.reading import CLEAR_T, STEPS, made_progress, proof, readings, surprise, turn_that_moved
 from hdet.report.series import Move, move
 
 BELIEVABLE = 10.0
@@ -197,7 +197,7 @@ def _verdict(windows: list[WindowRecord], knob: str, progress: bool) -> Verdict:
             tested += len(found)
             since.append(found[0].t)
         if record.moves.get(knob):
-            turn = next((fault["kind"] for fault in record.faults if fault.get("kind") in TURNS), None)
+            turn = turn_that_moved(record, knob)
             made = move([record], knob)
             if turn is not None:
                 retreats.setdefault(turn, []).append(made)

@@ -43,7 +43,7 @@ def torchft(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Summing:
     """A manager whose all-reduce is a sum over the threads."""
 
-    barrier = threading.Barrier(len(THERE), timeout=60)
+    barrier: threading.Barrier
     held: dict[int, Tensor]
 
     def __init__(self, group: int, held: dict[int, Tensor]) -> None:
@@ -102,6 +102,7 @@ def each(target: Callable[[int, dict[int, Tensor], dict[int, Found]], None]) -> 
     """What it finds in a thread for each group that is there."""
     held: dict[int, Tensor] = {}
     found: dict[int, Found] = {}
+    Summing.barrier = threading.Barrier(len(THERE), timeout=60)  # a broken one breaks no other test
     threads = [threading.Thread(target=target, args=(group, held, found)) for group in THERE]
     for thread in threads:
         thread.start()

@@ -334,6 +334,11 @@ def test_whoever_takes_a_replicas_place_has_its_cache(problem: Any) -> None:
     assert second.cache.tolist() == [1.0, 1.0, 1.0]  # type: ignore[operator]
 
 
+def jagged() -> nn.Parameter:
+    rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    return nn.Parameter(rows, requires_grad=False)
+
+
 @pytest.mark.filterwarnings("ignore:.*beta state.*")
 @pytest.mark.parametrize(
     "made",
@@ -341,12 +346,22 @@ def test_whoever_takes_a_replicas_place_has_its_cache(problem: Any) -> None:
         lambda: torch.eye(3).to_sparse(),
         lambda: torch.eye(3).to_sparse_csr(),
         lambda: nn.Parameter(torch.eye(3).to_sparse_csr(), requires_grad=False),
+        jagged,
         lambda: torch.full((1, 3), 0.3).expand(3, 3),
         lambda: nn.Parameter(torch.full((1, 3), 0.3).expand(3, 3), requires_grad=False),
         lambda: torch.ones(3).to(torch.float8_e4m3fn),
         lambda: torch.ones(3, device="meta"),
     ],
-    ids=["sparse", "compressed", "compressed and frozen", "expanded", "expanded and frozen", "float8", "meta"],
+    ids=[
+        "sparse",
+        "compressed",
+        "compressed and frozen",
+        "jagged and frozen",
+        "expanded",
+        "expanded and frozen",
+        "float8",
+        "meta",
+    ],
 )
 def test_what_has_no_mean_or_cannot_be_written_over_stays_each_replicas_own(made: Any, problem: Any) -> None:
     """As the adjacency matrix of a graph network, which is often sparse."""

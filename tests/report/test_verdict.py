@@ -158,6 +158,13 @@ def test_where_the_guard_alone_moved_a_knob_its_value_is_not_recommended() -> No
     assert TypeAdapter(Verdict).validate_python(json.loads(json.dumps(told.to_dict()))) == told
 
 
+def test_a_move_is_its_evidences_where_the_guard_moved_another_knob_alone() -> None:
+    back = [{"kind": "rewound", "step": 10}]
+    reasons = {"rate": {"rule": "raise"}, "decay": {"guard": "rewound"}}
+    told = verdict(record(0, -5.0, 0.5, faults=back, reasons=reasons))
+    assert told.moved == "up in 1 window, step 10, by its evidence (|t| 5.0)"
+
+
 def test_moves_that_cancel_are_called_to_and_fro() -> None:
     told = verdict(*(record(w, (-1.0) ** w * 5, (-1.0) ** (w + 1) * 0.3) for w in range(6)))
     assert told.trust == "to and fro"

@@ -149,9 +149,9 @@ def never_sent(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not can_be_written(local(parameter.detach())):
             raise ConfigError(
-                f"the parameter {name} cannot be made the first rank's: it is sparse, expanded or on the device meta, "
-                f"where values cannot be written over; make it dense, by .contiguous() or .to_dense(), or a buffer, "
-                f"which stays each rank's own"
+                f"the parameter {name} cannot be made the first rank's: it is sparse, expanded, lazily conjugated or "
+                f"on the device meta, where values cannot be written over; make it dense (.to_dense(), .contiguous(), "
+                f".resolve_conj(), or its values before they are sent), or a buffer, which stays each rank's own"
             )
 
 
