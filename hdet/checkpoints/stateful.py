@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -255,7 +255,7 @@ class Stateful:
             "finished": engine.finished,
             "restores": engine.cycle.restores,
             "step": step_of(engine),
-            "noise_scale": None if engine.noise_scale is None else asdict(engine.noise_scale),
+            "noise_scale": snapshot.noise_scale_of(engine.cycle),
             "knobs": {knob.name: knob.state_dict() for knob in engine.knobs},
             # Tensors in there belong to the window under way, which is run again.
             "collectors": [_without_tensors(collector.state_dict()) for collector in engine.cycle.collectors],

@@ -71,7 +71,7 @@ def state_dict(cycle: Cycle, leave_out: Collection[str] = ()) -> dict[str, Any]:
         "knobs": {knob.name: knob.state_dict() for knob in cycle.knobs},
         "collectors": [collector.state_dict() for collector in cycle.collectors],
         "merge": {"declared": cycle.plan.merge.to_dict(), "state": cycle.merger.state_dict()},
-        "noise_scale": asdict(cycle.noise_scale) if cycle.noise_scale is not None else None,
+        "noise_scale": noise_scale_of(cycle),
         "open": None
         if fresh or cycle.finished
         else {
@@ -117,6 +117,11 @@ def load_state_dict(cycle: Cycle, state: dict[str, Any], going_back: Callable[[]
     _load_point(cycle, before, back)
     _take_up(cycle, before, back)
     refuse_unless_all(cycle, failure)
+
+
+def noise_scale_of(cycle: Cycle) -> dict[str, float | None] | None:
+    """That of the last window that has one, as plain numbers."""
+    return asdict(cycle.noise_scale) if cycle.noise_scale is not None else None
 
 
 def refuse_of_a_search(cycle: Cycle, *, loads: bool = False) -> None:

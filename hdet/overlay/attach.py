@@ -25,6 +25,7 @@ from hdet.hparams.update import GroupKnob, Groups
 from hdet.overlay.foretold import Foretold, of_timm
 from hdet.overlay.lent_bindings import Lending
 from hdet.overlay.rates import RATE, Rates
+from hdet.overlay.riding import Riding
 from hdet.overlay.search import Search
 from hdet.overlay.split_groups import (
     Patterns,
@@ -248,7 +249,7 @@ def attach(
             )
 
         seats = micro_batches if replicas is None else len(replicas.local)
-        search = Search(model, optimizer, build, found, seats, given_place=replicas is not None)
+        search = Search(Riding(model, optimizer, build, found, seats, given_place=replicas is not None))
         if split is not None:
             split.take_out()
         search.undo_when_detached(undo.pop_all().close)

@@ -22,8 +22,7 @@ from hdet.overlay.hooks import Hooks, Output
 from hdet.overlay.lent_bindings import kept, put_back
 from hdet.overlay.model_weights import state_without_frozen, with_frozen, written_since
 from hdet.overlay.rank_states import AllRanks
-from hdet.overlay.rates import Rates
-from hdet.overlay.riding import Build, Riding
+from hdet.overlay.riding import Riding
 from hdet.replicas import tensors
 from hdet.replicas.distributed.ranks import Ranks
 from hdet.replicas.parallel import world
@@ -39,22 +38,13 @@ class Search(AbstractContextManager["Search"]):
     As a context manager it detaches at the block's end.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        build: Build,
-        rates: Rates,
-        micro_batches: int | None,
-        *,
-        given_place: bool,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
+    def __init__(self, riding: Riding) -> None:
+        self.model = riding.model
+        self.optimizer = riding.optimizer
         self._undo: list[Callable[[], object]] = []
-        self._riding = Riding(model, optimizer, build, rates, micro_batches, given_place=given_place)
+        self._riding = riding
         self._riding.held_by = self
-        self._hooks: Hooks | None = Hooks(self._riding, model, optimizer)
+        self._hooks: Hooks | None = Hooks(riding, self.model, self.optimizer)
 
     # -- what a person asks -----------------------------------------------------------------------
 

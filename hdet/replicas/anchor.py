@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from hdet.errors import StepError
 from hdet.replicas import finite, host_memory, tensors
-from hdet.replicas.dense import can_be_written, clones_of_others, has_arithmetic
+from hdet.replicas.deep_copies import memo_of_sparse
+from hdet.replicas.dense import can_be_written, has_arithmetic
 from hdet.replicas.held_optimizer import HeldOptimizer, refilled
 from hdet.replicas.walk import Walk
 
@@ -276,7 +277,7 @@ def copied_state(model: nn.Module, leave_out: Collection[str] = ()) -> dict[str,
     state = model.state_dict()
     for name in leave_out:
         state.pop(name, None)
-    return copy.deepcopy(state, clones_of_others(state.values()))
+    return copy.deepcopy(state, memo_of_sparse(state.values()))
 
 
 def _version(parameter: nn.Parameter) -> int:

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from hdet.errors import ConfigError
 from hdet.hparams.param_groups import parameters_of
 from hdet.replicas import copies, optimizer_states, tensors, weighting
-from hdet.replicas.dense import can_be_written, clones_of_others, resized
+from hdet.replicas.deep_copies import memo_of_sparse
+from hdet.replicas.dense import can_be_written, resized
 from hdet.replicas.held_optimizer import HeldOptimizer
 from hdet.replicas.parallel import require_alone
 from hdet.replicas.replica import Replica
@@ -234,7 +235,7 @@ def twin(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         ConfigError: the model holds what has no copy.
     """
     plain = (value for module in model.modules() for value in vars(module).values())
-    memo = clones_of_others([*model.parameters(), *model.buffers(), *plain])
+    memo = memo_of_sparse([*model.parameters(), *model.buffers(), *plain])
     try:
         copied, other = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
     except RuntimeError as error:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from launch import free_port
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -570,9 +571,19 @@ def joined() -> str:
         return _refusal(StepError, lambda: search.loss(loss_of(model, batch(0, 0))))
 
 
+@contextmanager
+def before_the_group() -> Iterator[None]:
+    """What stands in the block comes before the process group, which is there again after it."""
+    rank, ranks, port = dist.get_rank(), dist.get_world_size(), [free_port()]
+    dist.broadcast_object_list(port, 0)
+    dist.destroy_process_group()
+    yield
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port[0]}", rank=rank, world_size=ranks)
+
+
 def group_made_late() -> str:
     """What the first pass says where the search is older than the process group."""
-    with patch("hdet.replicas.parallel.dist.is_initialized", return_value=False):
+    with before_the_group():
         model = network()
         search = attach(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     wrapped = DistributedDataParallel(model)
@@ -581,7 +592,7 @@ def group_made_late() -> str:
 
 def group_made_late_beside_replicas_that_were_given() -> int:
     """Steps that a worker on its own has made, which joined others after its first."""
-    with patch("hdet.replicas.parallel.dist.is_initialized", return_value=False):
+    with before_the_group():
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         search = attach(model, optimizer, replicas=hdet.micro_batches(model, optimizer, 1))
