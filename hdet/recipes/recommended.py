@@ -48,19 +48,16 @@ ALIKE_AGAIN = (0.2,)
 """Of groups that were given one rate, which is likely right: `GroupLines.first` and `GroupLines.again`."""
 RATE_GRID = 0.25
 """Of groups' learning rates, `Pooled.grid`."""
-BY_GRADIENTS = "micro-batches run at two levels, fresh signs every step; their gradients are compared along the probe's"
-GUARD = (
-    "  a guard: where training stands still and the held-out loss got worse, it goes back to the best point and on "
-    "with a lower rate; where the first steps were far too large it begins anew"
-)
+BY_GRADIENTS = "micro-batches train at values around it"
+GUARD = "  guard: where training breaks down, back to the best point (or the first) and on at a lower rate"
 DEFAULT_GUARD = Rewind()
-TAIL = "  at the end, averaged weights where the probe finds them better than the last ones"
+TAIL = "  end: averaged weights, where the probe finds them better than the last ones"
 DEFAULT_TAIL = TailAverage()
 ALONG_A_LINE = Calibrate(rules=(*Calibrate().rules, Fall()))
 """Of a learning rate whose schedule is a straight line to 0, the recipe's own."""
 FORWARD = ("dropout", "label_smoothing")
 """The recipe's knobs of the forward pass."""
-BY_FORWARD_PASSES = "training batches run at two levels at a window's end, on both sides along the probe's gradient"
+BY_FORWARD_PASSES = "at each window's end a training batch runs at values around it"
 
 
 @dataclass(frozen=True)
@@ -198,6 +195,8 @@ def _rate(
     heads = f"heads for a peak of {peak:g}" if course.total_steps is not None else "follows what the optimizer is given"
     if any(course(step) != as_given(step) for step in range(warmup_steps)):
         heads += f" by a warm-up of {warmup_steps} steps, longer than its schedule's"
+    elif isinstance(course, LinearDecay):
+        heads += f" at step {round(course.warmup * course.total_steps)}, then for {course.floor:g}"
     if course.total_steps is not None and total_steps is not None and course.total_steps < total_steps:
         heads += f"; its schedule ends at step {course.total_steps} of {total_steps}"
     if total_steps is not None and first_window >= total_steps:
@@ -207,11 +206,7 @@ def _rate(
     return Choice(
         subject,
         complete(knob, None, diverge=False),
-        heads
-        + (f", from {CAUTION:g} times below while it looks ahead" if cautious else "")
-        + "; read off the window's own update, raised on what the last weights prove, lowered on what averaged "
-        "weights prove"
-        + ("; and among the groups by how far their steps go beside the weights" if together is not None else ""),
+        heads + (f"; starts {CAUTION:g} times lower, and looks ahead" if cautious else ""),
     )
 
 
@@ -256,13 +251,11 @@ def _second_window(course: Schedule, total_steps: int, steps: int) -> float:
 
 
 def _decay(optimizer: Optimizer, stride: int | None) -> Choice:
-    if not any(float(group.get("weight_decay", 0.0)) > 0.0 for group in optimizer.param_groups):
+    values = {decay for group in optimizer.param_groups if (decay := float(group.get("weight_decay", 0.0))) > 0.0}
+    if not values:
         return Choice("weight decay", None, "no parameter group decays (0 stays 0 in log space)")
-    return Choice(
-        "weight decay",
-        complete(WeightDecay(evidence=Analytic(stride=stride)), None, diverge=False),
-        "its pull on the weights is known by its formula; the probe is read on both sides of it",
-    )
+    knob = complete(WeightDecay(evidence=Analytic(stride=stride)), None, diverge=False)
+    return Choice("weight decay", knob, f"starts at {', '.join(f'{value:g}' for value in sorted(values))}")
 
 
 def _dropouts(model: nn.Module, optimizer: Optimizer, sharded: bool, objective: Objective | None) -> list[Choice]:
@@ -303,8 +296,9 @@ def _forward(
     try:
         value = knob.bind(model, optimizer).read()
     except MatchError:
-        numbers = _rates_in_config(model) if isinstance(declared, Dropout) else _smoothed_by_torch(model)
-        return Choice(subject, None, numbers or "the model has none (plain nn.Dropout counts; see hdet.nn)")
+        if isinstance(declared, Dropout):
+            return Choice(subject, None, _rates_in_config(model) or "the model has no nn.Dropout (see hdet.nn)")
+        return Choice(subject, None, _smoothed_by_torch(model) or "the model has no hdet.nn.CrossEntropyLoss")
     except ConfigError as error:
         return Choice(subject, None, f"left alone: {error}")
     if not knob.bounds[0] <= value <= knob.bounds[1]:
@@ -320,12 +314,12 @@ def _forward(
             "left alone: on shards no gradient is seen whole; give objective=hdet.Objective(loss, batches) to have it "
             "judged by forward passes",
         )
-    reason = BY_FORWARD_PASSES if sharded else BY_GRADIENTS
+    starts = f"starts at {value:g}"
     if value > MOST:
         entered = ENTERED if isinstance(knob, Dropout) else MOST
         knob = knob.replace(initial_shift=knob.space.difference(entered, value))
-        reason = f"entered at {entered:g}; {reason}"
-    return Choice(subject, knob, reason)
+        starts = f"starts at {entered:g} in place of {value:g}"
+    return Choice(subject, knob, f"{starts}; {BY_FORWARD_PASSES if sharded else BY_GRADIENTS}")
 
 
 def _rates_in_config(model: nn.Module) -> str:
@@ -528,7 +522,7 @@ def describe(
     choices: Sequence[Choice], *, guard: Guard | None = DEFAULT_GUARD, tail: Tail | None = DEFAULT_TAIL
 ) -> str:
     """The choices in words, a line each."""
-    lines = ["hdet explores, without any replica diverging:"]
+    lines = ["hdet explores:"]
     for (explored, reason, rates), alike in groupby(choices, key=_alike):
         subjects = [choice.subject for choice in alike]
         if rates and len(subjects) > 1:

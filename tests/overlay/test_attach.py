@@ -210,7 +210,7 @@ def test_it_says_which_weights_it_ended_with(capsys: pytest.CaptureFixture[str])
     """Those are in the model when the last step returns."""
     model, optimizer, search = restless()
     loop(model, optimizer, search=search, stop=STEPS - 1)
-    assert "at the end, averaged weights where the probe finds them better" in capsys.readouterr().out
+    assert "end: averaged weights, where the probe finds them better" in capsys.readouterr().out
     loop(model, optimizer, search=search, start=STEPS - 1)
     record = search.history.windows[-1]
     assert record.tail["difference"] < 0.0
