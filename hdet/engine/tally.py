@@ -76,13 +76,13 @@ class Tally:
         self._read: list[float] = []  # the last losses, which are still to be noted
         merged = replicas.diverge and replicas.size > 1
         self._finiteness = [Finiteness(model, optimizer, merged) for model, optimizer in replicas.hosts]
-        self._opened = [torch.zeros(alike.MARKS)] * len(replicas.hosts)
+        self._opened = [alike.unmarked()] * len(replicas.hosts)
 
     def reset(self) -> None:
         """Start a window."""
         for finiteness in self._finiteness:
             finiteness.open()
-        self._opened = [torch.zeros(alike.MARKS)] * len(self._finiteness)
+        self._opened = [alike.unmarked()] * len(self._finiteness)
         self.sums.zero_()
         self.bad_steps.zero_()
         self.steps = 0
@@ -96,7 +96,7 @@ class Tally:
 
     def _marks(self) -> list[Tensor]:
         if not self._stay_alike:
-            return [torch.zeros(alike.MARKS)] * len(self._finiteness)
+            return [alike.unmarked()] * len(self._finiteness)
         return [alike.mark(model, optimizer) for model, optimizer in self._replicas.hosts]
 
     def add(self, losses: Losses | None) -> None:
@@ -123,7 +123,7 @@ class Tally:
     def _note_what_was_read(self) -> None:
         if self._read:
             stop = (self.heard - 1) % CHUNK + 1
-            self.noted[stop - len(self._read) : stop, 0] = torch.tensor(self._read, dtype=self._dtype)
+            self.noted[stop - len(self._read) : stop, 0] = torch.tensor(self._read, dtype=self._dtype, device="cpu")
             self._read.clear()
 
     def _totals(self, rows: int) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ class Tally:
                     )
                 rows.append(loss.detach().reshape(()))
             elif isinstance(loss, (int, float)):
-                rows.append(torch.tensor(float(loss)))
+                rows.append(torch.tensor(float(loss), device="cpu"))
             else:
                 raise StepError(f"the loss of replica {index} is a {type(loss).__name__}; give a 0-dim tensor")
         row.copy_(torch.stack([found.to(row.device, row.dtype) for found in rows]))

@@ -76,11 +76,11 @@ def fit(value: float, bounds: Bounds, dtype: torch.dtype) -> float:
     low, high = bounds
     if dtype == torch.float32 and low <= (single := float(np.float32(value))) <= high:
         return single  # the way it mostly goes, at every step
-    held = torch.tensor(value, dtype=dtype)
+    held, low_end, high_end = torch.tensor((value, -math.inf, math.inf), dtype=dtype, device="cpu")
     if held.item() > high:
-        held = torch.nextafter(held, torch.tensor(-math.inf, dtype=dtype))
+        held = torch.nextafter(held, low_end)
     elif held.item() < low:
-        held = torch.nextafter(held, torch.tensor(math.inf, dtype=dtype))
+        held = torch.nextafter(held, high_end)
     return float(held.item())
 
 
@@ -125,7 +125,7 @@ def _found(optimizer: Optimizer, index: int, key: str, item: int | None) -> Give
 
 def _as_held(entry: float | Tensor, value: float) -> float:
     """A value as it comes back from an entry that it was written to."""
-    return float(torch.tensor(value, dtype=entry.dtype)) if isinstance(entry, Tensor) else value
+    return float(torch.tensor(value, dtype=entry.dtype, device="cpu")) if isinstance(entry, Tensor) else value
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,17 @@ def compared(replicas: Replicas) -> bool:
     return len(replicas.hosts) > 1 or replicas.size > len(replicas.local)
 
 
+def unmarked() -> Tensor:
+    """The marks of nothing."""
+    return torch.zeros(MARKS, device="cpu")
+
+
 @torch.no_grad()
 def mark(model: nn.Module, optimizer: Optimizer) -> Tensor:
     """[2] numbers of all parameters that training can change. Equal bits have equal ones; no wait for the device."""
     own = [t for t in map(tensors.as_real, tensors.moving(model, optimizer)) if t.is_floating_point() and t.numel()]
     if not own:
-        return torch.zeros(MARKS)
+        return unmarked()
     lengths = torch.stack([norm.to(own[0].device).float() for norm in torch._foreach_norm(own, 2.0)])
     # Weights of no ratio in common, so that changes of two tensors do not cancel.
     weights = torch.arange(1, len(own) + 1, dtype=lengths.dtype, device=lengths.device).sqrt()
@@ -87,6 +92,6 @@ def _sketch(own: Tensor, start: Tensor) -> Tensor:
     change = flat - begun
     rows = -(-change.numel() // FOLDS)
     generator = torch.Generator().manual_seed(rows)
-    signs = torch.randint(0, 2, (rows,), generator=generator).mul(2).sub(1).to(own.device, torch.float64)
+    signs = torch.randint(0, 2, (rows,), generator=generator, device="cpu").mul(2).sub(1).to(own.device, torch.float64)
     folded = signs @ nn.functional.pad(change, (0, rows * FOLDS - change.numel())).view(rows, FOLDS)
     return torch.cat([folded, torch.stack([change.square().sum(), flat.square().sum()])]).cpu()

@@ -46,7 +46,7 @@ class Finiteness:
         states = tensors.all_finite(with_mean(self._states()))
         now = self._buffers()
         kept = [now[name] | ~self._opened[name] for name in now if name in self._opened]
-        buffers = torch.stack(kept).all() if kept else torch.tensor(True)
+        buffers = torch.stack(kept).all() if kept else torch.tensor(True, device="cpu")
         return torch.stack([flag.to(parameters.device) for flag in (parameters, states, buffers)])
 
     def _states(self) -> Iterator[Mapping[str, Any]]:

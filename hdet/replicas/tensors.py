@@ -209,7 +209,9 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     flags = [finite(large).all()] if large else []
     for own in alike(small):
         flags += [finite([joined(own[part])])[0] for part in slices(own)]
-    return torch.stack([flag.to(flags[0].device) for flag in flags]).all() if flags else torch.tensor(True)
+    if not flags:
+        return torch.tensor(True, device="cpu")
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).all()
 
 
 @torch.no_grad()

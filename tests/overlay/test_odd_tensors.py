@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attach_parts import HELD, STEPS, batch, loss_of, network, probe
+from attach_parts import HELD, STEPS, adamw, attached, batch, loss_of, network, probe
 from torch import Tensor, nn
 
 import hdet
@@ -89,3 +89,21 @@ def test_an_infinite_parameter_that_the_optimizer_holds_is_no_fault(assert_same:
     assert_same(plain, same)
     assert search is not None
     assert not any(record.faults for record in search.history)
+
+
+def test_what_torch_makes_by_default_elsewhere_changes_nothing(assert_same: Any) -> None:
+    """As after `torch.set_default_device("cuda")`: a generator of the host's draws nothing there."""
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(7)
+        model, batches = network(), [batch(step) for step in range(STEPS)]
+        optimizer = adamw(model)
+        search = attached(model, optimizer)
+        with torch.device(device):
+            for given in batches:
+                search.loss(loss_of(model, given)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert search.finished
+        found.append([model.state_dict(), search.shifts])
+    assert_same(*found)

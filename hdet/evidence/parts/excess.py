@@ -54,7 +54,7 @@ def excess(replicas: Replicas, moving: Moving, opening: Sequence[Tensor]) -> tup
             of_all += [own] if own > 0.0 else []
             of_moving += [own] if own > 0.0 and moves else []
     found = [float(np.quantile(own, SHARE, method="inverted_cdf")) if own else 0.0 for own in (of_all, of_moving)]
-    row = torch.tensor([found, [float(bool(own)) for own in (of_all, of_moving)]], dtype=torch.float64)
+    row = torch.tensor([found, [float(bool(own)) for own in (of_all, of_moving)]], dtype=torch.float64, device="cpu")
     told = replicas.gather(row.flatten().expand(len(replicas.local), -1))
     each = told[present(told)].reshape(-1, 2, 2).tolist()
     whole, alone = (
@@ -84,7 +84,7 @@ def _of_stack(stack: Tensor) -> float:
     *_, m, n = stack.shape
     if stack.device.type == "cpu":
         stack = stack.float()  # products of half precision take many times as long there
-    start = torch.randn(n, 1, generator=torch.Generator().manual_seed(0)) / math.sqrt(n)
+    start = torch.randn(n, 1, generator=torch.Generator().manual_seed(0), device="cpu") / math.sqrt(n)
     one = start.to(stack).expand(len(stack), -1, -1)
     for _ in range(ROUNDS):
         other = nn.functional.normalize(stack @ one, dim=1)

@@ -56,7 +56,8 @@ def leaves_no_state(scene: Scene) -> bool:
         return False
     pairs = zip(scene.opening(), scene.moving.values(), strict=True)
     moved = any(not torch.equal(opened.to(own.device), own) for opened, own in pairs)
-    told = scene.replicas.gather(torch.full((len(scene.replicas.local), 1), float(moved), dtype=torch.float64))
+    row = torch.tensor([float(moved)], dtype=torch.float64, device="cpu")
+    told = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
     return bool((told[present(told)] > 0.0).any())
 
 

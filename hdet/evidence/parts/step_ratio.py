@@ -160,7 +160,7 @@ def _gone(scene: Scene, harvest: Harvest) -> list[float | None]:
     """How far each of the weights went: 0 where rounding hides it, None where it does not count. One collective."""
     parameters = scene.moving.parameters[0]
     sums = [_sums(*ends) for ends in zip(scene.origin(), scene.moving.values(), strict=True)]
-    row = torch.tensor(sums, dtype=torch.float64).flatten()
+    row = torch.tensor(sums, dtype=torch.float64, device="cpu").flatten()
     # Of a sharded matrix the ranks' parts are added up, or their mean is taken: only what one is to another counts.
     told = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
     updates, weights, counts = told[present(told)][0].reshape(-1, 3).T

@@ -83,7 +83,7 @@ def step_size(scene: Scene, knobs: Sequence[BoundKnob], empty: Sequence[int]) ->
         any(decay * given > MOST_DECAY for _, _, given, decay in found),
         bool(gains),
     ]
-    row = torch.tensor(own, dtype=torch.float64)
+    row = torch.tensor(own, dtype=torch.float64, device="cpu")
     rows = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
     sums = next((sums for sums in rows if sums[-1] > 0.0), None)  # over the ranks of one replica
     if sums is None:
@@ -118,7 +118,7 @@ def scale_free(scene: Scene, knobs: Sequence[BoundKnob]) -> bool:
         for parameter in binding.parameters()
         if binding.optimizer.state.get(parameter)  # what got no gradient has no state, nor has all under plain SGD
     ]
-    row = torch.tensor([float(any(known)), float(not all(known))])
+    row = torch.tensor([float(any(known)), float(not all(known))], device="cpu")
     told = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
     free, others = told[present(told)].max(axis=0)
     return bool(free > 0.0 and others == 0.0)

@@ -24,7 +24,7 @@ def mean_narrow_(
     rows = exchange.gather(torch.cat([_largest(own) for own in members])).cpu()[
         exchange.layout.table[:, exchange.layout.part]
     ]
-    largest = rows.view(len(weights), -1)[torch.tensor(weights) != 0].amax(dim=0)
+    largest = rows.view(len(weights), -1)[torch.tensor(weights, device="cpu") != 0].amax(dim=0)
     exponents = torch.frexp(largest).exponent.clamp(-126, 126).tolist()
     narrow = []
     for own in members:

@@ -223,7 +223,7 @@ def _agree_on(
     table = exchange.gather(torch.cat([codes.view(torch.float64), flat])).cpu()
     rows = table[[int(rank) for rank in exchange.layout.table[:, exchange.layout.part]]]
     taking = [weight for weight in weights if weight]
-    sound = rows[:, len(codes) :].reshape(len(weights), -1)[torch.tensor(weights) != 0].tolist()
+    sound = rows[:, len(codes) :].reshape(len(weights), -1)[torch.tensor(weights, device="cpu") != 0].tolist()
     for (index, key), values in zip(numbers[0], zip(*sound, strict=True), strict=True):
         own = numbers[0][index, key]
         apart = any(value != values[0] for value in values)
@@ -231,7 +231,7 @@ def _agree_on(
         for optimizer in optimizers:
             optimizer.param_groups[index][key] = type(own)(merged)
     # Ranks that hold other parts of the model hold other tensors; each compares with its own peers.
-    codes = rows[torch.tensor(exchange.present), : len(codes)].contiguous().view(torch.int64)
+    codes = rows[torch.tensor(exchange.present, device="cpu"), : len(codes)].contiguous().view(torch.int64)
     *same, same_values = (codes == codes[0]).all(dim=0).tolist()
     return [*same, few and same_values]
 
