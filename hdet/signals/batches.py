@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch.utils.data import DataLoader, IterableDataset
+
 from hdet.errors import ConfigError
 from hdet.replicas.generators import numbers_lent
 from hdet.replicas.random_numbers import accelerators_in_use
@@ -22,6 +24,12 @@ def require_batches(batches: object, whose: str) -> None:
             f"batches is a list, a DataLoader or a function from the window's number to batches, got "
             f"{type(batches).__name__}; what can only be iterated goes into a DataLoader"
         )
+
+
+def number_of(batches: Any) -> int | None:
+    """How many there are; None where nobody knows: of a function, and of a loader that goes through a stream."""
+    streams = isinstance(batches, DataLoader) and isinstance(batches.dataset, IterableDataset)
+    return None if streams or callable(batches) else len(batches)
 
 
 def drawn_batches(batches: Iterable[Any] | Callable[[int], Iterable[Any]], window: int, numbers: str) -> list[Any]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from hdet.errors import ConfigError, StepError
 from hdet.replicas.tensors import cast_anew
-from hdet.signals.batches import drawn_batches, require_batches
+from hdet.signals.batches import drawn_batches, number_of, require_batches
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,9 @@ class Objective:
     Args:
         loss: `loss(model, batch)`, the loss of one micro-batch that the loop calls `backward()` on, as a 0-dim tensor;
             dropout, label smoothing and auxiliary terms included.
-        batches: J >= 2 training batches, or a function from the window's number to them. As many on every process;
-            ranks may take their own, as they do in training, and the ranks of a tensor parallel model take the same.
+        batches: J >= 2 training batches, a DataLoader of them, or a function from the window's number to them. As many
+            on every process; ranks may take their own, as they do in training, and the ranks of a tensor parallel model
+            take the same.
             What a function draws at random is the same on every process: one that is to differ goes by its rank.
             Eight do well; the scatter over them gives the standard errors.
 
@@ -35,16 +37,17 @@ class Objective:
     """
 
     loss: Callable[[Any, Any], Tensor]
-    batches: Sequence[Any] | Callable[[int], Iterable[Any]]
+    batches: Sequence[Any] | DataLoader[Any] | Callable[[int], Iterable[Any]]
 
     def __post_init__(self) -> None:
         if not callable(self.loss):
             raise ConfigError(f"loss must be callable as loss(model, batch), got {type(self.loss).__name__}")
         require_batches(self.batches, "an objective's")
-        if not callable(self.batches) and len(self.batches) < 2:
+        count = number_of(self.batches)
+        if count is not None and count < 2:
             raise ConfigError(
-                f"an objective needs at least 2 training batches, whose scatter is the standard error; got "
-                f"{len(self.batches)}; split it, say in 8"
+                f"an objective needs at least 2 training batches, whose scatter is the standard error; got {count}; "
+                f"split it, say in 8"
             )
 
     def draw(self, window: int) -> list[Any]:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from hdet.errors import ConfigError, StepError
 from hdet.replicas.generators import numbers_lent
 from hdet.replicas.random_numbers import accelerators_in_use
 from hdet.replicas.tensors import evaluating
-from hdet.signals.batches import drawn_batches, require_batches
+from hdet.signals.batches import drawn_batches, number_of, require_batches
 from hdet.user_warning import warn
 
 
@@ -63,7 +63,7 @@ class Probe:
         if not callable(self.loss):
             raise ConfigError(f"loss must be callable as loss(model, batch), got {type(self.loss).__name__}")
         require_batches(self.batches, "a probe's")
-        if not callable(self.batches) and _are_none(self.batches):
+        if number_of(self.batches) == 0:
             raise ConfigError("a probe needs batches; got none")
         if self.at not in ("last", "average"):
             raise ConfigError(f"at must be 'last' or 'average', got {self.at!r}")
@@ -143,16 +143,10 @@ def _versions(batches: Sequence[Any]) -> list[int]:
     return [0 if leaf.is_inference() else leaf._version for leaf in leaves]
 
 
-def _are_none(batches: Sequence[Any] | DataLoader[Any]) -> bool:
-    """Whether there are none; of a stream's loader nobody knows before it is gone through."""
-    streams = isinstance(batches, DataLoader) and isinstance(batches.dataset, IterableDataset)
-    return not streams and not len(batches)
-
-
 def leading_sizes(batches: Sequence[Any]) -> list[int | None]:
     """By batch the length of the first dimension of its first tensor with dimensions; None without one."""
     return [
-        next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
+        next((leaf.size(0) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
         for batch in batches
     ]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from hdet import Objective
 from hdet.errors import ConfigError
@@ -28,6 +28,16 @@ def test_what_it_draws_is_the_windows_and_the_trainings_numbers_are_left(batches
     torch.manual_seed(5)
     assert torch.equal(torch.stack(objective.draw(0)), first)
     assert not torch.equal(torch.stack(objective.draw(1)), first)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(8.0))
+
+
+def test_a_loader_of_a_stream_is_gone_through() -> None:
+    drawn = Objective(loss, DataLoader(Stream(), batch_size=4)).draw(0)
+    assert [batch.tolist() for batch in drawn] == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,14 @@ def test_a_loader_of_a_stream_is_gone_through() -> None:
     assert probe.measure(nn.Linear(1, 1), 0).tolist() == [1.5, 5.5]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_batches_of_texts_of_other_lengths_are_measured(layout: torch.layout) -> None:
+    batches = [torch.nested.nested_tensor([torch.ones(2), torch.ones(n)], layout=layout) for n in (3, 5)]
+    probe = Probe(lambda model, texts: torch.cat(texts.unbind()).sum(), batches)
+    assert probe.measure(nn.Linear(1, 1), 0).tolist() == [5.0, 7.0]
+
+
 def test_modes_come_back_after_an_error(problem: Any) -> None:
     model = problem.model(nn.Dropout(0.5))
     probe = Probe(lambda model, batch: 1 / 0, [0, 1])
