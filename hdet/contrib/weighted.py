@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hdet.evidence.parts.replica_losses import ReplicaLosses
 from hdet.evidence.scene import Harvest, Scene
-from hdet.merging.merge import Averager, Merge, OptimizerState
+from hdet.merging.merge import Averager, Merge, OptimizerState, part_of
 from hdet.spec import register
 
 
@@ -75,7 +75,7 @@ def by_signal(losses: NDArray[np.float64], temperature: float | None, trim: floa
     if not finite.any():
         return None
     ranked = np.sort(losses[finite])
-    last = ranked[len(ranked) - 1 - int(trim * len(ranked))]
+    last = ranked[max(0, len(ranked) - 1 - part_of(trim, len(ranked)))]
     taking = finite & (np.where(finite, losses, np.inf) <= last)  # replicas that tie with the last one stay in
     behind = np.where(taking, losses - ranked[0], 0.0)
     if temperature == 0.0:

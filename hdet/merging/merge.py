@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -108,6 +109,15 @@ class Merger(ABC):
         Raises:
             CheckpointError: it is of another merge or another model.
         """
+
+
+def part_of(share: float, count: int) -> int:
+    """How many a share of so many are, rounded down, but for what rounding took from a whole number.
+
+    >>> part_of(0.58, 50), int(0.58 * 50)
+    (29, 28)
+    """
+    return math.floor(share * count * (1.0 + 1e-12))
 
 
 class Averager(Merger):

@@ -52,6 +52,14 @@ def test_exact_numbers() -> None:
     assert by_signal(np.array([np.nan, np.inf]), 1.0) is None
 
 
+def test_a_share_that_rounding_left_below_a_whole_number_is_that_number() -> None:
+    losses = np.arange(10.0)
+    np.testing.assert_array_equal(by_signal(losses, None, trim=1.0 - 0.9), by_signal(losses, None, trim=0.1))
+    weights = by_signal(losses, None, trim=np.nextafter(1.0, 0.0))
+    assert weights is not None
+    assert weights.tolist() == [1.0] + [0.0] * 9
+
+
 def test_declared_in_every_way() -> None:
     declared = {"kind": "weighted", "temperature": None, "trim": 0.25}
     assert Merge.from_dict(declared) == Weighted(None, trim=0.25)
