@@ -37,6 +37,18 @@ def test_a_slope_whose_error_comes_from_few_numbers_is_believed_less() -> None:
     assert few.normal_stderr > 1.4 * few.stderr
 
 
+def test_a_sum_that_sub_batches_told_the_error_of_begins_anew_without_them() -> None:
+    """Its variance is not known, and counted as none the next window's would be taken for that of all."""
+    rule, context = SlopeSum(), Context(length=30)
+    split = Estimate(0.1, stderr=1.0, slopes=(1.0, -0.8))
+    summed = rule.observe(rule.start(), split, context)
+    for _ in range(9):
+        summed = rule.observe(summed, split, context)
+    alone = slope(0.01, t=1.0)
+    assert rule.observe(summed, alone, context).tau == pytest.approx(1.0)
+    assert rule.observe(rule.observe(summed, alone, context), split, context).tau == pytest.approx(summed.tau)
+
+
 # Of a window whose held-out loss is 2, as `slope` has it: a gap of 0.1, which forbids nothing.
 SMALL_GAP = Context(loss=1.8)
 

@@ -41,6 +41,8 @@ class SlopeSumState(Sums):
 class SummedSlopes(Rule):
     """Keeps the discounted sum of slopes; what it says is the rule's.
 
+    It is begun anew where windows come to have other sub-batches than those before, or none.
+
     Args:
         memory: share of the sum that is kept over `window_steps` steps.
         window_steps: steps of a window that `memory` is meant for.
@@ -60,7 +62,8 @@ class SummedSlopes(Rule):
             return state
         slope, error = estimate.slope / context.base, estimate.normal_stderr / context.base
         against = state.against + 1 if slope * state.total < 0 else 0
-        kept = self.memory ** window_share(self.window_steps, context) if against < _WINDOWS_AGAINST else 0.0
+        anew = against >= _WINDOWS_AGAINST or bool(state.sums and not estimate.has_sub_batches)
+        kept = 0.0 if anew else self.memory ** window_share(self.window_steps, context)
         total, variance = kept * state.total + slope, kept * kept * state.variance + error * error
         sums: tuple[float, ...] = ()
         if estimate.has_sub_batches:
