@@ -1,11 +1,14 @@
 import json
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 
-from hdet.controllers import NoState, from_plain, to_plain
+from hdet.controllers import GatedState, NoState, from_plain, to_plain
 from hdet.controllers.estimators.estimator import FloatArray
+from hdet.controllers.rules.stall import StallState
 from hdet.errors import CheckpointError
 
 
@@ -40,6 +43,29 @@ def test_plain_is_made_of_builtins() -> None:
     plain = to_plain(Example(1.0, 2, False, np.ones(2)))
     assert plain == {"number": 1.0, "count": 2, "flag": False, "table": [1.0, 1.0]}
     assert type(plain["table"]) is list
+
+
+@pytest.mark.parametrize(
+    ("state", "field", "damaged"),
+    [
+        (GatedState(), "total", math.nan),
+        (GatedState(), "total", math.inf),
+        (GatedState(), "variance", None),
+        (GatedState(), "sums", [1.0, math.nan]),
+        (GatedState(), "sums", 1.0),
+        (StallState(), "lowest", math.nan),
+        (StallState(), "waited", math.nan),
+        (StallState(), "since", math.inf),
+    ],
+)
+def test_a_number_that_it_never_writes_is_refused(state: Any, field: str, damaged: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"State\.{field} is .* in the checkpoint, which is damaged"):
+        from_plain(state, {**to_plain(state), field: damaged})
+
+
+def test_what_is_infinite_before_the_first_window_may_be_so_again() -> None:
+    later = StallState(lowest=0.5, since=3)
+    assert from_plain(later, to_plain(StallState())) == StallState()
 
 
 def test_a_foreign_state_is_refused() -> None:
