@@ -23,6 +23,7 @@ from hdet.hparams.bound_knob import BoundKnob
 from hdet.hparams.forward import ModuleKnob
 from hdet.hparams.knob import Knob
 from hdet.replicas import Replicas, tensors
+from hdet.replicas.dense import can_be_written
 from hdet.replicas.random_numbers import accelerators, seeded
 from hdet.replicas.written_buffers import attributes_kept
 from hdet.spec import register
@@ -230,12 +231,13 @@ def _alone(replicas: Replicas) -> None:
 class HeldBuffers:
     """Copies of all buffers of a model, its own or not in its `state_dict`.
 
-    A forward pass may write into a buffer (batch statistics) or replace it by another tensor; both are undone.
+    A forward pass may write into a buffer (batch statistics) or replace it by another tensor; both are undone, but for
+    writes into what cannot be written over, as an expanded or a sparse one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [
-            (module, name, buffer, buffer.detach().clone())
+            (module, name, buffer, buffer.detach().clone() if can_be_written(tensors.local(buffer)) else None)
             for module in model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
@@ -246,4 +248,5 @@ class HeldBuffers:
         """Every buffer is the tensor that it was, with the values that it had."""
         for module, name, buffer, value in self._held:
             module._buffers[name] = buffer
-            buffer.copy_(value)
+            if value is not None:
+                buffer.copy_(value)

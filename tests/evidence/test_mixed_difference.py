@@ -589,6 +589,16 @@ def test_knobs_that_are_buffers_run_at_their_levels_and_those_of_other_evidence_
     assert (float(model.a), float(model.late)) == (SCALE, 1.0)
 
 
+class Expanded(Vector):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(1, 3).expand(3, 3))
+
+
+def test_a_buffer_that_cannot_be_written_over_is_no_matter() -> None:
+    assert slope_of(make([quiet()], model=Expanded)) == slope_of(make([quiet()]))
+
+
 def test_a_model_in_eval_mode_is_measured_in_training_mode_and_put_back() -> None:
     modes: list[bool] = []
 
