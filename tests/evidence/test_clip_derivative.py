@@ -192,6 +192,32 @@ def test_replicas_clip_too() -> None:
     )
 
 
+@pytest.mark.parametrize("skipped", [0, 4])
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_a_step_that_a_fused_optimizer_leaves_out_changes_no_derivative(kind: Any, skipped: int) -> None:
+    """Without fusing the GradScaler leaves it out itself, and nobody hears of it."""
+    momentum = {"momentum": 0.8} if kind is SGD else {"betas": BETAS}
+    found = []
+    for fused in (False, True):
+        engine = engine_of(lambda m, fused=fused: kind(m.parameters(), lr=RATE, fused=fused, **momentum))  # type: ignore[misc]
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        for step in range(T):
+            (replica,) = engine.replicas
+            with replica:
+                scaler.scale(noisy(replica.model, step)).backward()
+            if step == skipped:
+                replica.model.w.grad[0] = torch.inf
+            engine.share_gradients()
+            scaler.step(replica.optimizer)
+            scaler.update()
+            replica.optimizer.zero_grad()
+            engine.step()
+        (record,) = engine.history
+        found.append(slope(record))
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert found[0] != 0.0
+
+
 def test_an_optimizer_of_another_recursion_is_refused() -> None:
     with pytest.raises(ConfigError, match="not those of RMSprop"):
         engine_of(lambda m: RMSprop(m.parameters()))

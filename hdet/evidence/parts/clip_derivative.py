@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from hdet.evidence.parts.preconditioner import decoupled, without_waiting
+from hdet.evidence.parts.preconditioner import at_least_1, decoupled, without_waiting
 from hdet.evidence.parts.weight_derivative import LEAST_ROOT, Trace, Value
 from hdet.hparams.binding import GroupBinding
 from hdet.hparams.clipping import clipping_of
@@ -37,6 +38,7 @@ class ClipTrace(Trace):
         self.per_log = 1.0
         self._update: list[tuple[int, Tensor]] = []  # of SGD's coming step, by parameter
         self._stepping: list[int] = []
+        self._skipped: Tensor | None = None  # 1 where a fused optimizer leaves out the step, 0 where it makes it
         clipping = clipping_of(self.optimizer)
         assert clipping is not None  # binding the knob has seen to it
         clipping.tell(self)
@@ -55,14 +57,30 @@ class ClipTrace(Trace):
         self._stepping = [n for n, p in enumerate(self.parameters) if p.grad is not None and p.requires_grad]
         if not self._stepping:
             return
+        self._skipped = getattr(self.optimizer, "found_inf", None)
+        held = [own[n] for own in (self.first, self.second) if own for n in self._stepping]
+        with self._kept_where_skipped(held):
+            self._follow_gradients(is_clipped, scale)
+
+    @contextmanager
+    def _kept_where_skipped(self, held: Sequence[Tensor]) -> Iterator[None]:
+        """What is held is after the block as it was, if the optimizer leaves out the step. Nobody waits to know."""
+        before = tensors.clones(held) if self._skipped is not None else []
+        yield
+        for own, was in zip(held, before, strict=False):
+            assert self._skipped is not None
+            own.lerp_(was, self._skipped.to(own).reshape(()))
+
+    def _follow_gradients(self, is_clipped: Tensor | float, scale: Tensor | None) -> None:
+        """What the running values become by the step's gradients."""
         group = self._group_in_the_step()
         share = is_clipped * self.per_log
         gradients = [tensors.wide(tensors.gradient(self.parameters[n])) for n in self._stepping]
         if scale is not None:
             gradients = list(torch._foreach_div(gradients, scale))
+        if self._skipped is not None:
+            gradients = [own.nan_to_num(0.0, 0.0, 0.0) for own in gradients]
         changes = list(torch._foreach_mul(gradients, share))
-        if getattr(self.optimizer, "found_inf", None) is not None:
-            changes = [change.nan_to_num_(0.0, 0.0, 0.0) for change in changes]  # a step that is not made
         sign = -1.0 if group["maximize"] else 1.0
         torch._foreach_mul_(changes, sign)
         first = [self.first[n] for n in self._stepping]
@@ -107,7 +125,8 @@ class ClipTrace(Trace):
         stepped, self._stepping = self._stepping, []
         if not stepped:
             return
-        self._advance(stepped, self._changes(self.optimizer.param_groups[self.index], stepped))
+        with self._kept_where_skipped([self.direction[n] for n in stepped]):
+            self._advance(stepped, self._changes(self.optimizer.param_groups[self.index], stepped))
         self._update = []
 
     def _changes(self, group: dict[str, Any], stepped: list[int]) -> list[Tensor]:
@@ -118,7 +137,7 @@ class ClipTrace(Trace):
         found = []
         for n in stepped:
             state = self.optimizer.state[self.parameters[n]]
-            steps = without_waiting(state["step"])
+            steps = at_least_1(without_waiting(state["step"]))  # of one whose first step was not made, too
             first, second = 1.0 - beta1**steps, 1.0 - beta2**steps
             root = state["exp_avg_sq"].sqrt().clamp_min_(LEAST_ROOT)  # where there never was a gradient
             scale = root / second**0.5 + group["eps"]

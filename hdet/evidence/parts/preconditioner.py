@@ -83,7 +83,7 @@ def _scale(
     if second is not None and isinstance(group.get("eps"), (int, float, Tensor)):
         correction: Tensor | float = 1.0
         if "step" in state and "betas" in group:
-            correction = 1.0 - without_waiting(group["betas"][1]) ** _at_least_1(without_waiting(state["step"]))
+            correction = 1.0 - without_waiting(group["betas"][1]) ** at_least_1(without_waiting(state["step"]))
         return _over((second / correction).sqrt_().add_(float(group["eps"])), lr, felt=second)
     largest = own("exp_inf")
     if largest is not None:
@@ -131,7 +131,7 @@ def without_waiting(entry: float | Tensor) -> float | Tensor:
     return float(entry)
 
 
-def _at_least_1(steps: float | Tensor) -> float | Tensor:
+def at_least_1(steps: float | Tensor) -> float | Tensor:
     return steps.clamp_min(1.0) if isinstance(steps, Tensor) else max(1.0, steps)
 
 
