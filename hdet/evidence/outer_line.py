@@ -19,6 +19,9 @@ from hdet.hparams.binding import GroupBinding
 from hdet.hparams.bound_knob import BoundKnob
 from hdet.spec import register
 
+NEXT = 0.01
+"""Of the width: points as near to each other are one."""
+
 
 @register
 class OuterLine(Evidence):
@@ -83,9 +86,16 @@ class OuterLineCollector(Collector):
         return found
 
     def _offsets(self, knob: BoundKnob, step: int) -> list[float]:
-        """Where the points lie in coordinate units, none beyond the bounds."""
+        """Where the points lie in coordinate units, none beyond the bounds, nor next to another that a bound cut back.
+
+        Between such two losses differ by rounding, and a parabola through both would follow that.
+        """
         down, up = knob.spec.space.room(knob.base(step), knob.spec.bounds)
-        return sorted({min(max(self.spec.width * point, -down), up) for point in self.spec.points})
+        found: list[float] = []
+        for own in sorted(min(max(self.spec.width * point, -down), up) for point in self.spec.points):
+            if not found or own - found[-1] > NEXT * self.spec.width:
+                found.append(own)
+        return found
 
 
 def _key(knob: BoundKnob) -> str:

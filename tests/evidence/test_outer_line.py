@@ -174,6 +174,19 @@ def test_a_run_that_is_taken_up_is_the_same_run(step: int, problem: Any, train: 
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("near", [0.0, 1e-9])
+def test_beside_a_bound_the_slope_is_no_rounding(near: float, problem: Any, train: Any) -> None:
+    """The base and the point that the bound brings next to it are one, so that two points are left."""
+    knob = OuterLearningRate(controller=Hold(), evidence=OuterLine(points=(-1, 0, 1)), bounds=(0.7 * (1 - near), 2.0))
+    two = engine_of(problem, Outer(), [knob.replace(evidence=OuterLine(), bounds=(0.7, 2.0))])
+    three = engine_of(problem, Outer(), [knob])
+    for engine in (two, three):
+        train(engine, WINDOW)
+    found, expected = (engine.history.latest[-1].estimates[knob.label] for engine in (three, two))
+    assert found["curvature"] is None
+    assert found["slope"] == pytest.approx(expected["slope"], rel=1e-3)
+
+
 def test_an_engine_is_copied_with_it(problem: Any, train: Any) -> None:
     engine = engine_of(problem, Outer(), [OuterLearningRate()])
     train(engine, 9)
