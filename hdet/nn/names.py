@@ -30,3 +30,16 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             if part not in _WRAPPERS and ".".join(parts[:place]) not in inner
         )
         yield ".".join(kept), module
+
+
+def named_parameters(model: nn.Module, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a model by every name that they have, or by one where its own method cannot be asked for all.
+
+    >>> tied = nn.Linear(2, 2)
+    >>> [name for name, _ in named_parameters(nn.Sequential(tied, tied))]
+    ['0.weight', '0.bias', '1.weight', '1.bias']
+    """
+    try:
+        return model.named_parameters(recurse=recurse, remove_duplicate=False)
+    except TypeError:
+        return model.named_parameters(recurse=recurse)

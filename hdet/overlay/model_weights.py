@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hdet.engine import snapshot
 from hdet.engine.cycle import Cycle
 from hdet.hparams.param_groups import ids_of
+from hdet.nn.names import named_parameters
 from hdet.replicas import tensors
 from hdet.replicas.dense import is_dense
 
@@ -54,12 +55,12 @@ def _unchanged(cycle: Cycle) -> list[str]:
     trained = ids_of(optimizer)
     frozen = {
         name: parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for name, parameter in named_parameters(model)
         if not parameter.requires_grad and id(parameter) not in trained
     }
     points = [cycle.anchor, *(cycle.watch.points if cycle.watch is not None else ())]
     held = [dict(zip(frozen, point.values(list(frozen.values())), strict=True)) for point in points]
-    held += [dict(other.named_parameters(remove_duplicate=False)) for other, _ in others]
+    held += [dict(named_parameters(other)) for other, _ in others]
     return sorted(name for name, own in frozen.items() if all(_same(part[name], own) for part in held))
 
 

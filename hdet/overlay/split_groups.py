@@ -17,7 +17,7 @@ from hdet.evidence.parts.scale import spectral_gain
 from hdet.hparams.knob import Knob
 from hdet.hparams.param_groups import ids_of
 from hdet.hparams.update import GroupKnob, Groups, LearningRate
-from hdet.nn.names import named_modules
+from hdet.nn.names import named_modules, named_parameters
 from hdet.replicas import tensors
 from hdet.replicas.chained_optimizer import OWNER, ChainedOptimizer, chained
 from hdet.replicas.held_optimizer import OF_GRADIENTS, kept_in_groups
@@ -464,7 +464,7 @@ def _matrices(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Para
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter by every name it has, free of what wrappers put in between."""
     for path, module in named_modules(model):
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        for name, parameter in named_parameters(module, recurse=False):
             yield f"{path}.{name}" if path else name, parameter
 
 
