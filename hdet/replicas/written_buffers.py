@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hdet.replicas.dense import can_be_written, resized
 
@@ -17,10 +17,13 @@ LARGE = 2**22
 PLAIN = (int, float, str, type(None), Tensor)
 """Attributes that go with buffers, such as the length that a cache was made for."""
 
-_seen: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""By module that was evaluated, which of its buffers an evaluation has written."""
+_seen: MutableMapping[nn.Module, set[str]] = WeakIdKeyDictionary()
+"""By module that was evaluated, which of its buffers an evaluation has written.
 
-_seen_frozen: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+By the module itself: one that compares like a number, as tensordict's do, is no key of another dict.
+"""
+
+_seen_frozen: MutableMapping[nn.Module, set[str]] = WeakIdKeyDictionary()
 """The same of its frozen parameters."""
 
 
