@@ -211,6 +211,11 @@ def _check(knob: BoundKnob, group: dict[str, Any], parameters: Sequence[nn.Param
             f"{knob.name}: Recursion evidence would wait for the device at every step to read betas that lie there; "
             f"give the optimizer betas that are numbers"
         )
+    if any(p.is_complex() for p in parameters):
+        raise ConfigError(
+            f"{knob.name}: Recursion evidence does not follow complex parameters; use "
+            f"evidence=hdet.evidence.Divergent()"
+        )
     narrow = {str(p.dtype) for p in parameters} - {"torch.float32", "torch.float64"}
     if narrow:
         raise ConfigError(

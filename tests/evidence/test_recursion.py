@@ -470,9 +470,13 @@ def test_what_it_cannot_follow_is_refused(make: Make, knob: hdet.Knob, words: st
         run(make, [knob], evidence=Recursion())
 
 
-def test_means_in_half_precision_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"bfloat16 is too coarse"):
-        run(ADAMS["adam"], [held(hdet.Beta2)], dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [(torch.bfloat16, "bfloat16 is too coarse"), (torch.complex64, "does not follow complex parameters")],
+)
+def test_means_that_gradients_cannot_be_worked_out_from_are_refused(dtype: torch.dtype, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run(ADAMS["adam"], [held(hdet.Beta2)], dtype=dtype)
 
 
 def test_one_point_gives_no_slope() -> None:
