@@ -361,10 +361,25 @@ def test_a_move_that_bounds_cut_off_is_no_overshoot() -> None:
     assert records[0].faults == []
 
 
+class InParts(torch.optim.Optimizer):
+    """AdamW that shows a group's state by its first parameter, with numbers, as `hdet.deepspeed` does under ZeRO."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {})
+        self.inner = AdamW(self.param_groups)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for first, *others in (group["params"] for group in self.param_groups):
+            parts = enumerate(self.inner.state.get(own, {}) for own in (first, *others))
+            self.state[first] = {f"{key}.{number}": value for number, part in parts for key, value in part.items()}
+
+
 @pytest.mark.parametrize(
     ("make", "whole"),
     [
         (AdamW, True),
+        (InParts, True),
         (lambda groups: SGD(groups, momentum=0.9), False),
         (SGD, False),
         (

@@ -113,10 +113,10 @@ def scale_free(scene: Scene, knobs: Sequence[BoundKnob]) -> bool:
     """Whether the steps that were made by these learning rates are all of Adam's kind, on any rank. One collective."""
     bindings = [binding for knob in knobs if isinstance(binding := knob.bindings[0], GroupBinding)]
     known = [
-        _scale_free(binding, parameter)
+        any(key.partition(".")[0] in SCALE_FREE for key in state)  # "exp_avg_sq.0" of an optimizer that holds parts
         for binding in bindings
         for parameter in binding.parameters()
-        if binding.optimizer.state.get(parameter)  # what got no gradient has no state, nor has all under plain SGD
+        if (state := binding.optimizer.state.get(parameter))  # none without a gradient, nor all under plain SGD
     ]
     row = torch.tensor([float(any(known)), float(not all(known))], device="cpu")
     told = scene.replicas.gather(row.expand(len(scene.replicas.local), -1))
