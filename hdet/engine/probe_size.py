@@ -96,12 +96,15 @@ class ProbeSize:
             self._told.add(name)
             found.append({"kind": "small_probe", "knob": name, "step": record.stop, "factor": round(factor, 1)})
             batches = len(self._probe.draw(record.window))
-            needed = _batches(math.ceil(batches * factor)) if factor < math.inf else "more than any"
+            needed = f" ({_batches(math.ceil(batches * factor))})" if factor < math.inf else " (more than any)"
+            counted = f"The probe has {_batches(batches)}; a"
+            if batches == 1:  # of several losses, as of one graph: more examples are no more batches
+                counted, needed = "A", "" if factor < math.inf else needed
             nothing = "" if proven and factor <= HOPELESS else ", or the knob does nothing here"
             said = (
                 f"over {WINDOWS} windows the |t| of its slope had a median of "
-                f"{t:.2f}. The probe has {_batches(batches)}; a slope worth knowing would show with |t| = 2 in about "
-                f"{factor:.3g} times as many examples ({needed}){nothing}"
+                f"{t:.2f}. {counted} slope worth knowing would show with |t| = 2 in about "
+                f"{factor:.3g} times as many examples{needed}{nothing}"
             )
             too_small.setdefault(said, []).append(name)
         for said, names in too_small.items():

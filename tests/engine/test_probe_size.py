@@ -125,6 +125,14 @@ def test_it_tells_once_after_enough_windows_that_taught_something() -> None:
     assert "(17 batches)" in str(told[0].message)
 
 
+def test_one_batch_of_several_losses_is_not_told_to_be_more_batches() -> None:
+    several = hdet.Probe(lambda model, batch: cross_entropy(model, batch).expand(2), [draw(1, 4)])
+    with pytest.warns(UserWarning, match=r"of 0\.70\. A slope .* about 8\.16 times as many examples, or the knob"):
+        found(looker(probe=several), records(estimates(STEADY)))
+    with pytest.warns(UserWarning, match=r"in about inf times as many examples \(more than any\), or the knob"):
+        found(looker(probe=several), records(estimates(CHANGING)))
+
+
 def test_learning_rates_that_share_a_slope_are_named_in_one_warning() -> None:
     made = looker(evidence=None)
     made._names = [f"learning_rate[{number}]" for number in range(3)]
