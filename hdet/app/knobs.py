@@ -55,6 +55,8 @@ def knobs(
     for name in modules or ():
         imported(name, asked_by="--import")
     if model is not None:
+        if family is not None:
+            raise ConfigError(f"--model looks at a model, and {family!r} lists a family; say one of them")
         own, optimizer = _made(model)
         print(describe(choose(own, optimizer, STEPS)))
         return

@@ -32,6 +32,10 @@ def report(
 
     Example: hdet report runs/quickstart
     """
+    if out is not None and figures is not None:
+        raise ConfigError(
+            "--figures writes figures in place of the page, and --out is the page's file; say one of them"
+        )
     given = reported(reported_run(path) for path in runs)  # by names that differ
     if figures is not None:
         for run in given:

@@ -31,10 +31,13 @@ def watch(
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once; so it is, too, where there is no terminal.")] = False,
     serve: Annotated[bool, typer.Option("--serve", help="Serve the report's page, refreshing itself.")] = False,
-    host: Annotated[str, typer.Option(help="With --serve: the address; any but this machine's own needs a token.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve: the port; 0 takes a free one.")] = 0,
+    host: Annotated[
+        str | None,
+        typer.Option(help="With --serve: the address, by default 127.0.0.1; any but this machine's own needs a token."),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="With --serve: the port; by default, and as 0, a free one.")
+    ] = None,
 ) -> None:
     """Show a run while it trains: progress, loss, what its knobs have learned, faults. It may run elsewhere.
 
@@ -46,8 +49,10 @@ def watch(
     if not run.exists():
         raise ConfigError(f"there is nothing at {run}; give the folder of a run (--out of hdet run), or a history file")
     if serve:
-        _serve(run, host, port, every)
+        _serve(run, host if host is not None else "127.0.0.1", port or 0, every)
         return
+    if host is not None or port is not None:
+        raise ConfigError("--host and --port say where --serve is heard; say --serve too, or leave them out")
     console = Console(highlight=False)
     seen = _look(run)
     if once or not console.is_terminal:

@@ -174,6 +174,32 @@ def test_every_command_teaches_with_an_example(capsys: pytest.CaptureFixture[str
         assert f"Example: hdet {command}" in said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["report", "here", "--figures", "drawn", "--out", "page.html"], "--figures"),
+        (["export", "here", "--knob", "learning_rate"], "--as"),
+        (["watch", "here", "--port", "8000"], "--serve"),
+        (["watch", "here", "--host", "localhost"], "--serve"),
+        (["plan", "digits.yaml", "--effect", "0.1"], "--noise"),
+        (["knobs", "controller", "--model", "my_model:build"], "--model"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    declared: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    (declared / "here").mkdir()
+    (declared / "here" / "history.jsonl").touch()
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    told = capsys.readouterr().err
+    assert (stopped.value.code, "leave it out" in told or "leave them out" in told or "one of them" in told) == (
+        2,
+        True,
+    )
+    assert said in told
+
+
 def test_a_used_folder_needs_force(declared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("digits.yaml", "--out", "here", "--set", "steps=6") == 0
     assert run("digits.yaml", "--out", "here", "--set", "steps=6") == 2

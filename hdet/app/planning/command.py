@@ -27,6 +27,7 @@ from hdet.recipes.footprint import footprint, held_by_merge
 from hdet.spec import meant
 
 WIDE = 110
+EFFECT = 0.01
 
 
 def plan(
@@ -42,8 +43,12 @@ def plan(
         typer.Option(metavar="KNOB=STDERR", help="Instead of a pilot: the standard error of a window's slope."),
     ] = None,
     effect: Annotated[
-        float, typer.Option(min=1e-12, help="With --noise: the slope that is to show, in loss per coordinate unit.")
-    ] = 0.01,
+        float | None,
+        typer.Option(
+            min=1e-12,
+            help=f"With --noise: the slope that is to show, in loss per coordinate unit; by default {EFFECT}.",
+        ),
+    ] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw the plan there: a .pdf, .svg or .png file.")] = None,
 ) -> None:
     """Show what a run would do before it is run: schedules, levels, windows, cost, and what it could tell.
@@ -52,6 +57,10 @@ def plan(
 
     Example: hdet plan examples/quickstart.yaml --pilot 3 --figure plan.png
     """
+    if effect is not None and not noise:
+        raise ConfigError(
+            "--effect is the slope that is to show in a noise given by --noise; say both, or leave it out"
+        )
     if figure is not None:
         require_figure(figure)
     declared = RunConfig.load(config, assignments or ())
@@ -68,7 +77,7 @@ def plan(
             plan_figure(seen, title=config.stem).savefig(figure, dpi=200)
         print(f"{figure} written")
     print(_held(declared, engine))
-    needs = [by_noise(knob, stderr, effect, len(seen.windows)) for knob, stderr in told.items()]
+    needs = [by_noise(knob, stderr, effect or EFFECT, len(seen.windows)) for knob, stderr in told.items()]
     if windows:
         del engine  # the pilot's is its own, and its memory is measured
         measured = pilot(declared, windows)
