@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -342,6 +343,17 @@ def test_nothing_to_resume_and_a_file_in_the_way_are_named(tmp_path: Path) -> No
         with pytest.raises(ConfigError, match=f"{tmp_path}/file is a file; choose another --out"):
             Run(CONFIG, tmp_path / blocked)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("out", ["", "below/it"])
+def test_a_folder_that_may_not_be_written_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    """By what the system says of the folder: tests may be run by root, who may write anywhere."""
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path and allowed(path, mode))
+    with pytest.raises(ConfigError, match=f"{tmp_path} may not be written; choose another --out"):
+        Run(CONFIG, tmp_path / out)
 
 
 def test_a_folder_has_one_process_at_a_time(killed: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,8 @@ class RunFolder:
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir():
             raise ConfigError(f"{self.path} cannot be a run folder: {there} is a file; choose another --out")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"{self.path} cannot be a run folder: {there} may not be written; choose another --out")
         if resume:
             self._check_same(config)
         elif not force and self.path.exists() and self._content():
