@@ -197,17 +197,15 @@ def _rate(
         heads += f" by a warm-up of {warmup_steps} steps, longer than its schedule's"
     elif isinstance(course, LinearDecay):
         heads += f" at step {round(course.warmup * course.total_steps)}, then for {course.floor:g}"
+    if cautious:
+        heads += f"; entered {CAUTION:g} times lower, while it looks ahead"
     if course.total_steps is not None and total_steps is not None and course.total_steps < total_steps:
         heads += f"; its schedule ends at step {course.total_steps} of {total_steps}"
     if total_steps is not None and first_window >= total_steps:
         heads += f"; the first window has {first_window} steps, so nothing is learned before the run ends"
     elif course.total_steps is not None and _second_window(course, course.total_steps, first_window) >= seen_ahead:
         heads += "; its warm-up is too short to look ahead twice, which can do harm (docs/attach.md)"
-    return Choice(
-        subject,
-        complete(knob, None, diverge=False),
-        heads + (f"; starts {CAUTION:g} times lower, and looks ahead" if cautious else ""),
-    )
+    return Choice(subject, complete(knob, None, diverge=False), heads)
 
 
 def _judged_together(courses: Iterable[Schedule]) -> GroupLines:

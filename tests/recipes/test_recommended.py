@@ -346,7 +346,7 @@ def test_it_prints_what_it_chose_and_why(capsys: pytest.CaptureFixture[str]) -> 
     said = capsys.readouterr().out
     assert "+ learning rate: heads for a peak of 0.02" in said
     assert f"at step {round(WARMUP * STEPS)}, then for 0" in said
-    assert f"starts {CAUTION:g} times lower" in said
+    assert f"entered {CAUTION:g} times lower" in said
     assert "- weight decay: no parameter group decays" in said
     assert "+ dropout: starts at 0.1; micro-batches" in said
     assert "- label smoothing: the model has no hdet.nn.CrossEntropyLoss" in said
@@ -374,6 +374,13 @@ def test_it_says_that_a_warm_up_is_too_short_to_look_ahead_twice(warmup: float, 
     model = network()
     said = describe(choose(model, adamw(model), 1000, schedule, warmup_steps=0))
     assert ("too short to look ahead twice" in said) is short
+
+
+def test_what_it_says_of_caution_stands_with_the_peak() -> None:
+    """Not behind what it says of a warm-up that is too short to look ahead twice."""
+    model = network()
+    said = describe(choose(model, adamw(model), 150))
+    assert "then for 0; entered 4 times lower, while it looks ahead; its warm-up is too short" in said
 
 
 # -- the engine it makes --------------------------------------------------------------------------
