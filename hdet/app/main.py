@@ -74,7 +74,8 @@ def _run(arguments: list[str]) -> int:
         code = application(args=arguments, prog_name="hdet", standalone_mode=False)
     except TyperException as error:
         place = getattr(getattr(error, "ctx", None), "command_path", "hdet")
-        raise ConfigError(f"{error.format_message()} See {place} --help") from None
+        said = error.format_message().rstrip()
+        raise ConfigError(f"{said}{'' if said.endswith(('.', '?')) else '.'} See {place} --help") from None
     except Abort:
         return INTERRUPTED
     return code if isinstance(code, int) else 0

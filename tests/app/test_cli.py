@@ -149,6 +149,8 @@ def test_a_module_that_fails_when_it_is_imported_is_named_and_debug_shows_where(
         (["run"], "Missing argument 'config'. See hdet run --help"),
         (["reprot"], "Did you mean 'report'"),
         (["watch", "here", "--every", "often"], "--every"),
+        (["run", "digits.yaml", "--seed", "one"], "as an integer. See hdet run --help"),
+        (["run", "digits.yaml", "--frce"], "--force). See hdet run --help"),
         ([], "Missing command. See hdet --help"),
     ],
 )
