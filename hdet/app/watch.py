@@ -17,6 +17,7 @@ from rich.text import Text
 
 from hdet.app.report import reported_run
 from hdet.app.serving import PageServer
+from hdet.app.table import whole_table
 from hdet.app.text import one_line
 from hdet.digits import four_digits, loss_digits
 from hdet.errors import ConfigError
@@ -151,7 +152,7 @@ def _losses(run: ReportedRun) -> Text:
 
 
 def _knobs(run: ReportedRun) -> Table:
-    table = Table("knob", "set to", "learned", "now", "trust")
+    table = whole_table("knob", "set to", "learned", "now", "trust")
     for verdict in verdicts(run.windows):
         now = run.windows[-1].bases.get(verdict.knob)
         numbers = ("-" if value is None else four_digits(value) for value in (verdict.start, verdict.end, now))

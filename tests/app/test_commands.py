@@ -67,6 +67,20 @@ def test_a_run_under_way_is_shown(under_way: Path, capsys: pytest.CaptureFixture
     assert f"{last.learned['learning_rate']['closed']:.4g}" in said
 
 
+def test_a_narrow_terminal_breaks_cells_and_cuts_none(
+    under_way: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert call("watch", str(under_way)) == 0
+    said = capsys.readouterr().out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in said
+    rows = [[cell.strip() for cell in line.split("\N{BOX DRAWINGS LIGHT VERTICAL}")] for line in said.splitlines()]
+    cells = ["".join(column) for column in zip(*(row for row in rows if len(row) == 7), strict=True)]
+    assert "learning_rate" in cells[1]
+    last = hdet.History(under_way / "history.jsonl").windows[-1]
+    assert f"{last.learned['learning_rate']['closed']:.4g}" in cells[3]
+
+
 def test_a_run_that_ended_in_no_finite_loss_is_over(
     over: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

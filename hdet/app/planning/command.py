@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from hdet.app.figure_file import require_figure
@@ -18,6 +17,7 @@ from hdet.app.planning.picture import line, plan_figure, ruler
 from hdet.app.planning.pilot import Pilot, pilot
 from hdet.app.run.config import RunConfig
 from hdet.app.run.loop import Training
+from hdet.app.table import whole_table
 from hdet.app.text import one_line
 from hdet.digits import four_digits
 from hdet.engine.engine import Engine
@@ -161,7 +161,7 @@ def _show_cost(measured: Pilot, steps: int, seen: Preview) -> None:
 
 
 def _show_needs(needs: list[Need]) -> None:
-    table = Table("knob", "|t| of a window", "can be moved with confidence after")
+    table = whole_table("knob", "|t| of a window", "can be moved with confidence after")
     for need in needs:
         t = "-" if need.t != need.t else f"{need.t:.2g}"
         table.add_row(*(Text(cell) for cell in (one_line(need.knob), t, need.words)))

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from hdet.app.run.folder import RunFolder
 from hdet.app.run.loop import Watcher
 from hdet.app.run.runner import Result
+from hdet.app.table import whole_table
 from hdet.digits import four_digits, loss_digits
 from hdet.history import WindowRecord
 from hdet.report import Verdict
@@ -104,7 +104,7 @@ def listed(items: Mapping[str, object]) -> str:
 def show_result(console: Console, result: Result, folder: RunFolder) -> None:
     """The closing tables: the knobs, the held-out losses, and where everything lies."""
     if result.knobs:
-        table = Table("knob", "set to", "learned", "trust", title="knobs, their schedules aside")
+        table = whole_table("knob", "set to", "learned", "trust", title="knobs, their schedules aside")
         for knob in result.knobs:
             table.add_row(*(Text(cell) for cell in (knob.knob, *_learned(knob), knob.trust)))
         console.print(table)
@@ -113,7 +113,7 @@ def show_result(console: Console, result: Result, folder: RunFolder) -> None:
         for knob in result.knobs:
             console.print(f"{knob.knob} moved: {knob.moved}", soft_wrap=True, markup=False)
             console.print(f"{knob.knob} at the end: {knob.outlook}", soft_wrap=True, markup=False)
-    table = Table("", "held-out loss", "seconds", title="held-out loss")
+    table = whole_table("", "held-out loss", "seconds", title="held-out loss")
     table.add_row("with hdet", loss_digits(result.test_loss), f"{result.seconds:.0f}")
     if result.plain is not None:
         table.add_row("without", loss_digits(result.plain["test_loss"]), f"{result.plain['seconds']:.0f}")
