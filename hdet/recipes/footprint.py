@@ -117,10 +117,12 @@ class Footprint:
         return found
 
     def __str__(self) -> str:
-        def sized(size: int) -> str:
-            return f"{size / 2**20:12,.1f} MiB {size / max(1, self.parameters):7.2f} P"
+        power, unit = (20, "MiB") if self.parameters >= 2**20 else (10, "KiB")
 
-        lines = [f"P, the parameters that are trained: {self.parameters / 2**20:,.1f} MiB", "held:"]
+        def sized(size: int) -> str:
+            return f"{size / 2**power:12,.1f} {unit} {size / max(1, self.parameters):7.2f} P"
+
+        lines = [f"P, the parameters that are trained: {self.parameters / 2**power:,.1f} {unit}", "held:"]
         lines += [f"  {part.what:<46}{part.where:<8}{part.when:<14}{sized(part.size)}" for part in self.held]
         for where in ("device", "host"):
             lines.append(f"  {'in all':<46}{where:<8}{'always':<14}{sized(self.bytes(where))}")

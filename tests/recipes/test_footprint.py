@@ -99,6 +99,14 @@ def test_without_a_guard_the_anchor_holds_the_optimizers_state() -> None:
     assert told.bytes("host") == 0
 
 
+@pytest.mark.parametrize(("width", "said"), [(64, "trained: 16.0 KiB"), (512, "trained: 1.0 MiB")])
+def test_it_is_shown_in_a_unit_in_which_it_is_more_than_nothing(width: int, said: str) -> None:
+    model = nn.Linear(width, width, bias=False)
+    shown = str(footprint(model, torch.optim.AdamW(model.parameters()), [hdet.LearningRate()]))
+    assert said in shown
+    assert len({line.split()[-3] for line in shown.splitlines() if line.endswith(" P")}) == 1
+
+
 def test_traffic_takes_the_time_that_bandwidths_say() -> None:
     told = footprint(*pair(), [hdet.LearningRate()])
     p = told.parameters
