@@ -65,9 +65,11 @@ def export(
 ) -> None:
     """Write the course that a run's knobs took, to train by it again without hdet.
 
-    A history holds each base at every step, and each is written to the last bit. Where the run went back to an earlier
-    point, the steps that were thrown away are left out and the others are stretched over its length. In Python,
-    hdet.ReplayLR trains by the history itself.
+    A history holds each base at every step, and each is written to the last bit.
+
+    Where the run went back to an earlier point, the steps thrown away are left out, the others stretched to its length.
+
+    In Python, hdet.ReplayLR trains by the history itself.
 
     Example: hdet export runs/quickstart --as lambda-lr --out schedule.py
     """

@@ -42,8 +42,9 @@ def watch(
 ) -> None:
     """Show a run while it trains: progress, loss, what its knobs have learned, faults. It may run elsewhere.
 
-    Ends with the run, under --compare with the one without hdet; Ctrl-C ends the view alone. With --serve, browsers see
-    the page of hdet report instead, until Ctrl-C.
+    Ends with the run, under --compare with the one without hdet; Ctrl-C ends the view alone.
+
+    With --serve, browsers see the page of hdet report instead, until Ctrl-C.
 
     Example: hdet watch runs/quickstart --serve
     """

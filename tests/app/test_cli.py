@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import signal
@@ -16,6 +17,7 @@ from rich.console import Console
 
 import hdet
 import hdet.app.run
+from hdet.app.commands import application
 from hdet.app.main import main
 from hdet.app.run.display import Display, show_result
 from hdet.app.run.folder import RunFolder
@@ -174,6 +176,14 @@ def test_every_command_teaches_with_an_example(capsys: pytest.CaptureFixture[str
         main([command, "--help"])
         said = " ".join(capsys.readouterr().out.split())
         assert f"Example: hdet {command}" in said
+
+
+def test_no_paragraph_of_a_commands_help_has_line_breaks_of_its_own() -> None:
+    """They would be kept, whatever the terminal's width; those of the first paragraph are not."""
+    for command in application.registered_commands:
+        assert command.callback is not None
+        _, *paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+        assert [text for text in paragraphs if "\n" in text] == []
 
 
 @pytest.mark.parametrize(
