@@ -238,7 +238,12 @@ def _chart(data: list[dict[str, Any]], y: str, runs: Sequence[ReportedRun]) -> C
                 "range": [first - 0.02 * (last - first), last + 0.02 * (last - first)],
                 "zeroline": False,
             },
-            "yaxis": {"title": {"text": shown(y)}, "automargin": True, "zeroline": False, "exponentformat": "e"},
+            "yaxis": {
+                "title": {"text": shown(y), "standoff": 8},  # without it, it touches the ticks' long numbers
+                "automargin": True,
+                "zeroline": False,
+                "exponentformat": "e",
+            },
             "legend": {"orientation": "h", "y": -0.18, "yanchor": "top", "x": 0},
             "hovermode": "closest",
             "shapes": _faults(runs),

@@ -92,6 +92,27 @@ def test_it_loads_alone_fits_the_width_and_has_contrast(browser: Any, written: P
         assert opened.view.evaluate(CONTRAST) == []
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_an_axis_title_does_not_touch_its_numbers(browser: Any, tmp_path: Path, width: int) -> None:
+    """Of a rate about 1e-3, on a logarithmic axis, whose numbers are long."""
+    there = windows()
+    for record in there:
+        record.bases["learning_rate"] *= 1e-2 * 0.6**record.window
+        record.learned["learning_rate"].update({name: 1e-2 * v for name, v in record.learned["learning_rate"].items()})
+    (tmp_path / "report.html").write_bytes(page([ReportedRun("wide", there)]).encode())
+    with Opened(browser, tmp_path / "report.html", width) as opened:
+        assert (
+            opened.view.evaluate("""() => [...document.querySelectorAll('[data-chart]')].flatMap((chart) => {
+            const title = chart.querySelector('.ytitle').getBoundingClientRect();
+            return [...chart.querySelectorAll('.ytick text')].filter((tick) => {
+                const box = tick.getBoundingClientRect();
+                return box.left < title.right + 5 && box.top < title.bottom && title.top < box.bottom;
+            }).map((tick) => tick.textContent);
+        })""")
+            == []
+        )
+
+
 @pytest.fixture(scope="module")
 def opened(browser: Any, written: Path) -> Iterator[Opened]:
     """One page for the tests that only use it."""
