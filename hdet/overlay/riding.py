@@ -469,11 +469,12 @@ def skipped(optimizer: Optimizer) -> bool:
 
 
 def makes_state(optimizer: Optimizer) -> bool:
-    """Whether a step changes no weight, and is made for an optimizer to have its state.
+    """Whether a step on gradients of 0 is made for an optimizer to have its state, before that is saved or loaded.
 
-    `torch.distributed.checkpoint.state_dict` does so before it saves or loads one that has none yet.
+    `torch.distributed.checkpoint.state_dict` makes it at a rate of 0; where others do not, as torchtnt, weights decay
+    in it, before they are loaded.
     """
-    if optimizer.state or any(float(group["lr"]) != 0.0 for group in optimizer.param_groups):
+    if optimizer.state:
         return False
     gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-    return not any(bool(tensors.local(gradient).any()) for gradient in gradients)
+    return bool(gradients) and not any(bool(tensors.local(gradient).any()) for gradient in gradients)

@@ -1,4 +1,4 @@
-"""Steps that torch.distributed.checkpoint makes for an optimizer to have its state are none of training."""
+"""Steps that are made for an optimizer to have its state, before one is saved or loaded, are none of training."""
 
 from __future__ import annotations
 
@@ -28,3 +28,18 @@ def test_a_state_asked_for_before_the_first_step_is_no_step(scheduled: bool) -> 
         optimizer.zero_grad()
     assert search.finished
     assert len(search.history) == 4
+
+
+@pytest.mark.parametrize("exclude", [[], ["dropout"]])
+def test_so_is_one_that_a_framework_makes_at_the_rate_as_it_is(exclude: list[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    probe = hdet.Probe(lambda model, x: model(x).square().mean(), [torch.randn(4, 2) for _ in range(8)])
+    search = hdet.attach(model, optimizer, probe=probe, total_steps=20, exclude=exclude, quiet=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.state
+    assert search.engine.step_count == 0
