@@ -75,7 +75,9 @@ class Agreed:
         """
         learned, self._learned = self._learned, None
         engine = self.search.engine
-        if engine.finished or engine.step_count != engine.cycle.window.start or makes_state(self.optimizer):
+        if engine.finished or engine.step_count != engine.cycle.window.start:
+            return
+        if makes_state(self.optimizer, first=engine.step_count == 0):
             return
         if learned is None:
             raise StepError(

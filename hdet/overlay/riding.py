@@ -194,7 +194,7 @@ class Riding:
 
     def before_step(self) -> None:
         """The optimizer is about to step, its gradients complete."""
-        if self.passes.begun == 0 and makes_state(self.optimizer):
+        if self.passes.begun == 0 and makes_state(self.optimizer, first=self.engine.step_count == 0):
             return
         self.passes.end()
         self.lending.take_out_forward()
@@ -468,13 +468,14 @@ def skipped(optimizer: Optimizer) -> bool:
     return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found.item())
 
 
-def makes_state(optimizer: Optimizer) -> bool:
+def makes_state(optimizer: Optimizer, *, first: bool) -> bool:
     """Whether a step on gradients of 0 is made for an optimizer to have its state, before that is saved or loaded.
 
-    `torch.distributed.checkpoint.state_dict` makes it at a rate of 0; where others do not, as torchtnt, weights decay
-    in it, before they are loaded.
+    `torch.distributed.checkpoint.state_dict` makes it at a rate of 0, and again at each save where there is no state,
+    as of plain SGD. Others, as torchtnt, make it at the rate as it is, before any step of training (`first`).
     """
-    if optimizer.state:
-        return False
     gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-    return bool(gradients) and not any(bool(tensors.local(gradient).any()) for gradient in gradients)
+    at_0 = all(float(group["lr"]) == 0.0 for group in optimizer.param_groups)
+    if optimizer.state or not (at_0 or (first and gradients)):
+        return False
+    return not any(bool(tensors.local(gradient).any()) for gradient in gradients)

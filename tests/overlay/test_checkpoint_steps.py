@@ -43,3 +43,16 @@ def test_so_is_one_that_a_framework_makes_at_the_rate_as_it_is(exclude: list[str
     optimizer.zero_grad()
     assert optimizer.state
     assert search.engine.step_count == 0
+
+
+def test_a_later_step_on_gradients_of_0_is_one_of_training() -> None:
+    """Of an optimizer that holds no state, too."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    probe = hdet.Probe(lambda model, x: model(x).square().mean(), [torch.randn(4, 2) for _ in range(8)])
+    search = hdet.attach(model.eval(), optimizer, probe=probe, total_steps=20, quiet=True)
+    for scale in (1.0, 0.0):
+        optimizer.zero_grad()
+        (scale * model(torch.randn(8, 2)).square().mean()).backward()
+        optimizer.step()
+    assert search.engine.step_count == 2
