@@ -198,7 +198,15 @@ class Study(Spec):
         return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
 
     def quickened(self) -> Study:
-        """The study that `--quick` runs, under a name of its own."""
+        """The study that `--quick` runs, under a name of its own.
+
+        Raises:
+            ConfigError: it would be the study as it is.
+        """
+        if self.quick.seeds >= len(self.seed_list) and not self.quick.set and self.quick.budget is None:
+            raise ConfigError(
+                "--quick would change nothing of this study; give it quick: {set: {steps: ...}}, or fewer seeds"
+            )
         return self.replace(
             name=f"{self.name}-quick",
             seeds=self.seed_list[: self.quick.seeds],

@@ -157,7 +157,8 @@ def _note(table: Table) -> str:
     sentences = ["Mean and standard error over the seeds that did not diverge."]
     compared: Sequence[PairedDifference] = table.contrasts or [row.versus for row in table.rows if row.versus.seeds]
     if compared:
-        what = "named contrasts" if table.contrasts else "comparisons with the baseline"
+        many = "s" if len(compared) > 1 else ""
+        what = f"named contrast{many}" if table.contrasts else f"comparison{many} with the baseline"
         sentences.append(
             f"Differences are paired by seed, with a {100 * (1 - table.level):g} % confidence interval each, not "
             f"corrected."

@@ -607,7 +607,7 @@ def test_without_posix_locks_a_study_is_planned_and_not_run(
 def test_contrasts_are_what_is_tested(ablate: Ablate, tmp_path: Path) -> None:
     printed = ablate(contrasts=[[0.05, 0.1]], metrics=["test_loss"])
     assert "0.05 - 0.1" in printed
-    assert "the 1 named contrasts" in printed
+    assert "the 1 named contrast." in printed
     (line,) = csv.DictReader((tmp_path / "out" / "contrasts_test_loss.csv").read_text().splitlines())
     assert (line["first"], line["second"], line["pairs"]) == ("0.05", "0.1", "2")
 

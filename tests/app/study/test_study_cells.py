@@ -113,6 +113,12 @@ def test_quick_takes_fewer_seeds_and_its_fields_have_the_last_word() -> None:
     assert declared.quickened().name == "s-quick"
 
 
+def test_a_quick_version_that_is_the_study_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--quick would change nothing"):
+        cells(study(seeds=2), quick=True)
+    assert len(cells(study(seeds=3), quick=True)) == 2
+
+
 @settings(max_examples=30)
 @given(count=st.integers(1, 9), cells_=st.integers(1, 12))
 def test_shards_are_a_partition(count: int, cells_: int) -> None:

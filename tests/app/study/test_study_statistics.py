@@ -189,7 +189,7 @@ def test_contrasts_stand_below_the_rows_and_take_their_tests() -> None:
     assert lines[0].split() == ["g", "v", "seeds", "loss", "difference", "pairs"]
     assert lines[5].split()[:2] == ["g", "contrast"]
     assert lines[7].split() == ["a", "y", "-", "x", "+0.5000", "+-", "0.2484", "3", "0.0131", "0.0131"]
-    assert "the 1 named contrasts" in lines[-1]
+    assert "the 1 named contrast." in lines[-1]
     assert as_latex(table).count(r"\begin{tabular}") == 2
     assert as_markdown(table).count("\n| --- |") == 2
     (read,) = csv.DictReader(io.StringIO(as_csv(table.contrasts)))
