@@ -102,11 +102,14 @@ class Foretold:
                 rates when it is asked again; or writes into the optimizer.
         """
         held = [group["lr"] for group in self.optimizer.param_groups]
-        rows = [self._row(step, len(groups)) for step in range(total_steps)]
-        again = self._row(0, len(groups))
-        if any(group["lr"] is not rate for group, rate in zip(self.optimizer.param_groups, held, strict=True)):
+        try:
+            rows = [self._row(step, len(groups)) for step in range(total_steps)]
+            again = self._row(0, len(groups))
+            wrote = any(group["lr"] is not rate for group, rate in zip(self.optimizer.param_groups, held, strict=True))
+        finally:
             for group, rate in zip(self.optimizer.param_groups, held, strict=True):
                 group["lr"] = rate
+        if wrote:
             raise ConfigError(
                 f"{self.name} writes into the optimizer; hdet asks it for all steps beforehand, so give a function "
                 f"that only tells the rate of a step"

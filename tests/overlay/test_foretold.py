@@ -312,16 +312,23 @@ def test_what_foretells_no_rates_is_refused(given: Any, message: str) -> None:
         Job(given)
 
 
-def test_a_function_that_writes_the_rates_is_refused_and_leaves_them() -> None:
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (1.0, "adjust writes into the optimizer; hdet asks it for all steps beforehand"),
+        (None, "adjust gives None for step 0"),  # as of a handler of events, which is called for what it does
+    ],
+)
+def test_a_function_that_writes_the_rates_is_refused_and_leaves_them(returned: float | None, message: str) -> None:
     model = network()
     optimizer = adamw(model)
 
-    def adjust(step: int) -> float:
+    def adjust(step: int) -> float | None:
         for group in optimizer.param_groups:
             group["lr"] = factor(step)
-        return factor(step)
+        return returned and returned * factor(step)
 
-    with pytest.raises(ConfigError, match="adjust writes into the optimizer; hdet asks it for all steps beforehand"):
+    with pytest.raises(ConfigError, match=message):
         hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, scheduler=adjust, quiet=True)
     assert tuple(group["lr"] for group in optimizer.param_groups) == BASES
 
