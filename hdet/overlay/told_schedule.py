@@ -284,7 +284,8 @@ class Follower:
         """What is said where the optimizer holds something else."""
         return (
             f"the learning rates at step {step} are {held}, where {self.name} would have put {expected}: something "
-            f"else writes them too; give hdet.attach schedule=None, which follows whatever comes and never looks ahead"
+            f"else writes them too, or it goes by more than its own count of steps; give hdet.attach schedule=None, "
+            f"which follows whatever comes and never looks ahead, or as scheduler= a function of the step"
         )
 
     def forecast(

@@ -48,6 +48,20 @@ def test_a_rate_moved_beside_the_scheduler_is_an_error() -> None:
         search.loss(loss_of(model, batch(0)))
 
 
+def test_a_scheduler_that_goes_by_a_trainers_clock_is_an_error() -> None:
+    model = network()
+    optimizer = adamw(model)
+    clock = [0]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + clock[0]))
+    search = attached(model, optimizer, scheduler=scheduler)
+    search.loss(loss_of(model, batch(0))).backward()
+    optimizer.step()
+    clock[0] += 1
+    scheduler.step()
+    with pytest.raises(StepError, match=r"LambdaLR would have put .* or it goes by more than its own count of steps"):
+        model(batch(1)[0])
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_metric_scheduler_and_a_foreign_one_are_refused(shared: bool) -> None:
     model = network()
