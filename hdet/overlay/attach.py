@@ -294,7 +294,11 @@ def _inner(optimizer: Any) -> Optimizer:
             "hdet.ChainedOptimizer(first, second), and step that; else attach one search to each model"
         )
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        inside = [name for name, own in getattr(optimizer, "__dict__", {}).items() if isinstance(own, Optimizer)]
+        raise ConfigError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer)}"
+            + "".join(f", which holds one: give hdet.attach its .{name}" for name in inside[:1])
+        )
     for each, name in product(chained(optimizer), ("base_optimizer", "_base_optimizer")):
         if isinstance(getattr(each, name, None), Optimizer):
             raise ConfigError(

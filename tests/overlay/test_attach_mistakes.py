@@ -247,6 +247,20 @@ def test_an_attached_model_can_be_pickled() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
+def test_a_wrapper_is_told_apart_from_the_optimizer_that_it_holds() -> None:
+    model = network()
+
+    class OptimWrapper:
+        def __init__(self) -> None:
+            self.opt = adamw(model)
+
+    message = r"must be a torch.optim.Optimizer, got <class '.*OptimWrapper'>, which holds one: give hdet.attach its .opt$"
+    with pytest.raises(ConfigError, match=message):
+        hdet.attach(model, OptimWrapper(), probe=probe(), total_steps=STEPS, quiet=True)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"got <class 'object'>$"):
+        hdet.attach(model, object(), probe=probe(), total_steps=STEPS, quiet=True)  # type: ignore[arg-type]
+
+
 def test_passes_that_teach_nothing_are_told_once() -> None:
     model = network()
     optimizer = adamw(model)
