@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -171,6 +172,23 @@ class Search(AbstractContextManager["Search"]):
         self.detach()
 
     # -- what is saved ----------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Search:
+        """Of what holds a search, as a trainer does, a copy has one that is detached: the hooks of its model idle."""
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        vars(twin).update(copy.deepcopy(vars(self) | {"_undo": [], "_hooks": None}, memo))
+        return twin
+
+    def __reduce__(self) -> str:
+        """Refused.
+
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError(
+            "a search holds the model and the loop's hooks, and is not pickled: save search.state_dict(), and keep the "
+            "search itself out of what is pickled whole, as a trainer or its callback"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resume needs, as plain numbers and tensors. Take it between two optimizer steps.

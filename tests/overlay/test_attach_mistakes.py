@@ -247,6 +247,26 @@ def test_an_attached_model_can_be_pickled() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
+def test_a_search_is_not_pickled_and_in_a_copy_it_is_detached() -> None:
+    """As of a trainer, or of its callback, that keeps it."""
+    model = network()
+    optimizer = adamw(model)
+    search = hdet.attach(model, optimizer, probe=probe(), total_steps=STEPS, quiet=True)
+    with pytest.raises(CheckpointError, match=r"is not pickled: save search.state_dict\(\)"):
+        pickle.dumps({"callback": [search]})
+    loop(model, optimizer, search=search, stop=3)
+    again, other, copied = copy.deepcopy([model, optimizer, search])
+    assert not copied.attached
+    assert copied.model is again
+    assert copied.optimizer is other
+    assert copied.shifts == search.shifts
+    copied.detach()
+    loop(again, other, search=copied, start=3)
+    assert copied.engine.step_count == search.engine.step_count == 3
+    loop(model, optimizer, search=search, start=3)
+    assert search.finished
+
+
 def test_a_wrapper_is_told_apart_from_the_optimizer_that_it_holds() -> None:
     model = network()
 
