@@ -29,7 +29,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error}") from None
     given = parse(text, name=str(path))
     if not isinstance(given, dict):
-        found = "nothing: the file is empty" if given is None else type(given).__name__
+        found = "nothing: the file declares none" if given is None else type(given).__name__
         raise ConfigError(f"{path}: expected a mapping of the run's fields, got {found}")
     return given
 

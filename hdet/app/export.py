@@ -74,7 +74,9 @@ def export(
     Example: hdet export runs/quickstart --as lambda-lr --out schedule.py
     """
     if knob is not None and form is Form.yaml:
-        raise ConfigError("--knob chooses a rate for --as lambda-lr, and YAML has all knobs; leave it out, or say --as")
+        raise ConfigError(
+            "--knob chooses a rate for --as lambda-lr, and YAML has all knobs; leave it out, or say --as lambda-lr"
+        )
     found = reported_run(run)
     if not found.windows:
         raise HdetError(f"{run} has no window that has closed yet, so there is nothing to export")

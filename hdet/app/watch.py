@@ -50,6 +50,8 @@ def watch(
     """
     if not run.exists():
         raise ConfigError(f"there is nothing at {run}; give the folder of a run (--out of hdet run), or a history file")
+    if serve and once:
+        raise ConfigError("--serve goes on until Ctrl-C, and --once looks once; say one of them")
     if serve:
         _serve(run, host if host is not None else "127.0.0.1", port or 0, every)
         return

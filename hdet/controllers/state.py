@@ -6,9 +6,8 @@ names to other states. It never depends on the number of replicas, so a run may 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 import numpy as np
@@ -57,21 +56,11 @@ def from_plain(like: T, plain: Mapping[str, Any]) -> T:
         given = plain[field.name]
         try:
             found[field.name] = _typed(hints[field.name], given, getattr(like, field.name))
-            sound = _is_sound(found[field.name], field.default)
         except (TypeError, ValueError, OverflowError):
-            sound = False
-        if not sound:
             raise CheckpointError(
                 f"{cls.__name__}.{field.name} is {given!r:.60} in the checkpoint, which is damaged; resume from another"
-            )
+            ) from None
     return cls(**found)
-
-
-def _is_sound(value: object, default: object) -> bool:
-    """Whether a number that begins as a finite one, or each of a tuple's, is one still."""
-    if isinstance(value, float) and isinstance(default, (int, float)):
-        return math.isfinite(value) or (not math.isfinite(default) and not math.isnan(value))
-    return not isinstance(value, tuple) or default is MISSING or all(map(math.isfinite, value))
 
 
 def _require_same_names(owner: str, wanted: Iterable[str], plain: Iterable[str]) -> None:

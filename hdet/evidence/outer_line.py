@@ -20,7 +20,7 @@ from hdet.hparams.bound_knob import BoundKnob
 from hdet.spec import register
 
 NEXT = 0.01
-"""Of the width: points as near to each other are one."""
+"""Of the width: a bound as near to a point is none of its own."""
 
 
 @register
@@ -91,11 +91,11 @@ class OuterLineCollector(Collector):
         Between such two losses differ by rounding, and a parabola through both would follow that.
         """
         down, up = knob.spec.space.room(knob.base(step), knob.spec.bounds)
-        found: list[float] = []
-        for own in sorted(min(max(self.spec.width * point, -down), up) for point in self.spec.points):
-            if not found or own - found[-1] > NEXT * self.spec.width:
-                found.append(own)
-        return found
+        wanted = [self.spec.width * point for point in self.spec.points]
+        found = [own for own in wanted if -down <= own <= up]
+        ends = [-down] * (min(wanted) < -down) + [up] * (max(wanted) > up)
+        found += [end for end in ends if all(abs(end - own) > NEXT * self.spec.width for own in found)]
+        return sorted(set(found))
 
 
 def _key(knob: BoundKnob) -> str:

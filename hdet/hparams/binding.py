@@ -76,11 +76,11 @@ def fit(value: float, bounds: Bounds, dtype: torch.dtype) -> float:
     low, high = bounds
     if dtype == torch.float32 and low <= (single := float(np.float32(value))) <= high:
         return single  # the way it mostly goes, at every step
-    held, low_end, high_end = torch.tensor((value, -math.inf, math.inf), dtype=dtype, device="cpu")
+    held = torch.tensor(value, dtype=dtype, device="cpu")
     if held.item() > high:
-        held = torch.nextafter(held, low_end)
+        held = torch.nextafter(held, torch.full_like(held, -math.inf))
     elif held.item() < low:
-        held = torch.nextafter(held, high_end)
+        held = torch.nextafter(held, torch.full_like(held, math.inf))
     return float(held.item())
 
 

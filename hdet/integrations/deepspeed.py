@@ -110,7 +110,7 @@ class EngineOptimizer(Optimizer):
         self.inner: Optimizer = wrapped.optimizer
         self.shards = shards
         self._masters = masters
-        self.found_inf = torch.zeros(())
+        self.found_inf = torch.zeros((), device="cpu")
         self._seen: list[dict[str, Any]] = [{} for _ in groups]
         super().__init__([{"params": list(group)} for group in groups], {})
         self._step = wrapped.step

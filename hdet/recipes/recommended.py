@@ -48,7 +48,7 @@ ALIKE_AGAIN = (0.2,)
 """Of groups that were given one rate, which is likely right: `GroupLines.first` and `GroupLines.again`."""
 RATE_GRID = 0.25
 """Of groups' learning rates, `Pooled.grid`."""
-BY_GRADIENTS = "micro-batches train at values around it"
+BY_GRADIENTS = "micro-batches train at values near it"
 GUARD = "  guard: where training breaks down, back to the best point (or the first) and on at a lower rate"
 DEFAULT_GUARD = Rewind()
 TAIL = "  end: averaged weights, where the probe finds them better than the last ones"
@@ -57,7 +57,7 @@ ALONG_A_LINE = Calibrate(rules=(*Calibrate().rules, Fall()))
 """Of a learning rate whose schedule is a straight line to 0, the recipe's own."""
 FORWARD = ("dropout", "label_smoothing")
 """The recipe's knobs of the forward pass."""
-BY_FORWARD_PASSES = "at each window's end a training batch runs at values around it"
+BY_FORWARD_PASSES = "at each window's end a training batch runs at values near it"
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,10 @@ def _decay(optimizer: Optimizer, stride: int | None) -> Choice:
     if not values:
         return Choice("weight decay", None, "no parameter group decays (0 stays 0 in log space)")
     knob = complete(WeightDecay(evidence=Analytic(stride=stride)), None, diverge=False)
-    return Choice("weight decay", knob, f"starts at {', '.join(f'{value:g}' for value in sorted(values))}")
+    told = [f"{value:g}" for value in sorted(values)]
+    return Choice(
+        "weight decay", knob, f"starts at {', '.join(told) if len(told) <= 3 else f'{told[0]} to {told[-1]}'}"
+    )
 
 
 def _dropouts(model: nn.Module, optimizer: Optimizer, sharded: bool, objective: Objective | None) -> list[Choice]:

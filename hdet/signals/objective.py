@@ -24,10 +24,10 @@ class Objective:
     Args:
         loss: `loss(model, batch)`, the loss of one micro-batch that the loop calls `backward()` on, as a 0-dim tensor;
             dropout, label smoothing and auxiliary terms included.
-        batches: J >= 2 training batches, a DataLoader of them, or a function from the window's number to them. As many
-            on every process; ranks may take their own, as they do in training, and the ranks of a tensor parallel model
-            take the same.
-            What a function draws at random is the same on every process: one that is to differ goes by its rank.
+        batches: J >= 2 training batches, a DataLoader of them, which is gone through whole in every window, or a
+            function from the window's number to them. As many on every process; ranks may take their own, as they do in
+            training, and the ranks of a tensor parallel model take the same. What a function draws at random is the
+            same on every process: one that is to differ goes by its rank.
             Eight do well; the scatter over them gives the standard errors.
 
     >>> import torch

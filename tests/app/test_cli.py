@@ -192,6 +192,7 @@ def test_no_paragraph_of_a_commands_help_has_line_breaks_of_its_own() -> None:
         (["report", "here", "--figures", "drawn", "--out", "page.html"], "--figures"),
         (["export", "here", "--knob", "learning_rate"], "--as"),
         (["watch", "here", "--port", "8000"], "--serve"),
+        (["watch", "here", "--serve", "--once"], "--once looks once"),
         (["watch", "here", "--host", "localhost"], "--serve"),
         (["plan", "digits.yaml", "--effect", "0.1"], "--noise"),
         (["knobs", "controller", "--model", "my_model:build"], "--model"),

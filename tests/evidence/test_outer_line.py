@@ -187,6 +187,13 @@ def test_beside_a_bound_the_slope_is_no_rounding(near: float, problem: Any, trai
     assert found["slope"] == pytest.approx(expected["slope"], rel=1e-3)
 
 
+def test_points_that_are_given_close_together_are_all_tried(problem: Any, train: Any) -> None:
+    knob = OuterLearningRate(controller=Hold(), evidence=OuterLine(points=(-0.005, 0.0, 0.004)))
+    engine = engine_of(problem, Outer(), [knob])
+    train(engine, WINDOW)
+    assert engine.history.latest[-1].estimates[knob.label]["curvature"] is not None
+
+
 def test_an_engine_is_copied_with_it(problem: Any, train: Any) -> None:
     engine = engine_of(problem, Outer(), [OuterLearningRate()])
     train(engine, 9)

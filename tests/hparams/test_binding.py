@@ -35,6 +35,13 @@ def test_a_fitted_value_is_held_exactly_and_within_bounds(low: float, ratio: flo
         assert abs(held - value) <= 2 * torch.finfo(dtype).eps * value
 
 
+def test_the_default_device_has_no_say() -> None:
+    value, bounds = 0.7, (0.7, 1.0)
+    with torch.device("meta"):
+        held = fit(value, bounds, torch.bfloat16)
+    assert held == fit(value, bounds, torch.bfloat16)
+
+
 def test_double_precision_is_left_alone() -> None:
     assert fit(0.1, (0.0, 1.0), torch.float64) == 0.1
 

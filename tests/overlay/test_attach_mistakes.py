@@ -274,7 +274,9 @@ def test_a_wrapper_is_told_apart_from_the_optimizer_that_it_holds() -> None:
         def __init__(self) -> None:
             self.opt = adamw(model)
 
-    message = r"must be a torch.optim.Optimizer, got <class '.*OptimWrapper'>, which holds one: give hdet.attach its .opt$"
+    message = (
+        r"must be a torch.optim.Optimizer, got <class '.*OptimWrapper'>, which holds one: give hdet.attach its .opt$"
+    )
     with pytest.raises(ConfigError, match=message):
         hdet.attach(model, OptimWrapper(), probe=probe(), total_steps=STEPS, quiet=True)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"got <class 'object'>$"):

@@ -91,14 +91,15 @@ def test_an_infinite_parameter_that_the_optimizer_holds_is_no_fault(assert_same:
     assert not any(record.faults for record in search.history)
 
 
-def test_what_torch_makes_by_default_elsewhere_changes_nothing(assert_same: Any) -> None:
+@pytest.mark.parametrize("rates", ["together", "matrices"])
+def test_what_torch_makes_by_default_elsewhere_changes_nothing(rates: str, assert_same: Any) -> None:
     """As after `torch.set_default_device("cuda")`: a generator of the host's draws nothing there."""
     found = []
     for device in ("cpu", "meta"):
         torch.manual_seed(7)
         model, batches = network(), [batch(step) for step in range(STEPS)]
         optimizer = adamw(model)
-        search = attached(model, optimizer)
+        search = attached(model, optimizer, rates=rates)
         with torch.device(device):
             for given in batches:
                 search.loss(loss_of(model, given)).backward()

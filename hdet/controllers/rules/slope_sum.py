@@ -62,8 +62,10 @@ class SummedSlopes(Rule):
             return state
         slope, error = estimate.slope / context.base, estimate.normal_stderr / context.base
         against = state.against + 1 if slope * state.total < 0 else 0
-        anew = against >= _WINDOWS_AGAINST or bool(state.sums and not estimate.has_sub_batches)
-        kept = 0.0 if anew else self.memory ** window_share(self.window_steps, context)
+        if against >= _WINDOWS_AGAINST or (state.sums and not estimate.has_sub_batches):
+            against, kept = 0, 0.0
+        else:
+            kept = self.memory ** window_share(self.window_steps, context)
         total, variance = kept * state.total + slope, kept * kept * state.variance + error * error
         sums: tuple[float, ...] = ()
         if estimate.has_sub_batches:
@@ -79,7 +81,7 @@ class SummedSlopes(Rule):
             total=total,
             variance=variance,
             sums=sums,
-            against=against % _WINDOWS_AGAINST,
+            against=against,
             first=first,
             lowest=lowest,
         )
