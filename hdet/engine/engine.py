@@ -185,7 +185,7 @@ class Engine:
     @property
     def learned(self) -> Shifts:
         """What each knob was set to, what it has been moved to, and the factor between them: its schedule aside."""
-        return Shifts({knob.name: knob.learned for knob in self.knobs})
+        return Shifts({knob.name: knob.learned for knob in self.knobs}, self.step_count, self.total_steps)
 
     @property
     def hosts(self) -> Sequence[tuple[nn.Module, Optimizer]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hdet.digits import four_digits
@@ -48,6 +49,11 @@ class Shifts(ByKnob[Learned]):
     Knobs of one kind of which the same was learned, as of the rates of many matrices, share a line. Of several of a
     kind, as `learning_rate[head]`, the kind's name in brackets, `shifts["learning_rate"]`, gives the one in the middle.
 
+    Args:
+        learned: by the knob's name.
+        steps: how many optimizer steps it was learned in.
+        total_steps: how many the run has. Where `steps` falls short of them the table's last line says so.
+
     >>> print(Shifts({"learning_rate": Learned(1e-3, 8e-3), "weight_decay": Learned(0.1, 0.05)}))
     learning_rate  0.001 -> 0.008 (x 8)
     weight_decay   0.1 -> 0.05 (x 0.5)
@@ -56,10 +62,17 @@ class Shifts(ByKnob[Learned]):
     Learned(start=0.001, value=0.002, factor=2)
     """
 
+    def __init__(
+        self, learned: Mapping[str, Learned] | None = None, steps: int = 0, total_steps: int | None = None
+    ) -> None:
+        super().__init__(learned or {})
+        self._short = f"(in {steps} of {total_steps} steps)" if total_steps is not None and steps < total_steps else ""
+
     def __str__(self) -> str:
         lines = self.lines()
         width = max(map(len, lines), default=0)
-        return "\n".join(f"{names:<{width}}  {told}" for names, told in lines.items())
+        table = [f"{names:<{width}}  {told}" for names, told in lines.items()]
+        return "\n".join([*table, self._short] if self._short else table)
 
     def _places(self) -> dict[str, float]:
         return {name: learned.value for name, learned in self.items()}

@@ -82,3 +82,15 @@ def test_knobs_of_one_kind_that_learned_the_same_share_a_line() -> None:
     assert shifts.get("learning_rate") is shifts["learning_rate"] is up
     assert shifts.get("weight_decay") is None
     assert str(Shifts()) == ""
+
+
+def test_the_table_says_where_fewer_steps_were_made_than_the_run_has() -> None:
+    """As where a loop's batches were counted for steps, or the run was ended before."""
+    made = engine()
+    for step in range(20):
+        told = f"(in {step} of 20 steps)"
+        assert str(made.learned).splitlines()[1:] == [told]
+        made.optimizers[0].step()
+        made.step()
+    assert made.finished
+    assert len(str(made.learned).splitlines()) == 1
