@@ -474,8 +474,9 @@ def makes_state(optimizer: Optimizer, *, first: bool) -> bool:
     `torch.distributed.checkpoint.state_dict` makes it at a rate of 0, and again at each save where there is no state,
     as of plain SGD. Others, as torchtnt, make it at the rate as it is, before any step of training (`first`).
     """
+    if optimizer.state:
+        return False
     gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-    at_0 = all(float(group["lr"]) == 0.0 for group in optimizer.param_groups)
-    if optimizer.state or not (at_0 or (first and gradients)):
+    if not (first and gradients) and any(float(group["lr"]) != 0.0 for group in optimizer.param_groups):
         return False
     return not any(bool(tensors.local(gradient).any()) for gradient in gradients)
