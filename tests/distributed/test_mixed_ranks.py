@@ -228,7 +228,7 @@ def test_training_on_shards_goes_on_as_it_was_bit_for_bit(ranks: list[Found]) ->
 def test_the_recipe_judges_dropout_on_shards_where_it_has_an_objective_and_says_so(ranks: list[Found]) -> None:
     for rank in ranks:
         given, left = rank["recommended"]["with"], rank["recommended"]["without"]
-        assert "+ dropout: training batches run at two levels" in given["said"]
+        assert "a training batch runs at values near it" in given["said"]
         assert "- dropout: left alone: on shards no gradient is seen whole" in left["said"]
         assert set(given["history"][0]["estimates"]) == {"learning_rate", "weight_decay", "dropout"}
         assert set(left["history"][0]["estimates"]) == {"learning_rate", "weight_decay"}
