@@ -7,7 +7,7 @@ names to other states. It never depends on the number of replicas, so a run may 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 import numpy as np
@@ -49,16 +49,14 @@ def from_plain(like: T, plain: Mapping[str, Any]) -> T:
     """
     cls = type(like)
     hints = get_type_hints(cls)
-    own: tuple[Field[Any], ...] = fields(like)  # type: ignore[arg-type]
-    _require_same_names(cls.__name__, [field.name for field in own], plain)
+    _require_same_names(cls.__name__, hints, plain)
     found: dict[str, Any] = {}
-    for field in own:
-        given = plain[field.name]
+    for name, hint in hints.items():
         try:
-            found[field.name] = _typed(hints[field.name], given, getattr(like, field.name))
+            found[name] = _typed(hint, plain[name], getattr(like, name))
         except (TypeError, ValueError, OverflowError):
             raise CheckpointError(
-                f"{cls.__name__}.{field.name} is {given!r:.60} in the checkpoint, which is damaged; resume from another"
+                f"{cls.__name__}.{name} is {plain[name]!r:.60} in the checkpoint, which is damaged; resume from another"
             ) from None
     return cls(**found)
 
