@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from hdet.errors import ConfigError
+from hdet.errors import ConfigError, StepError
 from hdet.replicas.generators import numbers_lent
 from hdet.replicas.random_numbers import accelerators_in_use
+
+MOST = 1000
+"""Batches of a window, from which what does not know its own length is taken for endless."""
 
 
 def require_batches(batches: object, whose: str) -> None:
@@ -33,10 +37,23 @@ def number_of(batches: Any) -> int | None:
 
 
 def drawn_batches(batches: Iterable[Any] | Callable[[int], Iterable[Any]], window: int, numbers: str) -> list[Any]:
-    """The batches of a window, by random numbers of their own, which `numbers` names; training's are left."""
+    """The batches of a window, by random numbers of their own, which `numbers` names; training's are left.
+
+    Raises:
+        StepError: a stream, or what a function returned, goes on after `MOST` batches.
+    """
     if isinstance(batches, (list, tuple)):  # which draw nothing
         return list(batches)
     # A function with a generator of its own goes on with it, to have others in the next window.
     held = () if callable(batches) else batches
     with numbers_lent(numbers, accelerators_in_use(), held):
-        return list(batches(window) if callable(batches) else batches)
+        given = batches(window) if callable(batches) else batches
+        if hasattr(given, "__len__") and number_of(given) is not None:
+            return list(given)
+        drawn = list(islice(given, MOST + 1))
+    if len(drawn) > MOST:
+        raise StepError(
+            f"a {type(given).__name__} gave more than {MOST} batches for one window, all of which would be evaluated, "
+            f"and may have no end: give a part of it, as list(itertools.islice(loader, 8))"
+        )
+    return drawn

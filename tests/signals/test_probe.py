@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,19 @@ class Stream(IterableDataset[torch.Tensor]):
 def test_a_loader_of_a_stream_is_gone_through() -> None:
     probe = Probe(lambda model, x: x.mean(), DataLoader(Stream(), batch_size=4))
     assert probe.measure(nn.Linear(1, 1), 0).tolist() == [1.5, 5.5]
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter(lambda: torch.ones(1), None)
+
+
+@pytest.mark.parametrize("batches", [DataLoader(Endless()), lambda window: (torch.ones(1) for _ in repeat(0))])
+def test_batches_without_an_end_are_refused(batches: Any) -> None:
+    with pytest.raises(StepError, match=r"1000 batches for one window.* and may have no end: give a part of it"):
+        Probe(lambda model, x: x.mean(), batches).draw(0)
+    many = [torch.ones(1)] * 1001  # whose number is known
+    assert len(Probe(lambda model, x: x.mean(), many).draw(0)) == 1001
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
