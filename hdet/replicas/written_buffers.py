@@ -17,6 +17,9 @@ LARGE = 2**22
 PLAIN = (int, float, str, type(None), Tensor)
 """Attributes that go with buffers, such as the length that a cache was made for."""
 
+COUNTER, STATISTICS = "num_batches_tracked", ("running_mean", "running_var")
+"""Of a BatchNorm: torch counts the write of the one, and none of the others, which its kernel writes with it."""
+
 _seen: MutableMapping[nn.Module, set[str]] = WeakIdKeyDictionary()
 """By module that was evaluated, which of its buffers an evaluation has written.
 
@@ -161,6 +164,8 @@ class _Held:
         ]
         if not self.written:
             return
+        if COUNTER in self.written:
+            self.written += [name for name in STATISTICS if name in self._buffers and name not in self.written]
         for name in self.written:
             buffer = self._buffers[name]
             if now.get(name) is not buffer:

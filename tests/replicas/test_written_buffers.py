@@ -92,6 +92,20 @@ def test_what_quantization_aware_training_observes_is_undone() -> None:
             assert states(model) == before
 
 
+@torch.no_grad()
+def test_what_a_batchnorm_in_train_mode_follows_is_undone() -> None:
+    """As where a model returns its losses in train mode alone. Torch counts one write of three."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    for _ in range(3):
+        model(torch.randn(4, 3))
+        before = states(model)
+        with tensors.evaluating(model):
+            model.train()
+            model(10.0 * torch.randn(4, 3))
+            assert states(model)[0] != before[0]
+        assert states(model) == before
+
+
 def test_it_is_undone_after_an_error() -> None:
     model = Stateful(*WRITES["in place"])
     before = states(model)
