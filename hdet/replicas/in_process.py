@@ -224,7 +224,8 @@ def check_pair(model: nn.Module, optimizer: Optimizer, n: int) -> None:
     if foreign:
         raise ConfigError(
             f"the optimizer holds {len(foreign)} parameters that are not the model's (shapes "
-            f"{[tuple(p.shape) for p in foreign[:3]]}); make the optimizer from this model's parameters"
+            f"{[tuple(p.shape) for p in foreign[:3]]}); make the optimizer from this model's parameters, or, where it "
+            f"trains a loss or a second model too, give one module that holds both, as nn.ModuleList([model, loss])"
         )
 
 

@@ -243,6 +243,37 @@ def test_losses_that_are_told_of_without_a_pass_that_is_seen() -> None:
     assert search.history.windows[0].losses[0] == pytest.approx(1.1, abs=0.2)
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_loss_that_has_parameters_is_trained_with_the_model(told: bool) -> None:
+    """The ways out that are named lead through: one module that holds both, and passes that are told of."""
+    model, head = network(), nn.Linear(3, 3)
+    nn.init.eye_(head.weight)
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-3)
+    with pytest.raises(ConfigError, match=r"one module that holds both, as nn.ModuleList\(\[model, loss\]\)"):
+        attached(model, optimizer)
+    held_out = hdet.Probe(lambda both, given: loss_of(nn.Sequential(*both), given), probe().batches)
+    both = nn.ModuleList([model, head])
+    search = hdet.attach(both, optimizer, probe=held_out, total_steps=STEPS, window=5, quiet=True)
+    for step in range(STEPS):
+
+        def run(step: int = step) -> Tensor:
+            inputs, labels = batch(step)
+            return nn.functional.cross_entropy(head(model(inputs)), labels)
+
+        if not told:
+            run().backward()
+            with pytest.raises(
+                StepError, match=r"parts of it one by one, run each pass by search.training_pass\(run\)"
+            ):
+                optimizer.step()
+            return
+        search.training_pass(run).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert search.finished
+    assert search.shifts["learning_rate"].factor > 1.5
+
+
 def test_an_objective_inside_autocast_is_of_the_weights_as_they_are() -> None:
     model = nn.Linear(4, 1)
     objective = hdet.Objective(lambda model, x: model(x).square().mean(), [torch.ones(2, 4), torch.zeros(2, 4)])
