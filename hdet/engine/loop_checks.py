@@ -197,6 +197,6 @@ class PlainDropouts:
         if self._compiled:
             raise StepError(
                 "the loop runs what torch.compile made of the model, and its dropouts are plain nn.Dropout, which "
-                "would recompile at every new rate; call hdet.nn.swap(model) before torch.compile, and before the "
-                "engine is made"
+                "would recompile at every new rate; call hdet.nn.swap(model) before torch.compile, and before "
+                "hdet.attach or the engine"
             )
