@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hdet.replicas.dense import can_be_written, resized
+from hdet.replicas.dense import can_be_written, has_arithmetic, resized
 
 LARGE = 2**22
 """Bytes of a buffer that is copied for one evaluation only if another one has written it."""
 
 PLAIN = (int, float, str, type(None), Tensor)
 """Attributes that go with buffers, such as the length that a cache was made for."""
-
-COUNTER, STATISTICS = "num_batches_tracked", ("running_mean", "running_var")
-"""Of a BatchNorm: torch counts the write of the one, and none of the others, which its kernel writes with it."""
 
 _seen: MutableMapping[nn.Module, set[str]] = WeakIdKeyDictionary()
 """By module that was evaluated, which of its buffers an evaluation has written.
@@ -34,10 +31,10 @@ _seen_frozen: MutableMapping[nn.Module, set[str]] = WeakIdKeyDictionary()
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Buffers that are written inside the block, or replaced, are after it the tensors that they were, of their values.
 
-    The first block copies all but large ones; later blocks those that an earlier one has written, which most models
-    have none of, and always those of modules that observe ranges for quantization: torch counts no such write. Of a
-    module whose buffers were written plain attributes are put back, too. Not seen are writes through `.data`; not
-    undone the first into a buffer that was not copied.
+    The first block copies all but large ones, and compares them by value: torch does not count the writes of batch
+    statistics in train mode, nor those through `.data`. Later blocks copy what an earlier one has written, which most
+    models have none of, and always what modules hold that observe ranges for quantization. Of a module whose buffers
+    were written plain attributes are put back, too. Not undone is the first write into a buffer that was not copied.
     """
     held = [_Held(module) for module in model.modules() if module._buffers]
     with _undone(held):
@@ -146,6 +143,7 @@ class _Held:
         self._writes = {name: _writes(buffer) for name, buffer in self._buffers.items()}
         self._observes = any(kind.__module__.startswith("torch.ao.quantization") for kind in type(module).__mro__)
         seen = None if self._observes else _seen.get(module)
+        self._first = seen is None
         self._values = {
             name: _part(buffer).detach().clone()
             for name, buffer in self._buffers.items()
@@ -160,12 +158,13 @@ class _Held:
         self.written = [
             name
             for name, buffer in self._buffers.items()
-            if self._observes or now.get(name) is not buffer or _writes(buffer) != self._writes[name]
+            if self._observes
+            or now.get(name) is not buffer
+            or _writes(buffer) != self._writes[name]
+            or (name in self._values and (not self._first or _differs(buffer, self._values[name])))
         ]
         if not self.written:
             return
-        if COUNTER in self.written:
-            self.written += [name for name in STATISTICS if name in self._buffers and name not in self.written]
         for name in self.written:
             buffer = self._buffers[name]
             if now.get(name) is not buffer:
@@ -199,6 +198,12 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 def _part(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded one."""
     return tensor if type(tensor) is Tensor else getattr(tensor, "_local_tensor", tensor)
+
+
+def _differs(buffer: Tensor | None, value: Tensor) -> bool:
+    """Whether it holds another value, which waits for the device; not of floats that torch cannot compare."""
+    compared = has_arithmetic(value) or not (value.is_floating_point() or value.is_complex())
+    return buffer is not None and compared and not torch.equal(_part(buffer), value)
 
 
 def _writes(buffer: Tensor | None) -> int:

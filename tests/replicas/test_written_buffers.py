@@ -92,10 +92,18 @@ def test_what_quantization_aware_training_observes_is_undone() -> None:
             assert states(model) == before
 
 
+class Following(nn.BatchNorm1d):
+    """A norm that counts no batches."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.batch_norm(inputs, self.running_mean, self.running_var, training=self.training)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.InstanceNorm1d(4, track_running_stats=True), Following(3)])
 @torch.no_grad()
-def test_what_a_batchnorm_in_train_mode_follows_is_undone() -> None:
-    """As where a model returns its losses in train mode alone. Torch counts one write of three."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+def test_what_a_norm_in_train_mode_follows_is_undone(norm: nn.Module) -> None:
+    """As where a model returns its losses in train mode alone. Torch counts no write of its kernels."""
+    model = nn.Sequential(nn.Linear(3, 3), norm)
     for _ in range(3):
         model(torch.randn(4, 3))
         before = states(model)
