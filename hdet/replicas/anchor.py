@@ -155,8 +155,8 @@ class Anchor:
 
         What is not copied, because nothing changes it, is the model's own.
         """
-        every = self._walk.every()
-        return [*self.values(every), *(self._buffers.get(n, b) for n, b in _buffers(self._model).items())]
+        buffers = [self._buffers.get(n, tensors.local(b.detach())) for n, b in self._model.named_buffers()]
+        return [*self.values(self._walk.every()), *buffers]
 
     def optimizer_state(self, *, fresh: bool = False) -> dict[str, Any]:
         """The optimizer's state dict as it was; held tensors, not copies.

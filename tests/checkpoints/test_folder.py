@@ -360,3 +360,24 @@ def test_a_bare_state_says_whose_optimizer_state_it_leaves_out(frozen: bool, tmp
     with pytest.warns(UserWarning, match=match) if frozen else nullcontext():
         dcp.load({"hdet": hdet.checkpoints.Stateful(again)}, checkpoint_id=tmp_path)
     assert again.step_count == 8
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_buffer_that_cannot_be_written_over_leaves_the_others_their_names(
+    problem: Any, train: Any, tmp_path: Path
+) -> None:
+    """As an expanded mask that is not saved, before statistics that are and a cache that is not."""
+
+    def made(mean: float) -> hdet.Engine:
+        model = problem.model()
+        model.register_buffer("mask", torch.zeros(1).expand(3), persistent=False)
+        model.register_buffer("mean", torch.full((3,), mean))
+        model.register_buffer("cache", torch.full((3,), -1.0), persistent=False)
+        replicas = hdet.replicate(model, torch.optim.AdamW(model.parameters(), lr=0.01), n=2)
+        return hdet.Engine(replicas, [hdet.LearningRate()], window=4, total_steps=12)
+
+    engine, again = made(5.0), made(0.0)
+    train(engine, 6)  # within a window it is the anchor that is saved
+    hdet.checkpoints.CheckpointFolder(tmp_path).save(engine)
+    assert hdet.checkpoints.CheckpointFolder(tmp_path).resume(again) == 4
+    assert again.replicas[0].model.mean.tolist() == [5.0] * 3
