@@ -588,6 +588,19 @@ def test_gathering_keeps_a_nan_where_it_is(ranks: list[Found]) -> None:
         np.testing.assert_array_equal(found["gathered"].numpy(), [[0, 0.5], [1, np.nan], [2, 0.5], [3, 0.5]])
 
 
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_fingerprints_of_tensors_that_are_no_plain_memory() -> None:
+    """A quantised one ended the process, and a sparse or lazily conjugated one the save."""
+    device = torch.device("cpu")
+    quantised = [torch.quantize_per_tensor(torch.ones(3) * value, 0.1, 0, torch.qint8) for value in (1.0, 2.0)]
+    marks = [fingerprint([own, torch.ones(2)], device) for own in quantised]
+    assert not torch.equal(*marks)
+    conjugated = torch.ones(2, dtype=torch.complex64).conj()
+    odd = [torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), conjugated, torch.ones(2, device="meta")]
+    assert torch.equal(fingerprint([*odd, torch.ones(2)], device), fingerprint([torch.ones(2)], device))
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hdet.replicas.dense import can_be_written
+
 WIDTH = 4096
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -15,7 +17,7 @@ def fingerprint(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """[2] int64: plain and position-weighted sums of the tensors' bits as integers, modulo 2^64.
 
     Two passes over the memory. Any single change shows; changes that cancel in both sums are what it cannot see,
-    which rounding and training do not produce.
+    which rounding and training do not produce. What cannot be written over, as sparse tensors, is not looked at.
 
     >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
     >>> bool((fingerprint([a, b], a.device) == fingerprint([b, a], a.device)).all())
@@ -23,14 +25,15 @@ def fingerprint(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     >>> fingerprint([torch.ones(2, dtype=torch.complex128)], a.device).shape
     torch.Size([2])
     """
-    each = fingerprints([tensor for tensor in tensors if tensor.numel()], device)
+    each = fingerprints([tensor for tensor in tensors if can_be_written(tensor) and tensor.numel()], device)
     places = torch.arange(1, len(each) + 1, dtype=torch.int64, device=device)
     return torch.stack([each[:, 0].sum(), (each.sum(dim=1) * places).sum()])
 
 
 def fingerprints(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """[len(tensors), 2] int64: of each tensor by itself."""
-    sums = [_sums(t.contiguous().flatten().view(WORDS[t.element_size()])).to(device) for t in tensors]
+    bits = [tensor.int_repr() if tensor.is_quantized else tensor for tensor in tensors]  # torch ends the process else
+    sums = [_sums(t.contiguous().flatten().view(WORDS[t.element_size()])).to(device) for t in bits]
     return torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.int64, device=device)
 
 
