@@ -22,6 +22,7 @@ from hdet.hparams.schedule import LinearDecay
 from hdet.overlay.attach import refuse_own_steps, searched
 from hdet.recipes.recommended import WARMUP
 from hdet.replicas import tensors
+from hdet.replicas.dense import can_be_written
 from hdet.replicas.generators import generators_kept
 from hdet.replicas.in_process import check_pair, twin
 from hdet.replicas.parallel import require_alone
@@ -276,7 +277,7 @@ def _step(
 @contextmanager
 def _left_alone(model: nn.Module) -> Iterator[None]:
     """Buffers and gradients are after the block as they were: a loss may call this model and not the copy."""
-    parameters, buffers = list(model.parameters()), list(model.buffers())
+    parameters, buffers = list(model.parameters()), list(filter(can_be_written, model.buffers()))
     gradients, saved = [parameter.grad for parameter in parameters], tensors.clones(buffers)
     for parameter in parameters:
         parameter.grad = None

@@ -363,3 +363,21 @@ def test_what_is_to_be_pasted_says_what_it_is_worth(steps: int, verdict: Any, co
     assert estimate.to_yaml() == f"optimizer:\n  lr: 0.2{comment}"
     assert ("too short: trials this short mislead; give at least 12 steps a trial" in str(estimate)) == (steps < 12)
     assert (estimate.verdict == "too short") == (steps < 12)
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype")
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.zeros(1).expand(4),
+        torch.ones(4, dtype=torch.complex64).conj(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        torch.inference_mode()(lambda: torch.ones(4))(),
+    ],
+    ids=["expanded", "conjugated", "jagged", "made in inference"],
+)
+def test_a_buffer_that_cannot_be_written_over_is_let_be(odd: torch.Tensor) -> None:
+    model, optimizer = build()
+    model.register_buffer("odd", odd)
+    hdet.find(model, optimizer, loss=loss, batches=TRAIN, probe=PROBE, total_steps=100)
+    assert model.odd is odd
