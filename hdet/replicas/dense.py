@@ -22,9 +22,12 @@ def has_arithmetic(tensor: Tensor) -> bool:
 
 
 def can_be_written(tensor: Tensor) -> bool:
-    """Whether all of its values can be written over: it is dense, and each element has a place of its own."""
-    lazy = tensor.is_conj() or tensor.is_neg()
-    return is_dense(tensor) and not lazy and all(map(_apart, tensor.shape, tensor.stride()))
+    """Whether all of its values can be written over: it is dense, and each element has a place of its own.
+
+    One that was made under `torch.inference_mode()` is written there only.
+    """
+    closed = tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
+    return is_dense(tensor) and not closed and all(map(_apart, tensor.shape, tensor.stride()))
 
 
 def _apart(size: int, step: int) -> bool:

@@ -339,6 +339,12 @@ def jagged() -> nn.Parameter:
     return nn.Parameter(rows, requires_grad=False)
 
 
+@torch.inference_mode()
+def cached() -> torch.Tensor:
+    """As a cache is that an evaluation has filled."""
+    return torch.ones(3)
+
+
 @pytest.mark.filterwarnings("ignore:.*beta state.*")
 @pytest.mark.parametrize(
     "made",
@@ -351,6 +357,7 @@ def jagged() -> nn.Parameter:
         lambda: nn.Parameter(torch.full((1, 3), 0.3).expand(3, 3), requires_grad=False),
         lambda: torch.ones(3).to(torch.float8_e4m3fn),
         lambda: torch.ones(3, device="meta"),
+        cached,
     ],
     ids=[
         "sparse",
@@ -361,6 +368,7 @@ def jagged() -> nn.Parameter:
         "expanded and frozen",
         "float8",
         "meta",
+        "made in inference",
     ],
 )
 def test_what_has_no_mean_or_cannot_be_written_over_stays_each_replicas_own(made: Any, problem: Any) -> None:

@@ -149,9 +149,10 @@ def never_sent(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not can_be_written(local(parameter.detach())):
             raise ConfigError(
-                f"the parameter {name} cannot be made the first rank's: it is sparse, expanded, lazily conjugated or "
-                f"on the device meta, where values cannot be written over; make it dense (.to_dense(), .contiguous(), "
-                f".resolve_conj(), or its values before they are sent), or a buffer, which stays each rank's own"
+                f"the parameter {name} cannot be made the first rank's: it is sparse, expanded, lazily conjugated, "
+                f"made under torch.inference_mode() or on the device meta, where values cannot be written over; make "
+                f"it dense (.to_dense(), .contiguous(), .resolve_conj(), .clone(), or its values before they are "
+                f"sent), or a buffer, which stays each rank's own"
             )
 
 
