@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -323,7 +324,9 @@ class Start:
         return {"model": model_by_name(self.model, self.held), "optimizer": named, "stateless": stateless}
 
     def groups(self) -> list[dict[str, Any]]:
-        return [{key: value for key, value in group.items() if key != "params"} for group in self.state["param_groups"]]
+        """The entries of the optimizer's groups, NumPy's numbers among them as Python's."""
+        own = [{key: value for key, value in group.items() if key != "params"} for group in self.state["param_groups"]]
+        return mapped(own, lambda one: one.item() if isinstance(one, np.generic) else one)  # type: ignore[no-any-return]
 
     def packed(self, keys: Sequence[str]) -> dict[str, Any]:
         """What is stored of a replica that is not like the others."""
@@ -339,7 +342,7 @@ def unpacked(control: bytes) -> dict[str, Any]:
         CheckpointError: they are not there.
     """
     try:
-        found = torch.load(io.BytesIO(control), weights_only=True)
+        found = torch.load(io.BytesIO(control), map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes can raise anything
         raise CheckpointError(f"the checkpoint's control cannot be read ({type(error).__name__}: {error})") from None
     if not isinstance(found, dict):
@@ -348,6 +351,23 @@ def unpacked(control: bytes) -> dict[str, Any]:
 
 
 def _packed(control: dict[str, Any]) -> bytes:
+    """What `unpacked` reads.
+
+    Raises:
+        CheckpointError: an entry of a parameter group is no plain data.
+    """
+    for number, group in enumerate(control["groups"]):
+        for key, value in group.items():
+            held = io.BytesIO()
+            try:
+                torch.save(value, held)
+                torch.load(io.BytesIO(held.getvalue()), weights_only=True)
+            except Exception as error:  # what cannot be pickled can raise anything
+                raise CheckpointError(
+                    f"the optimizer's parameter group {number} holds {key!r}, a {type(value).__name__}, which no "
+                    f"resume could read, since it reads plain data alone ({type(error).__name__}); make it a number, "
+                    f"a text or a tensor, or keep it elsewhere"
+                ) from None
     held = io.BytesIO()
     torch.save(control, held)
     return held.getvalue()

@@ -7,6 +7,7 @@ are loaded, and a fused kernel then reads past their end.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -215,9 +216,9 @@ def _alike(own: Any, saved: Any) -> bool:
     if isinstance(own, (tuple, list)):
         same_length = isinstance(saved, (tuple, list)) and len(own) == len(saved)
         return same_length and all(_alike(a, b) for a, b in zip(own, saved, strict=True))
-    if isinstance(own, (int, float)) or (isinstance(own, Tensor) and own.dim() == 0):
+    if isinstance(own, Real) or (isinstance(own, Tensor) and own.dim() == 0):
         return not isinstance(saved, bool) and (
-            isinstance(saved, (int, float)) or (isinstance(saved, Tensor) and saved.dim() == 0)
+            isinstance(saved, Real) or (isinstance(saved, Tensor) and saved.dim() == 0)
         )
     return isinstance(saved, type(own)) and (not isinstance(own, Tensor) or own.shape == saved.shape)
 

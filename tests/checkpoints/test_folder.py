@@ -14,12 +14,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import hdet
 from hdet.checkpoints.manifest import content
+from hdet.checkpoints.stateful import unpacked
 from hdet.errors import CheckpointError, ConfigError
 
 
@@ -271,6 +273,43 @@ def test_replicas_that_differ_in_what_is_not_stored_are_stored_once(start: Calla
     engine.hosts[1][0].register_buffer("stored", torch.ones(1))
     engine.hosts[0][0].register_buffer("stored", torch.zeros(1))
     assert "replicas" in hdet.checkpoints.Stateful(engine).point(each=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_numpys_numbers_in_parameter_groups_can_be_resumed(
+    start: Callable[[], hdet.Engine], train: Any, tmp_path: Path
+) -> None:
+    """As a decay taken from `np.logspace`: such a number is none of those that a resume reads."""
+    engine, again = start(), start()
+    for each in (engine, again):
+        for optimizer in each.optimizers:
+            optimizer.param_groups[0].update(weight_decay=np.float64(0.25), betas=(np.float32(0.5), 0.75))
+    train(engine, 4)
+    hdet.checkpoints.CheckpointFolder(tmp_path).save(engine)
+    assert hdet.checkpoints.CheckpointFolder(tmp_path).resume(again) == 4
+    assert again.optimizers[0].param_groups[0]["betas"] == (0.5, 0.75)
+    assert again.optimizers[0].param_groups[0]["weight_decay"] == 0.25
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("odd", [lambda: 1.0, np.ones(2)], ids=["a function", "an array"])
+def test_a_save_that_no_resume_could_read_is_refused(
+    odd: Any, start: Callable[[], hdet.Engine], tmp_path: Path
+) -> None:
+    engine = start()
+    engine.optimizers[0].param_groups[0]["odd"] = odd
+    with pytest.raises(CheckpointError, match=r"parameter group 0 holds 'odd', a .* which no resume could read"):
+        hdet.checkpoints.CheckpointFolder(tmp_path).save(engine)
+    assert not any(tmp_path.iterdir())
+
+
+def test_plain_numbers_of_an_accelerator_are_read_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rate that is a tensor on a GPU."""
+    held = io.BytesIO()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
+        torch.save({"lr": torch.tensor(0.5)}, held)
+    assert unpacked(held.getvalue())["lr"].device == torch.device("cpu")
 
 
 def test_a_number_of_checkpoints_is_a_whole_one(tmp_path: Path) -> None:
