@@ -118,6 +118,12 @@ class ChainedOptimizer(Optimizer):
                 f"{[group.get(OWNER) for group in saved]}, this chain's of {owners}; load the state of an optimizer "
                 f"that was not chained into that one, before it is chained"
             )
+        counts, own_counts = ([len(group["params"]) for group in groups] for groups in (saved, self.param_groups))
+        if counts != own_counts:  # before the first of them has loaded its part
+            raise ConfigError(
+                f"the state's parameter groups have {counts} parameters, this chain's {own_counts}; build the model "
+                f"and its optimizers as they were"
+            )
         self.hand_out()
         for place, part in enumerate(self.optimizers):
             own = [group for group in saved if group[OWNER] == place]

@@ -285,6 +285,18 @@ def test_a_state_of_other_optimizers_is_refused(of: str) -> None:
         optimizer.load_state_dict(state)
 
 
+def test_a_state_of_other_parameters_is_refused_before_any_of_it_is_loaded() -> None:
+    _, optimizer = build()
+    before = copy.deepcopy(optimizer.state_dict())
+    state = copy.deepcopy(before)
+    state["param_groups"][0]["lr"] = 9.0
+    state["param_groups"][-1]["params"].pop()
+    with pytest.raises(ConfigError, match=r"the state's parameter groups have .* parameters, this chain's"):
+        optimizer.load_state_dict(state)
+    assert optimizer.state_dict() == before
+    optimizer.step()
+
+
 def test_one_cycle_moves_what_all_parts_have() -> None:
     model = network()
     split = [[p for p in model.parameters() if p.ndim == ndim] for ndim in (1, 2)]
