@@ -57,6 +57,12 @@ def members(rank: int) -> list[torch.Tensor]:
     ]
 
 
+def of_odd_types(rank: int) -> list[torch.Tensor]:
+    """Types of weights and buffers that gloo knows no collective of, and a complex one."""
+    kinds = (torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.complex64)
+    return [torch.tensor([1.0 + rank, 0.5]).to(kind) for kind in kinds]
+
+
 def exchanged() -> Found:
     rank = dist.get_rank()
     found: Found = {}
@@ -79,7 +85,7 @@ def exchanged() -> Found:
         exchange.reduce(same, same, [1, 1, 1, 1], mean=True)
         found[f"{name} alike"] = same
     exchange = Exchange(layout, torch.device("cpu"), False, capacity=256)
-    sent = [*members(rank), torch.tensor([rank, 2]), torch.tensor([rank == 2])]
+    sent = [*members(rank), torch.tensor([rank, 2]), torch.tensor([rank == 2]), *of_odd_types(rank)]
     exchange.broadcast(sent, 2)
     found["broadcast"] = sent
     found["gathered"] = exchange.gather(torch.tensor([float(rank), float("nan") if rank == 1 else 0.5]))
@@ -580,7 +586,10 @@ def test_in_order_members_that_are_alike_stay_as_they_are(ranks: list[Found]) ->
 
 def test_broadcasts_of_every_kind(ranks: list[Found]) -> None:
     for found in ranks:
-        assert all(map(torch.equal, found["broadcast"], [*members(2), torch.tensor([2, 2]), torch.tensor([True])]))
+        expected = [*members(2), torch.tensor([2, 2]), torch.tensor([True]), *of_odd_types(2)]
+        for sent, own in zip(found["broadcast"], expected, strict=True):
+            assert sent.dtype == own.dtype
+            assert torch.equal(sent.to(torch.complex128), own.to(torch.complex128))
 
 
 def test_gathering_keeps_a_nan_where_it_is(ranks: list[Found]) -> None:

@@ -154,7 +154,8 @@ class Exchange:
 
     def send(self, flat: Tensor, place: int) -> None:
         """Overwrite every peer's bucket by that of the peer at `place`."""
-        dist.broadcast(flat, self.layout.global_peers[place], group=self.layout.peers())
+        # As bytes: not every backend knows 16-bit integers or float8.
+        dist.broadcast(flat.view(torch.uint8), self.layout.global_peers[place], group=self.layout.peers())
 
     def _slices(self, flat: Tensor, rows: Tensor) -> Tensor:
         """[places, M / places]: this rank's slice of every place's bucket, in the memory of `rows`."""
