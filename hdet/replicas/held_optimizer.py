@@ -238,7 +238,7 @@ def refilled(before: Sequence[Mapping[Any, Any]], live: Sequence[Mapping[Any, An
     for held, entries in zip(before, live, strict=True):
         found.append({})
         for key, value in entries.items():
-            if _fits(held.get(key), value):
+            if _fits(held.get(key), value) and held[key].dtype == value.dtype:
                 found[-1][key] = held[key]
                 targets.append(tensors.local(held[key]))
                 sources.append(tensors.local(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -45,6 +46,19 @@ def test_restoring_brings_back_parameters_buffers_and_optimizer(
     assert_same(optimizer.state_dict(), want["optimizer"])
     step(problem, model, optimizer, 5)
     assert_same(anchor.state_dict(), want)
+
+
+def test_a_model_that_is_made_wider_is_held_as_wide(pair: Any, assert_same: Any) -> None:
+    model, optimizer = pair
+    anchor = Anchor(model, optimizer)
+    anchor.take(0)
+    model.double()
+    with torch.no_grad():
+        model[0].weight.fill_(0.1)
+    want = copy.deepcopy(model.state_dict())
+    anchor.take(1)
+    anchor.restore(model, optimizer)
+    assert_same(model.state_dict(), want)
 
 
 def test_asking_for_its_state_leaves_the_model_as_it_is(pair: Any, problem: Any, assert_same: Any) -> None:
