@@ -98,8 +98,10 @@ class RunningMean:
         self._on_their_way.land()
         layout: list[tuple[object, ...]] = [(t.shape, t.dtype, t.device, t.is_contiguous()) for t in current]
         if layout != self._layout:
-            self._layout = layout
+            self._layout, before = layout, self.values
             self._allocate(current)
+            if [one.shape for one in before] == [one.shape for one in current]:  # they lie in another way only
+                tensors.copy_(self.values, before)
         self._followed = current
         pairs = [(self.values[number], current[number]) for number in self._alone]
         alike = [mean.device == own.device and mean.dtype == own.dtype for mean, own in pairs]

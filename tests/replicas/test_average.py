@@ -42,6 +42,19 @@ def test_reset_starts_anew_even_after_a_nan() -> None:
     assert mean.mean()[0].item() == 2.0
 
 
+@pytest.mark.parametrize("size", [3, 100], ids=["joined", "alone"])
+def test_it_goes_on_where_weights_come_to_lie_in_another_way(size: int) -> None:
+    """As where an optimizer gives a parameter other memory."""
+    weights = [torch.ones(size, size)]
+    mean = RunningMean(lambda: list(weights))
+    for _ in range(3):
+        mean.add()
+    weights[0] = torch.full((size, size), 5.0).t()
+    assert not weights[0].is_contiguous()
+    mean.add()
+    torch.testing.assert_close(mean.mean()[0], torch.full((size, size), 2.0))
+
+
 def test_half_precision_is_averaged_in_single() -> None:
     """In bfloat16 a mean over 1000 steps would stand still."""
     weight = torch.ones(1, dtype=torch.bfloat16)
