@@ -13,6 +13,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from hdet.errors import StepError
+from hdet.hparams.param_groups import parameters_of
 from hdet.replicas import finite, host_memory, tensors
 from hdet.replicas.deep_copies import memo_of_sparse
 from hdet.replicas.dense import can_be_written, has_arithmetic
@@ -173,13 +174,17 @@ class Anchor:
         they are no state to go on from.
         """
         nearest = self.optimizer_state(fresh=fresh or self._state.lends)
-        sound = fresh or tensors.all_finite(finite.with_mean(nearest["state"].values()))
+        sound = fresh or tensors.all_finite(self._with_mean(nearest))
         return nearest if sound else self.optimizer_state()
 
     def is_finite(self) -> bool:
         """Whether all that is held has finite values, buffers aside. Waits for the device."""
-        moments = finite.with_mean(self.optimizer_state()["state"].values())
+        moments = self._with_mean(self.optimizer_state())
         return bool(tensors.all_finite([*self._parameters.values(), *moments]))
+
+    def _with_mean(self, state: Mapping[str, Any]) -> list[Tensor]:
+        numbered = dict(enumerate(parameters_of(self._optimizer)))
+        return finite.with_mean((numbered.get(number), own) for number, own in state["state"].items())
 
     def restore(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Put the point back into a model and its optimizer, in the memory that they have.

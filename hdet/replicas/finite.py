@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.hparams.param_groups import parameters_of
 from hdet.replicas import tensors
 from hdet.replicas.dense import has_arithmetic
+from hdet.replicas.optimizer_states import is_of_elements
 from hdet.replicas.walk import Walk
 
 PLACES = ("parameters", "optimizer state", "buffers")
@@ -49,10 +51,9 @@ class Finiteness:
         buffers = torch.stack(kept).all() if kept else torch.tensor(True, device="cpu")
         return torch.stack([flag.to(parameters.device) for flag in (parameters, states, buffers)])
 
-    def _states(self) -> Iterator[Mapping[str, Any]]:
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                yield self._optimizer.state.get(parameter, {})
+    def _states(self) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
+        for parameter in parameters_of(self._optimizer):
+            yield parameter, self._optimizer.state.get(parameter, {})
 
     def _buffers(self) -> dict[str, Tensor]:
         """By name, whether a persistent buffer is finite; 0-dim, on the device of the first."""
@@ -61,13 +62,20 @@ class Finiteness:
         return dict(zip(found, tensors.finite(own), strict=True)) if found else {}
 
 
-def with_mean(states: Iterable[Mapping[str, Any]]) -> list[Tensor]:
-    """The tensors of parameters' optimizer states that a merge takes a mean of; of sharded ones this rank's part."""
+def with_mean(states: Iterable[tuple[Tensor | None, Mapping[str, Any]]]) -> list[Tensor]:
+    """The tensors of parameters' optimizer states that a merge takes a mean of; of sharded ones this rank's part.
+
+    Args:
+        states: each with its parameter; None for a state of no parameter.
+    """
     return [
         tensors.local(value.detach() if value.requires_grad else value)
-        for state in states
-        for value in state.values()
-        if isinstance(value, Tensor) and value.dim() and value.numel() and has_arithmetic(value)
+        for parameter, state in states
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+        and is_of_elements(value.dim(), key, parameter)
+        and value.numel()
+        and has_arithmetic(value)
     ]
 
 

@@ -17,8 +17,9 @@ from hdet.replicas.held_optimizer import kept_in_groups
 def average(sound: Sequence[Optimizer], every: Sequence[Optimizer], weights: Sequence[float] | None = None) -> None:
     """Give every optimizer the mean state of the sound ones, weighted where there are weights.
 
-    Floating and complex tensors are averaged. Counters and all else are taken over from the first that holds them. A
-    parameter without a gradient in some replica has no state there; it gets that of those where it has one.
+    Floating and complex tensors of a parameter's elements are averaged. Counters and all else are taken over from the
+    first that holds them. A parameter without a gradient in some replica has no state there; it gets that of those
+    where it has one.
 
     Numbers which an optimizer keeps as state in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are
     averaged too. Learning rates and the like are not: they are the user's, a scheduler's or a knob's.
@@ -35,7 +36,7 @@ def average(sound: Sequence[Optimizer], every: Sequence[Optimizer], weights: Seq
                 if not values:
                     continue
                 given = [_slot(optimizer, index, place, key, values[0]) for optimizer in every]
-                if not _has_mean(values[0]):
+                if not _has_mean(values[0], key, group["params"][place]):
                     _take_over(given, key, values[0])
                 elif len(values) == len(sound):
                     for row, value in zip(members, values, strict=True):
@@ -90,5 +91,15 @@ def _take_over(states: Sequence[dict[str, Any]], key: str, value: Any) -> None:
             state[key] = copy.deepcopy(value)
 
 
-def _has_mean(value: object) -> bool:
-    return isinstance(value, Tensor) and tensors.is_inexact(value) and value.dim() > 0 and value.numel() > 0
+def is_of_elements(dimensions: int, key: object, parameter: Tensor | None) -> bool:
+    """Whether a tensor of a parameter's state is of its elements, and no number of the whole, such as a step count.
+
+    Of a parameter without dimensions, such as a temperature, all is but `step`.
+    """
+    return dimensions > 0 or (parameter is not None and parameter.dim() == 0 and key != "step")
+
+
+def _has_mean(value: object, key: object, parameter: Tensor) -> bool:
+    if not isinstance(value, Tensor) or not tensors.is_inexact(value):
+        return False
+    return value.numel() > 0 and is_of_elements(value.dim(), key, parameter)

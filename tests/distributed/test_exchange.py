@@ -98,6 +98,7 @@ def exchanged() -> Found:
         frozen=frozen(),
         failed=failed(),
         counters=counters(),
+        scalars=of_no_dimensions(),
         groups=numbers_in_groups(),
         unused=unused(),
         kinds=other_kinds(),
@@ -339,6 +340,22 @@ def counters() -> Found:
         with patch.object(exchange, "broadcast", wraps=exchange.broadcast) as sent:
             optimizer_mean.average(exchange, [optimizer], [0.0, 1.0, 1.0, 1.0])
         found[case] = [float(state["step"]) for state in optimizer.state.values()], sent.call_count
+    return found
+
+
+def of_no_dimensions() -> Found:
+    """The state of a learned temperature after a mean: where all have one, and where the last rank has none."""
+    found: Found = {}
+    for case, last in (("all", 4), ("some", 3)):
+        parameter = nn.Parameter(torch.tensor(1.0))
+        optimizer = torch.optim.Adam([parameter])
+        if dist.get_rank() < last:
+            parameter.grad = torch.tensor(1.0 + dist.get_rank())
+            optimizer.step()
+            optimizer.state[parameter]["step"].fill_(5.0 + dist.get_rank())
+        optimizer_mean.average(Exchange(of_group(None), torch.device("cpu"), False), [optimizer], [1.0] * 4)
+        state = optimizer.state[parameter]
+        found[case] = float(state["exp_avg"]), float(state["step"])
     return found
 
 
@@ -710,6 +727,12 @@ def test_a_failed_rank_is_left_out_and_restarts_from_the_merge(ranks: list[Found
 def test_counters_are_sent_only_where_they_differ(ranks: list[Found]) -> None:
     for found in ranks:
         assert found["counters"] == {"alike": ([1.0, 1.0], 0), "apart": ([1.0, 7.0], 1)}
+
+
+def test_moments_of_a_parameter_without_dimensions_are_averaged(ranks: list[Found]) -> None:
+    for found in ranks:
+        assert found["scalars"]["all"] == (pytest.approx(0.1 * 2.5), 5.0)
+        assert found["scalars"]["some"] == (pytest.approx(0.1 * 2.0), 5.0)
 
 
 @pytest.mark.parametrize("copies", [1, 2])

@@ -10,6 +10,8 @@ import torch
 
 import hdet
 from hdet.replicas import optimizer_states
+from hdet.replicas.anchor import Anchor
+from hdet.replicas.finite import Finiteness
 
 Model = torch.nn.Sequential
 
@@ -39,6 +41,36 @@ def test_tensors_are_averaged_over_the_sound_and_given_to_all() -> None:
         # Adam's first moment after one step is (1 - beta1) times the gradient; the gradients were 1 and 3.
         torch.testing.assert_close(entry(optimizer, 0, "exp_avg"), torch.full((2,), 0.1 * 2))
         torch.testing.assert_close(entry(optimizer, 1, "exp_avg_sq"), torch.full((3,), 0.001 * 5))
+
+
+def of_scalars() -> list[torch.optim.Optimizer]:
+    """Two optimizers of a parameter without dimensions, as a learned temperature is; their gradients were 1 and 3."""
+    optimizers = []
+    for index in range(2):
+        parameter = torch.nn.Parameter(torch.tensor(1.0))
+        parameter.grad = torch.tensor(1.0 + 2 * index)
+        optimizers.append(torch.optim.Adam([parameter]))
+        optimizers[-1].step()
+    return optimizers
+
+
+def test_moments_of_a_parameter_without_dimensions_are_averaged_and_its_steps_are_not() -> None:
+    optimizers = of_scalars()
+    entry(optimizers[1], 0, "step").fill_(8.0)
+    optimizer_states.average(optimizers, optimizers)
+    for optimizer in optimizers:
+        torch.testing.assert_close(entry(optimizer, 0, "exp_avg"), torch.tensor(0.1 * 2))
+        assert entry(optimizer, 0, "step") == 1.0
+
+
+def test_a_moment_of_such_a_parameter_that_is_not_finite_enters_no_mean() -> None:
+    (optimizer, _), model = of_scalars(), torch.nn.Module()
+    (model.temperature,) = optimizer.param_groups[0]["params"]
+    finiteness, anchor = Finiteness(model, optimizer), Anchor(model, optimizer)
+    entry(optimizer, 0, "exp_avg_sq").fill_(float("inf"))
+    anchor.take(1)
+    assert finiteness.flags().tolist() == [True, False, True]
+    assert not anchor.is_finite()
 
 
 def test_complex_moments_are_averaged() -> None:

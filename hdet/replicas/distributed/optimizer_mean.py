@@ -19,7 +19,7 @@ from hdet.replicas.dense import can_be_written, resized
 from hdet.replicas.distributed.exchange import Exchange
 from hdet.replicas.distributed.fingerprint import fingerprint
 from hdet.replicas.held_optimizer import home_of, kept_in_groups
-from hdet.replicas.optimizer_states import mean_number
+from hdet.replicas.optimizer_states import is_of_elements, mean_number
 from hdet.replicas.tensors import SMALL, joined, local, parameters
 from hdet.replicas.tensors import alike as like_tensors
 
@@ -36,11 +36,11 @@ Plain = dict[Entry, Any]
 def average(exchange: Exchange, optimizers: Sequence[Optimizer], weights: Sequence[float]) -> None:
     """Give every optimizer of every rank the weighted mean of all replicas' states; 0 leaves a replica out.
 
-    Floating and complex tensors are averaged; counters, integers and Python's own numbers are taken over from the first
-    that takes part; lists of tensors and other objects stay each replica's own. Numbers which an optimizer keeps as
-    state in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are averaged too, integers of these
-    (`k`) taken over. A parameter without a gradient in some replica has no state there and gets the mean of those that
-    have one.
+    Floating and complex tensors of a parameter's elements are averaged; counters, integers and Python's own numbers are
+    taken over from the first that takes part; lists of tensors and other objects stay each replica's own. Numbers which
+    an optimizer keeps as state in its parameter groups (Schedule-Free's `weight_sum`, Prodigy's `d`) are averaged too,
+    integers of these (`k`) taken over. A parameter without a gradient in some replica has no state there and gets the
+    mean of those that have one.
 
     Args:
         optimizers: of this rank's replicas.
@@ -54,8 +54,8 @@ def average(exchange: Exchange, optimizers: Sequence[Optimizer], weights: Sequen
     own, others = structure(lead), plain(lead)
     alike = all(structure(optimizer) == own for optimizer in sound if optimizer is not lead)
     alike_others = all(plain(optimizer) == others for optimizer in sound if optimizer is not lead)
-    averaged = [entry for entry, told in own.items() if _has_mean(*told)]
-    counters = [_tensor(lead, entry) for entry, told in own.items() if not _has_mean(*told)]
+    averaged = [entry for entry, told in own.items() if _has_mean(lead, entry, *told)]
+    counters = [_tensor(lead, entry) for entry, told in own.items() if not _has_mean(lead, entry, *told)]
     # Where replicas here differ, so does what is told from all other places'.
     told = [found if same else (exchange.layout.place, found) for found, same in ((own, alike), (others, alike_others))]
     same_tensors, same_others, same_counters = _agree_on(exchange, optimizers, told, counters, weights)
@@ -83,7 +83,7 @@ def _average_what_some_have(exchange: Exchange, optimizers: Sequence[Optimizer],
                 _drop(optimizer, entry)
             continue
         slots = [_slot(optimizer, entry, shape, dtype) for optimizer in optimizers]
-        if _has_mean(shape, dtype):
+        if _has_mean(optimizers[0], entry, shape, dtype):
             exchange.mean_([[slot] for slot in slots], sharing)
         else:
             place, number = divmod(_first(sharing), len(slots))
@@ -298,7 +298,7 @@ def _slot(optimizer: Optimizer, entry: Entry, shape: tuple[int, ...], named: str
     parameter = optimizer.param_groups[index]["params"][place]
     state: dict[str, Any] = optimizer.state.setdefault(parameter, {})
     if state.get(key) is None:
-        like = shape == tuple(local(parameter).shape)
+        like = shape == tuple(local(parameter).shape) and is_of_elements(len(shape), key, parameter)
         home = home_of(parameter, optimizer.param_groups[index], key)
         state[key] = torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(shape, dtype=dtype, device=home)
     return local(state[key])
@@ -320,9 +320,11 @@ def _drop(optimizer: Optimizer, entry: Entry) -> None:
         optimizer.state.pop(parameter, None)
 
 
-def _has_mean(shape: tuple[int, ...], named: str) -> bool:
+def _has_mean(optimizer: Optimizer, entry: Entry, shape: tuple[int, ...], named: str) -> bool:
+    index, place, key = entry
     dtype: torch.dtype = getattr(torch, named)
-    return (dtype.is_floating_point or dtype.is_complex) and len(shape) > 0
+    inexact = dtype.is_floating_point or dtype.is_complex
+    return inexact and is_of_elements(len(shape), key, optimizer.param_groups[index]["params"][place])
 
 
 def _first(weights: Sequence[float]) -> int:
