@@ -309,6 +309,8 @@ def _take_up(cycle: Cycle, state: Mapping[str, Any], how: Continuation) -> None:
         for collector in cycle.collectors:
             collector.opened_from_first()
     if not how.same_window:
+        if not cycle.met:  # one file may hold what is of each process
+            cycle.merger.open_apart()
         cycle.reapply()  # what outlives windows may decide who explores in this one
         return
     under_way = state["open"]

@@ -420,3 +420,29 @@ def test_a_buffer_that_cannot_be_written_over_leaves_the_others_their_names(
     hdet.checkpoints.CheckpointFolder(tmp_path).save(engine)
     assert hdet.checkpoints.CheckpointFolder(tmp_path).resume(again) == 4
     assert again.replicas[0].model.mean.tolist() == [5.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_how_replicas_open_a_window_is_looked_at_as_it_is_resumed(problem: Any, train: Any, tmp_path: Path) -> None:
+    """Saved within a first window that opened apart, copies set out alike; in an engine that has begun, too."""
+
+    def made() -> hdet.Engine:
+        model = problem.model()
+        replicas = hdet.replicate(model, torch.optim.SGD(model.parameters(), lr=0.01), n=2)
+        hdet.perturb(replicas, noise=0.3)
+        return hdet.Engine(
+            replicas,
+            [hdet.LearningRate()],
+            window=4,
+            gradients="local",
+            total_steps=12,
+            merge=hdet.merges.Outer(),
+        )
+
+    saved, again = made(), made()
+    for engine in (saved, again):
+        train(engine, 2)
+    hdet.checkpoints.CheckpointFolder(tmp_path).save(saved)
+    assert hdet.checkpoints.CheckpointFolder(tmp_path).resume(again) == 0
+    train(again, 4)
+    assert again.cycle.merger.state_dict()["optimizer"]["state"]  # the outer step was made
