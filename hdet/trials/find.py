@@ -107,7 +107,7 @@ def find(
     >>> estimate.learning_rate > 0.01, optimizer.param_groups[0]["lr"]
     (True, 0.001)
     """
-    _require(model, optimizer, probe, batches)
+    _require(model, optimizer, loss, probe, batches)
     counted(total_steps=total_steps, trials=trials, micro_batches=micro_batches)
     steps = max(1, round(SHARE_OF_RUN * total_steps)) if steps is None else steps
     counted(steps=steps)
@@ -163,8 +163,10 @@ def find(
     return RateEstimate(start, length, total_steps, before, tuple(done), minimum(done, before), ratios)
 
 
-def _require(model: nn.Module, optimizer: Optimizer, probe: Probe, batches: Batches) -> None:
+def _require(model: nn.Module, optimizer: Optimizer, loss: object, probe: Probe, batches: Batches) -> None:
     """Trials can be run on these; a ConfigError says why not."""
+    if not callable(loss):
+        raise ConfigError(f"loss is a function loss(model, batch), got {type(loss).__name__}")
     if not isinstance(probe, Probe):
         raise ConfigError(f"probe must be an hdet.Probe, got {type(probe).__name__}")
     if not isinstance(optimizer, Optimizer):
@@ -253,6 +255,11 @@ def _step(
         if not isinstance(told, Tensor) or told.numel() != 1:
             got = f"a tensor of shape {tuple(told.shape)}" if isinstance(told, Tensor) else type(told).__name__
             raise ConfigError(f"loss(model, batch) gives the batch's mean loss, a tensor of one number; got {got}")
+        if not told.requires_grad:
+            raise ConfigError(
+                "loss(model, batch) gave a loss that no gradient can be taken of; leave out detach() and "
+                "torch.no_grad(), and use the model that it is given"
+            )
         (told / micro_batches).backward()
     if all(parameter.grad is None for parameter in model.parameters()):
         raise ConfigError(

@@ -254,6 +254,8 @@ def test_the_answer_in_words_yaml_and_a_picture() -> None:
         ({"clip": math.nan}, "clip is the largest norm of the gradient, above 0, got nan"),
         ({"loss": lambda model, batch: model(batch[0])}, r"a tensor of one number; got a tensor of shape \(32, 10\)"),
         ({"loss": lambda model, batch: 1.0}, "a tensor of one number; got float"),
+        ({"loss": lambda model, batch: loss(model, batch).detach()}, "gave a loss that no gradient can be taken of"),
+        ({"loss": None}, r"loss is a function loss\(model, batch\), got NoneType"),
         ({"probe": hdet.Probe(lambda _, batch: batch[0].mean(), PROBE.batches)}, "the same to the last bit before and"),
     ],
 )
