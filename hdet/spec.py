@@ -20,7 +20,7 @@ from inspect import isabstract
 from typing import Any, ClassVar, TypeVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticSerializationError, core_schema
 
 from hdet.errors import ConfigError
 
@@ -115,7 +115,10 @@ class Spec(BaseModel):
                 f"{type(self).__qualname__} cannot be written down: it is not registered as a {self.family}; decorate "
                 f"it with @hdet.spec.register"
             )
-        fields = self.model_dump(mode="json")
+        try:
+            fields = self.model_dump(mode="json")
+        except PydanticSerializationError as error:
+            raise _refused_within(error) from None
         return {"kind": self.kind, **fields} if self.family else fields
 
     def replace(self: S, **fields: Any) -> S:
@@ -138,7 +141,9 @@ def register(cls: C) -> C:
     Raises:
         ConfigError: the class founds no family, or another class has the name.
     """
-    if not cls.family:
+    if not isinstance(cls, type):
+        raise ConfigError(f"register takes a class, got {cls!r}")
+    if not (issubclass(cls, Spec) and cls.family):
         raise ConfigError(f"{cls.__name__} belongs to no family; derive it from Knob, Spread, Controller, ...")
     if "kind" not in cls.__dict__:
         cls.kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
@@ -228,6 +233,11 @@ def _explain(spec: type[Spec], error: ValidationError) -> str:
             told, given = told or not item["loc"], f"{given[:MOST_SHOWN]}..."
         lines.append(f"{where + ': ' if where else ''}{message}{'' if told else f' (given: {given})'}")
     return f"{spec.kind or spec.__name__}: " + "; ".join(lines)
+
+
+def _refused_within(error: PydanticSerializationError) -> Exception:
+    """What a declaration within this one said as it was to be written down."""
+    return error.__cause__ if isinstance(error.__cause__, ConfigError) else error
 
 
 def _cause(error: ValidationError) -> BaseException | None:

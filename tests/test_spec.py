@@ -135,6 +135,10 @@ def test_a_family_of_ones_own() -> None:
 def test_registering() -> None:
     with pytest.raises(ConfigError, match="Box belongs to no family; derive it from Knob"):
         register(Box)
+    with pytest.raises(ConfigError, match="Plain belongs to no family; derive it from Knob"):
+        register(type("Plain", (), {}))
+    with pytest.raises(ConfigError, match=r"register takes a class, got UnitSquare\("):
+        register(UnitSquare())
     with pytest.raises(ConfigError, match=r"shape 'unit_square' is already .*UnitSquare; set another `kind` on .*Fake"):
 
         @register
@@ -161,6 +165,8 @@ def test_what_was_never_registered_cannot_be_written_down() -> None:
         ConfigError, match="Tilted cannot be written down: it is not registered as a shape; decorate it"
     ):
         Tilted().to_dict()
+    with pytest.raises(ConfigError, match="Tilted cannot be written down"):
+        Box(shape=Tilted()).to_dict()
 
 
 def test_plugins_are_found_by_their_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
