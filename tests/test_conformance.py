@@ -163,6 +163,18 @@ class Root(Space):
         return math.sqrt(value) - math.sqrt(origin)
 
 
+class CubeRoot(Root):
+    """(v^(1/3) + s)^3, whose coordinate is in the thousands where rounding of the value no longer shows in it."""
+
+    kind: ClassVar[str] = "conformance_cube_root"
+
+    def _apply(self, value: float, shift: float) -> float:
+        return float(max(value ** (1 / 3) + shift, 0.0) ** 3)
+
+    def _difference(self, value: float, origin: float) -> float:
+        return float(value ** (1 / 3) - origin ** (1 / 3))
+
+
 class Thirds(Spread):
     """A third of the replicas on each side, the others at the base."""
 
@@ -354,6 +366,11 @@ def registry() -> Iterator[None]:
 @pytest.mark.parametrize("law", [law for spec in OWN for law in hdet.testing.laws(spec)], ids=str)
 def test_a_users_own(law: Law) -> None:
     law()
+
+
+def test_a_space_whose_coordinate_is_large_may_round_it() -> None:
+    hdet.spec.register(CubeRoot)
+    hdet.testing.check(CubeRoot())
 
 
 def test_there_is_one_of_a_users_own_for_every_family_that_users_extend() -> None:

@@ -27,6 +27,12 @@ def _values(space: Space) -> list[float]:
     return sorted({*inner, *(end for end in space.domain if math.isfinite(end))})
 
 
+def _about(space: Space, value: float) -> list[float]:
+    """The values that lie some roundings below and above another, within the domain."""
+    low, high = space.domain
+    return [min(max(value + times * math.ulp(value), low), high) for times in (-16, 16)]
+
+
 def shift_zero_is_the_identity(space: Space) -> None:
     """apply(v, 0) is v, bit for bit, and difference(v, v) is 0."""
     for value in _values(space):
@@ -61,13 +67,13 @@ def difference_inverts_apply(space: Space) -> None:
             if moved == value or not _inside(space, moved) or not math.isfinite(moved):
                 continue
             found = space.difference(moved, value)
-            # What rounding of the two values alone makes of it, whatever the space.
+            # What rounding of the two values alone makes of it, whatever the space. Beside a coordinate that is itself
+            # large, as of a root, one unit in the last place of a value may show as nothing, and many do show.
             slack = 1e-9 * abs(shift) + 1e-12
-            for nearby in (math.nextafter(moved, -math.inf), math.nextafter(moved, math.inf)):
-                slack += 16 * abs(space.difference(nearby, value) - found)
-            for nearby in (math.nextafter(value, -math.inf), math.nextafter(value, math.inf)):
-                if space.domain[0] <= nearby <= space.domain[1]:
-                    slack += 16 * min(abs(space.difference(moved, nearby) - found), 1e-6)
+            for nearby in _about(space, moved):
+                slack += abs(space.difference(nearby, value) - found)
+            for nearby in _about(space, value):
+                slack += min(abs(space.difference(moved, nearby) - found), 16e-6)
             require(
                 abs(found - shift) <= slack,
                 f"apply({value!r}, {shift!r}) is {moved!r}, and the difference back is {found!r}",
